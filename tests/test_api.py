@@ -32,29 +32,41 @@ TINY = [
 ]
 
 
+class Broken:
+    def __init__(self, **_: Any) -> None:
+        raise ValueError("not today")
+
+
+WRONG = {
+    "train.epoch is not a setting; did you mean train.epochs?": "train.epoch=1",
+    "model is nothing, but must be one of": "model=nothing",
+    "models.mlp.Mpl cannot be built": "model._target_=models.mlp.Mpl",
+    "Broken cannot be built": "data.dataset._target_=tests.test_api.Broken",
+    "NaN or Inf": "optim.lr=1e30",
+}
+
+
 def failures_in_between(run_dir: str) -> list[str]:
-    """The hashes of a run before and after others that failed here at every stage; what those raised."""
+    """The hashes of a run before and after others that failed here at every stage; what Python prints of those."""
     os.environ.clear()
     told = [trainer.train([*TINY, f"run_dir={run_dir}/0"])["param_sha256"]]
-    for number, wrong in enumerate(
-        (["train.epoch=1"], ["model=nothing"], ["model._target_=models.mlp.Mpl"], ["optim.lr=1e30"])
-    ):
+    for number, wrong in enumerate(WRONG.values()):
         with pytest.raises((UserError, NonFiniteError)) as error:
-            trainer.train([*TINY, *wrong, "train.max_steps=40", f"run_dir={run_dir}/wrong-{number}"])
-        told.append(str(error.value))
+            trainer.train([*TINY, wrong, "train.max_steps=40", f"run_dir={run_dir}/wrong-{number}"])
+        told.append("".join(traceback.format_exception(error.value)))
     return [*told, trainer.train([*TINY, f"run_dir={run_dir}/1"], processes=1)["param_sha256"]]
 
 
 @pytest.mark.slow
-def test_after_a_failure_the_next_call_works(tmp_path: Path) -> None:
-    before, unknown, group, target, diverged, after = run_ranks(
-        failures_in_between, 1, str(tmp_path), init=False
-    )[0]
+def test_a_mistake_is_one_exception_with_one_line_and_the_next_call_works(tmp_path: Path) -> None:
+    before, *printed, after = run_ranks(failures_in_between, 1, str(tmp_path), init=False)[0]
     assert before == after
-    assert "train.epoch is not a setting; did you mean train.epochs?" in unknown
-    assert "model is nothing, but must be one of" in group
-    assert "models.mlp.Mpl" in target
-    assert "NaN or Inf" in diverged
+    for text, said in zip(printed, WRONG, strict=True):
+        assert said in text.splitlines()[-1]
+        if "Broken" in said:
+            assert 'raise ValueError("not today")' in text, "the line of a user's own class"
+        else:
+            assert text.count("Traceback") == 1 and len(text.splitlines()) < 10, text
 
 
 def loaded(run_dir: str, form: str) -> list[str]:
@@ -190,42 +202,6 @@ def test_runs_in_threads_train_beside_each_other(tmp_path: Path) -> None:
         assert json.loads((tmp_path / name / "result.json").read_text()) == found[name]
     assert found["wrong"] == "UserError: train.epoch is not a setting; did you mean train.epochs?"
     assert found["late"].startswith("UserError: ") and "2001" in found["late"]
-
-
-class Broken:
-    def __init__(self, **_: Any) -> None:
-        raise ValueError("not today")
-
-
-MISTAKES = {
-    "strategy is dpp, but must be one of": ["strategy=dpp"],
-    "train.epochs: Value 'x'": ["train.epochs=x"],
-    "torch.optim.Nope cannot be built": ["optim._target_=torch.optim.Nope"],
-    "Broken cannot be built": ["data.dataset._target_=tests.test_api.Broken"],
-}
-
-
-def shown(run_dir: str) -> list[str]:
-    """What Python prints of each mistake, and of a run that is not there."""
-    os.environ.clear()
-    printed = []
-    for words in MISTAKES.values():
-        with pytest.raises(UserError) as refused:
-            trainer.train([*TINY, *words, f"run_dir={run_dir}/run"])
-        printed.append("".join(traceback.format_exception(refused.value)))
-    with pytest.raises(UserError) as refused:
-        trainer.load_model(run_dir)
-    return [*printed, "".join(traceback.format_exception(refused.value))]
-
-
-def test_a_mistake_is_one_exception_with_one_line(tmp_path: Path) -> None:
-    printed = run_ranks(shown, 1, str(tmp_path), init=False)[0]
-    for text, said in zip(printed, (*MISTAKES, "is not a run"), strict=True):
-        assert said in text.splitlines()[-1]
-        if "Broken" in said:
-            assert 'raise ValueError("not today")' in text, "the line of a user's own class"
-        else:
-            assert text.count("Traceback") == 1 and len(text.splitlines()) < 10, text
 
 
 MINE = "dataset: {_target_: trainer.data.digits.Digits}\ntask: {_target_: trainer.tasks.Classification}\n"

@@ -12,26 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.programs import ROOT, finish
-from tests.test_docs import SHELL, Block, _blocks, _commands
+from tests.test_docs import OTHERS, SHELL, Block, _blocks, _commands
 
 NEEDS = {"cuda", "slurm", "net", "hosts", "packages", "time"}
-# Other tests run these: the tools of the repository, and what only looks.
-_ELSEWHERE = {
-    "pip",
-    "pytest",
-    "git",
-    "ruff",
-    "mypy",
-    "tensorboard",
-    "docker",
-    "cd",
-    "ls",
-    "source",
-    "python3",
-    "grep",
-    "head",
-    "pkill",
-}
 _LESS = {
     r"^(--nproc.per.node|launch.processes)=4$": r"\1=2",
     r"^distributed.timeout_s=30$": "distributed.timeout_s=10",
@@ -95,7 +78,7 @@ def _runs() -> dict[Block, list[list[str]]]:
     for block in [_SESSION, *(block for block in SHELL if block.needs is None and block.page != TUTORIAL)]:
         so_far = [str(_own_files(block.page))]
         for words in _commands(block):
-            if words[0] not in _ELSEWHERE:
+            if words[0] not in OTHERS:  # tools of the repository, and what only looks
                 so_far.append(" ".join(_cut(words)))
                 if tuple(so_far) not in done:
                     found.setdefault(block, []).append(words)

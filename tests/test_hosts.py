@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.hosts import hosts
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.netns
 
@@ -30,26 +30,14 @@ def _send(num_bytes: int) -> float:
     return time.perf_counter() - started
 
 
-@pytest.mark.parametrize("sender", [0, 1])
 @pytest.mark.slow
-def test_a_link_has_its_rate_in_both_directions(sender: int) -> None:
-    with hosts(2, rate="200mbit") as members:
-        source, target = members[sender], members[1 - sender]
+def test_a_link_has_its_rate() -> None:
+    with hosts(2, rate="200mbit") as (source, target):
         sent, received = source.counters()[0], target.counters()[1]
         seconds = max(run_ranks(_send, 2, 10_000_000, hosts=[source, target]))
         assert 80e6 / seconds < 205e6  # a busy machine may be slower than its link, never faster
         for count in (source.counters()[0] - sent, target.counters()[1] - received):
             assert 10_000_000 < count < 10_800_000
-
-
-@pytest.mark.slow
-def test_a_pulled_cable_parts_the_hosts() -> None:
-    with hosts(2) as members:
-        members[1].link_down()
-        with pytest.raises(RankFailure):
-            run_ranks(_send, 2, 8, hosts=members, timeout_s=4)
-        members[1].link_up()
-        run_ranks(_send, 2, 8, hosts=members)
 
 
 def wait_until_in(namespace: str, process: subprocess.Popen[bytes]) -> None:

@@ -13,11 +13,9 @@ from tests import conftest
 @pytest.mark.parametrize(
     ("given", "named", "taken"),
     [
-        ("not slow", ["tests"], "not slow"),
         ("not slow", ["tests/test_run.py"], "not slow"),
         ("not slow", ["tests/test_run.py", "tests/test_api.py::test_it"], ""),
         ("", ["tests"], ""),
-        ("cuda", ["tests/gpu/test_cuda.py::test_it"], "cuda"),
     ],
 )
 def test_a_slow_test_runs_where_it_is_named(

@@ -7,20 +7,16 @@ import os
 import random
 import threading
 import time
-from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.hosts import hosts
 from tests.ranks import RankFailure, run_ranks
 from trainer.checkpoint import store
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
-from trainer.faults import processes
 
 
 def _sum(scale: float) -> tuple[torch.Tensor, int]:
@@ -67,7 +63,7 @@ def _hang_in_one() -> int:
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
     with pytest.raises(RankFailure, match="rank 1: did not finish") as failure:
-        run_ranks(_hang_in_one, 2, timeout_s=20)
+        run_ranks(_hang_in_one, 2, timeout_s=6)
     assert "_hang_in_one" in failure.value.reports[1]
     assert failure.value.results == {0: 7}
 
@@ -83,37 +79,15 @@ def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
         run_ranks(_die_in_one, 2)
 
 
-@pytest.mark.netns
-@pytest.mark.slow
-def test_ranks_live_on_hosts() -> None:
-    with hosts(2) as (left, right):
-        before = left.counters()[0]
-        results = run_ranks(_sum, 3, 2.0, hosts=[left, left, right])
-        assert all(torch.equal(value, torch.full((3,), 12.0)) for value, _ in results)
-        assert left.counters()[0] > before
-
-
 def _leave(what: str) -> int:
     """What a double or a run may leave behind."""
     match what:
         case "a method":
             store.Store.commit = lambda *args: None  # type: ignore[assignment, method-assign, return-value]
-        case "a function of Python's":
-            time.time = time.monotonic
-        case "a method of torch's":
-            torch.Tensor.add_ = lambda self, other: self  # type: ignore[method-assign, assignment]
         case "an entry":
             ALGORITHMS["ring"] = lambda rank, hosts: None  # type: ignore[assignment, return-value]
-        case "a constant":
-            store.MANIFEST = "other.json"  # type: ignore[misc]
-        case "a module":
-            processes.signal = SimpleNamespace()  # type: ignore[assignment]
-        case "a stream":
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         case "a thread":
             threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-        case "a child":
-            get_context("fork").Process(target=time.sleep, args=(1000,), daemon=True).start()
         case "a group":
             dist.init_process_group("gloo")
         case "what is put back":
@@ -127,12 +101,9 @@ def _leave(what: str) -> int:
 
 
 def _state() -> tuple[int, Any]:
-    drawn = torch.rand(1).item(), torch.zeros(1).add_(1).item(), torch.get_default_dtype()
-    doubles = (
-        "lambda"
-        in f"{store.Store.commit}{time.time}{ALGORITHMS['ring']}{logging.getLogger('trainer').warning}"
-    )
-    return os.getpid(), (drawn, doubles, time.time() > 1e9, store.MANIFEST, Path.cwd(), os.environ["RANK"])
+    drawn = torch.rand(1).item(), torch.get_default_dtype()
+    doubles = "lambda" in f"{store.Store.commit}{ALGORITHMS['ring']}{logging.getLogger('trainer').warning}"
+    return os.getpid(), (drawn, doubles, Path.cwd(), os.environ["RANK"])
 
 
 def test_a_rank_that_is_as_good_as_new_takes_the_next_function() -> None:
@@ -141,20 +112,7 @@ def test_a_rank_that_is_as_good_as_new_takes_the_next_function() -> None:
     assert run_ranks(_state, 1, init=False) == [(pid, new)]
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "a method",
-        "a thread",
-        *(
-            pytest.param(what, marks=pytest.mark.slow)
-            for what in (
-                *("a function of Python's", "a method of torch's", "an entry", "a constant"),
-                *("a module", "a stream", "a child", "a group"),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("what", ["a method", "an entry", "a thread", "a group"])
 def test_a_rank_in_which_something_is_left_takes_none(what: str) -> None:
     [(_, new)] = run_ranks(_state, 1, init=False, fresh=True)
     [pid] = run_ranks(_leave, 1, what, init=False)

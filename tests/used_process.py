@@ -39,21 +39,9 @@ _FUNCTIONS = (
     staticmethod,
     classmethod,
 )
-_VALUES = (
-    *_FUNCTIONS,
-    types.ModuleType,
-    logging.Logger,
-    property,
-    int,
-    float,
-    str,
-    tuple,
-    Path,
-    type(None),
-    dict,
-    list,
-    set,
-)
+_CONTAINERS = (tuple, dict, list, set)
+_OTHERS = (types.ModuleType, logging.Logger, property, int, float, str, Path, type(None))
+_VALUES = (*_FUNCTIONS, *_OTHERS, *_CONTAINERS)
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
 _HOOKS = ("excepthook", "unraisablehook")  # they are put back
 _GRACE_S = 1.0  # for threads and children that end at this moment

@@ -120,22 +120,15 @@ def test_by_hand_in_the_settings(told: Told) -> None:
     ("variables", "overrides", "named"),
     [
         (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, (), r"RANK=0 contradicts SLURM_PROCID=2"),
-        (SRUN | {"RANK": "2", "WORLD_SIZE": "8"}, (), r"WORLD_SIZE=8 contradicts SLURM_STEP_NUM_TASKS=4"),
         (SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, (), r"SLURM_STEP_NUM_TASKS=4.*starts its own run.*--nnodes"),
-        (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "2"}, (), r"RANK=0 contradicts OMPI_COMM_WORLD_RANK=1"),
         (SRUN, ("distributed.rank=0",), r"distributed.rank=0 contradicts SLURM_PROCID=2"),
-        (TORCHRUN, ("distributed.world_size=4",), r"distributed.world_size=4 contradicts WORLD_SIZE=8"),
         ({"RANK": "1"}, (), r"RANK=1, but WORLD_SIZE is not set"),
-        ({"WORLD_SIZE": "2"}, (), r"WORLD_SIZE=2, but RANK is not set"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, (), r"RANK=4, but WORLD_SIZE=4: ranks count from 0 to 3"),
         ({"RANK": "-1", "WORLD_SIZE": "4"}, (), r"RANK=-1, but must be a number"),
         ({"RANK": "1", "WORLD_SIZE": "4"}, (), r"WORLD_SIZE=4, but nothing says where rank 0 is.*MASTER_ADDR"),
-        (BY_HAND | {"MASTER_PORT": "x"}, (), r"MASTER_PORT=x, but must be a number"),
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, (), r"MASTER_PORT is not"),
-        (PMI | {"MASTER_ADDR": ""}, (), r"PMI_SIZE=4, but nothing says where rank 0 is"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (), r"SLURM_NTASKS=4, but this process was not started by srun"),
         ({"PET_NNODES": "2"}, (), r"PET_NNODES=2, but this process was not started by torchrun"),
-        ({}, ("distributed.rank=1",), r"distributed.rank=1, but distributed.world_size is not set"),
         ({}, ("distributed.init_method=tcp://a:1",), r"tcp://a:1 does not say which process this is"),
         ({}, ("distributed.init_method=tcp://a",), r"init_method is tcp://a, but must be env://, tcp://HOST:PORT"),
     ],
@@ -155,21 +148,12 @@ def test_what_is_published_is_what_torchrun_would_have_told(
         monkeypatch.setattr(os, "environ", dict(os.environ))
         publish(here)
         again = place()
-        assert (again.rank, again.world_size, again.init_method) == (
-            here.rank,
-            here.world_size,
-            here.init_method,
-        )
+        assert replace(here, launcher=None, host=again.host) == again
         monkeypatch.undo()
 
 
 def test_the_first_node_of_a_list() -> None:
-    lists = {
-        "rack[1,3-4]node[08-10]-ib,login": "rack1node08-ib",
-        "n[0-1]": "n0",
-        "a,b[1-2]": "a",
-        "gpu7": "gpu7",
-    }
+    lists = {"rack[1,3-4]node[08-10]-ib,login": "rack1node08-ib", "a,b[1-2]": "a", "gpu7": "gpu7"}
     assert {nodes: first_node(nodes) for nodes in lists} == lists
 
 
@@ -230,14 +214,14 @@ def test_the_file_of_an_earlier_run_is_refused_on_every_rank(tmp_path: Path) -> 
 
 def none_comes(init_method: str) -> None:
     rendezvous.AT_LEAST_S = 0
-    met(init_method, patience_s=5)
+    met(init_method, patience_s=1)
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(none_comes, 1, f"tcp://127.0.0.1:{free_port()}", init=False)
-    assert "waited 5 s (distributed.timeout_s, at least 0) for all 2 ranks; missing: [1]" in str(
+    assert "waited 1 s (distributed.timeout_s, at least 0) for all 2 ranks; missing: [1]" in str(
         failure.value
     )
 

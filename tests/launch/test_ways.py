@@ -43,10 +43,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return sha(run_dir)
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "file"])
-def test_by_hand(scheme: str, expected: str, tmp_path: Path) -> None:
-    where = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{tmp_path}/meet"}
-    by_hand = [f"distributed.init_method={where[scheme]}", "distributed.world_size=2"]
+def test_by_hand(expected: str, tmp_path: Path) -> None:
+    by_hand = [f"distributed.init_method=tcp://127.0.0.1:{free_port()}", "distributed.world_size=2"]
     options = [*RUN, *by_hand, f"run_dir={tmp_path}/run"]
     with (
         started("train.py", *options, "distributed.rank=1") as one,
@@ -95,22 +93,11 @@ def test_srun_and_launch_slurm(expected: str, tmp_path: Path) -> None:
 def test_a_wheel_in_an_empty_directory(expected: str, tmp_path: Path) -> None:
     """`pip install` of the wheel, where only its dependencies are installed."""
     source, empty, environment = tmp_path / "source", tmp_path / "empty", tmp_path / "environment"
-    tracked = [
-        "trainer",
-        "models",
-        "conf",
-        "hydra_plugins",
-        "ringmaster.py",
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-    ]
-    for name in tracked:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(
-            ROOT / name,
-            (source / name) if (ROOT / name).is_dir() else (source.mkdir(exist_ok=True) or source / name),
-        )
+    source.mkdir()
+    for name in ("trainer", "models", "conf", "hydra_plugins"):
+        shutil.copytree(ROOT / name, source / name)
+    for name in ("ringmaster.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
     empty.mkdir()
     pip = [sys.executable, "-m", "pip"]
     assert ended([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]) == [0]
