@@ -138,7 +138,7 @@ def _say_once(message: str) -> None:
     """
     rank = told_rank()
     if rank:
-        time.sleep(10 if launched_by() == "local" else 3)  # rank 0 may exit slowly
+        time.sleep(4 if launched_by() == "local" else 3)  # rank 0 may exit slowly; a verdict ends it after 5
     if _said_on_this_host(message):
         return
     print(f"[rank {rank}] {message}" if rank else message, file=sys.stderr, flush=True)
