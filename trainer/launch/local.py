@@ -141,7 +141,7 @@ def _status(codes: Sequence[int | None], received: Sequence[int]) -> int:
             after = f"{_GRACE_S:.0f} s after the others had ended"
             print(f"rank {rank} was still running {after}, and was killed", file=sys.stderr)
         elif code is not None and code < 0:
-            hint = ": out of memory, or kill -9" if code == -signal.SIGKILL else ""
+            hint = ": out of memory, or kill -9" if code == -signal.SIGKILL and codes[0] not in _TOLD else ""
             print(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}", file=sys.stderr)
     bad = {code for code in codes if code}
     final = [status for status in _TOLD if status in bad]

@@ -146,8 +146,9 @@ def out_of_memory_explained(config: Config) -> Iterator[None]:
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
+        size = config.train.micro_batch_size
         error.add_note(
-            f"train.micro_batch_size={config.train.micro_batch_size} was too large: a smaller one makes the "
-            "same global batch in more parts"
+            f"train.micro_batch_size={'null' if size is None else size} was too large: a smaller one makes "
+            "the same global batch in more parts"
         )
         raise
