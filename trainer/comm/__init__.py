@@ -1,1 +1,1 @@
-"""All-reduce algorithms, the executors that run them, their costs, and checks of the network."""
+"""All-reduces: algorithms, what runs them, and their timeline; parameter servers; a check of the network."""

@@ -10,7 +10,7 @@ from trainer.config.limits import PRECISIONS, at_least, like, limited, one_of
 
 @dataclass
 class CommConfig:
-    """How DDP all-reduces gradients; others take `native` only."""
+    """How DDP all-reduces gradients; other strategies take only `auto` and `native`."""
 
     algorithm: str = MISSING
 

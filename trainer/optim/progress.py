@@ -29,10 +29,6 @@ class Progress:
         if not data_left:
             self.end_epoch()
 
-    def leaves_a_step(self, global_batch_size: int, num_samples: int) -> bool:
-        """Whether data is left for another step after the next one."""
-        return num_samples - self.samples_in_epoch >= 2 * global_batch_size
-
     def end_epoch(self) -> None:
         """Move to the next epoch; the rest of this one, less than a batch, is not trained on."""
         self.epoch, self.samples_in_epoch = self.epoch + 1, 0

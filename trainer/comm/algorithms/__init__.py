@@ -1,1 +1,1 @@
-"""All-reduce algorithms as data: built, cut into segments, checked without a network, counted."""
+"""All-reduce algorithms as data: built, cut into segments, checked without a network."""
