@@ -42,7 +42,7 @@ _FUNCTIONS = (
 _CONTAINERS = (tuple, dict, list, set)
 _OTHERS = (types.ModuleType, logging.Logger, property, int, float, str, Path, type(None))
 _VALUES = (*_FUNCTIONS, *_OTHERS, *_CONTAINERS)
-_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
+_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
 _HOOKS = ("excepthook", "unraisablehook")  # they are put back
 _GRACE_S = 1.0  # for threads and children that end at this moment
 

@@ -90,8 +90,8 @@ def out_later(run_dir: str) -> str:
     def no_memory(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    torch.nn.Module.__call__ = no_memory  # type: ignore[method-assign, assignment]
-    with pytest.raises(torch.OutOfMemoryError) as error:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError) as error:
+        patch.setattr(torch.nn.Module, "__call__", no_memory)
         ran([MUCH], "strategy=single", f"{SIZE}=8", f"run_dir={run_dir}")
     return error.value.__notes__[0]
 
