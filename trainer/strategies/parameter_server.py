@@ -178,8 +178,8 @@ def roles(servers: str, world_size: int) -> tuple[list[int], list[int]]:
     ranks, count = list(range(world_size)), 1 if servers == "all" else int(servers)
     if count >= world_size:
         raise UserError(
-            f"strategy.servers={servers} needs {count + 1} ranks or more, but {world_size} started; start "
-            f"them (torchrun --nproc_per_node={count + 1}), set fewer servers, or use "
+            f"strategy.servers={servers} is not possible with {world_size} rank(s) in all: start "
+            f"{count + 1} or more (torchrun --nproc_per_node={count + 1}), set fewer servers, or use "
             "strategy=single"
         )
     return (ranks, ranks) if servers == "all" else (ranks[:count], ranks[count:])
