@@ -211,7 +211,7 @@ class Stage:
                         loss = self._dry_run.task.loss(module, on_device) / accumulation
                     state.scaler.scale(loss).backward()
                     del loss, on_device
-        except (RuntimeError, NotImplementedError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:  # of torch, for an operator without a fake result
             reason = first_line(error)
             raise UserError(f"the model cannot be measured without its numbers: {reason}") from error
         self._name_gradients(module)

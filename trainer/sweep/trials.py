@@ -55,7 +55,7 @@ class TrialLog:
 
     Args:
         common: the overrides of all trials of this command line.
-        metric: read anew for trials that ran before, as it may have been another.
+        metric: its values are read again from the runs, because this command may name another metric.
     """
 
     def __init__(self, folder: Path, common: Sequence[str], metric: str) -> None:
