@@ -30,7 +30,7 @@ from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.parameter_server import Exchange
 from trainer.comm.transport.executor import CpuExecutor
 from trainer.comm.transport.gloo import GlooLinks
-from trainer.distributed.process_group import gloo_group
+from trainer.distributed.collectives import gloo_group
 from trainer.strategies.parameter_server import roles
 
 _TIMEOUT_S = 60.0

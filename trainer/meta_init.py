@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.distributed.agreement import on_main
-from trainer.distributed.process_group import Dist, broadcast_tensors
+from trainer.distributed.collectives import broadcast_tensors
+from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import mixed_seed, seed_everything
 from trainer.errors import UserError, first_line
 from trainer.local_shard import storage_of

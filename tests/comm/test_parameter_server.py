@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.ranks import run_ranks
 from trainer.comm.parameter_server import Exchange, owners
-from trainer.distributed.process_group import gloo_group
+from trainer.distributed.collectives import gloo_group
 
 SHAPES = {"a": (7, 5), "b": (2,), "c": (4, 3), "scale": (), "half": (3,)}
 

@@ -2,13 +2,16 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as torch_dist
 
-from trainer.distributed.process_group import Dist, gloo_group
+from trainer.distributed.collectives import gloo_group
 from trainer.errors import UserError
 from trainer.files.untrusted import reason
+
+if TYPE_CHECKING:
+    from trainer.distributed.process_group import Dist
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +20,7 @@ _T = TypeVar("_T")
 
 def compare_across_ranks(
     facts: Mapping[str, Any],
-    dist: Dist,
+    dist: "Dist",
     way_out: str = "start every host with the same command, code and data",
 ) -> None:
     """Raise if `facts` (name to printable value) differ between ranks (a collective).
@@ -42,7 +45,7 @@ def gather_objects(value: _T, group: torch_dist.ProcessGroup | None = None) -> l
     return gathered
 
 
-def on_main(action: Callable[[], _T], dist: Dist) -> _T:
+def on_main(action: Callable[[], _T], dist: "Dist") -> _T:
     """Call `action` on rank 0 only, and return its result on every rank (a collective).
 
     Raises:
@@ -57,7 +60,7 @@ class Agreement:
     They use a separate gloo group, with a timeout of `timeout_s`.
     """
 
-    def __init__(self, dist: Dist, timeout_s: float) -> None:
+    def __init__(self, dist: "Dist", timeout_s: float) -> None:
         # Creating the group may wait for `timeout_s`, too: first check that all ranks are there.
         torch_dist.barrier()
         self.group = gloo_group(timeout_s)

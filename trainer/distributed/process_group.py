@@ -1,20 +1,16 @@
 """Process group set-up and clean-up: the only place that calls init_process_group."""
 
 import logging
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, groupby
-from operator import itemgetter
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from trainer.config import DistributedConfig
 from trainer.distributed.interfaces import address_towards, choose_interface, store_host
@@ -30,7 +26,6 @@ from trainer.launch.place import Place, place
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_TOGETHER_BYTES = 1 << 24
 _GLOO_WORDS = ("gloo/", "pair closure")
 
 
@@ -162,49 +157,6 @@ def _is_of_communication(error: BaseException) -> bool:
             return True
         seen = seen.__cause__
     return False
-
-
-def gloo_group(timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of all ranks, created by every rank (a collective)."""
-    return cast(dist.ProcessGroup, dist.new_group(None, timedelta(seconds=timeout_s), "gloo"))
-
-
-@torch.no_grad()
-def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
-    """Copy the values of `tensors` from rank `src` to every rank (a collective).
-
-    Sends bytes, since neither gloo nor NCCL broadcasts int16, uint16 or float8; packs small tensors.
-    """
-    tensors = sorted(tensors, key=lambda tensor: -tensor.itemsize)  # aligns each part to its dtype
-    ends = accumulate(tensor.nbytes for tensor in tensors)
-    places = [(tensor.device, end // _TOGETHER_BYTES) for tensor, end in zip(tensors, ends, strict=True)]
-    for _, numbers in groupby(range(len(tensors)), key=places.__getitem__):
-        together = [tensors[number] for number in numbers]
-        message = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in together])
-        dist.broadcast(message, src)
-        parts = message.split([tensor.nbytes for tensor in together])
-        for tensor, part in zip(together, parts, strict=True):
-            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
-
-
-def extremes(values: Sequence[float]) -> tuple[float, float]:
-    """The largest and the negated smallest of `values`: an all-reduce by MAX then gives those of all ranks.
-
-    All values of all ranks are equal if the first is the negated second.
-    """
-    return max(values, default=-math.inf), -min(values, default=math.inf)
-
-
-def broadcast_buffers(module: nn.Module, src: int) -> None:
-    """`broadcast_tensors` by name: ranks whose forward passes make buffers may do so in another order."""
-    if buffers := sorted(module.named_buffers(), key=itemgetter(0)):
-        broadcast_tensors((buffer for _, buffer in buffers), src)
-
-
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Sum `values` in place over all ranks (a collective) and return it."""
-    dist.all_reduce(values)
-    return values
 
 
 def _device(wanted: str, local_rank: int, here: Place) -> torch.device:

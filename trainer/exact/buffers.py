@@ -5,7 +5,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from trainer.distributed.process_group import sum_over_ranks
+from trainer.distributed.collectives import sum_over_ranks
 from trainer.errors import UserError
 from trainer.local_shard import same_bits
 from trainer.turns import Turns

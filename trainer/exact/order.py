@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from trainer.comm.leaf_sums import LeafSums, limit
 from trainer.comm.shard_sums import ShardSums
-from trainer.distributed.process_group import sum_over_ranks
+from trainer.distributed.collectives import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.buffers import LeafBuffers
 from trainer.exact.carried import Carried

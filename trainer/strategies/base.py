@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer.comm.timeline import Timeline
 from trainer.distributed.backend_flags import DTYPES
-from trainer.distributed.process_group import broadcast_buffers
+from trainer.distributed.collectives import broadcast_buffers
 from trainer.errors import UserError
 from trainer.exact.order import AS_THEY_COME, SumOrder
 from trainer.optim.train_state import TrainState

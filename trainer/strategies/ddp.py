@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.comm.ddp_hook import CommHook, attach
 from trainer.config import AutoCommConfig, CommConfig, DdpConfig, HookCommConfig
-from trainer.distributed.process_group import Dist, broadcast_tensors
+from trainer.distributed.collectives import broadcast_tensors
+from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, first_few
 from trainer.optim.optimizer_checks import sparse_weights
 from trainer.optim.train_state import TrainState

@@ -12,7 +12,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from trainer.comm.parameter_server import Exchange
 from trainer.config import ParameterServerConfig
 from trainer.distributed.agreement import gather_objects
-from trainer.distributed.process_group import Dist, broadcast_buffers, broadcast_tensors, gloo_group
+from trainer.distributed.collectives import broadcast_buffers, broadcast_tensors, gloo_group
+from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, first_few
 from trainer.local_shard import same_bits
 from trainer.nested import mapped

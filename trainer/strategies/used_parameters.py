@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trainer.distributed.agreement import gather_objects
-from trainer.distributed.process_group import Dist, extremes
+from trainer.distributed.collectives import extremes
+from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, first_few
 from trainer.strategies.gathered_parameters import GatheredParameters
 

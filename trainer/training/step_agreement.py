@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.agreement import gather_objects
-from trainer.distributed.process_group import Dist, extremes
+from trainer.distributed.collectives import extremes
+from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError
 from trainer.exact.order import SumOrder
 from trainer.step import AfterStep

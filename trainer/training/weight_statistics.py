@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.distributed.process_group import Dist, sum_over_ranks
+from trainer.distributed.collectives import sum_over_ranks
+from trainer.distributed.process_group import Dist
 from trainer.local_shard import to_local
 from trainer.optim.plain_names import parameter_names
 

@@ -1,0 +1,57 @@
+"""Sums, broadcasts and groups of all ranks."""
+
+import math
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from itertools import accumulate, groupby
+from operator import itemgetter
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_TOGETHER_BYTES = 1 << 24
+
+
+def gloo_group(timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of all ranks, created by every rank (a collective)."""
+    return cast(dist.ProcessGroup, dist.new_group(None, timedelta(seconds=timeout_s), "gloo"))
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
+    """Copy the values of `tensors` from rank `src` to every rank (a collective).
+
+    Sends bytes, since neither gloo nor NCCL broadcasts int16, uint16 or float8; packs small tensors.
+    """
+    tensors = sorted(tensors, key=lambda tensor: -tensor.itemsize)  # aligns each part to its dtype
+    ends = accumulate(tensor.nbytes for tensor in tensors)
+    places = [(tensor.device, end // _TOGETHER_BYTES) for tensor, end in zip(tensors, ends, strict=True)]
+    for _, numbers in groupby(range(len(tensors)), key=places.__getitem__):
+        together = [tensors[number] for number in numbers]
+        message = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in together])
+        dist.broadcast(message, src)
+        parts = message.split([tensor.nbytes for tensor in together])
+        for tensor, part in zip(together, parts, strict=True):
+            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def extremes(values: Sequence[float]) -> tuple[float, float]:
+    """The largest and the negated smallest of `values`: an all-reduce by MAX then gives those of all ranks.
+
+    All values of all ranks are equal if the first is the negated second.
+    """
+    return max(values, default=-math.inf), -min(values, default=math.inf)
+
+
+def broadcast_buffers(module: nn.Module, src: int) -> None:
+    """`broadcast_tensors` by name: ranks whose forward passes make buffers may do so in another order."""
+    if buffers := sorted(module.named_buffers(), key=itemgetter(0)):
+        broadcast_tensors((buffer for _, buffer in buffers), src)
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Sum `values` in place over all ranks (a collective) and return it."""
+    dist.all_reduce(values)
+    return values
