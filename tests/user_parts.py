@@ -128,48 +128,12 @@ class Decays(Tiny):
         return super().forward(rows)
 
 
-class Mixed(Tiny):
-    """Its inputs are mixed by a sparse matrix, in COO or in a compressed layout."""
-
-    def __init__(self, compressed: bool = False) -> None:
-        super().__init__()
-        mixing = torch.eye(6).to_sparse()
-        self.mixing = mixing.to_sparse_csr() if compressed else mixing
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.layers((self.mixing @ rows.T).T)
-
-
 class Unsaveable(Tiny):
     """With a buffer that no checkpoint can hold or restore."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
         self.register_buffer("table", torch.eye(6).to_sparse() if sparse else torch.ones(1).expand(6))
-
-
-class Rows(nn.Module):
-    """Its first layer is a table with a sparse gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(1000, 6, sparse=True)
-        self.last = nn.Linear(6, 2)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.last(self.table(rows.long().abs()).mean(1))
-
-
-class Waves(nn.Module):
-    """With complex weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waves = nn.Parameter(torch.ones(6, 8, dtype=torch.complex64))
-        self.last = nn.Linear(8, 2)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.last((rows.to(torch.complex64) @ self.waves).abs())
 
 
 class HalfFrozen(nn.Module):

@@ -20,7 +20,6 @@ from planner.traffic import count_traffic
 from planner.world import PlannedWorld
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.algorithms.rank_order import Hosts
-from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 from trainer.files.untrusted import Fields
 
 _N = 64 << 20  # bytes: divides by every world size here
@@ -40,7 +39,7 @@ def _predict(
     return predict(schedules, hosts, machine, num_bytes, **options)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8, 16])
+@pytest.mark.parametrize("world", [2, 16])
 def test_traffic_is_that_of_the_formulas(world: int) -> None:
     hosts = list(range(world))
     ring = _predict("ring", hosts).traffic
@@ -52,7 +51,7 @@ def test_traffic_is_that_of_the_formulas(world: int) -> None:
     assert max(tree.sent) <= 3 * _N  # to a parent and two children
 
 
-@pytest.mark.parametrize("world", [2, 4, 8, 16, 64])
+@pytest.mark.parametrize("world", [2, 64])
 def test_short_messages_take_the_rounds_of_the_formulas(world: int) -> None:
     hosts = list(range(world))
     rounds = {
@@ -76,13 +75,6 @@ def test_long_buckets_take_the_time_of_the_busiest_link() -> None:
         assert prediction.seconds == pytest.approx(crossings * _N / 1e9, rel=0.05), algorithm
 
 
-def test_a_segment_that_cannot_overlap_takes_the_sum_of_its_rounds() -> None:
-    # Reduce-scatter inside (N/2 each way), across (N/2, twice), all-gather inside.
-    prediction = _predict("hierarchical", [0, 0, 1, 1], segment_bytes=_N)
-    expected = 2 * (5e-6 + _N / 2 / 50e9) + 2 * (20e-6 + _N / 2 / 1e9)
-    assert prediction.seconds == pytest.approx(expected, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("machine", "bottleneck"),
     [
@@ -103,21 +95,6 @@ def test_work_is_counted_byte_by_byte() -> None:
     seconds = _predict("ring", [0, 0], machine, segment_bytes=_N // 64).seconds
     per_segment = _N / 64 * (0.5 * (1 + 3) + 0.5 * (1 + 1)) * 1e-9
     assert seconds == pytest.approx(64 * per_segment, rel=0.02)
-
-
-def test_a_chunk_for_two_receivers_is_put_in_place_once() -> None:
-    def send(peer: int) -> Op:
-        return Op(Kind.SEND, peer, 0, 1)
-
-    def take(peer: int) -> Op:
-        return Op(Kind.COPY, peer, 0, 1)
-
-    machine = Machine(local_copy_s_per_byte=1e-9)
-    schedules = [
-        Schedule(1, (), (0, 1), (Phase((send(1), send(2))),)),
-        *(Schedule(1, (), (0, 0), (Phase((take(0),)),)) for _ in range(2)),
-    ]
-    assert predict(schedules, [0, 0, 0], machine, 1000).seconds == pytest.approx(2e-6)
 
 
 _BUSY = replace(_NETWORK, add_s_per_byte=1e-10, network_s_per_byte=3e-10, message_s=1e-6, parallelism=3.0)
@@ -257,29 +234,14 @@ def test_measured_links_can_be_overruled(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("--hosts 0", "--hosts 0"),
         ("--hosts 2", "--gbit, --latency-us missing"),
-        ("--hosts 1 --per-host 2 --local-latency-us 1", "--local-gbit missing"),
-        ("--hosts 2 --gbit -1 --latency-us 1", "--gbit -1.0"),
         ("--hosts 2 --gbit nan --latency-us 1", "--gbit nan"),
         ("--hosts 2 --from nowhere.json", "nowhere.json"),
         ("--hosts 2 --gbit 1 --latency-us 1 --rails 2", "--rails 2: a process uses one"),
         ("--hosts 2 --gbit 1 --latency-us 1 --oversubscription 2", "needs --hosts-per-switch"),
-        (
-            "--hosts 2 --gbit 1 --latency-us 1 --plot /nowhere/x.png",
-            "/nowhere/x.png: the file's folder does not exist",
-        ),
         ("--hosts 2 --gbit 1 --latency-us 1 --plot x.foo", "x.foo: the file's name must end in .png, .svg"),
-        ("--hosts 2 --gbit 1 --latency-us 1 --plot /tmp", "/tmp: the file's name must end in .png"),
-        ("--hosts 2 --gbit 1 --latency-us 1 --megabytes 1e308", "--megabytes 1e+308: must be positive"),
         ("--hosts 70000 --gbit 1 --latency-us 1", "70,000 processes, but at most 65,536"),
-        ("--hosts 16384 --gbit 1 --latency-us 1 --servers all", "ask for fewer servers"),
-        (
-            "--hosts 8 --formulas --servers all",
-            "--servers all: --formulas counts servers that are not workers",
-        ),
         ("--hosts 8 --formulas --plot x.png --gbit 1", "--formulas takes no --gbit, --plot"),
-        ("--hosts 8 --formulas --from x --wire-dtype bf16", "--formulas takes no --from, --wire-dtype"),
         ("--hosts 2 --train . --servers 1 --megabytes 25", "--train takes no --megabytes, --servers"),
     ],
 )
@@ -295,36 +257,18 @@ def test_mistakes_are_told(command: str, message: str, capsys: pytest.CaptureFix
     [
         ({"passed": False}, "it is not the output of a preflight that passed"),
         ({"costs": None}, "costs is None, but must be a mapping"),
-        ({"parallelism": 0}, "costs: parallelism is 0, but must be a number above 0"),
     ],
 )
 def test_an_entry_that_no_preflight_leaves_is_named(
     changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = _results(**changes)
-    if "parallelism" in changes:
-        results["costs"]["parallelism"] = changes["parallelism"]
-    (tmp_path / "net.json").write_text(json.dumps(results))
-    with pytest.raises(SystemExit) as end:
+    (tmp_path / "net.json").write_text(json.dumps(_results(**changes)))
+    with pytest.raises(SystemExit):
         plan.main([*_on(4, 2), "--from", str(tmp_path / "net.json")])
-    assert end.value.code == 2
     assert f"net.json: {message}" in capsys.readouterr().err
 
 
-def test_one_host_has_no_link_to_others(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main([*_on(1, 2), *_LOCAL]) == 0
-    assert capsys.readouterr().out.startswith("1 hosts x 2 processes, no links between hosts\n")
-
-
-@pytest.mark.slow
-def test_a_picture_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    full = tmp_path / "full.svg"
-    full.symlink_to("/dev/full")
-    assert plan.main([*_on(2, 1), "--gbit", "1", "--latency-us", "50", "--plot", str(full)]) == 2
-    assert f"--plot {full}: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("servers", [1, 2, 4])
+@pytest.mark.parametrize("servers", [1, 4])
 def test_servers_share_the_load(servers: int) -> None:
     hosts = list(range(servers + 4))
     push, pull = (
@@ -334,12 +278,6 @@ def test_servers_share_the_load(servers: int) -> None:
     assert pull.traffic.sent[:servers] == [(servers + 3) * _N // servers] * servers, "to each other, too"
     assert push.traffic.sent[servers:] == pull.traffic.received[servers:] == [_N] * 4
     assert push.seconds == pytest.approx(4 * _N / servers / 1e9, rel=0.05)
-
-
-def test_where_all_serve_each_sends_what_a_ring_sends() -> None:
-    push, pull = exchange(range(4), range(4))
-    sent = [predict(way, range(4), _NETWORK, _N).traffic.sent for way in (push, pull)]
-    assert sent == [[3 * _N // 4] * 4] * 2
 
 
 def test_formulas_are_what_the_schedules_count() -> None:
@@ -414,57 +352,10 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
     known = json.loads((_run_in(tmp_path) / "result.json").read_text())["timeline"]
     for changes, message in (
         ({"timeline": None}, "has no timeline"),
-        ({"timeline": [3]}, "timeline is a list, but must be a mapping"),
         ({"timeline": known | {"hosts": []}}, "timeline.hosts is []"),
-        ({"ms_per_step": 0.0}, "ms_per_step is 0.0, but must be a number above 0"),
+        ({"ms_per_step": 4}, "a step took 4 ms, but its communication alone would take 5 ms"),
         ({"comm": "hook"}, "comm=hook is not one of ring"),
     ):
         with pytest.raises(SystemExit):
             plan.main([*asked[:-1], str(_run_in(tmp_path, **changes))])
         assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("null", "result.json is damaged: it holds no JSON object"),
-        ("{", "result.json is damaged: it is not JSON (Expecting"),
-    ],
-)
-def test_a_result_that_is_none_is_told(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "result.json").write_text(text)
-    with pytest.raises(SystemExit) as end:
-        plan.main([*_on(1, 1), "--train", str(tmp_path)])
-    assert end.value.code == 2
-    assert f"--train {tmp_path}: {message}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ms_per_step": math.nan}, "ms_per_step is nan, but must be a number above 0"),
-        ({"ms_per_step": 4}, "a step took 4 ms, but its communication alone would take 5 ms"),
-        ({"hosts": [0, 2]}, "timeline.hosts is [0, 2], but must be each rank's host, from 0 without gaps"),
-        ({"wire_dtype": "int8"}, "timeline: wire_dtype is 'int8', but must be one of fp32, bf16, fp16"),
-    ],
-)
-def test_an_entry_that_no_run_leaves_is_named(
-    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = json.loads((_run_in(tmp_path) / "result.json").read_text())
-    ((name, value),) = changes.items()
-    (result if name in result else result["timeline"])[name] = value
-    (tmp_path / "result.json").write_text(json.dumps(result))
-    with pytest.raises(SystemExit) as end:
-        plan.main([*_on(1, 1), "--train", str(tmp_path)])
-    assert end.value.code == 2
-    assert f"--train {tmp_path}: " in (told := capsys.readouterr().err) and message in told
-
-
-def test_a_preflight_that_explains_more_than_the_step_is_refused(tmp_path: Path) -> None:
-    run = replace(step.read(_run_in(tmp_path)), on_cpu=True, exposed_s=0.029)
-    slow = Machine(local_bytes_per_s=1e8, local_copy_s_per_byte=1e-8, parallelism=1.0)
-    with pytest.raises(ValueError, match="a preflight of the hosts"):
-        run.computed_s(slow)
