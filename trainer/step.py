@@ -32,7 +32,7 @@ class StepResult(NamedTuple):
     """The result of a step for the loop."""
 
     losses: Tensor | None
-    """This rank's, detached, as `SumOrder.in_rows` adds them; None if the step was left out."""
+    """This rank's, detached, as `SumOrder.sum_of` adds them; None if the step was left out."""
     grad_norm: Tensor | None
     """Over the whole model, if it was clipped or the step is logged."""
     after: AfterStep
@@ -108,11 +108,11 @@ def compute_gradients(
         step: of the run; random numbers follow from it.
 
     Returns:
-        Their losses, as `SumOrder.in_rows` adds them.
+        Their losses, as `SumOrder.sum_of` adds them.
     """
     strategy, heartbeat, meter = context.strategy, context.dist.heartbeat, context.meter
     another_follows = context.state.progress.step + 1 < context.total_steps
-    first_micro_batch, order = context.batch.first_micro_batch(strategy.replica), strategy.order
+    first_micro_batch = context.batch.first_micro_batch(strategy.replica)
     own_losses: list[Tensor] = []
     is_first_step = step == context.steps_before + 1
     watched = strategy.watched(context.model, step - 1 - context.steps_before)
@@ -140,11 +140,11 @@ def compute_gradients(
                     by_value=is_first_step,
                 )
             own_losses.append(loss.detach().float())
-            meter.count_batch(context.task, batch, divisor, order.row(micro_step - 1))
+            meter.count_batch(context.task, batch, divisor)
             if last:
                 own_loss = reduce(torch.add, own_losses)
                 context.agreement.start(own_loss, context.asked(), batches.data_left, label_counts)
             heartbeat.enter("backward")
             context.state.scaler.scale(loss).backward()
             context.checks.frozen.drop_gradients()
-    return order.in_rows(own_losses)
+    return strategy.order.sum_of(own_losses)

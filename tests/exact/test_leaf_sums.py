@@ -84,7 +84,7 @@ def test_large_whole_numbers_that_differ_are_refused(monkeypatch: pytest.MonkeyP
     model = nn.Module()
     model.register_buffer("mean", torch.zeros(2))
     model.register_buffer("seen", torch.tensor([2**60]))
-    buffers = LeafBuffers(model, num_leaves=2, first=0)
+    buffers = LeafBuffers(model, num_leaves=2)
     for steps in (1, 2):
         for leaf in range(2):
             buffers.begin_leaf()

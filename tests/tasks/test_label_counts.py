@@ -338,12 +338,13 @@ def test_a_loss_that_trains_nothing_of_the_model_or_its_own_parameters(
 
 
 def test_a_figure_that_is_no_number_is_refused() -> None:
+    cpu = torch.device("cpu")
     for given, kind in (("x", "a str"), (torch.ones(3), r"a tensor of shape \(3,\)")):
         with pytest.raises(UserError, match=f"Mine gives {kind}, but must give a tensor of shape"):
-            scalar(given, "Mine")
+            scalar(given, "Mine", cpu)
     with pytest.raises(UserError, match=r"Mine gives a torch.complex64 tensor"):
         real_tensor(torch.ones(2) * 1j, "Mine")
-    assert scalar(2, "Mine") == scalar(torch.tensor(2), "Mine") == 2
+    assert scalar(2, "Mine", cpu) == scalar(torch.tensor(2), "Mine", cpu) == 2
 
 
 def test_a_loss_of_0_by_0_is_0_for_a_model_that_returns_an_object() -> None:

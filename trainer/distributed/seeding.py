@@ -29,7 +29,8 @@ def seed_micro_batch(seed: int, step: int, micro_batch: int, devices: Sequence[t
 
     Args:
         step: -1 for evaluation, which draws the same each time.
-        micro_batch: the number of the micro-batch within the step, over all replicas.
+        micro_batch: the number of the micro-batch within the step, over all replicas; in evaluation, of its
+            first sample.
     """
     drawn = hashlib.blake2b(f"{seed} {step} {micro_batch}".encode(), digest_size=20).digest()
     for_torch = int.from_bytes(drawn[:8], "little")

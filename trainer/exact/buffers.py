@@ -1,14 +1,15 @@
-"""Buffers that a forward pass changes, such as running statistics: the mean over leaves, in their order."""
-
-from functools import reduce
+"""Buffers that a forward pass changes, such as running statistics: the mean over leaves."""
 
 import torch
 from torch import Tensor, nn
 
 from trainer.distributed.collectives import sum_over_ranks
 from trainer.errors import UserError
+from trainer.exact.digits import from_digits, to_digits
 from trainer.local_shard import same_bits
 from trainer.turns import Turns
+
+_CHUNK = 1 << 12  # numbers of all leaves at once, since each takes some 50 times its memory
 
 
 class LeafBuffers:
@@ -20,11 +21,10 @@ class LeafBuffers:
     Args:
         model: unwrapped; its buffers may be replaced by others of the same size.
         num_leaves: of a step, over all ranks.
-        first: the number of this rank's first leaf.
     """
 
-    def __init__(self, model: nn.Module, num_leaves: int, first: int) -> None:
-        self._model, self._num_leaves, self._first = model, num_leaves, first
+    def __init__(self, model: nn.Module, num_leaves: int) -> None:
+        self._model, self._num_leaves = model, num_leaves
         self._places = [
             (f"{prefix}.{name}".lstrip("."), module, name)
             for prefix, module in model.named_modules()
@@ -79,8 +79,9 @@ class LeafBuffers:
         if self._changing is None:
             flags = torch.zeros(len(self._places), device=self._device())
             flags[sorted(self._changed)] = 1
-            self._changing = sum_over_ranks(flags).nonzero().flatten().tolist() if self._places else []
-            self._still = {p: was for p, was in self._begin.items() if p not in self._changing}
+            changing = sum_over_ranks(flags).nonzero().flatten().tolist() if self._places else []
+            self._changing = sorted(changing, key=lambda place: not self._buffer(place).is_floating_point())
+            self._still = {p: was for p, was in self._begin.items() if p not in changing}
         elif new := self._changed - set(self._changing):
             raise UserError(
                 f"train.exact: the buffer {self._places[min(new)][0]} changed since the first step of this "
@@ -92,23 +93,27 @@ class LeafBuffers:
             raise UserError(
                 f"train.exact: {name}, a buffer of complex numbers, changes; keep it in two real ones"
             )
-        row = torch.cat(
-            [torch.stack([_flat(leaf[followed.index(place)]) for leaf in made]) for place in self._changing],
-            1,
-        )
-        table = row.new_zeros(self._num_leaves, row.shape[1])
-        table[self._first : self._first + len(made)] = row + 0.0  # -0 becomes 0, as beside other ranks' zeros
-        rows = sum_over_ranks(table).unbind()  # each is of one rank, the others add zeros
-        mean, begin = reduce(torch.add, rows) / self._num_leaves, 0
-        for place in self._changing:
-            buffer = self._buffer(place)
-            end = begin + len(_flat(buffer))
-            if buffer.is_floating_point():
+        places = self._changing
+        self._set_means(places, [[leaf[followed.index(place)] for place in places] for leaf in made])
+
+    def _set_means(self, places: list[int], made: list[list[Tensor]]) -> None:
+        """Set the means over all ranks' leaves, each of which has made values of `places` (a collective)."""
+        rows = torch.stack([torch.cat([_flat(value) for value in leaf]) for leaf in made])
+        num_floats = sum(value.numel() for value in made[0] if value.is_floating_point())
+        numbers = torch.cat([rows, rows[:, num_floats:].square()], 1)
+        digits = torch.cat([to_digits(part) for part in numbers.split(_CHUNK, 1)], 1)
+        sums, squares = from_digits(sum_over_ranks(digits)).tensor_split([rows.shape[1]])
+        # n numbers are equal if n times the sum of their squares is the square of their sum, and only then.
+        differ = squares * self._num_leaves != sums[num_floats:].square()
+        begin = 0
+        for place, value in zip(places, made[0], strict=True):
+            end = begin + len(_flat(value))
+            if value.is_floating_point():
                 with torch.no_grad():
-                    buffer.copy_(mean[begin:end].view(buffer.shape))
-            elif any(not row[begin:end].equal(rows[0][begin:end]) for row in rows):
+                    self._buffer(place).copy_((sums[begin:end] / self._num_leaves).view(value.shape))
+            elif differ[begin - num_floats : end - num_floats].any():
                 raise UserError(
-                    f"train.exact: leaves leave {self._places[place][0]}, a buffer of {buffer.dtype}, with "
+                    f"train.exact: leaves leave {self._places[place][0]}, a buffer of {value.dtype}, with "
                     "other values, and whole numbers have no mean; set train.exact=null"
                 )
             begin = end

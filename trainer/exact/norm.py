@@ -6,34 +6,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.local_shard import is_dtensor, num_rows, own_rows, to_local
+from trainer.exact.digits import from_digits, to_digits
+from trainer.local_shard import is_dtensor, num_rows, to_local
 
 
 @torch.no_grad()
 def exact_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm, a scalar (a collective if parameters are sharded).
-
-    Only elementwise operations add: a reduction's order would depend on the shape.
-    """
-    held = [(parameter, gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
-    if not held:
+    """The norm of all gradients, a scalar (a collective if parameters are sharded)."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
         return torch.zeros(())
-    total, device = sum(num_rows(parameter.shape) for parameter, _ in held), to_local(held[0][1]).device
-    sums = torch.zeros(total, device=device)
-    begin = 0
-    for parameter, gradient in held:
-        local, (first, end) = to_local(gradient), own_rows(gradient)
-        if local.numel():
-            squares = local.float().square().reshape(end - first, -1)
-            sums[begin + first : begin + end] = _folded(squares)
-        begin += num_rows(parameter.shape)
-    if is_dtensor(held[0][1]):
-        dist.all_reduce(sums, group=held[0][1].device_mesh.get_group())  # in each place one number, and zeros
-    return _folded(sums[None])[0].sqrt()
+    device = to_local(gradients[0]).device
+    squares = [_of_rows(to_local(gradient)).to(device) for gradient in gradients]
+    sums = to_digits(torch.cat(squares))
+    if is_dtensor(gradients[0]):
+        dist.all_reduce(sums, group=gradients[0].device_mesh.get_group())
+    return from_digits(sums).sqrt().float()
 
 
-def _folded(rows: Tensor) -> Tensor:
-    """The sum of each row, overwriting `rows`."""
+def _of_rows(gradient: Tensor) -> Tensor:
+    """The sum of squares of each row, added elementwise: a reduction's order would depend on the shape."""
+    if not gradient.numel():
+        return gradient.new_zeros(0, dtype=torch.float32)
+    rows = gradient.float().square().reshape(num_rows(gradient.shape), -1)
     length = rows.shape[1]
     while length > 1:
         half = (length + 1) // 2

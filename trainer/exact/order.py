@@ -1,4 +1,4 @@
-"""In which order numbers of micro-batches are added: as they come, or by leaves for equal bits anywhere."""
+"""How numbers of micro-batches are added: as they come, or by leaves, with equal bits anywhere."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +15,7 @@ from trainer.distributed.collectives import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.buffers import LeafBuffers
 from trainer.exact.carried import Carried
+from trainer.exact.digits import from_digits, to_digits
 from trainer.exact.environment import NUM_THREADS
 from trainer.exact.norm import exact_norm
 from trainer.gradient_norm import gradient_norm
@@ -29,35 +30,27 @@ class SumOrder:
 
     Attributes:
         by_leaves: whether sums have the same bits however leaves are shared among ranks.
-        num_rows: of a table of numbers to be added over all ranks (`in_order`); `row` says to which to add.
+        num_leaves: of a step, over all ranks.
         limit: of the numbers in a gradient, beyond which it becomes NaN.
         sums: what adds the gradients of leaves before they are reduced; None: autograd does.
     """
 
     by_leaves = False
-    num_rows = 1
+    num_leaves = 1
     limit = math.inf
     sums: LeafSums | None = None
 
-    def row(self, micro_batch: int) -> int:
-        """The row of this rank's micro-batch of this number in a step, or of its batch in an evaluation."""
-        return 0
+    def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
+        """The sum of `numbers`, of one shape, in a form to be added to others, and by `over_ranks`."""
+        return reduce(torch.add, numbers)
 
-    def held_out_part(self, batch: int, num_shares: int, share: int) -> int:
-        """The number within an evaluation, over all ranks, of a rank's `batch`: its random numbers follow."""
-        return batch * num_shares + share
-
-    def in_rows(self, losses: Sequence[Tensor]) -> Tensor:
-        """The losses of this rank's micro-batches of a step, added: a scalar, or (num_rows,)."""
-        return reduce(torch.add, losses)
+    def over_ranks(self, sums: Tensor) -> Tensor:
+        """The sum over all ranks of sums of `sum_of`, as numbers again (a collective)."""
+        return sum_over_ranks(sums.contiguous())
 
     def mean_over(self, num_replicas: int) -> int:
         """The number by which the sum over ranks, of losses and gradients, is divided afterwards."""
         return num_replicas
-
-    def total(self, label_counts: Sequence[float], device: torch.device) -> Tensor:
-        """The sum of the counted labels of all micro-batches of a step, a scalar in fp64 (a collective)."""
-        return sum_over_ranks(torch.full((), math.fsum(label_counts), dtype=torch.float64, device=device))
 
     def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:
         """Called once, with the unwrapped model, when its parameters and buffers are where they stay.
@@ -90,7 +83,7 @@ class SumOrder:
 
 
 class ByLeaves(SumOrder):
-    """By leaves: `num_leaves` fixed parts of each global batch, of which this rank computes `own`.
+    """By leaves, fixed parts of each global batch, as integers.
 
     Args:
         where: this rank, for messages.
@@ -98,39 +91,28 @@ class ByLeaves(SumOrder):
 
     by_leaves = True
 
-    def __init__(self, num_leaves: int, num_replicas: int, own: range, where: str) -> None:
-        self.num_rows, self._own, self._where = num_leaves, own, where
-        self._most, self.limit = -(-num_leaves // num_replicas), limit(num_leaves)
+    def __init__(self, num_leaves: int, where: str) -> None:
+        self.num_leaves, self._where, self.limit = num_leaves, where, limit(num_leaves)
         self._shards: Sequence[ShardSums] = ()
         self._reduces = False
         self._buffers: LeafBuffers | None = None
         self._carried: Carried | None = None
 
-    def row(self, micro_batch: int) -> int:
-        return self._own[min(micro_batch % self._most, len(self._own) - 1)]
+    def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
+        return to_digits(torch.stack(list(numbers)))
 
-    def held_out_part(self, batch: int, num_shares: int, share: int) -> int:
-        return batch // self._most * self.num_rows + self.row(batch)
-
-    def in_rows(self, losses: Sequence[Tensor]) -> Tensor:
-        table = losses[0].new_zeros(self.num_rows)
-        table[self._own.start : self._own.stop] = torch.stack(list(losses))
-        return table
+    def over_ranks(self, sums: Tensor) -> Tensor:
+        return from_digits(super().over_ranks(sums))
 
     def mean_over(self, num_replicas: int) -> int:
         return 1
 
-    def total(self, label_counts: Sequence[float], device: torch.device) -> Tensor:
-        table = torch.zeros(self.num_rows, dtype=torch.float64, device=device)
-        table[self._own.start : self._own.stop] = torch.tensor(label_counts, dtype=torch.float64)
-        return in_order(table)
-
     def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:
-        self._buffers, self._carried = LeafBuffers(model, self.num_rows, self._own.start), Carried(model)
+        self._buffers, self._carried = LeafBuffers(model, self.num_leaves), Carried(model)
         self._shards, self._reduces = shards, reduces
         if not shards:
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            self.sums = LeafSums(trained, self.num_rows)
+            self.sums = LeafSums(trained, self.num_leaves)
 
     def check(self, optimizer: Optimizer, sharded: bool) -> None:
         on_cpu = any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
@@ -180,8 +162,3 @@ class ByLeaves(SumOrder):
 
 
 AS_THEY_COME = SumOrder()
-
-
-def in_order(table: Tensor) -> Tensor:
-    """The sum of the rows of all ranks' tables (a collective); in each row, all but one rank have zeros."""
-    return reduce(torch.add, sum_over_ranks(table.contiguous()).unbind())

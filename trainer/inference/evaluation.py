@@ -15,7 +15,6 @@ from trainer.distributed.gather_samples import Rows, SampleGather
 from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import seed_micro_batch
 from trainer.errors import UserError
-from trainer.exact.order import in_order
 from trainer.loggers import RunLog
 from trainer.strategies import Strategy
 from trainer.tasks import Evaluation, Task, offers
@@ -66,24 +65,22 @@ def _evaluate(context: ModelContext, loader: EvalLoader, model: nn.Module) -> Ev
     gives_sums, gives_rows = offers(task, "eval_sums", "summarise"), offers(task, "rows", "summarise_rows")
     gather = SampleGather(context.dist, loader.batch_size, f"{type(task).__name__}.rows")
     order = context.strategy.order
-    table: Tensor | None = None
+    sums: Tensor | None = None
+    shape: tuple[int, ...] | None = None
     gathered: list[tuple[list[int], Rows]] = []
     first: Any = None
-    for number, (host_batch, indices) in enumerate(loader):
+    for host_batch, indices in loader:
         context.dist.heartbeat.enter("evaluate")
-        part = order.held_out_part(number, context.dist.world_size, context.dist.rank)
-        seed_micro_batch(context.seed, -1, part, context.strategy.devices)
+        seed_micro_batch(context.seed, -1, indices[0] if indices else -1, context.strategy.devices)
         batch = context.to_device(host_batch)
         first = batch if first is None else first
         if gives_sums:
             with context.strategy.autocast():
                 given = task.eval_sums(model, batch)
-            shape = table.shape[1:] if table is not None else None
-            sums = real_tensor(given, f"{type(task).__name__}.eval_sums", shape).double()
-            if table is None:
-                table = sums.new_zeros(order.num_rows, *sums.shape)
-            if indices:
-                table[order.row(number)] += sums
+            own_sums = real_tensor(given, f"{type(task).__name__}.eval_sums", shape).double()
+            shape = own_sums.shape
+            of_batch = order.sum_of([own_sums if indices else torch.zeros_like(own_sums)])
+            sums = of_batch.clone() if sums is None else sums + of_batch
         if gives_rows:
             with context.strategy.autocast():
                 own = task.rows(model, batch)
@@ -91,7 +88,7 @@ def _evaluate(context: ModelContext, loader: EvalLoader, model: nn.Module) -> Ev
                 gathered.append(of_all)
     metrics: dict[str, float] = {}
     rows: Rows | None = None
-    totals = in_order(table) if table is not None else None
+    totals = order.over_ranks(sums) if sums is not None else None
     if totals is not None:
         metrics |= _floats(task.summarise(totals), f"{type(task).__name__}.summarise")
     if gives_rows:

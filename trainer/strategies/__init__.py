@@ -25,10 +25,9 @@ def build_strategy(config: Config, dist: Dist) -> Strategy:
         _check_leaves(config.train.exact, config.strategy.name, strategy.num_replicas)
         prepare(dist.device)
         compare_across_ranks(environment(dist.device), dist, _ALIKE)
-        own = config.train.own_leaves(strategy.num_replicas, strategy.replica)
         if config.train.precision == "bf16":
             strategy.notes.append("train.exact: in bf16, single and ddp have equal bits, and fsdp others")
-        strategy.order = ByLeaves(config.train.exact, strategy.num_replicas, own, dist.describe(dist.rank))
+        strategy.order = ByLeaves(config.train.exact, dist.describe(dist.rank))
     return strategy
 
 

@@ -107,7 +107,7 @@ class Fsdp(Strategy):
             _prefetch(model, self.settings.prefetch_units)
             model.register_forward_hook(self._note_call)
         by_leaves = self.order.by_leaves and self.num_replicas > 1  # one rank reduces nothing
-        shards = add_by_leaves(model, self.order.num_rows) if by_leaves else ()
+        shards = add_by_leaves(model, self.order.num_leaves) if by_leaves else ()
         self.order.attach(model, shards)
         self.notes.append(
             f"fsdp: {len(units)} units and the root"

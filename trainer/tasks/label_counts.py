@@ -152,11 +152,11 @@ def _gradients(trained: Iterable[Tensor], by_value: bool) -> list[tuple[Tensor, 
     return found
 
 
-def scalar(value: Any, source: str) -> Tensor:
+def scalar(value: Any, source: str, device: torch.device) -> Tensor:
     """The number that a task gives, possibly in a tensor. Raises UserError if it gives something else."""
     if not isinstance(value, int | float):
-        return real_tensor(value, source, ())
-    return torch.tensor(float(value))
+        return real_tensor(value, source, ()).to(device)
+    return torch.full((), float(value), device=device)
 
 
 def real_tensor(value: Any, source: str, shape: tuple[int, ...] | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.process_group import Dist
-from trainer.exact.order import AS_THEY_COME, SumOrder, in_order
+from trainer.exact.order import AS_THEY_COME, SumOrder
 from trainer.tasks import Task
 from trainer.tasks.label_counts import Divisor, divided, scalar
 from trainer.training.mfu import ModelFlops
@@ -44,15 +44,16 @@ class Meter:
     ) -> None:
         """`num_replicas` ranks compute losses; None: all."""
         self._dist, self._flops = dist, flops
-        self._mean_over = order.mean_over(num_replicas or dist.world_size)
+        self._order, self._mean_over = order, order.mean_over(num_replicas or dist.world_size)
         self.steps = self._left_out = 0
         self.data_s = 0.0  # waiting for batches
         self.rest_s = 0.0  # logging
-        self._sums = torch.zeros(3, order.num_rows, device=dist.device, dtype=torch.float64)  # of this rank
+        self._sums = order.sum_of([torch.zeros(3, device=dist.device, dtype=torch.float64)])  # of this rank
         # plain: as evaluation computes it
-        self._losses, self._plain_losses, self._tokens = self._sums.unbind()
+        self._losses, self._plain_losses, self._tokens = self._sums.unbind(-1)
         self._has_plain = False
-        self._plain_of_step: list[tuple[int, Tensor]] = []
+        self._plain_of_step: list[Tensor] = []
+        self._tokens_of_step: list[Tensor] = []
         self._total_s = 0.0
         self._running_since: float | None = None
 
@@ -65,20 +66,21 @@ class Meter:
         self._total_s = self._now_s()
         self._running_since = None
 
-    def count_batch(self, task: Task, batch: Any, divisor: Divisor, row: int = 0) -> None:
-        """Add the task's metrics of a micro-batch to `row`, after its loss, over `divisor`, was computed."""
+    def count_batch(self, task: Task, batch: Any, divisor: Divisor) -> None:
+        """Add the task's metrics of a micro-batch, after its loss, over `divisor`, was computed."""
         plain = getattr(task, "plain_loss", None)
         if plain is not None:
             self._has_plain = True
-            source = f"{type(task).__name__}.plain_loss"
-            self._plain_of_step.append((row, divided(scalar(plain, source), divisor)))
+            plain = scalar(plain, f"{type(task).__name__}.plain_loss", self._dist.device)
+            self._plain_of_step.append(divided(plain, divisor))
         if (num_tokens := getattr(task, "num_tokens", None)) is not None:
-            self._tokens[row] += scalar(num_tokens(batch), f"{type(task).__name__}.num_tokens")
+            source = f"{type(task).__name__}.num_tokens"
+            self._tokens_of_step.append(scalar(num_tokens(batch), source, self._dist.device))
         if self._flops is not None:
             self._flops.see(batch)
 
     def count_step(self, losses: Tensor | None) -> None:
-        """Add a step of `losses`, detached and on the device, as `SumOrder.in_rows` gives them.
+        """Add a step of `losses`, detached and on the device, as `SumOrder.sum_of` gives them.
 
         None if the step was left out: a NaN would stay in the sums.
         """
@@ -87,9 +89,12 @@ class Meter:
             self._left_out += 1
         else:
             self._losses += losses
-            for row, plain in self._plain_of_step:
-                self._plain_losses[row] += plain
+            if self._plain_of_step:
+                self._plain_losses += self._order.sum_of(self._plain_of_step)
+        if self._tokens_of_step:
+            self._tokens += self._order.sum_of(self._tokens_of_step)
         self._plain_of_step.clear()
+        self._tokens_of_step.clear()
 
     def mark(self) -> Mark:
         now = (self._now_s(), self.data_s, self.rest_s)
@@ -116,7 +121,7 @@ class Meter:
 
     def _per_step(self, since: Mark) -> list[float]:
         """Loss, plain loss and tokens, each the sum over all ranks; NaN when no step was made."""
-        total, steps = in_order((self._sums - since.sums).T).tolist(), self.steps - since.steps
+        total, steps = self._order.over_ranks(self._sums - since.sums).tolist(), self.steps - since.steps
         with_loss = steps - (self._left_out - since.left_out)
         counts = (with_loss, with_loss, steps)
         return [value / count if count else float("nan") for value, count in zip(total, counts, strict=True)]

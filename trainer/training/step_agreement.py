@@ -112,5 +112,6 @@ class StepAgreement:
                 for count in self._label_counts
             ]
         self._dist.heartbeat.enter("data")
-        total = order.total(self._label_counts, self._dist.device)
+        own = order.sum_of(torch.tensor([0.0, *self._label_counts], dtype=torch.float64).unbind())
+        total = order.over_ranks(own.to(self._dist.device))
         return divisors(self._label_counts, total / order.mean_over(num_replicas))
