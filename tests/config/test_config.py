@@ -176,7 +176,7 @@ def test_refuses(override: str, words: str) -> None:
         _slow("qqq=1", "qqq is not a setting; `python train.py --cfg job` prints all settings"),
         _slow(
             "experiment=digits_mpl",
-            "experiment is digits_mpl, but must be one of digits_mlp, digits_multi_label",
+            "experiment is digits_mpl, but must be one of digits_mlp, digits_resnet",
         ),
         _slow("experiment=digits_mpl", "; did you mean experiment=digits_mlp?"),
         _slow(

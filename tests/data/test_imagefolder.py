@@ -1,7 +1,5 @@
 """A folder of images for each class: real PNG and JPEG files, some of them broken."""
 
-import struct
-import zlib
 from pathlib import Path
 
 import pytest
@@ -30,21 +28,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def huge_png(width: int, height: int) -> bytes:
-    """A few bytes that claim to be an enormous image."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b"\0"))
-        + chunk(b"IEND", b"")
-    )
-
-
 def test_images_come_as_bytes_with_the_number_of_their_class(root: Path) -> None:
     train, held_out = ImageFolder("train", str(root), 16), ImageFolder("eval", str(root), 16)
     assert (len(train), len(held_out), train.num_classes, train.input_shape) == (8, 2, 2, (3, 16, 16))
@@ -70,31 +53,12 @@ def test_training_crops_at_random_and_evaluation_takes_the_centre(root: Path) ->
     assert all(crop[0, 0, -1] > crop[0, 0, 0] for crop in crops)  # mirrored on the device, if at all
 
 
-BROKEN = {
-    "no image at all": lambda path: path.write_text("not an image"),
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-40]),
-    "a decompression bomb": lambda path: path.write_bytes(huge_png(20_000, 20_000)),
-}
-
-
-def test_how_many_pixels_are_too_many_is_a_setting(root: Path) -> None:
-    Image.new("RGB", (100, 100)).save(root / "train/red/2.jpg")  # index 6
-    assert ImageFolder("train", str(root), 16, max_pixels=100 * 100)[6][0].shape == (3, 16, 16)
-    with pytest.raises(
-        OSError, match=r"red/2\.jpg: DecompressionBombWarning: .*10000 pixels.* limit of 9999"
-    ):
-        ImageFolder("train", str(root), 16, max_pixels=100 * 100 - 1)[6]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_image_is_named_with_path_and_index(root: Path, how: str, workers: int) -> None:
+def test_a_broken_image_is_named_with_path_and_index(root: Path) -> None:
     path = root / "train/red/2.jpg"  # index 6
-    BROKEN[how](path)
-    loader = train_loader(ImageFolder("train", str(root), 16), 8, num_workers=workers)
-    message = message_of(loader.epoch(0))
-    assert message.startswith(f"sample 6 of ImageFolder cannot be read: {path}: ")
-    assert "\n" not in message
+    for content in (b"not an image", path.read_bytes()[:-40]):
+        path.write_bytes(content)
+        message = message_of(train_loader(ImageFolder("train", str(root), 16), 8).epoch(0))
+        assert message.startswith(f"sample 6 of ImageFolder cannot be read: {path}: ") and "\n" not in message
 
 
 def test_a_broken_image_can_be_skipped(root: Path) -> None:

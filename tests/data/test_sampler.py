@@ -7,15 +7,15 @@ import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from trainer.data.loading.batch import split_batch, split_leaves
-from trainer.data.loading.sampler import EvalSampler, TrainSampler
+from trainer.data.loading.sampler import EvalRequests, IndexRequests
 from trainer.errors import UserError
 
 
-def sampler(
+def requests(
     num_samples: int, batch: int, replicas: int, replica: int, micro: int | None = None, seed: int = 3
-) -> TrainSampler:
+) -> IndexRequests:
     split = split_batch(batch, micro, replicas)
-    return TrainSampler(range(num_samples), split, replica=replica, seed=seed)
+    return IndexRequests(range(num_samples), split, replica, seed)
 
 
 def steps(
@@ -24,9 +24,9 @@ def steps(
     """The global batch of each step, its items in the order of the permutation."""
     local, per_replica = batch // replicas, []
     for replica in range(replicas):
-        drawn = sampler(num_samples, batch, replicas, replica, micro)
+        drawn = requests(num_samples, batch, replicas, replica, micro)
         drawn.epoch = epoch
-        flat = [index for _, indices in drawn for index in indices]
+        flat = [index for request in drawn for index in request.numbers]
         per_replica.append([flat[i : i + local] for i in range(0, len(flat), local)])
     interleaved = zip(*per_replica, strict=True)
     return [[item for group in zip(*parts, strict=True) for item in group] for parts in interleaved]
@@ -47,9 +47,9 @@ def test_the_parts_are_those_of_torchs_own_sampler(replicas: int) -> None:
     for replica in range(replicas):
         torchs = DistributedSampler(range(40), replicas, replica, seed=3)  # type: ignore[arg-type]
         torchs.set_epoch(5)
-        ours = sampler(40, 8, replicas, replica)
+        ours = requests(40, 8, replicas, replica)
         ours.epoch = 5
-        assert [index for _, indices in ours for index in indices] == list(torchs)
+        assert [index for request in ours for index in request.numbers] == list(torchs)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_another_batch_size_goes_on_at_the_very_next_sample(
     permutation = torch.randperm(43, generator=torch.Generator().manual_seed(3)).tolist()
     parts = []
     for replica in range(replicas):
-        drawn = sampler(43, batch, replicas, replica)
+        drawn = requests(43, batch, replicas, replica)
         drawn.first_sample = first_sample
-        parts.append([indices for _, indices in drawn])
+        parts.append([request.numbers for request in drawn])
         assert len(parts[-1]) == len(drawn)
     batches = [
         [item for group in zip(*step, strict=True) for item in group] for step in zip(*parts, strict=True)
@@ -78,7 +78,7 @@ def test_another_batch_size_goes_on_at_the_very_next_sample(
 @pytest.mark.parametrize(("num_samples", "replicas"), [(7, 1), (3, 8)])
 def test_less_than_one_global_batch_is_refused_with_its_numbers(num_samples: int, replicas: int) -> None:
     with pytest.raises(UserError, match=f"holds {num_samples} samples.*global batch of 8"):
-        sampler(num_samples, 8, replicas, 0)
+        requests(num_samples, 8, replicas, 0)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
@@ -97,9 +97,15 @@ def test_leaves_are_the_same_consecutive_samples_at_any_world_size(replicas: int
         for micro in range(len(own[rank]))
     ]
     assert parts == list(range(8)) and {split.num_micro_batches for split in splits} == {8}
-    held_out = [list(EvalSampler(range(43), split, replica=rank)) for rank, split in enumerate(splits)]
-    assert len({len(batches) for batches in held_out}) == 1
-    assert sorted(index for batches in held_out for batch in batches for index in batch) == list(range(43))
-    assert sorted(filter(None, itertools.chain(*held_out))) == [
-        list(range(begin, min(begin + 2, 43))) for begin in range(0, 43, 2)
+    held_out = [
+        [
+            list(request.numbers)
+            for request in itertools.takewhile(lambda request: request.first < 43, EvalRequests(split, rank))
+        ]
+        for rank, split in enumerate(splits)
     ]
+    assert len({len(batches) for batches in held_out}) == 1
+    leaves = [
+        list(range(begin, begin + 2)) for begin in range(0, 48, 2)
+    ]  # the reader leaves out what is beyond
+    assert sorted(filter(None, itertools.chain(*held_out))) == leaves

@@ -5,15 +5,12 @@ Repository, 1998, https://doi.org/10.24432/C50P49: its test set, as in scikit-le
 Licence: CC BY 4.0.
 """
 
-import math
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
-from trainer.data.images import SPLITS, ImagesInMemory, check_split
-from trainer.errors import UserError
+from trainer.data.images import ImagesInMemory, check_split
 
 FILE = Path(__file__).with_name("digits.npz")
 HOLD_OUT_EVERY = 5
@@ -32,38 +29,3 @@ class Digits(ImagesInMemory):
         held_out = torch.arange(len(labels)) % HOLD_OUT_EVERY == HOLD_OUT_EVERY - 1
         chosen = held_out if split == "eval" else ~held_out
         super().__init__(images[chosen].unsqueeze(1).float() / 16, labels[chosen], num_classes=10)
-
-
-class DigitTraits(Digits):
-    """The digits, each with four traits (4,) of 0 and 1: a closed loop, even, prime, at least five."""
-
-    traits = ({0, 6, 8, 9}, {0, 2, 4, 6, 8}, {2, 3, 5, 7}, {5, 6, 7, 8, 9})
-
-    def __init__(self, split: str) -> None:
-        super().__init__(split)
-        table = torch.tensor([[float(digit in those) for those in self.traits] for digit in range(10)])
-        self.labels, self.num_classes = table[self.labels], len(self.traits)
-
-
-class TurnedDigits(Digits):
-    """The digits, each rotated about its centre. The target is the angle in degrees, (1,), drawn once.
-
-    Args:
-        degrees: the largest angle in either direction.
-    """
-
-    def __init__(self, split: str, degrees: float = 45.0) -> None:
-        if not 0 < degrees <= 180:
-            raise UserError(f"data.dataset.degrees={degrees} must be above 0 and at most 180")
-        super().__init__(split)
-        generator = torch.Generator().manual_seed(SPLITS.index(split))
-        angles = (torch.rand(len(self), generator=generator) * 2 - 1) * degrees
-        cos, sin, zero = (
-            (angles * math.pi / 180).cos(),
-            (angles * math.pi / 180).sin(),
-            torch.zeros(len(self)),
-        )
-        turns = torch.stack([cos, sin, zero, -sin, cos, zero], dim=1).view(-1, 2, 3)
-        grid = F.affine_grid(turns, list(self.images.shape), align_corners=False)
-        self.images = F.grid_sample(self.images, grid, align_corners=False)
-        self.labels, self.num_classes = angles[:, None], 1  # one number to predict

@@ -1,7 +1,5 @@
 """A folder of images for each class: the layout of ImageNet."""
 
-import warnings
-from functools import partial
 from pathlib import Path
 
 from PIL import Image
@@ -12,7 +10,6 @@ from trainer.data.images import check_at_least_one, check_split
 from trainer.errors import UserError, first_few
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
-MAX_PIXELS = 89_478_485  # Pillow's own limit, a quarter of a gigabyte in RGB
 
 
 class ImageFolder(datasets.ImageFolder):
@@ -25,24 +22,21 @@ class ImageFolder(datasets.ImageFolder):
     Args:
         image_size: in pixels; None returns whole PIL images, for ``data.train_transforms`` and
             ``data.eval_transforms`` to convert to tensors.
-        max_pixels: a larger image is taken for a decompression bomb and refused, like a broken one.
 
     Raises:
         UserError: a folder is missing, empty, or has other classes than the training folder.
-        OSError: on access, an image cannot be decoded or has more than ``max_pixels``.
+        OSError: on access, an image cannot be decoded, or is so large that Pillow refuses it.
     """
 
     mean, std = MEAN, STD
 
-    def __init__(
-        self, split: str, root: str, image_size: int | None = 224, max_pixels: int = MAX_PIXELS
-    ) -> None:
+    def __init__(self, split: str, root: str, image_size: int | None = 224) -> None:
         check_split(split)
-        check_at_least_one(image_size=image_size, max_pixels=max_pixels)
+        check_at_least_one(image_size=image_size)
         crop = _crop(split, image_size) if image_size is not None else None
         folder = _folder_of(split, Path(root))
         try:
-            super().__init__(folder, transform=crop, loader=partial(read_rgb, max_pixels=max_pixels))
+            super().__init__(folder, transform=crop, loader=read_rgb)
             train_classes, _ = self.find_classes(Path(root, "train"))
         except FileNotFoundError as error:
             raise UserError(f"data.dataset.root={root}: {error}") from error
@@ -73,18 +67,10 @@ def _folder_of(split: str, root: Path) -> Path:
     )
 
 
-def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode the whole image.
-
-    Raises:
-        OSError: the image cannot be decoded, or has more than ``max_pixels``, so it could be a
-            decompression bomb. The message names the path.
-    """
-    Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow checks it before it decodes; process-wide
+def read_rgb(path: str) -> Image.Image:
+    """Decode the whole image. Raises OSError, which names the path, if it cannot be decoded."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
-                return image.convert("RGB")
+        with Image.open(path) as image:
+            return image.convert("RGB")
     except Exception as error:
         raise OSError(f"{path}: {type(error).__name__}: {error}") from error

@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
+from trainer.data.images import check_at_least_one
 from trainer.data.loading.reader import sample_of
 from trainer.data.stream import is_stream
 from trainer.errors import UserError
@@ -23,9 +24,6 @@ class Mixture(Dataset[Any]):
     one after the other.
 
     Attributes that all datasets have, with equal values, are those of the mixture, such as num_classes.
-
-    Attributes:
-        draws: whether an epoch leaves samples out, so that only `epoch_order` knows its indices.
 
     Args:
         split: train or eval, which `datasets` are called with.
@@ -46,10 +44,7 @@ class Mixture(Dataset[Any]):
     ) -> None:
         if not isinstance(datasets, Sequence) or not datasets:
             raise UserError("data.dataset.datasets must be a list of datasets, each with _partial_: true")
-        if num_samples is not None and not (isinstance(num_samples, int) and num_samples > 0):
-            raise UserError(
-                f"data.dataset.num_samples is {num_samples}, but must be an integer above 0, or null"
-            )
+        check_at_least_one(num_samples=num_samples)
         self.datasets = [make(split=split) for make in datasets]
         for number, dataset in enumerate(self.datasets):
             name = f"data.dataset.datasets[{number}] is a {type(dataset).__name__}"
@@ -74,7 +69,6 @@ class Mixture(Dataset[Any]):
         passes = [-(-count // size) for count, size in zip(self._counts, sizes, strict=True)]
         spans = [number * size for number, size in zip(passes, sizes, strict=True)]
         self._begins = [0, *itertools.accumulate(spans)]
-        self.draws = spans != self._counts
 
     def __len__(self) -> int:
         return sum(self._counts)

@@ -1,7 +1,9 @@
-"""MNIST, Fashion-MNIST and CIFAR-10 from torchvision, held in memory."""
+"""MNIST, Fashion-MNIST and CIFAR-10 from torchvision, held in memory.
+
+Each raises UserError if the data is missing, damaged, or cannot be downloaded.
+"""
 
 import fcntl
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,17 +18,11 @@ from trainer.data.images import ImagesInMemory, check_split
 from trainer.data.transforms import Transformed
 from trainer.errors import UserError
 
-DOWNLOAD_TIMEOUT_S = 3600.0
-
 
 def mnist(
     split: str, root: str = "datasets", download: bool = False, augment: bool = False
 ) -> ImagesInMemory | Transformed:
-    """Handwritten digits, (1, 28, 28), 60,000 and 10,000; ``augment`` shifts by up to 2 pixels.
-
-    Raises:
-        UserError: the data is missing, damaged, or cannot be downloaded.
-    """
+    """Handwritten digits, (1, 28, 28), 60,000 and 10,000; ``augment`` shifts by up to 2 pixels."""
     images = _load(datasets.MNIST, split, root, download, (0.1307,), (0.3081,))
     return _augmented(images, split, augment, v2.RandomCrop(28, padding=2))
 
@@ -34,28 +30,18 @@ def mnist(
 def fashion_mnist(
     split: str, root: str = "datasets", download: bool = False, augment: bool = False
 ) -> ImagesInMemory | Transformed:
-    """Articles of clothing, (1, 28, 28), 60,000 and 10,000; ``augment`` shifts by up to 2 pixels and mirrors.
-
-    Raises:
-        UserError: the data is missing, damaged, or cannot be downloaded.
-    """
+    """Articles of clothing, (1, 28, 28), 60,000 and 10,000; ``augment`` shifts by 2 pixels and mirrors."""
     images = _load(datasets.FashionMNIST, split, root, download, (0.2860,), (0.3530,))
-    shift = v2.RandomCrop(28, padding=2)
-    return _augmented(images, split, augment, shift, v2.RandomHorizontalFlip())
+    return _augmented(images, split, augment, v2.RandomCrop(28, padding=2), v2.RandomHorizontalFlip())
 
 
 def cifar10(
     split: str, root: str = "datasets", download: bool = False, augment: bool = False
 ) -> ImagesInMemory | Transformed:
-    """Small photographs, (3, 32, 32), 50,000 and 10,000; ``augment`` shifts by up to 4 pixels and mirrors.
-
-    Raises:
-        UserError: the data is missing, damaged, or cannot be downloaded.
-    """
+    """Small photographs, (3, 32, 32), 50,000 and 10,000; ``augment`` shifts by up to 4 pixels and mirrors."""
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     images = _load(datasets.CIFAR10, split, root, download, mean, std)
-    shift = v2.RandomCrop(32, padding=4)
-    return _augmented(images, split, augment, shift, v2.RandomHorizontalFlip())
+    return _augmented(images, split, augment, v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip())
 
 
 def _augmented(
@@ -91,17 +77,6 @@ def _load(
 def _alone_in(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which the kernel frees if its holder dies."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / ".lock"
-    deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
-    with lock.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"another process has held {lock} for {DOWNLOAD_TIMEOUT_S:.0f} s; end it"
-                    ) from None
-                time.sleep(0.1)
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,20 +1,14 @@
-"""The contract of data loaders; samplers and readers joined, by torch's DataLoader where there are workers.
-
-A loader lives for the whole run; loaders.py chooses between data read by index and streams.
-"""
+"""The contract of data loaders, which live for the whole run; loaders.py has them."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Sampler, default_collate
+from torch.utils.data import default_collate
 
 from trainer.data.loading.collation import Collate
-from trainer.data.loading.worker import WorkerError, begin_worker, keep_sockets_short
-from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 
 
@@ -124,80 +118,3 @@ class EvalLoader(Protocol):
 
     def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
         """Raises UserError if a sample cannot be read."""
-
-
-class Reader(Protocol):
-    """Answers a sampler's requests, in this process or in workers."""
-
-    seed: int
-    heartbeat: Heartbeat
-
-    def __getitems__(self, key: Any) -> Any: ...
-
-
-def batches_of(
-    reader: Reader, sampler: Sampler[Any], settings: LoaderSettings, share: Share
-) -> Iterable[Any]:
-    """What `reader` makes of each request of `sampler`, in order; each iteration begins the sampler again."""
-    pins = share.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
-    if settings.num_workers == 0 and not pins:
-        return _InThisProcess(reader, sampler)
-    return _data_loader(reader, sampler, settings, share, pins)
-
-
-class _InThisProcess:
-    """In place of a DataLoader without workers, which adds 10 us to each batch."""
-
-    def __init__(self, reader: Reader, sampler: Sampler[Any]) -> None:
-        self._reader, self._sampler = reader, sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._reader.__getitems__, self._sampler)
-
-
-def _data_loader(
-    reader: Reader, sampler: Sampler[Any], settings: LoaderSettings, share: Share, pins: bool
-) -> DataLoader[Any]:
-    in_workers = settings.num_workers > 0
-    if in_workers:
-        keep_sockets_short()
-    first = reader.heartbeat.reserve(settings.num_workers)
-    return DataLoader(
-        reader,  # type: ignore[arg-type]  # it only calls __getitems__
-        batch_sampler=sampler,
-        collate_fn=_as_it_is,
-        num_workers=settings.num_workers,
-        prefetch_factor=settings.prefetch_factor if in_workers else None,
-        persistent_workers=settings.persistent_workers and in_workers,
-        pin_memory=pins,
-        timeout=share.timeout_s if in_workers else 0,
-        # The watch needs children of the main process; Python 3.14's default, the fork server, makes others.
-        multiprocessing_context="fork" if in_workers else None,
-        worker_init_fn=partial(begin_worker, reader.heartbeat, first),
-        # its own: each epoch it draws a number, which must not come from the run's generator
-        generator=torch.Generator().manual_seed(reader.seed),
-    )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def raise_errors(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches; raise the exceptions that reading returned.
-
-    Raises:
-        UserError, WorkerError: reading failed.
-        RuntimeError: a worker died, or did not answer within the timeout.
-    """
-    try:
-        for batch in batches:
-            if isinstance(batch, UserError | WorkerError):
-                # Not `raise batch`: this frame and its exception would hold each other, and DataLoader, when
-                # left to the garbage collector, waits 5 s for each of its workers.
-                raise type(batch)(*batch.args)
-            yield batch
-    except (ConnectionError, EOFError) as error:
-        raise RuntimeError(
-            "a data worker died while it returned a batch; perhaps it was killed for lack of memory"
-        ) from error

@@ -51,10 +51,6 @@ class BatchSplit:
         for begin in itertools.count(first, micro):
             yield begin, range(begin + replica, begin + micro, self.num_replicas)
 
-    def of_shards(self, first: int, replica: int, num_shards: int) -> range:
-        """Numbers from `first` on, one of each shard of a stream that this replica reads."""
-        return range(first + replica, first + replica + self.num_replicas * num_shards, self.num_replicas)
-
     def held_out(self, replica: int) -> Iterator[tuple[int, range]]:
         """`micro_batches` for evaluation; each replica yields as many for each first number."""
         return self.micro_batches(0, replica)
@@ -81,9 +77,6 @@ class LeafSplit(BatchSplit):
         for begin in itertools.count(first, self.global_batch_size):
             for leaf in range(self.first_leaf, self.first_leaf + self.accumulation):
                 yield begin, self._samples(begin, leaf)
-
-    def of_shards(self, first: int, replica: int, num_shards: int) -> range:
-        return range(first, first + num_shards)
 
     def held_out(self, replica: int) -> Iterator[tuple[int, range]]:
         for begin in itertools.count(0, self.global_batch_size):

@@ -16,16 +16,8 @@ def collated_batch(fetched: Any, dataset: Any, indices: Sequence[int], collate: 
     """What `__getitems__` returned as a batch: torch lets it return a list of samples or a batch.
 
     Raises:
-        UserError: the number of samples differs from that of `indices`, or one is None; or it is a batch, and
-            `collate` is not torch's.
+        UserError: it is a batch, and `collate` is not torch's; or as `collated`.
     """
-    given = fetched if isinstance(fetched, list) else [fetched]
-    if isinstance(fetched, list) and len(given) != len(indices):
-        asked = f"{len(indices)} samples at a time, {indices[0]} the first of them"
-        raise UserError(f"{name_of(dataset)} was asked for {asked}, but returns {len(given)}; fix it")
-    for index, sample in zip(indices, given, strict=False):
-        if sample is None:
-            raise UserError(f"{name_of(dataset)} returns None for sample {index}; fix it")
     if isinstance(fetched, list):
         return collated(fetched, dataset, indices, collate)
     if collate is not default_collate and not isinstance(fetched, Mirrored):

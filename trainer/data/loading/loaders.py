@@ -1,15 +1,34 @@
-"""Chooses the loader for a dataset, read by index or a stream; other code need not know which it is."""
+"""Loaders: requests and a reader joined, by torch's DataLoader where there are workers.
 
+`train_loader` and `eval_loader` choose between data read by index and streams; other code need not know which
+it is.
+"""
+
+import copy
+import itertools
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
-from trainer.data.loading.base import EvalLoader, LoaderSettings, Share, TrainLoader
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from trainer.data.loading.base import Batches, EvalLoader, LoaderSettings, Share, TrainLoader
 from trainer.data.loading.batch import BatchSplit
-from trainer.data.loading.collation import name_of
-from trainer.data.loading.index_loader import IndexEvalLoader, IndexTrainLoader
-from trainer.data.loading.stream_loader import StreamEvalLoader, StreamTrainLoader
+from trainer.data.loading.collation import name_of, sample_name
+from trainer.data.loading.reader import EvalReader, Reader, Request, TrainReader
+from trainer.data.loading.sampler import EvalRequests, IndexRequests, TrainRequests
+from trainer.data.loading.stream_reader import EvalStreamReader, StreamPosition, TrainStreamReader
+from trainer.data.loading.worker import WorkerError, begin_worker, keep_sockets_short
 from trainer.data.order import Order, shuffled
 from trainer.data.stream import is_stream
 from trainer.errors import UserError
+from trainer.nested import leaves
+
+log = logging.getLogger(__name__)
 
 
 def train_loader(
@@ -22,20 +41,26 @@ def train_loader(
     """
     _check_kind(dataset, settings)
     if not is_stream(dataset):
-        return IndexTrainLoader(dataset, settings, batch, share, order)
+        if order is not shuffled and hasattr(dataset, "epoch_order"):
+            raise UserError(
+                f"data.order is set, but {name_of(dataset)} has an order of its own (epoch_order); set it to "
+                "null, or derive a class from the dataset whose epoch_order returns these indices in yours"
+            )
+        return _IndexTrainLoader(dataset, settings, batch, share, order)
     if order is not shuffled:
         raise UserError(
             f"data.order is for data that is read by index, but {type(dataset).__name__} is a stream, which "
             "has an order of its own; set it to null"
         )
-    return StreamTrainLoader(dataset, settings, batch, share)
+    return _StreamTrainLoader(dataset, settings, batch, share)
 
 
 def eval_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> EvalLoader:
     """As `train_loader`. Raises UserError: the data is empty, or a setting does not apply."""
     _check_kind(dataset, settings)
-    kind = StreamEvalLoader if is_stream(dataset) else IndexEvalLoader
-    return kind(dataset, settings, batch, share)
+    if is_stream(dataset):
+        return _EvalLoader(EvalStreamReader(dataset, share), settings, batch, share)
+    return _EvalLoader(EvalReader(dataset, share, settings.on_bad_sample), settings, batch, share)
 
 
 def _check_kind(dataset: Any, settings: LoaderSettings) -> None:
@@ -57,3 +82,249 @@ def _check_kind(dataset: Any, settings: LoaderSettings) -> None:
             f"data.on_bad_sample is skip, but {type(dataset).__name__} is a stream, which has to leave out "
             "by itself what it cannot read; set it to raise"
         )
+
+
+class _Loader:
+    """What all loaders share."""
+
+    def __init__(
+        self, reader: Reader, requests: Sampler[Request], settings: LoaderSettings, share: Share
+    ) -> None:
+        self._reader = reader
+        self._loader = _batches_of(reader, requests, settings, share)
+        self.num_samples = reader.num_samples
+
+    @property
+    def num_skipped(self) -> int:
+        return self._reader.num_skipped
+
+
+class _IndexTrainLoader(_Loader):
+    """A TrainLoader of data read by index, in an order that the harness draws.
+
+    Raises:
+        UserError: the dataset is smaller than a global batch.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], settings: LoaderSettings, batch: BatchSplit, share: Share, order: Order
+    ) -> None:
+        self._requests = IndexRequests(dataset, batch, share.replica, share.seed, order)
+        super().__init__(TrainReader(dataset, share, settings.on_bad_sample), self._requests, settings, share)
+        self.steps_per_epoch: int | None = self._requests.num_samples // batch.global_batch_size
+
+    def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
+        """Samples before ``first_sample`` are not read."""
+        requests = self._requests
+        requests.epoch, requests.first_sample = epoch, first_sample
+        return _Steps(_answers(self._loader), requests.batch.accumulation, left=len(requests))
+
+    def not_finite(self, epoch: int, first_sample: int) -> str | None:
+        requests = copy.copy(self._requests)  # the loader still draws from its own
+        requests.epoch, requests.first_sample = epoch, first_sample
+        for request in itertools.islice(requests, requests.batch.accumulation):
+            for index in request.numbers:
+                for leaf in leaves(self._reader.__getitems__(Request(epoch, 0, [index]))):
+                    if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
+                        return sample_name(self._reader.dataset, index)
+        return None
+
+    def order_hash(self) -> str | None:
+        return self._requests.order_hash()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def resume(self, states: list[dict[str, Any]]) -> None:
+        if any(states):
+            raise UserError("the checkpoint is of training on a stream, and this data is read by index")
+
+
+class _StreamTrainLoader(_Loader):
+    """A TrainLoader of a stream: the same slices of the same global batches, from data only read forward."""
+
+    def __init__(self, dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
+        self._stream = TrainStreamReader(dataset, share, settings.sharded)
+        self._requests = TrainRequests(batch, share.replica)
+        super().__init__(self._stream, self._requests, settings, share)
+        total, size = self.num_samples, batch.global_batch_size
+        self.steps_per_epoch = None if total is None else total // size
+        self._batches: _Steps | None = None
+
+    def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
+        """Samples between the position given to `resume` and ``first_sample`` are read and dropped."""
+        requests, begin = self._requests, self._stream.begin
+        requests.epoch, requests.first_sample, requests.reading = epoch, first_sample, requests.reading + 1
+        knows_position = self._stream.keeps_state and bool(begin.shards) and begin.epoch == epoch
+        if first_sample and not knows_position and requests.replica == 0:
+            log.warning(
+                "%s cannot save its position (state_dict): the first %s samples of the epoch are read and "
+                "dropped, by data workers within distributed.timeout_s",
+                type(self._stream.dataset).__name__,
+                f"{first_sample:,}",
+            )
+        position = begin if knows_position else StreamPosition(self._stream.num_shards, epoch)
+        # Nothing here refers to this object: in a reference cycle, the DataLoader would be left to the
+        # garbage collector, and wait 5 s for each of its workers.
+        self._batches = _Steps(_answers(self._loader), requests.batch.accumulation, position=position)
+        return self._batches
+
+    def not_finite(self, epoch: int, first_sample: int) -> str | None:
+        return None
+
+    def order_hash(self) -> str | None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._batches is not None, "no epoch has begun"
+        return self._batches.position.state_dict()
+
+    def resume(self, states: list[dict[str, Any]]) -> None:
+        known = [state for state in states if state]  # a save at a fault has one rank's alone
+        if not known:
+            return  # saved between two epochs
+        position = StreamPosition.merged(known)
+        if position.num_shards != self._stream.num_shards:
+            raise UserError(
+                f"the training stream was read as {position.num_shards} shards when the checkpoint was "
+                f"saved, and is now read as {self._stream.num_shards}, which changes the order of its "
+                "samples; use the former number (data.sharded), or start a new run from these weights "
+                "with model.init_from"
+            )
+        self._stream.begin = position
+
+
+class _EvalLoader(_Loader):
+    """An EvalLoader. Of a stream, every rank reads all."""
+
+    def __init__(self, reader: Reader, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
+        super().__init__(reader, EvalRequests(batch, share.replica), settings, share)
+        self.batch_size = batch.micro_batch_size
+        _refuse_empty(self.num_samples == 0)
+
+    def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
+        is_empty = True
+        for answer in _answers(self._loader):
+            is_empty = False
+            yield answer
+        _refuse_empty(is_empty)
+
+
+def _refuse_empty(is_empty: bool) -> None:
+    if is_empty:
+        raise UserError("the evaluation data is empty; set train.eval_every_epochs=0 to train without it")
+
+
+class _Steps(Batches):
+    """The answers of a reader, as many to a step as it has micro-batches.
+
+    Attributes:
+        position: of a stream, after the micro-batches returned so far.
+    """
+
+    def __init__(
+        self,
+        answers: Iterator[tuple[Any, dict[int, tuple[int, Any]]]],
+        accumulation: int,
+        left: int | None = None,
+        position: StreamPosition = StreamPosition(),  # noqa: B008, it is frozen
+    ) -> None:
+        """``left``: how many micro-batches follow; None: only the next step itself tells, as of a stream."""
+        self._answers, self.accumulation, self._left, self.position = answers, accumulation, left, position
+        self._now: deque[Any] = deque()
+        self._next: deque[Any] = deque()
+
+    @property
+    def data_left(self) -> bool:  # type: ignore[override]
+        have = len(self.ahead()) if self._left is None else self._left
+        return have >= self.accumulation  # a rank that reads nothing leaves the end to others
+
+    def ahead(self) -> list[Any]:
+        if not self._next:
+            self._next.extend(itertools.islice(self._answers, self.accumulation))
+        return [batch for batch, _ in self._next]
+
+    def __next__(self) -> Any:
+        if not self._now and self.data_left:
+            self.ahead()
+            self._now, self._next = self._next, deque()
+        if not self._now:
+            raise StopIteration
+        batch, shards = self._now.popleft()
+        if shards:
+            self.position = self.position.moved_on(shards)
+        if self._left is not None:
+            self._left -= 1
+        elif not self._now:
+            self.ahead()  # while it is known that this rank waits for data
+        return batch
+
+
+def _batches_of(
+    reader: Reader, requests: Sampler[Request], settings: LoaderSettings, share: Share
+) -> Iterable[Any]:
+    """The answers of `reader` to `requests`, in order; each iteration begins the requests again."""
+    pins = share.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
+    if settings.num_workers == 0 and not pins:
+        return _InThisProcess(reader, requests)
+    return _data_loader(reader, requests, settings, share, pins)
+
+
+class _InThisProcess:
+    """In place of a DataLoader without workers, which adds 10 us to each batch."""
+
+    def __init__(self, reader: Reader, requests: Sampler[Request]) -> None:
+        self._reader, self._requests = reader, requests
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._reader.__getitems__, self._requests)
+
+
+def _data_loader(
+    reader: Reader, requests: Sampler[Request], settings: LoaderSettings, share: Share, pins: bool
+) -> DataLoader[Any]:
+    in_workers = settings.num_workers > 0
+    if in_workers:
+        keep_sockets_short()
+    first = reader.heartbeat.reserve(settings.num_workers)
+    return DataLoader(
+        reader,
+        batch_sampler=requests,  # type: ignore[arg-type]  # it hands each of them to __getitems__
+        collate_fn=_as_it_is,
+        num_workers=settings.num_workers,
+        prefetch_factor=settings.prefetch_factor if in_workers else None,
+        persistent_workers=settings.persistent_workers and in_workers,
+        pin_memory=pins,
+        timeout=share.timeout_s if in_workers else 0,
+        # The watch needs children of the main process; Python 3.14's default, the fork server, makes others.
+        multiprocessing_context="fork" if in_workers else None,
+        worker_init_fn=partial(begin_worker, reader.heartbeat, first),
+        # its own: each epoch it draws a number, which must not come from the run's generator
+        generator=torch.Generator().manual_seed(reader.seed),
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _answers(loader: Iterable[Any]) -> Iterator[Any]:
+    """The answers before the end; raises the exceptions among them.
+
+    Raises:
+        UserError, WorkerError: reading failed.
+        RuntimeError: a worker died, or did not answer within the timeout.
+    """
+    try:
+        for answer in loader:
+            if answer is None:
+                return
+            if isinstance(answer, UserError | WorkerError):
+                # Not `raise answer`: this frame and its exception would hold each other, and DataLoader, when
+                # left to the garbage collector, waits 5 s for each of its workers.
+                raise type(answer)(*answer.args)
+            yield answer
+    except (ConnectionError, EOFError) as error:
+        raise RuntimeError(
+            "a data worker died while it returned a batch; perhaps it was killed for lack of memory"
+        ) from error

@@ -1,4 +1,4 @@
-"""From indices to a batch: each sample is read under its own random numbers; broken samples are handled."""
+"""From requests to batches: each sample is read under its own random numbers; broken samples are handled."""
 
 import logging
 import multiprocessing
@@ -6,13 +6,15 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
+from torch.utils.data import Dataset, Subset, get_worker_info
 
-from trainer.data.loading.collation import Collate, collated, collated_batch, name_of, sample_name
+from trainer.data.loading.base import Share
+from trainer.data.loading.collation import collated, collated_batch, name_of, sample_name
 from trainer.data.loading.worker import answer
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
@@ -26,33 +28,69 @@ MAX_REPLACEMENTS = 100
 _NUM_LOOKS = 2  # of which the first may make the generator
 
 
-class BatchReader(Dataset[Any], ABC):
-    """Turns what a sampler yields into collated batches of a map-style dataset.
+@dataclass(frozen=True)
+class Request:
+    """Asks a reader for the samples of a micro-batch.
+
+    Attributes:
+        first: the first number over all replicas in this request.
+        numbers: of this replica's samples, in the order of a stream or of held-out data; for training on data
+            read by index, their indices.
+        reading: a new number begins a stream again.
+    """
+
+    epoch: int
+    first: int
+    numbers: Any  # a range or a list
+    reading: int = 0
+
+
+class Reader(Dataset[Any], ABC):
+    """Answers requests. Created in the main process, used there or in data workers.
+
+    Attributes:
+        num_samples: of an epoch, if it is known.
+        num_skipped: broken samples met so far, in all worker processes.
+    """
+
+    num_samples: int | None
+    num_skipped = 0
+
+    def __init__(self, dataset: Any, share: Share) -> None:
+        self.dataset, self.seed, self.collate = dataset, share.seed, share.collate
+        self.heartbeat = share.heartbeat or Heartbeat()
+
+    def __getitems__(self, request: Request) -> Any:
+        """The answer, or an exception (see `answer`)."""
+        try:
+            return answer(self._answer, request)
+        finally:
+            self.heartbeat.rest()
+
+    @abstractmethod
+    def _answer(self, request: Request) -> Any:
+        """Batch and what belongs to it; None if no replica has samples of the request."""
+
+
+class IndexReader(Reader):
+    """Reads batches of a map-style dataset.
 
     A dataset with ``__getitems__`` returns whole batches and is taken to be deterministic; one that also has
     ``draw(indices, numbers)`` makes its training batches with a random number for each sample, a
     uint64 that follows from (seed, epoch, index) alone. Any other is read sample by sample, and Python's,
     NumPy's and torch's generators are seeded from (seed, epoch, index) before each ``__getitem__``. So
     augmentation does not depend on the world size, the number of workers, or where a run was resumed.
-    Reading in the main process restores its generators.
+    Random numbers that ``data.collate`` draws follow from the last sample. Reading in the main process
+    restores its generators.
 
     Args:
-        seed: not negative.
         on_bad_sample: ``raise``, or ``skip``: count it in ``num_skipped`` and continue without it.
-        heartbeat: records each sample, or the first of each whole batch, before it is read.
-        collate: makes a batch of a list of samples. Random numbers that it draws follow from the last sample.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        seed: int,
-        on_bad_sample: str,
-        heartbeat: Heartbeat | None = None,
-        collate: Collate = default_collate,
-    ) -> None:
-        self.dataset, self.seed, self.collate = dataset, seed, collate
-        self.heartbeat = heartbeat or Heartbeat()
+    num_samples: int
+
+    def __init__(self, dataset: Dataset[Any], share: Share, on_bad_sample: str) -> None:
+        super().__init__(dataset, share)
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         self.in_batches = fetches_batches(dataset)
         self._num_looks = multiprocessing.RawValue("b")  # shared by worker processes: it is told once
@@ -61,25 +99,21 @@ class BatchReader(Dataset[Any], ABC):
         self._num_skipped = multiprocessing.Value("q") if counts else None
 
     @property
-    def num_skipped(self) -> int:
+    def num_skipped(self) -> int:  # type: ignore[override]
         return self._num_skipped.value if self._num_skipped else 0
 
-    def __getitems__(self, key: Any) -> Any:
-        """The batch, or an exception (see `answer`)."""
-        try:
-            return answer(self._read_and_look if self._looks() else self._read_batch, key)
-        finally:
-            self.heartbeat.rest()
+    def _answer(self, request: Request) -> Any:
+        return self._read_and_look(request) if self._looks() else self._read_batch(request)
 
     def _looks(self) -> bool:
         worker = get_worker_info()
         return self._num_looks.value < _NUM_LOOKS and (worker is None or worker.id == 0)
 
-    def _read_and_look(self, key: Any) -> Any:
-        """The batch, one of the first; warns of a generator that the dataset keeps."""
+    def _read_and_look(self, request: Request) -> Any:
+        """The answer, one of the first; warns of a generator that the dataset keeps."""
         self._num_looks.value += 1
         before = generators(self.dataset)
-        batch = self._read_batch(key)
+        batch = self._read_batch(request)
         for path, (generator, state) in generators(self.dataset).items():
             if path in before and before[path][0] is generator and before[path][1] != state:
                 self._num_looks.value = _NUM_LOOKS
@@ -93,7 +127,7 @@ class BatchReader(Dataset[Any], ABC):
         return batch
 
     @abstractmethod
-    def _read_batch(self, key: Any) -> Any: ...
+    def _read_batch(self, request: Request) -> Any: ...
 
     def _read(self, epoch: int, index: int) -> Any | None:
         """The sample, or None if it is broken and may be skipped."""
@@ -123,39 +157,42 @@ class BatchReader(Dataset[Any], ABC):
         )
 
 
-class TrainReader(BatchReader):
-    """Reads (epoch, indices) as TrainSampler yields them; a skipped sample is replaced by the next one."""
+class TrainReader(IndexReader):
+    """Answers with (batch, {}); a skipped sample is replaced by the next one."""
 
-    def _read_batch(self, key: tuple[int, list[int]]) -> Any:
-        epoch, indices = key
+    def _read_batch(self, request: Request) -> tuple[Any, dict[int, Any]]:
+        epoch, indices = request.epoch, request.numbers
         if self.in_batches:
             self.heartbeat.read(indices[0])
             if hasattr(self.dataset, "draw"):
                 fetched = self.dataset.draw(indices, random_numbers(self.seed, epoch, indices))
             else:
-                fetched = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
-            return collated_batch(fetched, self.dataset, indices, self.collate)
+                fetched = self.dataset.__getitems__(indices)
+            return collated_batch(fetched, self.dataset, indices, self.collate), {}
         with generators_kept():
             samples = [self._read_or_next(epoch, index) for index in indices]
-            return collated(samples, self.dataset, indices, self.collate)
+            return collated(samples, self.dataset, indices, self.collate), {}
 
 
-class EvalReader(BatchReader):
-    """Reads indices as EvalSampler yields them into (batch, indices); a skipped sample is left out of both.
+class EvalReader(IndexReader):
+    """Answers with (batch, indices); a skipped sample is left out of both.
 
     Without any sample, one sample fills in and the indices are empty.
     """
 
-    def _read_batch(self, key: list[int]) -> tuple[Any, list[int]]:
+    def _read_batch(self, request: Request) -> tuple[Any, list[int]] | None:
+        if request.first >= self.num_samples:
+            return None
+        asked = [index for index in request.numbers if index < self.num_samples]
+        indices = asked or [0]
         if self.in_batches:
-            indices = key or [0]
             self.heartbeat.read(indices[0])
-            fetched = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
-            return collated_batch(fetched, self.dataset, indices, self.collate), key
+            fetched = self.dataset.__getitems__(indices)
+            return collated_batch(fetched, self.dataset, indices, self.collate), asked
         with generators_kept():
-            read = [(index, sample) for index in key if (sample := self._read(0, index)) is not None]
+            read = [(index, sample) for index in asked if (sample := self._read(0, index)) is not None]
             samples = [sample for _, sample in read] or [self._read_or_next(0, 0)]
-            return collated(samples, self.dataset, key or [0], self.collate), [index for index, _ in read]
+            return collated(samples, self.dataset, indices, self.collate), [index for index, _ in read]
 
 
 def fetches_batches(dataset: Dataset[Any]) -> bool:

@@ -8,53 +8,53 @@ A stream keeps its own order; the slices are cut from it in the same way.
 Evaluation: every sample exactly once, with the same number of batches on each rank.
 """
 
-import copy
 import hashlib
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from trainer.data.loading.batch import BatchSplit
-from trainer.data.loading.reader import generators_kept, seed_generators
-from trainer.data.loading.stream_reader import Request
+from trainer.data.loading.reader import Request, generators_kept, seed_generators
 from trainer.data.order import Order, shuffled
 from trainer.errors import UserError
 
 
-class TrainSampler(Sampler[tuple[int, list[int]]]):
-    """Yields (epoch, indices) for each micro-batch of this replica, from ``first_sample`` of ``epoch`` on.
+class TrainRequests(Sampler[Request]):
+    """Asks for the micro-batches of a replica, from ``first_sample`` of ``epoch`` on, without end."""
 
-    The epoch is yielded with the indices because worker processes, which live for the whole run, need it to
-    draw each sample's random numbers.
+    def __init__(self, batch: BatchSplit, replica: int) -> None:
+        self.batch, self.replica = batch, replica
+        self.epoch = self.first_sample = self.reading = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        epoch, reading = self.epoch, self.reading
+        for first, numbers in self.batch.micro_batches(self.first_sample, self.replica):
+            yield Request(epoch, first, numbers, reading)
+
+
+class IndexRequests(TrainRequests):
+    """Asks for whole steps, by the indices of an epoch's order.
 
     Raises:
         UserError: the dataset is smaller than one global batch.
     """
 
     def __init__(
-        self,
-        dataset: Sized,
-        batch: BatchSplit,
-        *,
-        replica: int,
-        seed: int,
-        order: Order = shuffled,
+        self, dataset: Any, batch: BatchSplit, replica: int, seed: int, order: Order = shuffled
     ) -> None:
+        super().__init__(batch, replica)
         if len(dataset) < batch.global_batch_size:
             raise UserError(
                 f"the training data holds {len(dataset)} samples, fewer than one global batch of "
                 f"{batch.global_batch_size} ({batch.num_replicas} replicas x {batch.local_size}); "
                 "lower train.global_batch_size or use fewer ranks"
             )
-        self.steps_per_epoch = len(dataset) // batch.global_batch_size
-        self.batch, self.replica, self.seed = batch, replica, seed
-        self.num_samples = len(dataset)
+        self.seed, self.num_samples = seed, len(dataset)
         self._dataset, self._order = dataset, order
-        self.epoch = 0
-        self.first_sample = 0
 
     def __len__(self) -> int:
         """Micro-batches of the next iteration."""
@@ -89,8 +89,7 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         """A hash of the first epoch's order, which must be equal on all ranks; None for torch's permutation.
 
         Raises:
-            UserError: the order has an index of no sample, is another one in a second call, or has others
-                than the `epoch_order` of a dataset that draws its samples.
+            UserError: the order has an index of no sample, or is another one in a second call.
         """
         if self._is_permutation:
             return None
@@ -105,79 +104,21 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
                 "the order of an epoch is another one in a second call, so a resumed run would read other "
                 "samples: let it follow from the dataset and the generator alone"
             )
-        if getattr(self._dataset, "draws", False) and not self._keeps_to_drawn():
-            raise UserError(
-                "data.order does not keep to the samples that the mixture draws for an epoch, and would "
-                "train on others: call trainer.data.order.shuffled(dataset, generator), and return its "
-                "indices in another order; or set data.order=null"
-            )
         return hashlib.blake2b(order.numpy().data, digest_size=8).hexdigest()
 
-    def _keeps_to_drawn(self) -> bool:
-        """Whether the order calls the dataset's `epoch_order`, and gives no other indices."""
-        drawn, sampler, dataset = [], copy.copy(self), copy.copy(self._dataset)
-        own = dataset.epoch_order  # type: ignore[attr-defined]
-
-        def noting(generator: torch.Generator) -> Tensor:
-            drawn.append(own(generator))
-            return drawn[-1]
-
-        dataset.epoch_order = noting  # type: ignore[attr-defined]
-        sampler._dataset = dataset
-        order = sampler.order_of(0)
-        return bool(drawn) and bool(torch.isin(order, torch.cat(drawn)).all())
-
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        order = self.order_of(self.epoch)
-        epoch, batch = self.epoch, self.batch
-        numbers = batch.micro_batches(self.first_sample, self.replica)
-        for _, of_micro_batch in itertools.islice(numbers, len(self)):
-            yield epoch, order[of_micro_batch.start : of_micro_batch.stop : of_micro_batch.step].tolist()
-
-
-class TrainRequests(Sampler[Request]):
-    """The counterpart of TrainSampler for a stream, whose end is unknown: it never ends.
-
-    Before the first micro-batch, each data worker drops what precedes ``first_sample``, until ``caught_up``.
-    """
-
-    def __init__(self, batch: BatchSplit, replica: int, num_shards: int) -> None:
-        self.batch, self.replica, self.num_shards = batch, replica, num_shards
-        self.reading = self.epoch = self.first_sample = 0
-        self.caught_up = False
-
     def __iter__(self) -> Iterator[Request]:
-        reading, epoch, first = self.reading, self.epoch, self.first_sample
-        in_each_shard = self.batch.of_shards(first, self.replica, self.num_shards)
-        while not self.caught_up:
-            yield Request(reading, epoch, first, in_each_shard, catch_up=True)
-        for begin, numbers in self.batch.micro_batches(first, self.replica):
-            yield Request(reading, epoch, begin, numbers)
-
-
-class EvalSampler(Sampler[list[int]]):
-    """Yields batches of this replica's samples in order; a rank without samples left yields empty lists.
-
-    Every rank yields the same number of batches, so that a model whose forward pass is collective (FSDP)
-    stays in step; no sample is padded or repeated.
-    """
-
-    def __init__(self, dataset: Sized, batch: BatchSplit, *, replica: int) -> None:
-        self.batch, self.replica, self.num_samples = batch, replica, len(dataset)
-        self.batch_size = batch.micro_batch_size
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for begin, numbers in self.batch.held_out(self.replica):
-            if begin >= self.num_samples:
-                return
-            yield list(range(numbers.start, min(numbers.stop, self.num_samples), numbers.step))
+        order, requests = self.order_of(self.epoch), super().__iter__()
+        for request in itertools.islice(requests, len(self)):
+            own = request.numbers
+            yield Request(request.epoch, request.first, order[own.start : own.stop : own.step].tolist())
 
 
 class EvalRequests(Sampler[Request]):
-    """The counterpart of EvalSampler for a stream: it never ends."""
+    """Asks for this replica's part of the held-out samples, without end.
+
+    Each replica asks as often for each first number, so that a model whose forward pass is collective (FSDP)
+    stays in step; no sample is padded or repeated.
+    """
 
     def __init__(self, batch: BatchSplit, replica: int) -> None:
         self.batch, self.replica, self.reading = batch, replica, 0
@@ -185,5 +126,5 @@ class EvalRequests(Sampler[Request]):
     def __iter__(self) -> Iterator[Request]:
         self.reading += 1
         reading = self.reading
-        for begin, numbers in self.batch.held_out(self.replica):
-            yield Request(reading, 0, begin, numbers)
+        for first, numbers in self.batch.held_out(self.replica):
+            yield Request(0, first, numbers, reading)

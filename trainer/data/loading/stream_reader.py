@@ -1,24 +1,20 @@
 """How a stream is read: samples by their numbers, in the main process or in data workers."""
 
 import copy
-import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
-from trainer.data.loading.collation import Collate, collated
-from trainer.data.loading.reader import BROKEN_DATA, generators_kept, seed_generators
-from trainer.data.loading.worker import answer
+from trainer.data.loading.base import Share
+from trainer.data.loading.collation import collated
+from trainer.data.loading.reader import BROKEN_DATA, Reader, Request, generators_kept, seed_generators
 from trainer.data.stream import has_state
 from trainer.errors import UserError
-from trainer.faults.heartbeat import Heartbeat
-
-_CATCH_UP_S = 1.0  # how often a worker reports progress while it drops samples
 
 
 @dataclass(frozen=True)
@@ -52,31 +48,6 @@ class StreamPosition:
         return StreamPosition(self.num_shards, self.epoch, {**self.shards, **farther})
 
 
-@dataclass(frozen=True)
-class Request:
-    """Asks a reader for the samples of these ``numbers``.
-
-    Attributes:
-        reading: a new number restarts reading.
-        first: the first number over all replicas in this request.
-        catch_up: only drop samples up to ``first`` in the shards of ``numbers``, for a limited time.
-    """
-
-    reading: int
-    epoch: int
-    first: int
-    numbers: range
-    catch_up: bool = False
-
-
-@dataclass(frozen=True)
-class CaughtUp:
-    """The answer to ``catch_up``: the sample reached, and whether it is the requested one."""
-
-    number: int
-    there: bool
-
-
 class Cursor:
     """A stream, or a shard of one, read forward in one epoch.
 
@@ -100,17 +71,13 @@ class Cursor:
             raise UserError(f"{type(stream).__name__}.__iter__ gives a {kind}; have it yield the samples")
         self._next: list[Any] = []
 
-    def drop_to(self, position: int) -> bool:
-        """Read and drop samples before ``position``; False if the stream ends first."""
-        while self.position < position:
-            if not self._fill():
-                return False
-            self.take()
-        return True
-
     def reach(self, position: int) -> bool:
-        """``drop_to``, and read the sample there; False if there is none."""
-        return self.drop_to(position) and self._fill()
+        """Drop the samples before ``position``, and read the one there; False if there is none."""
+        while self._fill():
+            if self.position >= position:
+                return True
+            self.take()
+        return False
 
     def _fill(self) -> bool:
         if not self._next:
@@ -135,26 +102,17 @@ class Cursor:
         return self.position, copy.deepcopy(self._stream.state_dict())
 
 
-class StreamReader(Dataset[Any], ABC):
-    """Answers requests by reading the stream forward. Created in the main process, used there or in workers.
+class StreamReader(Reader):
+    """Answers requests by reading the stream forward.
 
     Attributes:
-        num_samples: of an epoch, if the stream knows it.
         begin: where a resumed run continues; set before the first request.
     """
 
-    def __init__(
-        self,
-        stream: Any,
-        seed: int,
-        sharded: bool = False,
-        heartbeat: Heartbeat | None = None,
-        collate: Collate = default_collate,
-    ) -> None:
-        self.stream, self.seed, self.collate = stream, seed, collate
-        self.heartbeat = heartbeat or Heartbeat()
+    def __init__(self, stream: Any, share: Share, sharded: bool = False) -> None:
+        super().__init__(stream, share)
         # Only of its own class: one that is derived from it may draw.
-        self._draws = vars(type(stream)).get("draws", True) or collate is not default_collate
+        self._draws = vars(type(stream)).get("draws", True) or share.collate is not default_collate
         if sharded and not (hasattr(stream, "shard") and getattr(stream, "num_shards", 0) > 0):
             raise UserError(
                 f"data.sharded is true, but {type(stream).__name__} lacks num_shards and shard of "
@@ -171,32 +129,33 @@ class StreamReader(Dataset[Any], ABC):
         self._cursors: dict[int, Cursor] = {}
         self._number = 0  # of the sample being read
 
-    def __getitems__(self, request: Request) -> Any:
-        """The answer, or an exception (see `answer`)."""
-        try:
-            with generators_kept() if self._draws else nullcontext():
-                if request.reading != self._reading:
-                    self._reading, self._cursors = request.reading, {}
-                return answer(self._answer, request)
-        finally:
-            self.heartbeat.rest()
+    def _answer(self, request: Request) -> Any:
+        if request.reading != self._reading:
+            self._reading, self._cursors = request.reading, {}
+        with generators_kept() if self._draws else nullcontext():
+            with self._reading_alone():
+                read = self._read(request)
+            if read is None:
+                return None
+            samples, belonging = read
+            return collated(samples, self.dataset, request.numbers, self.collate), belonging
 
     @abstractmethod
-    def _answer(self, request: Request) -> Any: ...
+    def _read(self, request: Request) -> tuple[list[Any], Any] | None:
+        """The samples of a batch, and what belongs to it."""
 
-    def _read(self, request: Request) -> list[Any]:
+    def _samples(self, request: Request) -> list[Any]:
         """The samples of the request, fewer at the end of the stream."""
         samples = []
-        with self._reading_alone():
-            for number in request.numbers:
-                cursor = self._cursor(request, number % self.num_shards)
-                if not cursor.reach(number // self.num_shards):
-                    break
-                samples.append(self._decode(cursor.take()))
+        for number in request.numbers:
+            cursor = self._cursor(request, number % self.num_shards)
+            if not cursor.reach(number // self.num_shards):
+                break
+            samples.append(self._decode(cursor.take()))
         return samples
 
     def _decode(self, item: Any) -> Any:
-        sample = self.stream.decode(item) if hasattr(self.stream, "decode") else item
+        sample = self.dataset.decode(item) if hasattr(self.dataset, "decode") else item
         if sample is None:
             raise ValueError("it is None")
         return sample
@@ -232,7 +191,7 @@ class StreamReader(Dataset[Any], ABC):
             raise
         except BROKEN_DATA as error:
             raise UserError(
-                f"sample {self._number} of {type(self.stream).__name__} cannot be read: {error}; fix it, or "
+                f"sample {self._number} of {type(self.dataset).__name__} cannot be read: {error}; fix it, or "
                 "have the stream leave it out"
             ) from error
         finally:
@@ -242,47 +201,28 @@ class StreamReader(Dataset[Any], ABC):
 class TrainStreamReader(StreamReader):
     """Answers with (batch, its shards' part of a StreamPosition), or None if the stream ends before."""
 
-    def _answer(self, request: Request) -> Any:
-        if request.catch_up:
-            return self._catch_up(request)
-        samples = self._read(request)
+    def _read(self, request: Request) -> tuple[list[Any], dict[int, tuple[int, Any]]] | None:
+        samples = self._samples(request)
         if len(samples) < len(request.numbers):
             return None
-        read = {number % self.num_shards for number in request.numbers} if self.keeps_state else ()
-        batch = collated(samples, self.stream, request.numbers, self.collate)
-        return batch, {shard: self._cursors[shard].state() for shard in read}
-
-    def _catch_up(self, request: Request) -> CaughtUp:
-        until = time.monotonic() + _CATCH_UP_S
-        with self._reading_alone():
-            for shard in sorted({number % self.num_shards for number in request.numbers}):
-                cursor = self._cursor(request, shard)
-                target = -(-(request.first - shard) // self.num_shards)
-                while cursor.position < target and cursor.drop_to(min(cursor.position + 100, target)):
-                    if time.monotonic() > until:
-                        return CaughtUp(cursor.position * self.num_shards, there=False)
-        return CaughtUp(request.first, there=True)
+        shards = {number % self.num_shards for number in request.numbers} if self.keeps_state else ()
+        return samples, {shard: self._cursors[shard].state() for shard in shards}
 
 
 class EvalStreamReader(StreamReader):
     """Answers with (batch, numbers of its samples), or None if all replicas are at the end.
 
-    A replica without samples left gets the first sample of the stream as a filler, and no numbers.
+    A replica without samples left gets the first one of the request as a filler, and no numbers.
     """
 
-    def _answer(self, request: Request) -> Any:
-        with self._reading_alone():
-            cursor = self._cursor(request, 0)
-            if cursor.position == 0 and cursor.reach(0):
-                self._first = cursor.peek()
-            if cursor.position <= request.first and not cursor.reach(request.first):
+    def _read(self, request: Request) -> tuple[list[Any], list[int]] | None:
+        cursor = self._cursor(request, 0)
+        if cursor.position <= request.first:
+            if not cursor.reach(request.first):
                 return None
-        samples = self._read(request)
-        with self._reading_alone():
-            filled = samples or [self._decode(self._first)]
-        return collated(filled, self.stream, request.numbers, self.collate), list(
-            request.numbers[: len(samples)]
-        )
+            self._filler = cursor.peek()
+        samples = self._samples(request)
+        return samples or [self._decode(self._filler)], list(request.numbers[: len(samples)])
 
 
 def _length(stream: Any) -> int | None:

@@ -4,13 +4,11 @@ its parent, and its errors reach the parent."""
 import contextlib
 import multiprocessing.util
 import os
-import pickle
 import signal
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -38,33 +36,15 @@ class WorkerError(RuntimeError):
         return f"{self.args[0]}\n{self.args[1]}"
 
 
-class Pickled:
-    """A batch on its way out of a data worker, pickled where an error can still be reported.
-
-    The queue's own thread would print one, and leave the main process waiting.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        try:
-            self._bytes = bytes(ForkingPickler.dumps(batch))
-        except Exception as error:
-            raise TypeError(
-                f"the batch cannot be sent to the main process: {error}; have it hold tensors, numbers, text"
-            ) from error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (self._bytes,)  # the main process receives the batch itself
-
-
 def answer(read: Callable[[Any], Any], request: Any) -> Any:
-    """The result of `read`, or an exception that `raise_errors` raises in the main process.
+    """The result of `read`, or an exception that the loader raises in the main process.
 
     The exception is a UserError or, in a worker, a WorkerError. torch silently ends a worker at sys.exit and
-    an epoch at StopIteration, and waits forever for what cannot be pickled.
+    an epoch at StopIteration.
     """
     in_worker = get_worker_info() is not None
     try:
-        return Pickled(read(request)) if in_worker else read(request)
+        return read(request)
     except UserError as error:
         return error
     except BaseException as error:

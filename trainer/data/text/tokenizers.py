@@ -98,11 +98,7 @@ class Gpt2:
 def _ranks(vocabulary: Path) -> dict[bytes, int]:
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks, load_tiktoken_bpe
 
-    cache = "TIKTOKEN_CACHE_DIR"
-    before, os.environ[cache] = (
-        os.environ.get(cache),
-        "",
-    )  # else tiktoken caches local files, keyed by name alone
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # else tiktoken caches local files, keyed by name alone
     try:
         if not vocabulary.is_dir():
             return load_tiktoken_bpe(str(vocabulary))
@@ -111,8 +107,4 @@ def _ranks(vocabulary: Path) -> dict[bytes, int]:
                 return data_gym_to_mergeable_bpe_ranks(str(vocabulary / merges), str(vocabulary / encoder))
     except (OSError, ValueError, AssertionError, KeyError) as error:
         raise UserError(f"vocabulary={vocabulary} is not a vocabulary of gpt2: {error}") from error
-    finally:
-        del os.environ[cache]
-        if before is not None:
-            os.environ[cache] = before
     raise UserError(f"vocabulary={vocabulary} must contain vocab.bpe or merges.txt")
