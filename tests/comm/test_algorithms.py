@@ -1,6 +1,5 @@
 """Every schedule is an all-reduce, in simulation; a wrong one is caught; traffic equals the textbooks'."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import floor, log2
 
@@ -22,21 +21,10 @@ def family(algorithm: str, hosts: list[int]) -> list[Schedule]:
     return [build(algorithm, rank, hosts) for rank in range(len(hosts))]
 
 
-@pytest.mark.parametrize(
-    "world_sizes",
-    [(*range(1, 18), 32), pytest.param(range(1, 65), marks=pytest.mark.slow)],
-    ids=["some", "all up to 64"],
-)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_worlds_on_one_host(algorithm: str, world_sizes: Sequence[int]) -> None:
-    for world_size in world_sizes:
-        simulate(family(algorithm, [0] * world_size))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("hosts", EVEN + UNEVEN, ids=lambda hosts: "".join(map(str, hosts)))
-def test_host_shapes(algorithm: str, hosts: list[int]) -> None:
-    simulate(family(algorithm, hosts))
+def test_it_sums_in_worlds_of_any_size_and_shape(algorithm: str) -> None:
+    for hosts in [*([0] * size for size in (*range(1, 18), 32)), *EVEN, *UNEVEN]:
+        simulate(family(algorithm, hosts))
 
 
 def test_each_is_named_wherever_it_is_chosen_by_name() -> None:
@@ -58,7 +46,7 @@ def without_each_op(schedule: Schedule) -> list[Schedule]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("hosts", [[0, 0], [0, 0, 1, 1], [0] * 5, [0, 0, 0, 1, 1, 1]])
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 1, 1, 1]])
 def test_a_schedule_with_any_one_step_removed_is_caught(algorithm: str, hosts: list[int]) -> None:
     whole = family(algorithm, hosts)
     for rank in range(len(hosts)):
@@ -80,25 +68,23 @@ def test_wrong_sums_are_caught() -> None:
         simulate([Schedule(1, (twice,), (0, 0), ()), Schedule(1, (receive,), (0, 1), ())])
 
 
-@pytest.mark.parametrize("numel", [0, 1, 7, 1000, 100_003])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("hosts", [[0] * 7, [0, 0, 0, 1, 1, 1], [0, 0, 0, 1]])
-def test_traffic_counted_by_phase_equals_traffic_counted_by_round(
-    algorithm: str, hosts: list[int], numel: int
-) -> None:
+@pytest.mark.parametrize("hosts", [[0] * 7, [0, 0, 0, 1]])
+def test_traffic_counted_by_phase_equals_traffic_counted_by_round(algorithm: str, hosts: list[int]) -> None:
     schedules = family(algorithm, hosts)
-    traffic = count_traffic(schedules, hosts, numel, itemsize=4)
-    for rank, schedule in enumerate(schedules):
-        chunks = [
-            (op.kind, 4 * (schedule.boundary(op.end, numel) - schedule.boundary(op.begin, numel)))
-            for ops in schedule.rounds()
-            for op in ops
-        ]
-        assert traffic.sent[rank] == sum(size for kind, size in chunks if kind is Kind.SEND)
-        assert traffic.received[rank] == sum(size for kind, size in chunks if kind is not Kind.SEND)
+    for numel in (0, 7, 100_003):
+        traffic = count_traffic(schedules, hosts, numel, itemsize=4)
+        for rank, schedule in enumerate(schedules):
+            chunks = [
+                (op.kind, 4 * (schedule.boundary(op.end, numel) - schedule.boundary(op.begin, numel)))
+                for ops in schedule.rounds()
+                for op in ops
+            ]
+            assert traffic.sent[rank] == sum(size for kind, size in chunks if kind is Kind.SEND)
+            assert traffic.received[rank] == sum(size for kind, size in chunks if kind is not Kind.SEND)
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8, 16, 64])
+@pytest.mark.parametrize("world_size", [2, 64])
 def test_traffic_follows_the_formulas(world_size: int) -> None:
     numel = 64 * 1000
     hosts = [0] * world_size
@@ -114,7 +100,7 @@ def test_traffic_follows_the_formulas(world_size: int) -> None:
     assert build("tree", 0, hosts).num_rounds == 2 * floor(log2(world_size))
 
 
-@pytest.mark.parametrize(("num_hosts", "per_host"), [(2, 2), (2, 4), (4, 8)])
+@pytest.mark.parametrize(("num_hosts", "per_host"), [(2, 2), (4, 8)])
 def test_host_links_carry_what_the_formulas_say(num_hosts: int, per_host: int) -> None:
     hosts = [rank // per_host for rank in range(num_hosts * per_host)]
     world_size, numel = len(hosts), 1000 * num_hosts * per_host
@@ -130,14 +116,6 @@ def test_host_links_carry_what_the_formulas_say(num_hosts: int, per_host: int) -
     )
 
 
-@pytest.mark.slow
-def test_a_thousand_ranks_are_counted() -> None:
-    hosts = [rank // 8 for rank in range(1024)]
-    for algorithm in ALGORITHMS:
-        traffic = count_traffic(family(algorithm, hosts), hosts, numel=1 << 20, itemsize=4)
-        assert sum(traffic.sent) == sum(traffic.received)
-
-
 def test_unknown_names_and_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"butterfly.*ring"):
         build("butterfly", 0, [0])
@@ -145,9 +123,9 @@ def test_unknown_names_and_ranks_are_refused() -> None:
         build("ring", 2, [0, 0])
 
 
-@pytest.mark.parametrize("num_segments", [0, 1, 2, 5, 13, IN_FLIGHT, 3 * IN_FLIGHT + 1])
+@pytest.mark.parametrize("num_segments", [0, 1, 5, 3 * IN_FLIGHT + 1])
 @pytest.mark.parametrize("num_rounds", [4, 2 * IN_FLIGHT])
-@pytest.mark.parametrize("width", [1, 2, 3, 2 * IN_FLIGHT])
+@pytest.mark.parametrize("width", [1, 3, 2 * IN_FLIGHT])
 def test_every_segment_makes_every_visit_in_order(num_segments: int, num_rounds: int, width: int) -> None:
     made = list(sweeps(num_segments, num_rounds, width))
     order = [visit for sweep in made for visit in sweep]

@@ -74,12 +74,7 @@ def compare(hosts: list[int], batch_norm: bool, accumulate: int) -> dict[str, tu
 
 @pytest.mark.parametrize(
     ("hosts", "batch_norm", "accumulate"),
-    [
-        ([0], False, 1),
-        ([0, 0], False, 1),
-        ([0, 0, 1, 1], False, 1),
-        pytest.param([0, 0, 1], True, 3, marks=pytest.mark.slow),
-    ],
+    [([0, 0], False, 1), pytest.param([0, 0, 1], True, 3, marks=pytest.mark.slow)],
 )
 def test_training_equals_native(hosts: list[int], batch_norm: bool, accumulate: int) -> None:
     for found in run_ranks(compare, len(hosts), hosts, batch_norm, accumulate):
@@ -121,7 +116,7 @@ def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str,
     The rank that hangs does so until the others have reported.
     """
     model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
-    hook = attach(model, "ring", hosts=hosts, timeout_s=6.0 if how == "hangs" else 300.0)
+    hook = attach(model, "ring", hosts=hosts, timeout_s=3.0 if how == "hangs" else 300.0)
     train(model, steps=3)
     if dist.get_rank() == lost:
         if how == "dies":
@@ -141,19 +136,16 @@ def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [[0, 0, 0, 0], [0, 1, 2, 3]])
-def test_a_rank_that_hangs_is_at_the_end_of_all_blame_after_the_deadline(
-    hosts: list[int], tmp_path: Path
-) -> None:
-    results = run_ranks(lose_a_peer, 4, hosts, 2, "hangs", tmp_path)
+def test_a_rank_that_hangs_is_at_the_end_of_all_blame_after_the_deadline(tmp_path: Path) -> None:
+    results = run_ranks(lose_a_peer, 4, [0, 0, 0, 0], 2, "hangs", tmp_path)
     blamed = {rank: results[rank][1] for rank in (0, 1, 3)}
     for rank in blamed:
         message, peer, seconds = results[rank]
         assert f": rank {peer} on host" in message and "bucket" in message, message
         assert end_of_blame(rank, blamed) == 2, blamed
-        assert seconds > 5.9
+        assert seconds > 2.9
     waiting_for_it = results[3][0]  # the others may see those go that gave up before them
-    assert "rank 2 on host" in waiting_for_it and "within 6 s: it was due to send a message" in waiting_for_it
+    assert "rank 2 on host" in waiting_for_it and "within 3 s: it was due to send a message" in waiting_for_it
 
 
 def end_of_blame(rank: int, blamed: dict[int, int]) -> int:
@@ -163,12 +155,9 @@ def end_of_blame(rank: int, blamed: dict[int, int]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [[0, 0, 0, 0], [0, 1, 2, 3]])
-def test_a_rank_that_dies_is_at_the_end_of_all_blame_before_the_deadline(
-    hosts: list[int], tmp_path: Path
-) -> None:
+def test_a_rank_that_dies_is_at_the_end_of_all_blame_before_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(lose_a_peer, 4, hosts, 2, "dies", tmp_path)
+        run_ranks(lose_a_peer, 4, [0, 0, 1, 1], 2, "dies", tmp_path)
     assert set(failure.value.reports) == {2}
     blamed = {rank: failure.value.results[rank][1] for rank in (0, 1, 3)}
     for rank, peer in blamed.items():
@@ -184,7 +173,9 @@ def refuse() -> None:
         attach(model, "butterfly", hosts=[0])
     with pytest.raises(ValueError, match=r"fp8.*bf16"):
         attach(model, "ring", hosts=[0], wire_dtype="fp8")
+    with pytest.raises(ValueError, match=r"hosts has 3 entries; the model's group has 1 ranks, the world 1"):
+        attach(model, "ring", hosts=[0, 0, 0])
 
 
-def test_unknown_names_are_refused() -> None:
+def test_what_does_not_fit_is_refused() -> None:
     run_ranks(refuse, 1)

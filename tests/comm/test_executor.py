@@ -20,8 +20,8 @@ from trainer.comm.transport.blame import PeerError
 from trainer.comm.transport.executor import CpuExecutor
 from trainer.comm.transport.gloo import GlooLinks
 
-SHAPES = [[0], [0, 0], [0, 0, 0], [0] * 4, [0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1, 1, 1]]
-QUICK = [[0], [0, 0, 0], [0, 1], [0, 0, 0, 1]]
+SHAPES = [[0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 1]]
+QUICK = SHAPES[:1]
 SIZES = [0, 1, 7, 1000, 200_003]  # the last in 13 to 25 segments of 64 KiB
 WIRES = [None, torch.bfloat16, torch.float16]
 # Relative to the sum of magnitudes: some roundings of the coarsest dtype on the way; a lost rank is 1/6.
@@ -175,7 +175,7 @@ def disagree_on_known_layouts(hosts: list[int]) -> str:
     """Both lengths were used before; then rank 1 takes the wrong one."""
     rank = dist.get_rank()
     group = dist.new_group(backend="gloo")
-    executor = CpuExecutor(GlooLinks(group, 6.0), build("ring", rank, hosts), hosts)
+    executor = CpuExecutor(GlooLinks(group, 2.0), build("ring", rank, hosts), hosts)
     for numel in (100, 200):
         executor.run(torch.ones(numel))
     try:
@@ -190,7 +190,7 @@ def test_no_garbage_is_added_where_lengths_are_mixed_up() -> None:
     for text in run_ranks(disagree_on_known_layouts, 2, [0, 0]):
         assert "another length or dtype" in text or "closed its connection" in text
     for text in run_ranks(disagree_on_known_layouts, 2, [0, 1]):
-        assert "did not answer within 6 s" in text or "is gone" in text
+        assert "did not answer within 2 s" in text or "is gone" in text
 
 
 def refuse_small_integers(links: GlooLinks) -> None:

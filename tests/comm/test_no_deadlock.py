@@ -95,7 +95,6 @@ def ends(
         [0] * 2,
         [0] * 5,
         [0, 1, 0, 0, 1, 2],
-        pytest.param([0] * 24, marks=pytest.mark.slow),
         pytest.param([rank // 10 for rank in range(24)], marks=pytest.mark.slow),
     ],
     ids=lambda hosts: f"{len(hosts)}-on-{len(set(hosts))}",

@@ -97,14 +97,13 @@ def _zeros_from(operation: str, *argv: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", ["broadcast", "scatter", "reduce"])
-def test_a_wrong_result_is_named(operation: str) -> None:
-    results = run_ranks(_zeros_from, 2, operation, init=False)
+def test_a_wrong_result_is_named() -> None:
+    results = run_ranks(_zeros_from, 2, "reduce", init=False)
     assert [code for code, _ in results] == [1, 1]
     table = results[0][1]
-    row = next(line for line in table.splitlines() if line.startswith(operation))
+    row = next(line for line in table.splitlines() if line.startswith("reduce"))
     assert "FAIL on ranks [1]" in row
-    assert f"rank 1 (host 0) on {os.uname().nodename}: {operation} (cpu): element" in table
+    assert f"rank 1 (host 0) on {os.uname().nodename}: reduce (cpu): element" in table
 
 
 HANGS = """
@@ -113,7 +112,7 @@ import torch.distributed
 from trainer.comm import preflight
 if os.environ["RANK"] == "1":
     torch.distributed.scatter = lambda *_, **__: time.sleep(1000)
-preflight.main(["--timeout-s", "5"])
+preflight.main(["--timeout-s", "2"])
 """
 
 
@@ -127,7 +126,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
 
 
 def test_where_gloo_listens_is_said_before_anything_fails() -> None:
-    ranks = finish_ranks([0, 0], "-m", "trainer.comm.preflight", env={"GLOO_SOCKET_IFNAME": "nope0"})
-    assert all(rank.code == 1 for rank in ranks)
-    assert "gloo listens at nope0; the interfaces are lo" in ranks[0].stderr
-    assert "Unable to find address for: nope0" in ranks[0].stderr
+    [ended] = finish_ranks([0], "-m", "trainer.comm.preflight", env={"GLOO_SOCKET_IFNAME": "nope0"})
+    assert ended.code == 1
+    assert "gloo listens at nope0; the interfaces are lo" in ended.stderr
+    assert "Unable to find address for: nope0" in ended.stderr

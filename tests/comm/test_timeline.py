@@ -1,4 +1,4 @@
-"""The timeline adds up, names the late rank, appears in the profiler, and costs almost nothing."""
+"""The timeline adds up, names the late rank, and appears in the profiler."""
 
 import time
 from typing import Any
@@ -46,7 +46,7 @@ def sleep_before_backward(algorithm: str, hosts: list[int], sleeper: int) -> dic
         if late and dist.get_rank() == sleeper:
             while store.add("passes", 0) < 4 * len(hosts) - 1:  # until all others have arrived
                 time.sleep(0.01)
-            time.sleep(0.5)
+            time.sleep(0.3)
         loss.backward()
         pass_ms = 1e3 * (time.perf_counter() - began)
         found.append(hook.timeline.metrics())
@@ -63,14 +63,10 @@ def sleep_before_backward(algorithm: str, hosts: list[int], sleeper: int) -> dic
     }
 
 
-@pytest.mark.parametrize("algorithm", ["native", "ring", "hierarchical"])
-@pytest.mark.parametrize(
-    ("hosts", "sleeper"), [([0, 0, 1], 2), pytest.param([0, 0, 1, 1], 1, marks=pytest.mark.slow)]
-)
-def test_a_rank_that_sleeps_before_its_backward_is_named(
-    algorithm: str, hosts: list[int], sleeper: int
-) -> None:
-    results = run_ranks(sleep_before_backward, len(hosts), algorithm, hosts, sleeper)
+@pytest.mark.parametrize("algorithm", [pytest.param("native", marks=pytest.mark.slow), "ring"])
+def test_a_rank_that_sleeps_before_its_backward_is_named(algorithm: str) -> None:
+    sleeper = 2
+    results = run_ranks(sleep_before_backward, 3, algorithm, [0, 0, 1], sleeper)
     for rank, found in enumerate(results):
         late = found["late"]
         assert late["comm/last_rank"] == sleeper
@@ -103,22 +99,3 @@ def profile() -> list[str]:
 def test_the_profiler_shows_each_bucket() -> None:
     for names in run_ranks(profile, 2):
         assert any(name.startswith("all-reduce bucket 0") for name in names), names
-
-
-def cost_of_buckets() -> list[float]:
-    """Processor seconds to record each thousand of buckets."""
-    hook = attach(DistributedDataParallel(nn.Linear(4, 4)), "ring", hosts=[0])
-    seconds = []
-    for _ in range(20):
-        began = time.process_time()
-        for index in range(1000):
-            made = hook.timeline.arrive(index % 10, 4, is_last=index % 10 == 9)
-            made.start = made.end = time.perf_counter()
-        seconds.append(time.process_time() - began)
-    hook.close()
-    return seconds
-
-
-def test_a_record_costs_the_same_however_many_there_were() -> None:
-    seconds = run_ranks(cost_of_buckets, 1)[0]
-    assert min(seconds[10:]) < 3 * max(seconds[:5])
