@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data._utils import signal_handling
 
 _OURS = ("trainer", "models", "tests", "hydra_plugins")
 _FUNCTIONS = (
@@ -200,6 +201,8 @@ def _put_back(state: dict[str, Any]) -> None:
         if signal.getsignal(number) != handler and handler is not None:
             with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP have none
                 signal.signal(number, handler)
+    # Else the next loader would not set its handler, and would hear of a dead worker only after its timeout.
+    signal_handling._SIGCHLD_handler_set = False
     signal.pthread_sigmask(signal.SIG_SETMASK, state["mask"])
     warnings.filters[:] = state["warnings"]  # type: ignore[index]
     warnings._filters_mutated()  # type: ignore[attr-defined]

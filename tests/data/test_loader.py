@@ -321,9 +321,9 @@ def _told_of_a_worker(report: Path, is_killed: bool) -> None:
         next(batches)
     except RuntimeError as error:
         report.write_text(str(error))
-    for worker in active_children():
-        worker.kill()
-    os._exit(7)  # on the way out, DataLoader would wait for the worker, or report its death again
+        for worker in active_children():
+            worker.kill()
+        os._exit(7)  # on the way out, DataLoader would wait for the worker, or report its death again
 
 
 @pytest.mark.parametrize(
