@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm.test_ddp_hook import network
