@@ -64,7 +64,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "compare": "errors sweep",
     },
     {
-        "inference": "build checkpoint config data distributed errors exact faults files launch loggers "
+        "inference": "build checkpoint config data distributed errors faults files launch loggers "
         "meta_init optim run_dir strategies tasks",
     },
     {

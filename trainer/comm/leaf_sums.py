@@ -186,37 +186,22 @@ class LeafSums:
                 message[-1:] += group.count
             begin = end
         self._encoder.add(message[:-1], message[-1:], row)
-        return Message(message, index, bucket.is_last(), row)
+        return Message(message, bucket)
 
 
-@dataclass(frozen=True)
 class Message:
     """A bucket in place of DDP's: of integers, with their count as the last element."""
 
-    _sums: Tensor
-    _index: int
-    _is_last: bool
-    _gradients: Tensor
+    def __init__(self, sums: Tensor, bucket: dist.GradBucket) -> None:
+        self._sums, self._gradients, self.is_last = sums, bucket.buffer(), bucket.is_last
 
     def buffer(self) -> Tensor:
         return self._sums
-
-    def index(self) -> int:
-        return self._index
-
-    def is_last(self) -> bool:
-        return self._is_last
 
     def decoded(self) -> Tensor:
         """The gradients, once the integers are those of all ranks."""
         decode(self._sums[:-1], self._sums[-1], self._gradients)
         return self._gradients
-
-
-SPARSE = (
-    "train.exact adds gradients as integers in a dense row, but a gradient is sparse; build the embedding "
-    "with sparse=False, or set train.exact=null"
-)
 
 
 def _grouped(parameters: Sequence[nn.Parameter]) -> list[_Group]:
@@ -247,7 +232,10 @@ def _row(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         return torch.zeros(to_local(parameter).numel(), dtype=parameter.dtype, device=parameter.device)
     if parameter.grad.is_sparse:
-        raise UserError(SPARSE)
+        raise UserError(
+            "train.exact adds gradients as integers in a dense row, but a gradient is sparse; build the "
+            "embedding with sparse=False, or set train.exact=null"
+        )
     gradient = to_local(parameter.grad)
     if parameter.is_contiguous():
         return gradient.reshape(-1)

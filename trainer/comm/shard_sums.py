@@ -24,12 +24,11 @@ def add_by_leaves(model: nn.Module, num_leaves: int) -> list["ShardSums"]:
     encoder, all_sums = Encoder(num_leaves), []
     for name, unit in units_of(model):
         parameters = {getattr(part, of) for part, of in own_parameters(unit)}
-        sums = ShardSums(name, [p for p in parameters if p.requires_grad], encoder)
+        all_sums.append(ShardSums(name, [p for p in parameters if p.requires_grad], encoder))
         module: Any = unit
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_reduce_scatter(_ReduceScatter(sums))
-        all_sums.append(sums)
+        module.set_custom_reduce_scatter(all_sums[-1])
     return all_sums
 
 
@@ -51,29 +50,10 @@ def own_parameters(unit: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(part, name) for part in own for name, _ in part.named_parameters(recurse=False)]
 
 
-class _ReduceScatter:
-    """The interface of torch's ReduceScatter, whose base class is not public."""
-
-    def __init__(self, sums: "ShardSums") -> None:
-        self._sums = sums
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the gradients; torch decides how long it lives."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        self._sums.add(output_tensor, input_tensor, group)
-
-
 class ShardSums:
     """Adds the leaves of all ranks for one unit of FSDP, in this rank's shard: 8 bytes an element of it.
+
+    It has the methods of torch's ReduceScatter, whose base class is not public.
 
     torch is given the sum of all leaves so far as a new gradient, so a unit that the last leaf does not use
     keeps that of the others.
@@ -91,25 +71,36 @@ class ShardSums:
         if self._sums is not None:
             self._sums.zero_()
 
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the gradients; torch decides how long it lives."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
     @torch.no_grad()
-    def add(self, output: Tensor, gradients: Tensor, group: dist.ProcessGroup) -> None:
-        """Add a leaf's `gradients` of the unit, a block for each rank; write this rank's sum to `output`.
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Add a leaf's gradients of the unit, a block for each rank; write this rank's sum to the output.
 
         Raises:
             UserError: a leaf used only some parameters of the unit: torch leaves out the others.
         """
-        world, numel = dist.get_world_size(group), len(output)
+        world, numel, device = dist.get_world_size(group), len(output_tensor), output_tensor.device
         if self._sums is None:
-            self._sums = torch.zeros(numel + 1, dtype=torch.int64, device=output.device)
+            self._sums = torch.zeros(numel + 1, dtype=torch.int64, device=device)
         if numel != self._num_elements(world):
             raise UserError(
                 f"train.exact: a part of the batch used only some parameters of {self._name}, and under "
                 "strategy=fsdp a unit's are added as one; use strategy=ddp "
                 "strategy.find_unused_parameters=true, or freeze what is never used (model.freeze)"
             )
-        message = self._encoder.zeros(world * (numel + 1), output.device).view(world, -1)
+        message = self._encoder.zeros(world * (numel + 1), device).view(world, -1)
         count = torch.zeros_like(self._sums[-1:])
-        for to, own in zip(message, gradients.view(world, numel), strict=True):
+        for to, own in zip(message, input_tensor.view(world, numel), strict=True):
             self._encoder.add(to[:-1], count, own)
         message[:, -1] = count
         block = torch.empty_like(self._sums)
@@ -117,7 +108,7 @@ class ShardSums:
         self._sums += block
         for parameter in self._parameters:
             parameter.grad = None  # else torch would add the new sum to the former
-        decode(self._sums[:-1], self._sums[-1], output)
+        decode(self._sums[:-1], self._sums[-1], output_tensor)
 
     def _num_elements(self, world: int) -> int:
         """Of the shard, padded as torch does it: the rows of each parameter are cut into equal parts."""
