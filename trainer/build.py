@@ -19,7 +19,7 @@ from trainer.data.loading.batch import BatchSplit, split_batch, split_leaves
 from trainer.data.loading.collation import Collate
 from trainer.data.loading.loaders import eval_loader, train_loader
 from trainer.data.order import shuffled
-from trainer.data.transforms import Transformed, mirrored_at_random
+from trainer.data.transforms import Transformed
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
@@ -84,8 +84,9 @@ def load_held_out(
 
 def _share(config: Config, dist: Dist, replica: int) -> Share:
     assert config.seed is not None
-    collate = build_collate(config.data)
-    return Share(replica, config.seed, dist.device, config.distributed.timeout_s, dist.heartbeat, collate)
+    timeout_s, collate = config.distributed.timeout_s, build_collate(config.data)
+    mirrors = config.data.images.flip
+    return Share(replica, config.seed, dist.device, timeout_s, dist.heartbeat, collate, mirrors)
 
 
 def build_collate(data: DataConfig) -> Collate:
@@ -105,14 +106,12 @@ def _callable(name: str, node: dict[str, Any] | None, default: Callable[..., Any
 
 
 def build_dataset(data: DataConfig, split: str) -> Any:
-    """The dataset with the transforms of the settings and, for training, random mirroring."""
+    """The dataset, with the transforms of the settings."""
     dataset = instantiate("data.dataset", data.dataset, split=split)
     setting = f"{split}_transforms"
     if nodes := getattr(data, setting):
         transforms = [instantiate(f"data.{setting}[{number}]", node) for number, node in enumerate(nodes)]
-        dataset = Transformed(dataset, transforms, f"data.{setting}")
-    if data.images.flip and split == "train":
-        return mirrored_at_random(dataset, build_collate(data))
+        return Transformed(dataset, transforms, f"data.{setting}")
     return dataset
 
 

@@ -14,7 +14,6 @@ from tests import runs
 from tests.data.settings import eval_loader, message_of, train_loader
 from tests.ranks import run_ranks
 from trainer.data.padding import Padding
-from trainer.data.transforms import mirrored_at_random
 from trainer.errors import UserError
 
 
@@ -72,14 +71,11 @@ def test_what_no_filling_up_makes_alike(fill: Any, samples: list[Any], message: 
         Padding(fill)(samples)
 
 
-@pytest.mark.parametrize("kind", ["by index", "in lists", "forward", "mirrored", "mirrored in lists"])
+@pytest.mark.parametrize("kind", ["by index", "in lists", "forward"])
 def test_every_loader_takes_it(kind: str) -> None:
     padding = Padding({"labels": -100})
     dataset: Any = Forward() if kind == "forward" else InLists() if "lists" in kind else Sentences()
-    if "mirrored" in kind:
-        dataset = mirrored_at_random(dataset, padding)
     batches = list(train_loader(dataset, 8, collate=padding).epoch(0))
-    batches = [getattr(batch, "batch", batch) for batch in batches]
     assert Counter(i for batch in batches for i in batch["number"].tolist()) == Counter(range(24))
     for batch in batches:
         assert batch["words"].shape == batch["labels"].shape

@@ -175,9 +175,9 @@ def test_what_cannot_be_ordered_is_refused() -> None:
 
     calls: list[int] = []
     for order, words in (
-        (too_few, r"shape \(5,\)"),
+        (too_few, r"is torch\.int64 \(5,\), but must be a tensor of 100 indices"),
         (by_calls, "another one in a second call"),
-        (beyond, "has the index 100, but the last sample has 99"),
+        (beyond, "has indices from 1 to 100, but samples have 0 to 99"),
     ):
         with pytest.raises(UserError, match=words):
             train_loader(Numbers(), 8, order=order).order_hash()

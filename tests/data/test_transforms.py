@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from torchvision.transforms import v2
 
@@ -15,7 +14,7 @@ from tests.runs import settings
 from trainer.build import build_dataset, build_to_device
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.images import ImagesInMemory
-from trainer.data.transforms import Transformed, mirrored_at_random
+from trainer.data.transforms import Transformed
 from trainer.errors import UserError
 
 PIXELS = torch.arange(24 * 3 * 8 * 8).view(24, 3, 8, 8).remainder(251).to(torch.uint8)
@@ -33,7 +32,7 @@ class OneByOne(Dataset[dict[str, Any]]):
 def mirrored_ids(dataset: Any, epoch: int = 0, first_sample: int = 0, **loader: Any) -> dict[int, bool]:
     """Whether each image read is mirrored; every image must be mirrored or unchanged."""
     found = {}
-    for batch in train_loader(mirrored_at_random(dataset), 8, **loader).epoch(epoch, first_sample):
+    for batch in train_loader(dataset, 8, mirrors=True, **loader).epoch(epoch, first_sample):
         ready = ToDevice(CPU, False, None)(batch)
         images, ids = (ready["image"], ready["id"]) if isinstance(ready, dict) else ready
         for image, sample in zip(images, ids.tolist(), strict=True):
@@ -42,7 +41,12 @@ def mirrored_ids(dataset: Any, epoch: int = 0, first_sample: int = 0, **loader: 
     return found
 
 
-@pytest.mark.parametrize("dataset", [IN_MEMORY, OneByOne()])
+class Forward(IterableDataset[dict[str, Any]]):
+    def __iter__(self) -> Any:
+        return map(OneByOne().__getitem__, range(24))
+
+
+@pytest.mark.parametrize("dataset", [IN_MEMORY, OneByOne(), Forward()])
 def test_who_is_mirrored_depends_on_seed_epoch_and_index_alone(dataset: Any) -> None:
     alone = mirrored_ids(dataset)
     assert len(alone) == 24 and 4 < sum(alone.values()) < 20
@@ -80,7 +84,7 @@ def test_bytes_become_floats_on_the_device(channels_last: bool) -> None:
 
 def test_floats_cannot_be_mirrored_on_the_device() -> None:
     floats = ImagesInMemory(torch.randn(8, 1, 4, 4), torch.arange(8), 8)
-    [batch] = train_loader(mirrored_at_random(floats), 8).epoch(0)
+    [batch] = train_loader(floats, 8, mirrors=True).epoch(0)
     with pytest.raises(UserError, match=r"data\.images\.flip is true, but the batch holds no uint8 images"):
         ToDevice(CPU, False, None)(batch)
 
@@ -110,16 +114,12 @@ def test_transforms_that_do_not_fit_are_named() -> None:
         def __getitem__(self, index: int) -> Any:
             return Image.new("RGB", (8, 8)), index
 
-    class Stream(IterableDataset[Tensor]):
-        def __iter__(self) -> Any:
-            return iter(())
-
     with pytest.raises(
         UserError, match=r"x must yield a tensor in each sample of Pictures, but Image, int; let it end"
     ):
         Transformed(Pictures(), [v2.CenterCrop(4)], "x").input_shape  # noqa: B018
     assert Transformed(Pictures(), [v2.CenterCrop(4), v2.PILToTensor()], "x").input_shape == (3, 4, 4)
     with pytest.raises(UserError, match="a stream transforms its own samples"):
-        Transformed(Stream(), [], "data.train_transforms")
+        Transformed(Forward(), [], "data.train_transforms")
     with pytest.raises(UserError, match=r"data\.images\.mean is \[0\.5\], but data\.images\.std is None"):
         settings("data.images.mean=[0.5]")

@@ -13,11 +13,9 @@ import torch
 pytest.importorskip("torchvision")
 from torchvision import datasets
 
-from tests.data.settings import train_loader
 from trainer.data import vision
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.images import ImagesInMemory
-from trainer.data.transforms import Transformed
 from trainer.errors import UserError
 
 
@@ -87,25 +85,6 @@ def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch.from_numpy((images[3] / 255 - mean) / std).float()
     torch.testing.assert_close(normalised(train, image[None])[0], expected)
     assert label == 3
-
-
-def test_augmentation_is_asked_for_and_for_training_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_cifar(tmp_path, monkeypatch)
-    plain, augmented = (vision.cifar10("train", str(tmp_path), augment=augment) for augment in (False, True))
-    assert isinstance(vision.cifar10("eval", str(tmp_path), augment=True), ImagesInMemory)
-    assert isinstance(augmented, Transformed)
-    (before, labels), (after, same_labels) = (
-        next(train_loader(data, 16).epoch(0)) for data in (plain, augmented)
-    )
-    assert before.shape == after.shape
-    assert torch.equal(labels, same_labels)
-    changed = [not torch.equal(old, new) for old, new in zip(before, after, strict=True)]
-    assert sum(changed) > 8
-    again = next(train_loader(augmented, 16, num_workers=2).epoch(0))[0]
-    assert torch.equal(after, again)
-    assert not torch.equal(after, next(train_loader(augmented, 16).epoch(1))[0])
 
 
 @pytest.mark.parametrize("build", [vision.mnist, vision.fashion_mnist, vision.cifar10])

@@ -34,7 +34,7 @@ def packed() -> torch.Tensor:
 def test_the_loss_is_that_of_the_documents_one_by_one(head: str) -> None:
     task, plain = LanguageModelling(None, head=head), gpt()
     [tokens] = packed()
-    batch = Windows([tokens.numpy()], len(tokens) - 1, 11, border=END).__getitems__([0])
+    batch = Windows(tokens.numpy(), len(tokens) - 1, 11, border=END).__getitems__([0])
     losses = [
         F.cross_entropy(plain(torch.tensor([document]))[0, :-1], torch.tensor(document[1:]), reduction="sum")
         for document in DOCUMENTS
@@ -68,7 +68,7 @@ def test_every_source_of_tokens_keeps_borders(tmp_path: Path) -> None:
 def test_borders_that_the_model_does_not_keep_are_refused(tmp_path: Path) -> None:
     config = settings("experiment=text_gpt", "data.dataset.border=10")
     assert config.model["border"] == 10 and settings("experiment=text_gpt").model["border"] is None
-    windows = Windows([np.arange(9)], 4, 11, border=10)
+    windows = Windows(np.arange(9), 4, 11, border=10)
     with pytest.raises(UserError, match=r"border is 10, but model.border is None"):
         build_model({"_target_": "models.gpt.GPT", "vocab_size": 11, "block_size": 4}, windows)
     with pytest.raises(ValueError, match="border=11 is not one of the 11 tokens"):

@@ -103,9 +103,7 @@ class Mixture(Dataset[Any]):
 
 
 def _check_weights(weights: Sequence[float], num_parts: int) -> None:
-    numbers: Sequence[Any] = weights if isinstance(weights, list | tuple) else ()
-    fit = [isinstance(weight, int | float) and 0 < weight < float("inf") for weight in numbers]
-    if len(fit) != num_parts or not all(fit):
+    if len(weights) != num_parts or not all(0 < weight < float("inf") for weight in weights):
         raise UserError(
             f"data.dataset.weights is {weights}, but must have a number above 0 for each of the {num_parts} "
             "datasets"
@@ -113,10 +111,6 @@ def _check_weights(weights: Sequence[float], num_parts: int) -> None:
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to `weights` that add up to `total`, by the largest remainders."""
-    exact = [total * weight / sum(weights) for weight in weights]
-    counts = [int(value) for value in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda number: counts[number] - exact[number])
-    for number in by_remainder[: total - sum(counts)]:
-        counts[number] += 1
-    return counts
+    """Whole numbers in proportion to `weights` that add up to `total`."""
+    bounds = [round(total * part / sum(weights)) for part in itertools.accumulate(weights, initial=0)]
+    return [end - begin for begin, end in itertools.pairwise(bounds)]

@@ -30,8 +30,6 @@ class Padding:
     ) -> None:
         if not isinstance(multiple_of, int) or multiple_of < 1:
             raise UserError(f"data.collate.multiple_of is {multiple_of}, but must be an integer, at least 1")
-        if wrong := [each for each in _fields(fill).values() if not isinstance(each, int | float)]:
-            raise UserError(f"data.collate.fill is {fill}, but {wrong[0]!r} is not a number")
         self._fill, self._multiple = fill, multiple_of
 
     def __call__(self, samples: list[Any]) -> Any:

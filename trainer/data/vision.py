@@ -4,50 +4,32 @@ Each raises UserError if the data is missing, damaged, or cannot be downloaded.
 """
 
 import fcntl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torchvision import datasets
-from torchvision.transforms import v2
 
 from trainer.data.images import ImagesInMemory, check_split
-from trainer.data.transforms import Transformed
 from trainer.errors import UserError
 
 
-def mnist(
-    split: str, root: str = "datasets", download: bool = False, augment: bool = False
-) -> ImagesInMemory | Transformed:
-    """Handwritten digits, (1, 28, 28), 60,000 and 10,000; ``augment`` shifts by up to 2 pixels."""
-    images = _load(datasets.MNIST, split, root, download, (0.1307,), (0.3081,))
-    return _augmented(images, split, augment, v2.RandomCrop(28, padding=2))
+def mnist(split: str, root: str = "datasets", download: bool = False) -> ImagesInMemory:
+    """Handwritten digits, (1, 28, 28), 60,000 and 10,000."""
+    return _load(datasets.MNIST, split, root, download, (0.1307,), (0.3081,))
 
 
-def fashion_mnist(
-    split: str, root: str = "datasets", download: bool = False, augment: bool = False
-) -> ImagesInMemory | Transformed:
-    """Articles of clothing, (1, 28, 28), 60,000 and 10,000; ``augment`` shifts by 2 pixels and mirrors."""
-    images = _load(datasets.FashionMNIST, split, root, download, (0.2860,), (0.3530,))
-    return _augmented(images, split, augment, v2.RandomCrop(28, padding=2), v2.RandomHorizontalFlip())
+def fashion_mnist(split: str, root: str = "datasets", download: bool = False) -> ImagesInMemory:
+    """Articles of clothing, (1, 28, 28), 60,000 and 10,000."""
+    return _load(datasets.FashionMNIST, split, root, download, (0.2860,), (0.3530,))
 
 
-def cifar10(
-    split: str, root: str = "datasets", download: bool = False, augment: bool = False
-) -> ImagesInMemory | Transformed:
-    """Small photographs, (3, 32, 32), 50,000 and 10,000; ``augment`` shifts by up to 4 pixels and mirrors."""
+def cifar10(split: str, root: str = "datasets", download: bool = False) -> ImagesInMemory:
+    """Small photographs, (3, 32, 32), 50,000 and 10,000."""
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    images = _load(datasets.CIFAR10, split, root, download, mean, std)
-    return _augmented(images, split, augment, v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip())
-
-
-def _augmented(
-    images: ImagesInMemory, split: str, augment: bool, *transforms: Callable[[Tensor], Tensor]
-) -> ImagesInMemory | Transformed:
-    return Transformed(images, transforms, "data.dataset.augment") if augment and split == "train" else images
+    return _load(datasets.CIFAR10, split, root, download, mean, std)
 
 
 def _load(

@@ -119,11 +119,11 @@ def _in_words(confusions: Tensor) -> str:
         return "\n".join(head + rows)
     matrix.fill_diagonal_(0)
     counts, where = matrix.flatten().topk(10)
-    pairs = [
-        (count, *divmod(place, len(matrix)))
-        for count, place in zip(counts.tolist(), where.tolist(), strict=True)
-    ]
-    return "\n".join(f"- {i} as {j}: {count} of {of_class[i]}" for count, i, j in pairs if count)
+    lines = []
+    for count, place in zip(counts.tolist(), where.tolist(), strict=True):
+        i, j = divmod(place, len(matrix))
+        lines += [f"- {i} as {j}: {count} of {of_class[i]}"] if count else []
+    return "\n".join(lines)
 
 
 def _likeliest(logits: Tensor) -> Tensor:

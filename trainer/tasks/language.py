@@ -105,9 +105,8 @@ class LanguageModelling:
             likely = likely.nan_to_num(1.0)  # NaN must not end the run: sample anything
             drawn = torch.multinomial(likely, 1, generator=generator)
             tokens = torch.cat([tokens, drawn.to(tokens.device)[None]], dim=1)
-        as_text = _of_bytes if len(likely) <= 256 else _of_numbers
-        before, after = as_text(tokens[0, :length].tolist()), as_text(tokens[0, length:].tolist())
-        return Shown({"eval/text": f"{_quoted(before)}\n\ngoes on:\n\n{_quoted(after)}"})
+        before, after = (_quoted(part.tolist(), len(likely)) for part in tokens[0].tensor_split([length]))
+        return Shown({"eval/text": f"{before}\n\ngoes on:\n\n{after}"})
 
     def _loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
         tokens, targets = inputs_and_labels(batch)
@@ -128,14 +127,7 @@ class LanguageModelling:
         return self._cross_entropy(logits, targets.flatten(), reduction=reduction)
 
 
-def _of_bytes(tokens: list[int]) -> str:
-    return bytes(tokens).decode(errors="replace")
-
-
-def _of_numbers(tokens: list[int]) -> str:
-    return " ".join(map(str, tokens))
-
-
-def _quoted(text: str) -> str:
-    """Markdown that shows the text verbatim."""
+def _quoted(tokens: list[int], vocab_size: int) -> str:
+    """Markdown that shows bytes verbatim as text, and other tokens as numbers."""
+    text = bytes(tokens).decode(errors="replace") if vocab_size <= 256 else " ".join(map(str, tokens))
     return "\n".join(f"    {line}" for line in text.splitlines())

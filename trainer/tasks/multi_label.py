@@ -77,12 +77,8 @@ class MultiLabel:
         lines = ["| label | samples | AUC | average precision | F1 |", "|---|---|---|---|---|"]
         for k in range(labels.shape[1]):
             score, label = scores[:, k], labels[:, k]
-            of_label = (
-                auc(score, label),
-                average_precision(score, label),
-                f1(score >= self._least_score, label),
-            )
-            words = " | ".join(f"{value:.4f}" for value in of_label)
+            each = auc(score, label), average_precision(score, label), f1(score >= self._least_score, label)
+            words = " | ".join(f"{value:.4f}" for value in each)
             lines.append(f"| {self.names[k] if self.names else k} | {int(label.sum())} | {words} |")
         return Shown(texts={"eval/labels": "\n".join(lines)})
 

@@ -1,7 +1,5 @@
 """A model that computes its own loss, as Hugging Face's do when given labels."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +32,7 @@ class OwnLoss:
     def weight(self, batch: dict[str, Tensor]) -> int | Tensor:
         labels = batch.get("labels")
         if labels is None or labels.is_floating_point():
-            return _num_samples(batch)
+            return next(len(value) for value in batch.values() if isinstance(value, Tensor))
         if labels.ndim > 1 and self.shifted is None:
             raise UserError(
                 f"the labels are sequences, {tuple(labels.shape)}; set data.task.shifted=true for a causal "
@@ -51,7 +49,3 @@ class OwnLoss:
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
         return {"loss": float(sums[0] / sums[1])}
-
-
-def _num_samples(batch: dict[str, Any]) -> int:
-    return next(len(value) for value in batch.values() if isinstance(value, Tensor))

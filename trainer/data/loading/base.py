@@ -36,6 +36,7 @@ class Share:
     Attributes:
         timeout_s: how long to wait for a batch from the workers.
         collate: makes a batch of a list of samples.
+        mirrors: whether the device mirrors half of the training images, drawn from (seed, epoch, index).
     """
 
     replica: int
@@ -44,6 +45,7 @@ class Share:
     timeout_s: float = 600
     heartbeat: Heartbeat | None = None
     collate: Collate = default_collate
+    mirrors: bool = False
 
 
 class Batches(Iterator[Any]):

@@ -3,10 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import default_collate
 
-from trainer.data.device import Mirrored
 from trainer.errors import UserError, on_one_line
 
 Collate = Callable[[list[Any]], Any]
@@ -20,7 +18,7 @@ def collated_batch(fetched: Any, dataset: Any, indices: Sequence[int], collate: 
     """
     if isinstance(fetched, list):
         return collated(fetched, dataset, indices, collate)
-    if collate is not default_collate and not isinstance(fetched, Mirrored):
+    if collate is not default_collate:
         raise UserError(
             f"data.collate makes batches of samples, but {name_of(dataset)}.__getitems__ returns whole "
             "batches; have it return a list of samples, or set data.collate=null"
@@ -35,9 +33,6 @@ def collated(samples: list[Any], dataset: Any, indices: Sequence[int], collate: 
         UserError: `collate` fails, or returns nothing; names the first sample for which it fails with the
             first of the batch.
     """
-    if isinstance(samples[0], Mirrored):
-        batch = collated([sample.batch for sample in samples], dataset, indices, collate)
-        return Mirrored(batch, torch.stack([sample.which for sample in samples]))
     try:
         batch = collate(samples)
     except Exception as error:

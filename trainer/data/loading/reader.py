@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
+from trainer.data.device import Mirrored
 from trainer.data.loading.base import Share
 from trainer.data.loading.collation import collated, collated_batch, name_of, sample_name
 from trainer.data.loading.worker import answer
@@ -58,7 +59,7 @@ class Reader(Dataset[Any], ABC):
 
     def __init__(self, dataset: Any, share: Share) -> None:
         self.dataset, self.seed, self.collate = dataset, share.seed, share.collate
-        self.heartbeat = share.heartbeat or Heartbeat()
+        self.heartbeat, self._mirrors = share.heartbeat or Heartbeat(), share.mirrors
 
     def __getitems__(self, request: Request) -> Any:
         """The answer, or an exception (see `answer`)."""
@@ -70,6 +71,13 @@ class Reader(Dataset[Any], ABC):
     @abstractmethod
     def _answer(self, request: Request) -> Any:
         """Batch and what belongs to it; None if no replica has samples of the request."""
+
+    def to_train_on(self, batch: Any, request: Request) -> Any:
+        """The batch, with the flags of its images if they are mirrored."""
+        if not self._mirrors:
+            return batch
+        numbers = random_numbers(self.seed, request.epoch, request.numbers)
+        return Mirrored(batch, torch.from_numpy(numbers >> np.uint64(63) == 1))
 
 
 class IndexReader(Reader):
@@ -103,14 +111,10 @@ class IndexReader(Reader):
         return self._num_skipped.value if self._num_skipped else 0
 
     def _answer(self, request: Request) -> Any:
-        return self._read_and_look(request) if self._looks() else self._read_batch(request)
-
-    def _looks(self) -> bool:
+        """The batch; in the first ones, warns of a generator that the dataset keeps."""
         worker = get_worker_info()
-        return self._num_looks.value < _NUM_LOOKS and (worker is None or worker.id == 0)
-
-    def _read_and_look(self, request: Request) -> Any:
-        """The answer, one of the first; warns of a generator that the dataset keeps."""
+        if self._num_looks.value == _NUM_LOOKS or (worker is not None and worker.id):
+            return self._read_batch(request)
         self._num_looks.value += 1
         before = generators(self.dataset)
         batch = self._read_batch(request)
@@ -168,10 +172,12 @@ class TrainReader(IndexReader):
                 fetched = self.dataset.draw(indices, random_numbers(self.seed, epoch, indices))
             else:
                 fetched = self.dataset.__getitems__(indices)
-            return collated_batch(fetched, self.dataset, indices, self.collate), {}
-        with generators_kept():
-            samples = [self._read_or_next(epoch, index) for index in indices]
-            return collated(samples, self.dataset, indices, self.collate), {}
+            batch = collated_batch(fetched, self.dataset, indices, self.collate)
+        else:
+            with generators_kept():
+                samples = [self._read_or_next(epoch, index) for index in indices]
+                batch = collated(samples, self.dataset, indices, self.collate)
+        return self.to_train_on(batch, request), {}
 
 
 class EvalReader(IndexReader):

@@ -75,13 +75,10 @@ class IndexRequests(TrainRequests):
         with generators_kept():  # from which an order may draw as well: on every rank the same numbers
             seed_generators(self.seed, epoch, self.num_samples)
             order = self._order(self._dataset, generator)
-        if not isinstance(order, Tensor) or order.dtype != torch.int64:
-            kind = f"of {order.dtype}" if isinstance(order, Tensor) else f"a {type(order).__name__}"
-            raise UserError(f"the order of an epoch is {kind}, but must be a tensor of torch.int64")
-        if order.shape != (self.num_samples,):
+        if order.shape != (self.num_samples,) or order.dtype != torch.int64:
             raise UserError(
-                f"the order of an epoch has the shape {tuple(order.shape)}, but must be an index for each of "
-                f"{self.num_samples} samples"
+                f"the order of an epoch is {order.dtype} {tuple(order.shape)}, but must be a tensor of "
+                f"{self.num_samples} indices, torch.int64"
             )
         return order
 
@@ -94,11 +91,11 @@ class IndexRequests(TrainRequests):
         if self._is_permutation:
             return None
         order = self.order_of(0)
-        if (least := int(order.min())) < 0:
-            raise UserError(f"the order of an epoch has the index {least}, but the first sample has 0")
-        last = self.num_samples - 1
-        if (largest := int(order.max())) > last and not hasattr(self._dataset, "epoch_order"):
-            raise UserError(f"the order of an epoch has the index {largest}, but the last sample has {last}")
+        least, largest, last = int(order.min()), int(order.max()), self.num_samples - 1
+        if least < 0 or (largest > last and not hasattr(self._dataset, "epoch_order")):
+            raise UserError(
+                f"the order of an epoch has indices from {least} to {largest}, but samples have 0 to {last}"
+            )
         if not order.equal(self.order_of(0)):
             raise UserError(
                 "the order of an epoch is another one in a second call, so a resumed run would read other "

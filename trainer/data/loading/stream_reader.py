@@ -65,10 +65,7 @@ class Cursor:
             stream.set_epoch(epoch)
         if has_state(stream):
             stream.load_state_dict(copy.deepcopy(state))
-        self._items = stream.__iter__()
-        if not hasattr(self._items, "__next__"):
-            kind = type(self._items).__name__
-            raise UserError(f"{type(stream).__name__}.__iter__ gives a {kind}; have it yield the samples")
+        self._items = iter(stream)
         self._next: list[Any] = []
 
     def reach(self, position: int) -> bool:
@@ -138,7 +135,8 @@ class StreamReader(Reader):
             if read is None:
                 return None
             samples, belonging = read
-            return collated(samples, self.dataset, request.numbers, self.collate), belonging
+            batch = collated(samples, self.dataset, request.numbers, self.collate)
+        return self.to_train_on(batch, request), belonging
 
     @abstractmethod
     def _read(self, request: Request) -> tuple[list[Any], Any] | None:

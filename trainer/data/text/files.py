@@ -6,12 +6,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from trainer.errors import UserError
 
 CHUNK_BYTES = 2**17
-MAX_LINE_BYTES = 2**26  # a document of JSON lines has to be held in memory
 _GOES_ON = bytes(range(0x80, 0xC0))  # continuation bytes of UTF-8
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".parquet", ".arrow")
 
@@ -86,18 +84,11 @@ class TextFiles:
             offset = 0
             if begin:  # it may lie within a line, so start one byte earlier
                 file.seek(begin - 1)
-                offset = begin - 1 + len(self._line(file, path))
-            while offset < end and (line := self._line(file, path)):
+                offset = begin - 1 + len(file.readline())
+            while offset < end and (line := file.readline()):
                 if not line.isspace():
                     yield TextChunk(number, offset, len(line), self._text(line, path, offset), True)
                 offset += len(line)
-
-    @staticmethod
-    def _line(file: BinaryIO, path: Path) -> bytes:
-        line = file.readline(MAX_LINE_BYTES)
-        if len(line) == MAX_LINE_BYTES:
-            raise UserError(f"{path} has a line of more than {MAX_LINE_BYTES >> 20} MiB; is it JSON lines?")
-        return line
 
     def _text(self, line: bytes, path: Path, offset: int) -> bytes:
         try:

@@ -1,6 +1,5 @@
 """Text as bytes: a file, a folder of files, or the language reference inside every CPython."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,6 @@ from trainer.data.text.tokenizers import Bytes
 from trainer.data.text.windows import Windows
 from trainer.errors import UserError
 
-MAPPED_BYTES = 64 * 2**20  # larger files are mapped into memory, not read
-
 
 class Text(Windows):
     """Windows of ``block_size`` bytes; the last ``eval_fraction`` of them are held out.
@@ -19,8 +16,8 @@ class Text(Windows):
     Vocabulary: the 256 bytes.
 
     Args:
-        path: a file, or a folder whose files are all read, sorted by name, sub-folders too.
-            None: ``pydoc_data.topics`` of the running Python, about half a megabyte.
+        path: a file of any size, or a folder whose files are all held in memory, sorted by name, sub-folders
+            too. None: ``pydoc_data.topics`` of the running Python, about half a megabyte.
         border: the byte that ends each document (see `trainer.data.text.windows.kept_apart`).
 
     Raises:
@@ -42,18 +39,18 @@ class Text(Windows):
         check_split(split)
         check_at_least_one(block_size=block_size)
         check_fraction(eval_fraction)
-        texts = [python_reference()] if path is None else list(read_texts(Path(path)))
-        num_windows = sum(max(0, len(text) - 1) // block_size for text in texts)
+        text = python_reference() if path is None else read_text(Path(path))
+        num_windows = max(0, len(text) - 1) // block_size
         num_eval = round(num_windows * eval_fraction)
         if not 0 < num_eval < num_windows:
             raise UserError(
-                f"the text at {path or 'pydoc_data.topics'} has {sum(map(len, texts))} bytes, too few to "
+                f"the text at {path or 'pydoc_data.topics'} has {len(text)} bytes, too few to "
                 f"train and evaluate on windows of data.dataset.block_size={block_size} with "
                 f"data.dataset.eval_fraction={eval_fraction}; lower the block size"
             )
         held_out = num_windows - num_eval
         numbers = range(held_out, num_windows) if split == "eval" else range(held_out)
-        super().__init__(texts, block_size, vocab_size=256, numbers=numbers, border=border)
+        super().__init__(text, block_size, vocab_size=256, numbers=numbers, border=border)
 
 
 def python_reference() -> np.ndarray:
@@ -62,19 +59,11 @@ def python_reference() -> np.ndarray:
     return np.frombuffer("\n\n".join(topics.values()).encode(), dtype=np.uint8)
 
 
-def read_texts(path: Path) -> Iterator[np.ndarray]:
-    """The bytes at ``path``: large files are mapped, consecutive small ones are joined."""
+def read_text(path: Path) -> np.ndarray:
+    """The bytes at ``path``: a file is mapped, the files of a folder are read."""
     if not path.exists():
         raise UserError(f"data.dataset.path={path} does not exist")
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    small: list[np.ndarray] = []
-    for file in files:
-        if file.stat().st_size < MAPPED_BYTES:
-            small.append(np.fromfile(file, dtype=np.uint8))
-            continue
-        if small:
-            yield np.concatenate(small)
-            small = []
-        yield np.memmap(file, dtype=np.uint8, mode="r")
-    if small:
-        yield np.concatenate(small)
+    if path.is_file() and path.stat().st_size:
+        return np.memmap(path, dtype=np.uint8, mode="r")
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return np.concatenate([np.empty(0, np.uint8), *(np.fromfile(file, np.uint8) for file in files)])

@@ -62,7 +62,7 @@ class Tokens(Windows):
                 f"{file} has {num_bytes} bytes, but must be a row of more than data.dataset.block_size="
                 f"{block_size} tokens of {dtype.itemsize} bytes"
             )
-        super().__init__([np.memmap(file, dtype, mode="r")], block_size, size, border=border)
+        super().__init__(np.memmap(file, dtype, mode="r"), block_size, size, border=border)
         self._tokenizer_name, self._vocabulary = facts.get("tokenizer"), vocabulary
         if split == "eval" and eval_windows is not None:
             self.numbers = self.numbers[:eval_windows]

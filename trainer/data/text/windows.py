@@ -14,12 +14,12 @@ from trainer.errors import UserError
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of ``block_size`` tokens, with the same windows one token later as targets.
 
-    By index, they are windows ``numbers`` of the adjacent windows of the texts. Drawn, each begins up
-    to ``block_size - 1`` tokens later, as far as its text goes and without held-out windows: an
-    epoch reads all of the text about once, but at other boundaries each time.
+    By index, they are windows ``numbers`` of the adjacent windows of the text. Drawn, each begins up to
+    ``block_size - 1`` tokens later, without held-out windows: an epoch reads all of the text about once, but
+    at other boundaries each time.
 
     Args:
-        texts: arrays of an integer dtype, mapped files or not; no window spans two texts.
+        text: an array of an integer dtype, of more than ``block_size`` tokens; it may be a mapped file.
         vocab_size: tokens are 0 to ``vocab_size - 1``.
         numbers: of the windows; None: all.
         border: the token that ends each document (see `kept_apart`).
@@ -27,51 +27,42 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(
         self,
-        texts: Sequence[np.ndarray],
+        text: np.ndarray,
         block_size: int,
         vocab_size: int,
         numbers: range | None = None,
         border: int | None = None,
     ) -> None:
         self.block_size, self.vocab_size, self.border = block_size, vocab_size, border
-        # Overlapping views, a row for each position: a token is read only when it is fetched.
-        self._views = [sliding_window_view(text, block_size + 1) for text in texts if len(text) > block_size]
-        num_windows = [-(-len(view) // block_size) for view in self._views]
-        self._starts = np.cumsum([0, *num_windows])  # the window at which each text begins
-        self.numbers = range(int(self._starts[-1])) if numbers is None else numbers
-        # The last position of each text at which a window may begin.
-        self._lasts = np.array([len(view) - 1 for view in self._views])
-        if self.numbers.stop < self._starts[-1]:
-            which, position = self._places(np.array([self.numbers.stop - 1]))
-            self._lasts[which] = position
+        # An overlapping view, a row for each position: a token is read only when it is fetched.
+        self._view = sliding_window_view(text, block_size + 1)
+        num_windows = -(-len(self._view) // block_size)
+        self.numbers = range(num_windows) if numbers is None else numbers
+        is_rest = self.numbers.stop == num_windows
+        # The last position at which a window may begin.
+        self._last = len(self._view) - 1 if is_rest else (self.numbers.stop - 1) * block_size
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        tokens, targets = self._fetch(*self._places(np.array([self.numbers[index]])))
+        tokens, targets = self._fetch(np.array([self.numbers[index] * self.block_size]))
         return tokens[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The batch (tokens (B, block_size), targets (B, block_size)), both int64."""
-        return self._fetch(*self._places(np.asarray(indices) + self.numbers.start))
+        return self._fetch(self._positions(indices))
 
     def draw(self, indices: Sequence[int], numbers: np.ndarray) -> tuple[Tensor, Tensor]:
         """As ``__getitems__``, each window shifted by its random number."""
-        which, positions = self._places(np.asarray(indices) + self.numbers.start)
-        positions = positions + (numbers % np.uint64(self.block_size)).astype(np.int64)
-        return self._fetch(which, np.minimum(positions, self._lasts[which]))
+        shifts = (numbers % np.uint64(self.block_size)).astype(np.int64)
+        return self._fetch(np.minimum(self._positions(indices) + shifts, self._last))
 
-    def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The text of each window, and its position there."""
-        which = self._starts.searchsorted(numbers, side="right") - 1
-        return which, (numbers - self._starts[which]) * self.block_size
+    def _positions(self, indices: Sequence[int]) -> np.ndarray:
+        return (np.asarray(indices) + self.numbers.start) * self.block_size
 
-    def _fetch(self, which: np.ndarray, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-        rows = np.empty((len(which), self.block_size + 1), dtype=np.int64)
-        for text in np.unique(which):
-            chosen = which == text
-            rows[chosen] = self._views[text][positions[chosen]]
+    def _fetch(self, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+        rows = self._view[positions].astype(np.int64)
         if rows.max() >= self.vocab_size:
             raise UserError(
                 f"the data contains token {rows.max()}, but data.dataset.vocab_size={self.vocab_size} allows "
