@@ -83,6 +83,10 @@ def run(
             _wait(launchers, folder, lambda n=number: _step(run_dir, n + 1) > 0)  # type: ignore[misc]
             rows.append(f"{words} at step {at}: resumes after {time.monotonic() - begin:.1f} s")
         _wait(launchers, folder, lambda: (run_dir / "result.json").exists(), may_end=True)
+        # A rank that is told to end in its last moments may make torchrun wait for 30 s.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for launcher in launchers:
+                launcher.wait(5)
     if not (run_dir / "result.json").exists():
         raise RuntimeError(f"the run did not finish\n{_outputs(folder)}")
     return json.loads((run_dir / "result.json").read_text()), rows
@@ -182,9 +186,9 @@ def lose(
         return {"kill": "host 1 killed", "cut": "host 1 cut off"}[how]
 
     # torchrun notices a lost host after 15 s, and gives it 30 s to come back.
-    conf = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=5"
+    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
     start = on(pair, 2, f"--max-restarts={RESTARTS}", "--nnodes=1:2", conf=conf)
-    return run(start, folder, [SAVED + 15], random.Random(0), steps=steps, kill=take_away)
+    return run(start, folder, [SAVED + 15], random.Random(0), steps=steps, timeout_s=6.0, kill=take_away)
 
 
 def elastic(

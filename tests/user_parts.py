@@ -36,16 +36,6 @@ class Stripes(Dataset[tuple[Tensor, Tensor]]):
         return self.rows[index], self.labels[index]
 
 
-class Raises(Stripes):
-    """Fails on rank 1 only, at one of its samples."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if os.environ.get("RANK") == "1" and index % 16 == 5:
-            print(f"raised at {time.time()}", flush=True)
-            raise RuntimeError("the answer was 41")
-        return super().__getitem__(index)
-
-
 class NanAt(Stripes):
     """The training data has NaN in one sample."""
 

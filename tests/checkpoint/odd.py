@@ -43,11 +43,6 @@ class Renamed(Tiny):
         self.register_state_dict_post_hook(_rename)
 
 
-class RenamedWithin(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(Renamed())
-
-
 def _rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     state[f"{prefix}kernel"] = state.pop(f"{prefix}layers.0.weight")
 
@@ -66,16 +61,6 @@ class Rounded(Tiny):
 
 def _round(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     state[f"{prefix}layers.0.weight"] = state[f"{prefix}layers.0.weight"].half()
-
-
-class Fails(Tiny):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_state_dict_post_hook(_fail)
-
-
-def _fail(*_: Any) -> None:
-    raise KeyError("lost")
 
 
 class OneWay(Tiny):

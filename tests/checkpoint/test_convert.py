@@ -15,7 +15,6 @@ from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint import convert, load_weights
 from trainer.checkpoint.__main__ import main
-from trainer.checkpoint.listing import Listing
 from trainer.errors import UserError
 
 STEP = "checkpoints/step_00000003"
@@ -33,10 +32,7 @@ def _save(run_dir: Path, format: str) -> dict[str, Any]:
     [
         ("full", "safetensors"),
         ("sharded", "torch"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("full", "torch"), ("full", "hf"), ("sharded", "safetensors"), ("sharded", "hf"))
-        ),
+        pytest.param("sharded", "hf", marks=pytest.mark.slow),
     ],
 )
 def test_weights_alone_can_be_taken_elsewhere(tmp_path: Path, format: str, to: str) -> None:
@@ -51,18 +47,15 @@ def test_weights_alone_can_be_taken_elsewhere(tmp_path: Path, format: str, to: s
         tiny.Net().load_state_dict(torch.load(out, weights_only=True))
 
 
-@pytest.mark.parametrize("dtype", [None, pytest.param("bf16", marks=pytest.mark.slow)])
-def test_a_folder_that_dcp_loads(tmp_path: Path, dtype: str | None) -> None:
+def test_a_folder_that_dcp_loads(tmp_path: Path) -> None:
     saved = run_ranks(_save, 2, tmp_path, "sharded")[0]
     out = tmp_path / "dcp"
-    options = ["--dtype", dtype] if dtype else []
-    assert main(["convert", str(tmp_path / STEP), str(out), "--to", "dcp", *options]) == 0
+    assert main(["convert", str(tmp_path / STEP), str(out), "--to", "dcp", "--dtype", "bf16"]) == 0
     net = tiny.Net()
     dcp.load(net.state_dict(), checkpoint_id=out, no_dist=True)
     for name, tensor in net.state_dict().items():
         expected = saved["tensors"][f"model.{name}"]
-        kept = dtype is None or not tensor.is_floating_point()
-        assert torch.equal(tensor, expected if kept else expected.bfloat16().float())
+        assert torch.equal(tensor, expected.bfloat16().float() if tensor.is_floating_point() else expected)
 
 
 class _Config:
@@ -109,9 +102,6 @@ def test_a_folder_of_several_files_and_a_config(tmp_path: Path, capsys: pytest.C
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="not a file beside it"):
         load_weights(model, out)
-    for size in ("0", "nan", "x"):
-        with pytest.raises(SystemExit):
-            main(["convert", source, str(tmp_path / "none"), "--to", "hf", "--max-shard-size", size])
 
 
 def test_show_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,19 +123,7 @@ def test_show_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(_save, 1, tmp_path, "full")
-    (tmp_path / "there").mkdir()
-    assert main(["convert", str(tmp_path / STEP), str(tmp_path / "there"), "--to", "torch"]) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert main(["show", str(tmp_path / "there")]) == 2
-    assert "holds none" in capsys.readouterr().err
-    assert main(["verify", str(tmp_path / "nowhere")]) == 2
-    assert "not a checkpoint" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("to", ["safetensors", "torch", "hf", "dcp"])
+@pytest.mark.parametrize("to", ["torch", "dcp"])
 def test_what_a_killed_attempt_left_is_not_in_the_way(
     tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +143,7 @@ def test_what_a_killed_attempt_left_is_not_in_the_way(
     assert not (out / "left").exists(), "nothing of the attempt before is in it"
 
 
-@pytest.mark.parametrize("to", ["safetensors", "torch", "hf", "dcp"])
+@pytest.mark.parametrize("to", ["torch", "hf"])
 def test_a_full_disk_is_told_in_a_line(
     tmp_path: Path, to: str, small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,22 +155,6 @@ def test_a_full_disk_is_told_in_a_line(
     said = capsys.readouterr().err
     assert "No space left on device" in said and said.count("\n") == 1
     assert [path.name for path in small_disk.iterdir()] == ["ballast"]
-
-
-def test_a_checkpoint_that_its_run_deletes_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_ranks(_save, 1, tmp_path, "full")
-    listed = Listing.directories
-
-    def then_pruned(listing: Listing[Path]) -> list[Path]:
-        found = listed(listing)
-        (tmp_path / STEP).rename(tmp_path / "checkpoints" / ".tmp_pruned")
-        return found
-
-    monkeypatch.setattr(Listing, "directories", then_pruned)
-    assert main(["verify", str(tmp_path)]) == 0
-    assert "step_00000003: incomplete: " in capsys.readouterr().out
 
 
 def test_a_tied_weight_stays_tied_for_torch_and_is_whole_for_others(tmp_path: Path) -> None:

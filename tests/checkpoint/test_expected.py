@@ -36,12 +36,9 @@ def hashes(run_dir: Path, *overrides: str) -> tuple[str, str]:
     ("world_size", "overrides"),
     [
         (1, ["strategy=single"]),
-        pytest.param(1, ["strategy=dp", "checkpoint=sharded"], marks=pytest.mark.slow),
-        pytest.param(2, ["strategy=ddp"], marks=pytest.mark.slow),
         pytest.param(
             2, ["strategy=ddp", "checkpoint=sharded", "checkpoint.async=true"], marks=pytest.mark.slow
         ),
-        (2, ["strategy=fsdp"]),
         pytest.param(2, ["strategy=fsdp", "checkpoint=sharded"], marks=pytest.mark.slow),
     ],
 )
@@ -66,9 +63,7 @@ def refusals(run_dir: Path, *mistakes: tuple[str, ...]) -> list[str]:
 
 BEFORE = {
     model("Renamed"): r"load_state_dict.. does not restore its state_dict.*Missing key.* .layers.0.weight",
-    model("RenamedWithin"): r"does not restore its state_dict.*Unexpected key.* .0.kernel",
     model("Rounded"): "other values come back of layers.0.weight",
-    model("Fails"): r"the model's state_dict.. cannot be saved: KeyError: 'lost'; look at its hooks",
     model("OneWay"): r"the model, a \w*OneWay, has get_extra_state without set_extra_state",
     model("Keeps"): "a checkpoint cannot hold model._extra_state.seen, a set",
 }
@@ -83,7 +78,7 @@ AFTER = {
 
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
-    [(1, "single"), *(pytest.param(2, name, marks=pytest.mark.slow) for name in ("fsdp", "ddp"))],
+    [(1, "single"), pytest.param(2, "fsdp", marks=pytest.mark.slow)],
 )
 def test_what_no_resume_would_take_is_refused_by_name(tmp_path: Path, world_size: int, strategy: str) -> None:
     """At the latest after the first step, even if the first save comes after the third."""

@@ -15,7 +15,6 @@ import torch.distributed as torch_dist
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint import Checkpointer, manifest, saved_settings_of, store, writing
-from trainer.checkpoint.store import Store
 from trainer.config import KeepBest
 from trainer.errors import UserError
 
@@ -60,8 +59,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["full", "sharded"])
-@pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.parametrize(("format", "async_"), [("full", False), ("sharded", True)])
 def test_a_full_disk_spares_the_checkpoint_before(small_disk: Path, format: str, async_: bool) -> None:
     results = run_ranks(_fill_the_disk, 2, small_disk, format, async_)
     for result in results:
@@ -72,10 +70,10 @@ def test_a_full_disk_spares_the_checkpoint_before(small_disk: Path, format: str,
         assert result["after"] == ["latest", "step_00000001", "step_00000003"]
 
 
-def _fail_on_one_rank(run_dir: Path, failing_rank: int) -> str:
+def _fail_on_one_rank(run_dir: Path) -> str:
     state = tiny.train_state(sharded=True)
     checkpointer = tiny.checkpointer(run_dir, format="sharded", state=state)
-    if torch_dist.get_rank() == failing_rank:
+    if torch_dist.get_rank() == 1:
 
         def refuse(*args: Any) -> None:
             raise PermissionError(13, "Permission denied", "a file")
@@ -86,41 +84,23 @@ def _fail_on_one_rank(run_dir: Path, failing_rank: int) -> str:
     return str(failure.value)
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
-def test_one_ranks_failure_strands_nobody(tmp_path: Path, failing_rank: int) -> None:
-    results = run_ranks(_fail_on_one_rank, 2, tmp_path, failing_rank)
+def test_one_ranks_failure_strands_nobody(tmp_path: Path) -> None:
+    results = run_ranks(_fail_on_one_rank, 2, tmp_path)
     assert results[0] == results[1]
-    assert f"rank {failing_rank}" in results[0] and "Permission denied" in results[0]
+    assert "rank 1" in results[0] and "Permission denied" in results[0]
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def _start_on_a_failing_disk(run_dir: Path) -> str:
-    def fail(*args: Any) -> None:
-        raise OSError(5, "Input/output error")
-
-    starting = tiny.checkpointer(run_dir)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as failure:
-        patch.setattr(Store, "recover", lambda store: patch.setattr(Path, "iterdir", fail))
-        starting.find(None)
-    return str(failure.value)
-
-
-def test_a_disk_that_fails_at_the_start_is_said_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    for message in run_ranks(_start_on_a_failing_disk, 2, tmp_path):
-        assert message == f"{tmp_path / 'checkpoints'} is unreadable (Input/output error)"
-
-
-def _save_slowly(run_dir: Path, format: str) -> float:
-    """A commit of 9 s where the network may take 6 s."""
-    torch_dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+def _save_slowly(run_dir: Path) -> float:
+    """A commit of 4.5 s where the network may take 3 s."""
+    torch_dist.init_process_group("gloo", timeout=timedelta(seconds=3))
     state = tiny.train_state(sharded=True)
     tiny.train(state, 1)
-    checkpointer = tiny.checkpointer(run_dir, format=format, state=state)
+    checkpointer = tiny.checkpointer(run_dir, state=state)
     commit = store.Store.commit
 
     def slow(*args: Any, **check: Any) -> Path:
-        time.sleep(9)
+        time.sleep(4.5)
         return commit(*args, **check)
 
     store.Store.commit = slow  # type: ignore
@@ -133,9 +113,8 @@ def _save_slowly(run_dir: Path, format: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["full", "sharded"])
-def test_a_save_may_take_longer_than_the_network(tmp_path: Path, format: str) -> None:
-    assert min(run_ranks(_save_slowly, 2, tmp_path, format, init=False)) > 8.9
+def test_a_save_may_take_longer_than_the_network(tmp_path: Path) -> None:
+    assert min(run_ranks(_save_slowly, 2, tmp_path, init=False)) > 4.4
 
 
 def _pass_over(run_dir: Path) -> dict[str, Any]:
@@ -184,6 +163,10 @@ def test_auto_says_what_it_passed_over_and_what_differs(tmp_path: Path) -> None:
     assert "resumed from" in text and "step_00000001 at step 1" in text
     assert "optim.lr was 0.1 in the checkpoint, is 0.5 now" in text
     assert "new is 1 now, and was not a setting in the checkpoint" in text
+    # A run without a seed continues with the one that it drew.
+    first = tmp_path / "checkpoints" / "step_00000001"
+    for resume, seed in (("auto", 0), (str(first), 0), (str(tmp_path / "none"), None)):
+        assert saved_settings_of(tmp_path, "tiny", resume).get("seed") == seed
 
 
 def _keep_best(run_dir: Path) -> list[str]:
@@ -212,36 +195,14 @@ def _all_damaged(run_dir: Path) -> None:
         UserError, match=r"none of the 1 checkpoints in .* is intact.* another run_dir starts"
     ):
         tiny.restore(tiny.checkpointer(run_dir), state, "auto")
-
-
-def _start_without_the_disk(run_dir: Path) -> None:
-    (run_dir / "checkpoints").symlink_to(run_dir / "not mounted")
+    (run_dir / "away").mkdir()
+    (run_dir / "away" / "checkpoints").symlink_to(run_dir / "not mounted")
     with pytest.raises(UserError, match="is a file, or a link to nothing: is its disk there"):
-        tiny.checkpointer(run_dir).find("auto")
+        tiny.checkpointer(run_dir / "away").find("auto")
 
 
-def test_auto_does_not_start_anew_if_the_disk_of_the_checkpoints_is_away(tmp_path: Path) -> None:
-    run_ranks(_start_without_the_disk, 1, tmp_path)
-
-
-def test_auto_does_not_start_anew_over_damage(tmp_path: Path) -> None:
+def test_auto_does_not_start_anew_over_damage_or_without_the_disk(tmp_path: Path) -> None:
     run_ranks(_all_damaged, 1, tmp_path)
-
-
-def _resume_twice(run_dir: Path) -> list[str]:
-    """A relative run_dir, as on the command line."""
-    os.chdir(run_dir.parent)
-    for _ in range(3):
-        state = tiny.train_state()
-        checkpointer = tiny.checkpointer(Path(run_dir.name), keep_last=2)
-        tiny.restore(checkpointer, state, "auto")
-        tiny.train(state, 1)
-        checkpointer.save(state)
-    return sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
-
-
-def test_a_resumed_run_prunes_what_it_went_on_from(tmp_path: Path) -> None:
-    assert run_ranks(_resume_twice, 1, tmp_path / "run") == [["latest", "step_00000002", "step_00000003"]]
 
 
 def _another_run_in_the_same_place(run_dir: Path) -> dict[str, list[str]]:
@@ -267,12 +228,3 @@ def test_checkpoints_of_another_run_are_neither_pruned_nor_replaced_nor_resumed(
         "two auto": ["latest", "step_00000004.of_one", "step_00000005"],
     }
     assert manifest.read_manifest(tmp_path / "checkpoints" / "step_00000004.of_one").run_id == "one"
-
-
-def test_a_run_without_a_seed_goes_on_with_the_one_it_drew(tmp_path: Path) -> None:
-    run_ranks(_pass_over, 1, tmp_path)
-    assert tiny.CONFIG["seed"] == 0
-    assert saved_settings_of(tmp_path, "tiny", "auto")["seed"] == 0
-    assert saved_settings_of(tmp_path, "tiny", str(tmp_path / "checkpoints" / "step_00000001"))["seed"] == 0
-    assert saved_settings_of(tmp_path / "none", "tiny", "auto") == {}
-    assert saved_settings_of(tmp_path, "tiny", str(tmp_path / "none")) == {}

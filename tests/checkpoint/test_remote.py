@@ -24,7 +24,7 @@ from tests.runs import settings
 from trainer.checkpoint import load_weights
 from trainer.checkpoint.__main__ import main
 from trainer.checkpoint.hashing import write_text
-from trainer.checkpoint.listing import Listing, Retention, newest_of
+from trainer.checkpoint.listing import Listing, Retention
 from trainer.checkpoint.manifest import MANIFEST, verify
 from trainer.checkpoint.open_checkpoint import verified
 from trainer.checkpoint.remote import Remote
@@ -177,21 +177,6 @@ def test_one_that_was_taken_for_dead_stops_when_another_goes_on_with_its_run(
     assert _steps_there(tmp_path) == ["step_00000010", "step_00000020-2"]
 
 
-def test_a_restart_copies_what_the_process_before_did_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, remote = _run(tmp_path)
-    _save(store, 10)
-    put, gate = Address.put, threading.Event()
-    monkeypatch.setattr(Address, "put", lambda address, file: (gate.wait(60), put(address, file)))
-    remote.follow()
-    _wait(lambda: remote.metrics() == {"checkpoint/remote_behind": 10.0})
-    gate.set()
-    remote.finish(10)
-    assert _steps_there(tmp_path) == ["step_00000010"]
-    assert remote.metrics() == {"checkpoint/remote_behind": 0.0}
-
-
 def test_nothing_is_mixed_with_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, remote = _run(tmp_path)
     _save(store, 10)
@@ -235,47 +220,21 @@ def test_a_new_run_dir_goes_on_with_the_run_that_is_there(
     assert _claimed(tmp_path / "third", "auto", "nosuch://b").run_id == "three", "it has a checkpoint here"
 
 
-@pytest.mark.parametrize("inside", ["", "/checkpoints", "/checkpoints/there"])
-@pytest.mark.parametrize("scheme", ["file", "local"])
-def test_the_address_is_no_place_of_the_run_dirs_own_checkpoints(
-    tmp_path: Path, scheme: str, inside: str
-) -> None:
+def test_the_address_is_no_place_of_the_run_dirs_own_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     for run_dir in (tmp_path / "run", tmp_path / "link" / "run"):
-        with pytest.raises(UserError, match=r"checkpoint\.remote=.* is in run_dir="):
-            _claimed(run_dir, "auto", f"{scheme}://{tmp_path}/run{inside}")
+        for inside in ("", "/checkpoints/there"):
+            with pytest.raises(UserError, match=r"checkpoint\.remote=.* is in run_dir="):
+                _claimed(run_dir, "auto", f"file://{tmp_path}/run{inside}")
     assert not (tmp_path / "run").exists()
-    assert _claimed(tmp_path / "run", "auto", f"{scheme}://{tmp_path}/run/there").run_id
-
-
-def test_of_two_copies_the_one_here_comes_first(tmp_path: Path) -> None:
-    store, remote = _run(tmp_path)
-    for step in (10, 20):
-        _save(store, step)
-        remote.follow(step)
-        remote.finish(10)
-    found = newest_of(store, remote.listings)
-    assert [(type(path).__name__[-4:], path.name[-2:]) for path in found] == [
-        ("Path", "20"),
-        ("ress", "20"),
-        ("Path", "10"),
-        ("ress", "10"),
-    ]
-    assert [path.name for path in newest_of(Store(tmp_path / "none", "one"), remote.listings)] == [
-        "step_00000020",
-        "step_00000010",
-    ]
+    assert _claimed(tmp_path / "run", "auto", f"file://{tmp_path}/run/there").run_id
 
 
 @pytest.mark.parametrize(
     "url",
     [
         "s3://key:secret@bucket/x",
-        "s3://bucket/x?sig=1",
         "s3://bucket/run[12]",  # the run there would delete the checkpoints of run1 and run2, too
-        "s3://bucket/run-*",
-        pytest.param("/a/path", marks=pytest.mark.slow),
-        pytest.param("bucket", marks=pytest.mark.slow),
     ],
 )
 def test_an_address_has_no_password_and_no_pattern(url: str) -> None:
@@ -289,10 +248,10 @@ def test_an_address_has_no_password_and_no_pattern(url: str) -> None:
     )
 
 
-def _resume_from_there(root: Path, format: str) -> None:
+def _resume_from_there(root: Path) -> None:
     remote = str(_address(root))
     state = tiny.train_state(sharded=True)
-    first = tiny.checkpointer(root / "first", format=format, remote=remote, state=state)
+    first = tiny.checkpointer(root / "first", format="sharded", remote=remote, state=state)
     for _ in range(2):
         tiny.train(state, 2)
         first.save(state, {"eval/loss": 1.0})
@@ -301,9 +260,10 @@ def _resume_from_there(root: Path, format: str) -> None:
     other = tiny.train_state(sharded=True, seed=5)
     if tiny.facts().rank == 0:
         shutil.rmtree(root / "first")
-    second = tiny.checkpointer(root / "second", format=format, remote=remote)
+    second = tiny.checkpointer(root / "second", format="sharded", remote=remote)
     assert tiny.restore(second, other, "auto")
     tiny.assert_same(tiny.everything(other), expected)
+    assert second._store.saved_after > 0, "saves here are newer, also by a clock behind the lost machine's"
     if tiny.facts().rank == 0:  # a byte flips there: the one before is taken
         path = next((root / "there" / "checkpoints" / "step_00000004").glob("optim-00000*"))
         data = bytearray(path.read_bytes())
@@ -313,9 +273,8 @@ def _resume_from_there(root: Path, format: str) -> None:
     assert other.progress.step == 2
 
 
-@pytest.mark.parametrize("format", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
-def test_resumes_from_there_alone(tmp_path: Path, format: str) -> None:
-    run_ranks(_resume_from_there, 2, tmp_path, format)
+def test_resumes_from_there_alone(tmp_path: Path) -> None:
+    run_ranks(_resume_from_there, 2, tmp_path)
 
 
 def _save_there(root: Path) -> None:
@@ -332,10 +291,10 @@ def test_commands_take_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[s
     address = str(_address(tmp_path))
     for run in (address, f"{address}/checkpoints/step_00000002"):
         assert main(["show", run]) == main(["verify", run]) == 0
-        net = tiny.Net()
-        load_weights(net, run)
-        here = verified(tmp_path / "first" / "checkpoints" / "step_00000002").weights(False)
-        assert all(here[name].equal(value) for name, value in net.state_dict().items())
+    net = tiny.Net()
+    load_weights(net, run)
+    here = verified(tmp_path / "first" / "checkpoints" / "step_00000002").weights(False)
+    assert all(here[name].equal(value) for name, value in net.state_dict().items())
     assert main(["convert", run, str(tmp_path / "w.safetensors"), "--to", "safetensors"]) == 0
     (tmp_path / "there" / "checkpoints" / "step_00000002" / MANIFEST).unlink()
     capsys.readouterr()
@@ -368,37 +327,48 @@ def _bucket(root: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     server.stop()
 
 
+TRAIN = (
+    *("train.py", "strategy=fsdp", "checkpoint=sharded", "logger=jsonl", "train.log_every_steps=10"),
+    *("train.eval_every_epochs=0", "checkpoint.every_steps=20", "checkpoint.every_epochs=null"),
+    *("train.max_steps=60", "checkpoint.timeout_s=100"),
+)
+
+
+def _hash_of(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "result.json").read_text())["param_sha256"])
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of the undisturbed run."""
+    run_dir = tmp_path_factory.mktemp("calm")
+    assert [each.code for each in finish_ranks(2, *TRAIN, f"run_dir={run_dir}")] == [0, 0]
+    return _hash_of(run_dir)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "s3"])
 def test_a_run_whose_machine_is_lost_goes_on_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, calm: str
 ) -> None:
     """All ranks get SIGKILL and the run directory is deleted; the end is the undisturbed run's."""
-    train = ("train.py", "strategy=fsdp", "checkpoint=sharded", "logger=jsonl", "train.log_every_steps=10")
-    train += ("train.eval_every_epochs=0", "checkpoint.every_steps=20", "checkpoint.every_epochs=null")
-    train += ("train.max_steps=100", "checkpoint.timeout_s=100")
-    calm = finish_ranks(2, *train, f"run_dir={tmp_path / 'calm'}")
     with _bucket(tmp_path, kind, monkeypatch) as address:
         remote = f"checkpoint.remote={address}"
         slow = fault("slow", step=45, seconds=30)
-        with started_ranks(2, *train, remote, *slow, f"run_dir={tmp_path / 'lost'}") as ranks:
+        with started_ranks(2, *TRAIN, remote, *slow, f"run_dir={tmp_path / 'lost'}") as ranks:
             _wait(lambda: (Address(address) / "checkpoints/step_00000040/manifest.json").exists(), 60)
             for rank in ranks:
                 rank.send_signal(signal.SIGKILL)
         shutil.rmtree(tmp_path / "lost")
-        ended = finish_ranks(2, *train, remote, "resume=auto", f"run_dir={tmp_path / 'found'}")
-        assert [each.code for each in (*calm, *ended)] == [0, 0, 0, 0], ended[0].output
+        ended = finish_ranks(2, *TRAIN, remote, "resume=auto", f"run_dir={tmp_path / 'found'}")
+        assert [each.code for each in ended] == [0, 0], ended[0].output
         resumed = re.search(rf"resumed from {address}/checkpoints/step_000000(\d\d)", ended[0].output)
-        assert resumed and int(resumed[1]) < 100
-    shas = [
-        json.loads((tmp_path / name / "result.json").read_text())["param_sha256"]
-        for name in ("calm", "found")
-    ]
-    assert shas[0] == shas[1]
+        assert resumed and int(resumed[1]) < 60
+    assert _hash_of(tmp_path / "found") == calm
     steps = [
         json.loads(line)["step"] for line in (tmp_path / "found" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert sorted(set(steps)) == list(range(10, 101, 10)), "the metrics of the lost part, too"
+    assert sorted(set(steps)) == list(range(10, 61, 10)), "the metrics of the lost part, too"
     assert not any(
         "mocksecret" in path.read_text(errors="replace") for path in tmp_path.rglob("*.*") if path.is_file()
     )

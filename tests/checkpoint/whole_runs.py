@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from trainer.run import assemble
 
 LAST_STEP = 8
 SETTINGS = (
+    "logger=jsonl",
     "data.dataset._target_=tests.checkpoint.noisy.Noisy",
     "model._target_=tests.checkpoint.noisy.DropoutNet",
     "~model.input_shape",
@@ -40,16 +41,19 @@ SINGLE = ("strategy=single", *SETTINGS)
 FP16 = ("train.precision=fp16", "+model.norm=false")
 
 
-class Recorder:
-    """A task that records a hash of each of its samples, by micro-batch."""
+def hashes_of(inputs: Tensor) -> list[str]:
+    return [hashlib.sha256(sample.numpy().tobytes()).hexdigest() for sample in inputs]
 
-    def __init__(self, task: Any) -> None:
-        self._task = task
-        self.samples: list[list[str]] = []
+
+class Recorder:
+    """A task that records what `named` says of the inputs of each micro-batch."""
+
+    def __init__(self, task: Any, named: Callable[[Tensor], list[Any]]) -> None:
+        self._task, self._named = task, named
+        self.samples: list[list[Any]] = []
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        hashes = [hashlib.sha256(inputs.numpy().tobytes()).hexdigest() for inputs in batch[0]]
-        self.samples.append(hashes)
+        self.samples.append(self._named(batch[0]))
         return self._task.loss(model, batch)
 
     def __getattr__(self, name: str) -> Any:
@@ -62,11 +66,12 @@ def run(
     *overrides: str,
     resume: str = "null",
     save_at: Container[int] | None = None,
+    named: Callable[[Tensor], list[Any]] = hashes_of,
 ) -> dict[str, Any]:
     """Train to the end, saving there and at the steps of ``save_at``, or when the settings say.
 
-    Returns all that the run was at its beginning and at its end (tensors whole), and the samples of each
-    micro-batch that this rank trained on.
+    Returns all that the run was at its beginning and at its end (tensors whole), its result, and the samples of
+    each micro-batch that this rank trained on, ``named``.
     """
     config = runs.settings(*overrides, f"run_dir={run_dir}", f"resume={resume}")
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -74,15 +79,15 @@ def run(
         context = assemble(config, "tests", dist, stop_request)
         context.run_log.open()
         begin = _everything(context)
-        recorder = Recorder(context.task)
+        recorder = Recorder(context.task, named)
         if save_at is not None:  # at each step, saving would be half of such a run
             context.checkpointer.due = lambda progress, end_of_epoch: progress.step in save_at  # type: ignore[method-assign]
-        loop.fit(dataclasses.replace(context, task=recorder))
+        result = loop.fit(dataclasses.replace(context, task=recorder))
     context.checkpointer.finish_saving()
     end = _everything(context)
     context.strategy.close()
     context.run_log.close()
-    return {"begin": begin, "end": end, "samples": recorder.samples}
+    return {"begin": begin, "end": end, "result": result, "samples": recorder.samples}
 
 
 def _everything(context: Any) -> dict[str, Any]:

@@ -14,20 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.programs import finish, finish_ranks
 from tests.ranks import run_ranks
 from tests.runs import settings, train
-from trainer import api, evaluate, predict, sample
-from trainer.checkpoint import read_model
+from trainer import evaluate, predict
 from trainer.config import to_yaml
 from trainer.config.saved_run import saved_settings
-from trainer.distributed.agreement import Alone
 from trainer.distributed.process_group import process_group
 from trainer.errors import UserError
 from trainer.files.atomic_file import output_file
-from trainer.inference.command import Ended, arguments, start
+from trainer.inference.command import arguments, start
 
 STRIPES = [
     "logger=jsonl",
@@ -227,22 +224,6 @@ def test_a_signal_leaves_nothing_in_part(tmp_path: Path) -> None:
     assert run_ranks(told_to_end, 1, str(tmp_path), init=False) == [(143, ["config.yaml"])]
 
 
-def test_a_reader_that_has_had_enough_ends_a_text_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    for reader, code in ((None, 128 + signal.SIGPIPE), ("/dev/full", None)):
-        if reader is None:
-            gone, into = os.pipe()
-            os.close(gone)
-        else:
-            into = os.open(reader, os.O_WRONLY)
-        with os.fdopen(into, "w") as stdout:
-            monkeypatch.setattr(sys, "stdout", stdout)
-            with pytest.raises((Ended, UserError)) as ended, sample._writing_out():
-                print("text", flush=True)
-        monkeypatch.undo()
-        assert getattr(ended.value, "status", None) == code
-    assert "the text cannot be written: [Errno 28]" in str(ended.value)
-
-
 def test_settings_are_the_run_s_but_for_where_it_runs(tmp_path: Path) -> None:
     was = settings(*STRIPES, "strategy=ddp", "comm=ring", "launch=local", "launch.processes=4", "seed=5")
     was.distributed.rank, was.model["init_from"] = 1, "gone.pt"
@@ -266,30 +247,3 @@ def test_what_is_no_run_is_named(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     with pytest.raises(UserError, match=words):
         saved_settings(tmp_path)
-
-
-class Deletes(Alone):
-    """A run continues, and deletes its newest checkpoint while that is being read."""
-
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__()
-        self.doomed: list[Path] = sorted((run_dir / "checkpoints").glob("step_*"))[-1:]
-
-    def everywhere(self, action: Callable[[], Any]) -> Any:
-        result = super().everywhere(action)
-        if self.doomed and isinstance(result, list):
-            shutil.rmtree(self.doomed.pop())
-        return result
-
-
-def test_a_checkpoint_that_goes_while_it_is_read(tmp_path: Path) -> None:
-    run_ranks(train, 1, *STRIPES, "strategy=single", f"run_dir={tmp_path}/run", init=False)
-    run = tmp_path / "run"
-    newest, before = sorted((run / "checkpoints").glob("step_*"))[-1:-3:-1]
-    model = api.load_model(run, "newest")
-    source = read_model(model, run, None, "newest", None, Deletes(run), torch.device("cpu"))
-    assert source.directory == before and not newest.exists()
-    damaged = next(before.glob("model-*"))
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    older = read_model(model, run, None, "newest", None, Alone(), torch.device("cpu"))
-    assert older.manifest.step < source.manifest.step

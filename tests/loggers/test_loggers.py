@@ -208,15 +208,6 @@ def with_played_wandb(*overrides: str) -> None:
     train(*SHORT, "logger=wandb", "logger.wandb.mode=offline", *overrides)
 
 
-def with_wandb(*overrides: str) -> bool:
-    """Whether this rank has used it."""
-    pytest.MonkeyPatch().setenv("WANDB_SILENT", "true")
-    train(*SHORT, "logger=wandb", "logger.wandb.mode=offline", *overrides)
-    if there := "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()
-    return there
-
-
 def scalars_of(history: Iterable[dict[str, Any]]) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
     for line in history:
@@ -241,19 +232,3 @@ def test_wandb_is_told_every_scalar_by_rank_0_alone(tmp_path: Path) -> None:
     assert scalars_of(history) == curves(tmp_path)
     assert {"train/loss", "eval/accuracy"} <= scalars_of(history).keys()
     assert any(line.get("config", {}) for line in history), "the settings as a text"
-
-
-@pytest.mark.slow
-def test_wandb_offline_holds_every_scalar(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="pip install 'ringmaster-trainer[wandb]'")
-    assert run_ranks(with_wandb, 2, f"run_dir={tmp_path}", init=False) == [True, False]
-    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    assert scalars_of(history_of(file)) == curves(tmp_path)
-
-
-def history_of(file: Path) -> Iterator[dict[str, Any]]:
-    """The logged numbers, a dict for each call: media are dicts, with two keys for each part."""
-    for record in records(file):
-        if record.WhichOneof("record_type") == "history":
-            items = [(list(item.nested_key) or [item.key], item.value_json) for item in record.history.item]
-            yield {path[0]: json.loads(value) for path, value in items if len(path) == 1}

@@ -89,14 +89,6 @@ def test_the_bottleneck_is_named(machine: Machine, bottleneck: str) -> None:
     assert _predict("hierarchical", [0, 0, 0, 0], machine).bottleneck == bottleneck
 
 
-def test_work_is_counted_byte_by_byte() -> None:
-    """Two ranks of one host that exchange halves: each sends and receives N/2 to add and N/2 to copy."""
-    machine = Machine(local_copy_s_per_byte=1e-9, add_s_per_byte=3e-9)
-    seconds = _predict("ring", [0, 0], machine, segment_bytes=_N // 64).seconds
-    per_segment = _N / 64 * (0.5 * (1 + 3) + 0.5 * (1 + 1)) * 1e-9
-    assert seconds == pytest.approx(64 * per_segment, rel=0.02)
-
-
 _BUSY = replace(_NETWORK, add_s_per_byte=1e-10, network_s_per_byte=3e-10, message_s=1e-6, parallelism=3.0)
 _LAYOUTS = [
     (6, 4, 1, 1.0),
@@ -219,16 +211,6 @@ def test_a_preflight_makes_a_machine() -> None:
     on_gpu = Machine(**measured(Fields("results", _results(device="cuda"))))
     assert on_gpu.local_bytes_per_s == pytest.approx(2.5e9)
     assert on_gpu.local_copy_s_per_byte == 0
-
-
-def test_measured_links_can_be_overruled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "results.json"
-    file.write_text(json.dumps(_results()))
-    command = [*_on(4, 2), "--from", str(file)]
-    plan.main(command)
-    assert "1 Gbit/s and 50 us, measured" in capsys.readouterr().out
-    plan.main([*command, "--gbit", "25"])
-    assert "25 Gbit/s and 50 us" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

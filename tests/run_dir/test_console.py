@@ -1,6 +1,5 @@
 """The output during a run: rows that fit, and not too many of them."""
 
-import io
 import logging
 import signal
 import time
@@ -66,16 +65,6 @@ def test_without_a_terminal_lines_are_few_and_carry_the_time_left(
     ]
     assert shown == shown_as
     assert len(printed) == 11, "train.log has them all"
-
-
-@pytest.mark.parametrize(
-    ("encoding", "words"), [("utf-8", "caf\\udce9 é\n".encode()), ("ascii", rb"caf\udce9 \xe9" + b"\n")]
-)
-def test_what_a_terminal_has_no_letters_for_is_spelt_out(encoding: str, words: bytes) -> None:
-    screen = io.TextIOWrapper(written := io.BytesIO(), encoding=encoding)
-    console._Console(screen).emit(logging.makeLogRecord({"msg": "caf\udce9 é"}))
-    screen.flush()
-    assert written.getvalue() == words
 
 
 SLOW_TO_IMPORT = """
