@@ -37,36 +37,6 @@ class Codebook(_Two):
         return x - self.code
 
 
-class OwnNorm(_Two):
-    """Running statistics, of a module that is not torch's."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("variance", torch.ones(8))
-
-    def between(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.mean, self.variance, training=self.training)
-
-
-class Extremes(_Two):
-    """A buffer that becomes -0, and one of integers beyond the 53 bits of fp64."""
-
-    low: Tensor
-    count: Tensor
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.register_buffer("low", torch.zeros(3))
-        self.register_buffer("count", torch.tensor(2**60 + 1))
-
-    def between(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.low.fill_(-0.0)
-            self.count += 2
-        return x
-
-
 class DrawsAlways(_Two):
     """Dropout in evaluation, too."""
 
@@ -102,20 +72,6 @@ class Langevin(torch.optim.SGD):
                 parameter.add_(torch.randn_like(parameter), alpha=0.01)
 
 
-class Centred(_Two):
-    """The first forward pass sets a weight from its data."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.centre, self.is_set = nn.Parameter(torch.zeros(8)), False
-
-    def between(self, x: Tensor) -> Tensor:
-        if not self.is_set:
-            self.centre.data.copy_(x.mean(0))
-            self.is_set = True
-        return x - self.centre
-
-
 class Counting(_Two):
     """Its passes are counted in its extra state."""
 
@@ -139,12 +95,3 @@ class OwnGenerator(_Two):
 
     def between(self, x: Tensor) -> Tensor:
         return x + torch.randn(x.shape, generator=self.noise) if self.training else x
-
-
-class Complex(_Two):
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.turn = nn.Parameter(torch.ones(8, dtype=torch.complex64))
-
-    def between(self, x: Tensor) -> Tensor:
-        return (x * self.turn).abs()

@@ -36,7 +36,7 @@ def test_ranks_strategies_and_all_reduces_give_one_hash(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "optimizer", "comms"),
     [
-        ("mlp", "sgd", {3: ("tree",), 8: ("ring",)}),
+        ("mlp", "sgd", {3: ("tree",)}),
         ("resnet", "adamw", {2: ("native",)}),
         ("gpt", "adamw", {4: ("hierarchical",)}),
     ],

@@ -42,13 +42,6 @@ def test_embeddings_are_tied_and_get_gradients_from_both_ends() -> None:
     assert gradient[200].abs().sum() > 0  # not among the inputs: its gradient came from the output
 
 
-def test_all_parameters_get_gradients() -> None:
-    model = GPT(256, 16, width=32, num_heads=4)
-    tokens = torch.randint(256, (2, 17))
-    F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
-
-
 def test_gpt2_s_start() -> None:
     torch.manual_seed(0)
     model = GPT(256, 64, width=256, depth=8, num_heads=4)

@@ -25,12 +25,6 @@ def test_every_patch_and_its_place_count() -> None:
     assert (model(turned) - logits).abs().max() > 1e-5
 
 
-def test_all_parameters_get_gradients() -> None:
-    model = ViT((1, 8, 8), 10, width=32, num_heads=4, dropout=0.1)
-    model(torch.randn(5, 1, 8, 8)).square().sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

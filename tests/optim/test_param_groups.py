@@ -89,36 +89,8 @@ def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
             "optim.groups=[{match:x,weight_decay:-1}]",
             "optim.groups.0.weight_decay is -1.0, but must be at least",
         ),
-        ("optim.groups=[{match:x,lr_scale:nan}]", "optim.groups.0.lr_scale is nan, but must be at least 0"),
-        pytest.param(
-            "optim.groups=[{match:x,lr_scale:fast}]",
-            "optim.groups.0.lr_scale: Value 'fast' of type 'str'",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "optim.groups=[{lr_scale:1}]", "optim.groups.0.match has no value", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "optim.groups=[x]",
-            "optim.groups.0 is x, but must hold settings: match, name",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("optim.groups=head", "optim.groups is head, but must be a list", marks=pytest.mark.slow),
-        pytest.param(
-            "optim.undecayed={below_dims:-1}",
-            "optim.undecayed.below_dims is -1, but must be at least 0",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "model.freeze=['[']",
-            "model.freeze is [, but must be a regular expression of parameter names",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "model.freeze=[1]",
-            "model.freeze is [1], but must be a list of regular expressions",
-            marks=pytest.mark.slow,
-        ),
+        ("optim.groups=[x]", "optim.groups.0 is x, but must hold settings: match, name"),
+        ("model.freeze=['[']", "model.freeze is [, but must be a regular expression of parameter names"),
     ],
 )
 def test_refuses(override: str, words: str) -> None:
@@ -174,14 +146,8 @@ def halved(step: int) -> float:
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "StepLR": {"step_size": 3},
-    "MultiStepLR": {"milestones": [2, 5]},
-    "ConstantLR": {"total_iters": "auto"},
     "LinearLR": {"total_iters": "auto"},
-    "ExponentialLR": {"gamma": 0.9},
-    "PolynomialLR": {"total_iters": "auto"},
     "CosineAnnealingLR": {"T_max": "auto"},
-    "CosineAnnealingWarmRestarts": {"T_0": 3},
-    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "cycle_momentum": False},
     "OneCycleLR": {"max_lr": 0.1, "total_steps": "auto"},
     "LambdaLR": {
         "lr_lambda": {"_target_": "hydra.utils.get_method", "path": "tests.optim.test_param_groups.halved"}
@@ -219,7 +185,7 @@ def test_any_schedule_scales_each_group_and_goes_on(name: str) -> None:
     for _ in range(4):
         schedule.step()
     rates = learning_rates(optimizer, [group["lr"] for group in optimizer.param_groups])
-    if name not in ("CyclicLR", "OneCycleLR"):  # they get rates, not factors
+    if name != "OneCycleLR":  # it gets rates, not factors
         assert rates["train/lr/bias"] == pytest.approx(rates["train/lr"] / 10)
     again, resumed = fresh()
     tensors, plain = take_apart({"schedule": schedule.state_dict(), "optimizer": optimizer.state_dict()})
@@ -295,7 +261,6 @@ def _rates(run_dir: Path, strategy: str, *overrides: str) -> tuple[list[float], 
     "settings",
     [
         ("single",),
-        pytest.param(("fsdp",), marks=pytest.mark.slow),
         pytest.param(("parameter_server", "strategy.servers=1"), marks=pytest.mark.slow),
     ],
     ids=lambda settings: settings[0],
@@ -396,8 +361,7 @@ def _thawing(root: str, thaws: bool, *strategy: str) -> tuple[str, list[str]]:
 
 
 def _thawing_under_each(root: str) -> list[list[tuple[str, list[str]]]]:
-    servers = ("strategy=parameter_server", "strategy.servers=all")
-    each = (("strategy=ddp",), ("strategy=fsdp",), servers)
+    each = (("strategy=ddp",), ("strategy=fsdp",))
     return [[_thawing(f"{root}/{n}", thaws, *s) for thaws in (False, True)] for n, s in enumerate(each)]
 
 
