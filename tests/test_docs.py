@@ -295,8 +295,7 @@ def _composed(blocks: list[Block]) -> set[tuple[str, ...]]:
 
 
 QUICK = _composed([block for block in SHELL if block.page.name == "README.md"])
-# The other blocks without a need are run by tests/test_docs_blocks.py.
-SLOW = _composed([block for block in SHELL if block.needs is not None]) - QUICK
+SLOW = _composed(SHELL) - QUICK
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """The shell blocks of the pages are run, with steps cut. Each that cannot run here says what it needs.
 
 `<!-- needs: ... -->` before a block: cuda, slurm, net, hosts (several), packages (an extra that `dev` lacks), or
-time (minutes, even when cut).
+time (minutes, even when cut). A run that only sets what conf/ has is composed, by tests/test_docs.py; it trains
+where README.md has it, or where a later command reads it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 from tests.programs import ROOT, finish
 from tests.test_docs import OTHERS, SHELL, Block, _blocks, _commands
 
+README, TUTORIAL = ROOT / "README.md", ROOT / "docs/tutorial.md"
 NEEDS = {"cuda", "slurm", "net", "hosts", "packages", "time"}
 _LESS = {
     r"^(--nproc.per.node|launch.processes)=4$": r"\1=2",
@@ -29,7 +31,7 @@ def _own_files(page: Path) -> dict[str, str]:
     files = {}
     for block in _blocks("python", "yaml"):  # README.md first
         named = re.match(r"# (mine\.py|conf/\S+/mine\.yaml)\n", block.text)
-        if named and block.page in (ROOT / "README.md", page):
+        if named and block.page in (README, page):
             files[named[1]] = block.text
     return files
 
@@ -42,14 +44,9 @@ def _cut(words: list[str]) -> list[str]:
         if "-m" in words:  # a file can be forked
             at = words.index("-m")
             words[at : at + 2] = [str(ROOT / words[at + 1].replace(".", "/")) + ".py"]
-        words = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--run-path",
-            "--start-method=fork",
-            *words[1:],
-        ]
+        forked = ("--standalone", "--run-path", "--start-method=fork")
+        words = ["-m", "torch.distributed.run", *forked, *words[1:]]
+        words += ["--sizes", "4000"] * any(word.endswith("benchmarks/allreduce.py") for word in words)
     else:
         words = words[1:]
     if "train.py" not in words or {"--help", "--cfg"} & {*words}:
@@ -67,22 +64,33 @@ def _cut(words: list[str]) -> list[str]:
 
 
 # The tutorial is one session.
-TUTORIAL = ROOT / "docs/tutorial.md"
 _SESSION = Block(TUTORIAL, 1, "bash", "".join(block.text for block in SHELL if block.page == TUTORIAL))
 
 
+def _only_sets(words: list[str]) -> bool:
+    """Whether composing shows what may be wrong."""
+    own = any("=mine." in word for word in words)  # a class in the reader's own file
+    return "train.py" in words and not own and not {"--help", "--cfg"} & {*words}
+
+
+def _makes(words: list[str]) -> set[str]:
+    """The directory of its run or sweep."""
+    return {word.partition("=")[2] for word in words if word.startswith(("run_dir=", "hydra.sweep.dir="))}
+
+
 def _runs() -> dict[Block, list[list[str]]]:
-    """The commands of each block that are run: a beginning that an earlier block has, with the same files, is not."""
+    """The commands of each block that are run: not twice, except for what makes a run that others read."""
     found: dict[Block, list[list[str]]] = {}
-    done = set()
-    for block in [_SESSION, *(block for block in SHELL if block.needs is None and block.page != TUTORIAL)]:
-        so_far = [str(_own_files(block.page))]
-        for words in _commands(block):
-            if words[0] not in OTHERS:  # tools of the repository, and what only looks
-                so_far.append(" ".join(_cut(words)))
-                if tuple(so_far) not in done:
-                    found.setdefault(block, []).append(words)
-                done.add(tuple(so_far))
+    done: list[list[str]] = []
+    for block in [*(block for block in SHELL if block.needs is None and block.page != TUTORIAL), _SESSION]:
+        # Without tools of the repository, and what only looks.
+        commands = [words for words in _commands(block) if words[0] not in OTHERS]
+        wanted = [words for words in commands if block.page == README or not _only_sets(words)]
+        wanted = [words for words in wanted if words not in done]
+        done += wanted
+        read = {word for words in wanted for word in words}
+        if chosen := [words for words in commands if words in wanted or _makes(words) & read]:
+            found[block] = chosen
     return found
 
 
@@ -116,4 +124,4 @@ def _run_to_look_at(text: str) -> list[str]:
 
 def test_what_a_block_needs_is_known() -> None:
     assert {block.needs for block in SHELL} - {None} <= NEEDS
-    assert len(RUNS) > 30
+    assert len(RUNS) > 12
