@@ -1,10 +1,11 @@
-"""The embedded data: 1,797 digits, every fifth held out."""
+"""The embedded data: 1,797 digits, every fifth held out; and random images."""
 
 import numpy as np
 import pytest
 import torch
 
 from trainer.data.digits import FILE, Digits
+from trainer.data.images import Fake
 from trainer.errors import UserError
 
 
@@ -32,3 +33,12 @@ def test_every_fifth_sample_is_held_out() -> None:
 def test_an_unknown_split_is_refused() -> None:
     with pytest.raises(UserError, match="split='test' is not one of train, eval"):
         Digits("test")
+
+
+def test_every_rank_draws_the_same_random_images() -> None:
+    one, other, held_out = (Fake(split, 50, [1, 4, 6], 3, seed=1) for split in ("train", "train", "eval"))
+    assert (len(one), one.input_shape, one.num_classes) == (50, (1, 4, 6), 3)
+    assert torch.equal(one.images, other.images) and torch.equal(one.labels, other.labels)
+    assert not torch.equal(one.images, held_out.images) and set(one.labels.tolist()) == {0, 1, 2}
+    with pytest.raises(UserError, match=r"input_shape=\[3, 32\]"):
+        Fake("train", input_shape=[3, 32])

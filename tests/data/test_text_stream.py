@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from tests.data.settings import eval_loader, train_loader
 from tests.data.test_stream import global_batches
@@ -148,29 +149,20 @@ class Masked(TextStream):
 
 
 def shaken(samples: list[Any]) -> Any:
-    rows, targets = torch.utils.data.default_collate(samples)
+    rows, targets = default_collate(samples)
     return rows + torch.randint(5, ()), targets
 
 
-@pytest.mark.parametrize(
-    ("kind", "collate"),
-    [
-        (TextStream, torch.utils.data.default_collate),
-        (Masked, torch.utils.data.default_collate),
-        (TextStream, shaken),
-    ],
-    ids=["draws nothing", "a derived class draws", "the collate draws"],
-)
+@pytest.mark.parametrize(("kind", "collate"), [(Masked, default_collate), (TextStream, shaken)])
 def test_generators_are_seeded_for_what_draws(kind: type[TextStream], collate: Collate, folder: Path) -> None:
     """The same batches whatever was drawn before; the generators of the run stay as they were."""
     found = []
     for seed in (0, 1):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        batches = train_loader(kind("train", str(folder), 8), 4, collate=collate, num_workers=0).epoch(0)
+        batches = train_loader(kind("train", str(folder), 8), 4, collate=collate).epoch(0)
         found.append([next(batches)[0] for _ in range(5)])
         assert torch.equal(torch.get_rng_state(), before)
     assert all(map(torch.equal, *found))
     plain = train_loader(TextStream("train", str(folder), 8), 4).epoch(0)
-    differs = not all(torch.equal(rows, next(plain)[0]) for rows in found[0])
-    assert differs is (kind is Masked or collate is shaken)
+    assert not all(torch.equal(rows, next(plain)[0]) for rows in found[0])

@@ -2,26 +2,19 @@
 
 import base64
 import json
-import os
 import re
-import runpy
-import signal
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.data.settings import train_loader
-from tests.ranks import run_ranks
 from tests.runs import settings
 from trainer.build import build_dataset
 from trainer.data.loading.reader import random_numbers
 from trainer.data.text import files as texts
 from trainer.data.text.in_memory import Text
-from trainer.data.text.tokenizers import Bytes
 from trainer.data.text.tokens import Tokens
 from trainer.data.tokenize import main
 from trainer.errors import UserError
@@ -78,30 +71,6 @@ def test_mistakes_are_one_message_and_leave_nothing(
         assert re.search(message, error), (message, error)
     assert not (tmp_path / "out").exists()
     assert [path for path in tmp_path.iterdir() if "part" in path.name] == []
-
-
-def told_to_end(folder: Path, out: Path, number: int) -> int:
-    """The exit status of the program if the signal comes after it has begun to write."""
-    files = []
-
-    def encode(self: Bytes, chunks: Any) -> Any:
-        files.extend(path for path in out.parent.rglob("*.bin"))
-        os.kill(os.getpid(), number)
-        return [np.frombuffer(chunk, np.uint8) for chunk in chunks]
-
-    Bytes.encode = encode  # type: ignore[method-assign]
-    sys.argv = ["tokenize", str(folder), str(out), "--tokenizer", "bytes"]
-    sys.modules.pop("trainer.data.tokenize")  # to be run as the program that it is
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("trainer.data.tokenize", run_name="__main__")
-    assert files, "the signal was to come in the middle"
-    return int(str(ended.value.code))
-
-
-def test_a_signal_leaves_no_tokens_in_part(tmp_path: Path, folder: Path) -> None:
-    before = sorted(tmp_path.iterdir())
-    assert run_ranks(told_to_end, 1, folder, tmp_path / "out", signal.SIGTERM, init=False) == [143]
-    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_gpt2_with_a_vocabulary_of_ones_own(tmp_path: Path, folder: Path) -> None:

@@ -96,12 +96,9 @@ DATA = {
     ),
 }
 WAYS: dict[str, tuple[Any, ...]] = {
-    "single": (1, "strategy=single"),
     "single, accumulated": (1, "strategy=single", "train.micro_batch_size=2"),
     "ddp, accumulated": (2, "strategy=ddp", "train.micro_batch_size=1"),
-    "ddp, ring": (2, "strategy=ddp", "comm=ring", "train.micro_batch_size=2"),
     "fsdp": (2, "strategy=fsdp", "train.micro_batch_size=2", "train.clip_grad_norm=1000"),
-    "servers": (2, "strategy=parameter_server", "strategy.servers=all"),
     "servers, apart": (3, "strategy=parameter_server", "strategy.servers=1", "train.micro_batch_size=2"),
 }
 ALL_DATA = ("single, accumulated", "ddp, accumulated", "fsdp")

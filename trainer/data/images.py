@@ -1,5 +1,6 @@
 """Images held in memory as two tensors; a batch is one indexing operation."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,3 +65,28 @@ class ImagesInMemory(Dataset[tuple[Tensor, Tensor]]):
         # through NumPy: torch converts a list at a third of the speed
         where = torch.from_numpy(np.asarray(indices, dtype=np.int64))
         return self.images.index_select(0, where), self.labels.index_select(0, where)
+
+
+class Fake(ImagesInMemory):
+    """Standard normal images with random labels, the same on every rank; each split has its own."""
+
+    def __init__(
+        self,
+        split: str,
+        num_samples: int = 2048,
+        input_shape: Sequence[int] = (3, 32, 32),
+        num_classes: int = 10,
+        seed: int = 0,
+    ) -> None:
+        check_split(split)
+        if num_samples < 1 or num_classes < 1 or len(input_shape) != 3 or math.prod(input_shape) < 1:
+            raise UserError(
+                f"num_samples={num_samples}, num_classes={num_classes} and the three numbers of "
+                f"input_shape={list(input_shape)} (channels, height, width) must each be at least 1"
+            )
+        generator = torch.Generator().manual_seed(2 * seed + (split == "eval"))
+        super().__init__(
+            torch.randn(num_samples, *input_shape, generator=generator),
+            torch.randint(num_classes, (num_samples,), generator=generator),
+            num_classes,
+        )

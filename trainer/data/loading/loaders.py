@@ -265,27 +265,11 @@ def _batches_of(
 ) -> Iterable[Any]:
     """The answers of `reader` to `requests`, in order; each iteration begins the requests again."""
     pins = share.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
-    if settings.num_workers == 0 and not pins:
-        return _InThisProcess(reader, requests)
-    return _data_loader(reader, requests, settings, share, pins)
-
-
-class _InThisProcess:
-    """In place of a DataLoader without workers, which adds 10 us to each batch."""
-
-    def __init__(self, reader: Reader, requests: Sampler[Request]) -> None:
-        self._reader, self._requests = reader, requests
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._reader.__getitems__, self._requests)
-
-
-def _data_loader(
-    reader: Reader, requests: Sampler[Request], settings: LoaderSettings, share: Share, pins: bool
-) -> DataLoader[Any]:
     in_workers = settings.num_workers > 0
     if in_workers:
         keep_sockets_short()
+    elif not pins:
+        return _InThisProcess(reader, requests)
     first = reader.heartbeat.reserve(settings.num_workers)
     return DataLoader(
         reader,
@@ -302,6 +286,16 @@ def _data_loader(
         # its own: each epoch it draws a number, which must not come from the run's generator
         generator=torch.Generator().manual_seed(reader.seed),
     )
+
+
+class _InThisProcess:
+    """In place of a DataLoader without workers, which adds 10 us to each batch."""
+
+    def __init__(self, reader: Reader, requests: Sampler[Request]) -> None:
+        self._reader, self._requests = reader, requests
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._reader.__getitems__, self._requests)
 
 
 def _as_it_is(batch: Any) -> Any:
