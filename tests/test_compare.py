@@ -70,9 +70,7 @@ def test_a_difference_within_the_spread_is_none(tmp_path: Path) -> None:
     ("override", "words"),
     [
         ("train.global_batch_size=32", "train.global_batch_size 64 and 32"),
-        ("train.precision=bf16", "train.precision fp32 and bf16"),
         ("seed=1", "seed 0 and 1"),
-        ("train.max_steps=7", "train.max_steps None and 7"),
     ],
 )
 def test_what_is_unlike_is_flagged(override: str, words: str, tmp_path: Path) -> None:
@@ -92,7 +90,6 @@ def test_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
-        ("config.yaml", "a: [", "cannot be read"),
         ("config.yaml", "[1]", "holds no settings"),
         ("result.json", "{}", "its result.json has no comm"),
     ],
@@ -139,8 +136,7 @@ def test_exact_runs_that_had_to_be_equal(tmp_path: Path) -> None:
     assert broken in compare(read_runs([one, other]))
     moved = {**exact, "ground": {"the CPU": "another"}}
     elsewhere = write(tmp_path / "elsewhere", "train.exact=8", exact=moved, sha="bb")
-    late = write(tmp_path / "late", "train.exact=8", exact={**exact, "since": 4}, sha="bb")
     wider = write(tmp_path / "wider", "train.exact=8", "model.hidden=[9]", exact=exact, sha="bb")
     same = write(tmp_path / "same", "train.exact=8", exact=exact)
-    for run in (elsewhere, late, wider, same):
+    for run in (elsewhere, wider, same):
         assert "had to be equal" not in compare(read_runs([one, run]))

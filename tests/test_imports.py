@@ -105,25 +105,30 @@ WITHOUT_TORCH = [
 
 
 @functools.cache
-def imports_of(file: Path, *, at_once: bool = False) -> tuple[str, ...]:
-    """The imports of `file` when it runs or, `at_once`, when it is loaded.
+def statements(file: Path) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """Imports and classes of `file` that are made when it is loaded, and all.
 
     Imports under `if TYPE_CHECKING:` are for annotations alone.
     """
+    top = ast.parse(file.read_text()).body
+    inner, left = list[ast.stmt](), list[ast.AST](top)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
+            inner.append(node)
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            left += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+    return top, inner
+
+
+@functools.cache
+def imports_of(file: Path, *, at_once: bool = False) -> tuple[str, ...]:
+    """The imports of `file` when it runs or, `at_once`, when it is loaded."""
     return tuple(_imports(file, at_once))
 
 
 def _imports(file: Path, at_once: bool) -> Iterator[str]:
-    tree = ast.parse(file.read_text())
-    for_types = {
-        id(node)
-        for branch in ast.walk(tree)
-        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
-        for node in ast.walk(branch)
-    }
-    for node in tree.body if at_once else ast.walk(tree):
-        if id(node) in for_types:
-            continue
+    for node in statements(file)[0 if at_once else 1]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -243,7 +248,7 @@ def test_a_class_name_means_one_thing() -> None:
     names = Counter(
         node.name
         for file in HOUSE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in statements(file)[1]
         if isinstance(node, ast.ClassDef)
     )
     assert not (twice := [name for name, count in names.items() if count > 1]), twice

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import math
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import active_children
@@ -17,6 +16,7 @@ from planner import step
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from trainer.errors import UserError
+from trainer.loop import fit
 from trainer.tasks import Classification
 from trainer.training.start_table import layout
 
@@ -24,21 +24,14 @@ METRICS = {"strategy", "comm", "world_size", "steps", "epochs", "samples_seen", 
 METRICS |= {"eval/accuracy", "samples_per_second", "ms_per_step", "peak_memory_bytes", "param_sha256"}
 NOT_KEPT = ("train/loss", "samples_per_second", "ms_per_step", "peak_memory_bytes")
 QUICK = ("train.epochs=2", "train.log_every_steps=5", "model.hidden=[32]")
+SHORT = ("train.max_steps=6", "train.eval_every_epochs=0")
 
 
 def quick(run_dir: Path, *overrides: str) -> dict[str, Any]:
     return train(*QUICK, f"run_dir={run_dir}", *overrides)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "strategy"),
-    [
-        (1, "single"),
-        pytest.param(1, "dp", marks=pytest.mark.slow),
-        (2, "ddp"),
-        pytest.param(2, "fsdp", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "single"), (2, "ddp")])
 def test_run_directory(world_size: int, strategy: str, tmp_path: Path) -> None:
     quickly = run_ranks(quick, world_size, tmp_path, f"strategy={strategy}", init=False)[0]
     result = json.loads((tmp_path / "result.json").read_text())
@@ -76,10 +69,11 @@ def test_run_directory(world_size: int, strategy: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_seed_is_drawn_once_for_all_ranks(tmp_path: Path) -> None:
-    run_ranks(quick, 2, tmp_path, "seed=null", init=False)
-    run_ranks(quick, 2, tmp_path / "other", "seed=null", init=False)
-    ours, theirs = (json.loads((d / "result.json").read_text()) for d in (tmp_path, tmp_path / "other"))
-    assert ours["param_sha256"] != theirs["param_sha256"]
+    ours, theirs = (
+        run_ranks(quick, 2, tmp_path / name, "seed=null", *SHORT, init=False)[0]["param_sha256"]
+        for name in ("one", "other")
+    )
+    assert ours != theirs
 
 
 def own_parts(run_dir: Path) -> dict[str, Any]:
@@ -110,23 +104,16 @@ def test_a_users_own_parts_need_no_edit(tmp_path: Path) -> None:
 
 
 def last_lr_and_steps(run_dir: Path, *overrides: str) -> tuple[float, int]:
-    from trainer.loop import fit
-
     with context_of(f"run_dir={run_dir}", *QUICK, *overrides, "checkpoint.every_epochs=null") as context:
         fit(context)
         return context.state.schedule.get_last_lr()[0], context.state.progress.step  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("schedule", "lr"), [("constant", 0.1), ("linear", 0.05), ("cosine", 0.05)])
-def test_max_steps_ends_first_and_schedules_know_the_end(schedule: str, lr: float, tmp_path: Path) -> None:
-    final = [] if schedule == "constant" else ["schedule.final_fraction=0.5"]
-    options = (f"schedule={schedule}", *final, "train.max_steps=30", "schedule.warmup_steps=4")
+def test_max_steps_ends_first_and_schedules_know_the_end(tmp_path: Path) -> None:
+    options = ("schedule=cosine", "schedule.final_fraction=0.5", "schedule.warmup_steps=4", *SHORT)
     last, steps = run_ranks(last_lr_and_steps, 1, tmp_path, *options, init=False)[0]
-    assert steps == 30
-    assert math.isclose(last, lr, rel_tol=1e-9)
-
-
-SHORT = ("train.max_steps=6", "train.eval_every_epochs=0")
+    assert steps == 6
+    assert last == pytest.approx(0.05, rel=1e-9), "half of optim.lr"
 
 
 def eager_and_compiled(run_dir: Path, strategy: str) -> list[tuple[float, int]]:
@@ -185,7 +172,6 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
             ["optim._target_=torch.optim.Rprop"],
             "unexpected keyword argument .*; ~optim.momentum leaves it out",
         ),
-        (["optim._target_=nowhere.SGD"], r"nowhere.SGD cannot be built: Error loading 'nowhere.SGD': .*\?$"),
         (
             ["data.task={_target_:builtins.dict}", "~data.task.label_smoothing"],
             r"makes a dict without loss and eval_sums and summarise \(or rows and summarise_rows\)",

@@ -1,7 +1,8 @@
-"""`pytest` runs the quick part, `pytest -m ''` all, and a test that is named runs."""
+"""`pytest` runs the quick part, `pytest -m ''` all, and a test that is named runs; what a test leaves is seen."""
 
 from __future__ import annotations
 
+import subprocess
 from types import SimpleNamespace
 from typing import cast
 
@@ -27,7 +28,11 @@ def test_a_slow_test_runs_where_it_is_named(
     assert config.option.markexpr == taken
 
 
-def test_the_quick_part_is_what_pytest_runs(pytestconfig: pytest.Config) -> None:
-    assert f"-m '{conftest.QUICK}'" in " ".join(pytestconfig.getini("addopts")) or conftest.QUICK in (
-        pytestconfig.getini("addopts")
-    )
+def test_a_process_that_is_left_behind_is_seen_though_its_parent_is_gone() -> None:
+    pids = conftest._pids()
+    orphan = "sleep 1000 < /dev/null > /dev/null 2>&1 & echo $!"
+    pid = int(subprocess.run(["setsid", "sh", "-c", orphan], stdout=subprocess.PIPE, check=True).stdout)
+    try:
+        assert conftest._processes(but=pids)[pid].split() == ["sleep", "1000"]
+    finally:
+        subprocess.run(["kill", "-9", str(pid)], check=True)
