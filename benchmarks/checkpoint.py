@@ -28,6 +28,7 @@ from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
 from trainer.distributed.process_group import Dist
 from trainer.optim.train_state import Progress, TrainState
+from trainer.optim.trained import Trained
 
 WIDTH, BATCH = 2048, 256
 
@@ -37,13 +38,14 @@ def build_state(gigabytes: float, shard: Callable[[nn.Module], object] = lambda 
     num_layers = max(1, round(gigabytes * 1e9 / 3 / (WIDTH * WIDTH * 4)))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
     shard(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.rand_like(parameter)
+    trained = Trained(model)
+    optimizer = torch.optim.AdamW(trained.own.values())
+    for own in trained.own.values():
+        own.grad = torch.rand_like(own)
     optimizer.step()
     optimizer.zero_grad()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    return TrainState(model, optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False), Progress())
+    return TrainState(trained, optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False), Progress())
 
 
 def checkpointer(state: TrainState, run_dir: Path, format: str, async_: bool) -> Checkpointer:

@@ -39,6 +39,7 @@ from trainer.optim.optimizer_checks import sparse_weights
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
+from trainer.optim.trained import Trained
 from trainer.strategies.base import parameter_count
 
 STATE = ("parameters", "optimizer", "averages")
@@ -135,9 +136,10 @@ class Stage:
         ledger.name("parameters", [*module.parameters(), *module.buffers()])
         self._buckets = _ddp_buckets(config, module)
         ledger.name("gradients", self._buckets.values())
-        optimizer = build_optimizer(self._plain, config.optim)
+        trained = Trained(self._plain)
+        optimizer = build_optimizer(trained, config.optim)
         scaler = self._strategy.grad_scaler()
-        self._state = TrainState(self._plain, optimizer, constant(optimizer), scaler, Progress())
+        self._state = TrainState(trained, optimizer, constant(optimizer), scaler, Progress())
         if config.ema.decay is not None:
             self._state.keep_average(config.ema.decay, config.ema.warmup)
             assert self._state.average is not None
@@ -217,13 +219,14 @@ class Stage:
         self._name_gradients(module)
         strategy.aggregate(module)
         self._name_gradients(self._plain)
+        state.trained.take_gradients()
         if self._config.train.clip_grad_norm is not None:
-            strategy.grad_norm(module)
+            strategy.grad_norm(state.trained)
         state.optimizer.step()
         states = [value for each in state.optimizer.state.values() for value in each.values()]
         self._ledger.name("optimizer", [value for value in states if isinstance(value, Tensor)])
         state.update_average()
-        state.optimizer.zero_grad(set_to_none=True)
+        state.trained.drop_gradients()
 
     def _name_gradients(self, module: nn.Module) -> None:
         self._ledger.name("gradients", [p.grad for p in module.parameters() if p.grad is not None])

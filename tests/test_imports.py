@@ -27,7 +27,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "config": "errors",
         "files": "errors",
         "fingerprint": "local_shard",
-        "gradient_norm": "local_shard",
+        "gradient_norm": "",
     },
     {
         "launch": "config errors files",
@@ -52,7 +52,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "run_dir": "checkpoint distributed errors files",
-        "step": "distributed gradient_norm tasks",
+        "step": "distributed tasks",
     },
     {
         "loggers": "config distributed errors run_dir",

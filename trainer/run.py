@@ -40,10 +40,11 @@ from trainer.loggers import RunLog
 from trainer.loop import fit
 from trainer.meta_init import initial_model
 from trainer.optim.early_end import EarlyEnd
-from trainer.optim.param_groups import Frozen, build_optimizer, freeze
+from trainer.optim.param_groups import Frozen, build_optimizer, freeze, refuse_whole_tensors
 from trainer.optim.progress import planned_steps
 from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule
 from trainer.optim.train_state import Progress, TrainState
+from trainer.optim.trained import Trained
 from trainer.run_dir.claim import RunDir, claim
 from trainer.run_dir.console import messages
 from trainer.run_dir.result import write as write_result
@@ -210,14 +211,15 @@ def _state(
     config: Config, strategy: Strategy, wrapped: nn.Module, total_steps: int, steps_per_epoch: int | None
 ) -> TrainState:
     """The state that training changes, before the first step."""
-    model = strategy.unwrap(wrapped)
+    trained = Trained(strategy.unwrap(wrapped))
     fused_on_cpu = config.train.exact is None and config.train.precision != "fp16"
-    optimizer = build_optimizer(model, config.optim, fused_on_cpu)
+    optimizer = build_optimizer(trained, config.optim, fused_on_cpu)
+    refuse_whole_tensors(trained, config.optim)
     schedule = build_schedule(config.schedule, optimizer, ScheduleFacts(total_steps, steps_per_epoch))
     check_schedule(schedule, evaluates=config.train.evaluates)
     strategy.order.check(optimizer, strategy.gradients_differ)
     early_end = EarlyEnd(config.train.stop, config.train.max_hours)
-    state = TrainState(model, optimizer, schedule, strategy.grad_scaler(), Progress(), early_end=early_end)
+    state = TrainState(trained, optimizer, schedule, strategy.grad_scaler(), Progress(), early_end=early_end)
     if config.ema.decay is not None:
         state.keep_average(config.ema.decay, config.ema.warmup)
     return state

@@ -7,10 +7,9 @@ from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.distributed.seeding import seed_micro_batch
-from trainer.gradient_norm import scale_down
 from trainer.tasks.label_counts import Divisor, label_count, loss_of
 
 if TYPE_CHECKING:
@@ -65,14 +64,14 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
         strategy.refuse_no_gradients(context.model)
 
     max_norm, log_now = context.settings.clip_grad_norm, context.settings.logs(step)
-    state.scaler.unscale_(state.optimizer)  # a fused step would, but sees only this rank's overflows
-    grad_norm = strategy.grad_norm(context.model) if log_now or max_norm is not None else None
+    state.take_gradients()
+    grad_norm = strategy.grad_norm(state.trained) if log_now or max_norm is not None else None
     norm = grad_norm if max_norm is not None else None
     with context.checks.gradients.around_update(step, state, norm, agreed.not_finite) as finite:
         if log_now:
             context.weight_statistics.before_update(step)
         if max_norm is not None and grad_norm is not None:
-            scale_down(state.model.parameters(), max_norm, grad_norm)
+            nn.utils.clip_grads_with_norm_(state.trained.own.values(), max_norm, grad_norm)
         context.checkpointer.wait_until_copied()
         context.gate.begin_update()  # the loop ends it, when it has counted the step
         if state.update_may_draw:  # the same numbers on replicas, others where ranks update shards

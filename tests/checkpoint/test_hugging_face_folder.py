@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from trainer.checkpoint import load_weights
 from trainer.checkpoint.__main__ import main
 from trainer.optim.train_state import Progress, TrainState
+from trainer.optim.trained import Trained
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="pip install 'ringmaster-trainer[transformers]'"
@@ -50,10 +51,11 @@ def _train(run_dir: Path, kind: str) -> tuple[Tensor, Tensor]:
     model: nn.Module = KINDS[kind]()
     if kind == "llama":
         fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    trained = Trained(model)
+    optimizer = torch.optim.AdamW(trained.own.values(), lr=0.05)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = TrainState(model, optimizer, schedule, scaler, Progress())
+    state = TrainState(trained, optimizer, schedule, scaler, Progress())
     state.keep_average(0.5, warmup=False)
     checkpointer = tiny.checkpointer(run_dir, format="sharded" if kind == "llama" else "full", state=state)
     for _ in range(2):

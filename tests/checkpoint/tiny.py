@@ -17,6 +17,7 @@ from trainer.config import CheckpointConfig
 from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import seed_micro_batch
 from trainer.optim.train_state import Progress, TrainState
+from trainer.optim.trained import Trained
 
 CPU = torch.device("cpu")
 CONFIG = {"seed": 0, "strategy.name": "test", "optim.lr": 0.1, "run_dir": "here"}
@@ -104,13 +105,15 @@ def train_state(
         for layer in (model.first, model.second):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    trained = Trained(model)
+    own = trained.own.values()
     if optimizer == "adamw":
-        optim: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optim: torch.optim.Optimizer = torch.optim.AdamW(own, lr=0.01)
     else:
-        optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9 if optimizer == "momentum" else 0)
+        optim = torch.optim.SGD(own, lr=0.01, momentum=0.9 if optimizer == "momentum" else 0)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optim, [3, 6])
     scaler = torch.amp.GradScaler(device.type, init_scale=8.0, growth_interval=3)
-    return TrainState(model, optim, schedule, scaler, Progress())
+    return TrainState(trained, optim, schedule, scaler, Progress())
 
 
 def train(state: TrainState, steps: int, before_update: Callable[[], None] = lambda: None) -> None:
@@ -126,10 +129,11 @@ def train(state: TrainState, steps: int, before_update: Callable[[], None] = lam
             if parameter.grad is not None and parameter.is_cpu and not isinstance(parameter, DTensor):
                 torch_dist.all_reduce(parameter.grad, torch_dist.ReduceOp.SUM)
         before_update()
+        state.trained.take_gradients()
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.schedule.step()
-        state.optimizer.zero_grad()
+        state.trained.drop_gradients()
         state.progress.advance(12, 48)
 
 

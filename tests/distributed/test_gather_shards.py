@@ -18,6 +18,7 @@ from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.distributed.gather_shards import gather_shards_to_rank0
 from trainer.local_shard import own_rows
 from trainer.optim.train_state import Progress, TrainState
+from trainer.optim.trained import Trained
 from trainer.training.run_hash import parameters_sha256
 
 WIDTH, DEPTH = 1024, 16  # 64 MB of parameters
@@ -51,14 +52,14 @@ def _memory_of_a_save(run_dir: Path) -> tuple[float, float]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters())
-    for number, parameter in enumerate(model.parameters()):
-        assert isinstance(parameter, DTensor)
-        parameter.to_local().data.fill_(number + 0.25 * dist.get_rank())
-        parameter.grad = torch.zeros_like(parameter)
+    trained = Trained(model)
+    optimizer = torch.optim.AdamW(trained.own.values())
+    for number, shard in enumerate(trained.own.values()):
+        shard.data.fill_(number + 0.25 * dist.get_rank())
+        shard.grad = torch.zeros_like(shard)
     optimizer.step()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    state = TrainState(model, optimizer, schedule, torch.amp.GradScaler(enabled=False), Progress())
+    state = TrainState(trained, optimizer, schedule, torch.amp.GradScaler(enabled=False), Progress())
     checkpointer = tiny.checkpointer(run_dir, state=state)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     checkpointer.save(state)

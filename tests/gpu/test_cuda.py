@@ -29,6 +29,7 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.train_state import Progress
+from trainer.optim.trained import Trained
 from trainer.step import AfterStep
 from trainer.training.gradient_check import GradientCheck
 from trainer.training.step_agreement import StepAgreement
@@ -88,9 +89,10 @@ def network() -> nn.Module:
 @pytest.mark.usefixtures("group")
 def test_a_bad_update_is_left_out_by_the_gpu_and_the_host_does_not_wait_for_good_ones() -> None:
     model = network()
-    optimizer = build_optimizer(model, {"_target_": "torch.optim.AdamW", "lr": 0.1})
+    trained = Trained(model)
+    optimizer = build_optimizer(trained, {"_target_": "torch.optim.AdamW", "lr": 0.1})
     off = torch.amp.GradScaler("cuda", enabled=False)
-    state: Any = SimpleNamespace(model=model, optimizer=optimizer, scaler=off, progress=Progress())
+    state: Any = SimpleNamespace(trained=trained, optimizer=optimizer, scaler=off, progress=Progress())
     check = GradientCheck(Dist(0, 0, 1, 1, (0,), GPU, "cpu:gloo,cuda:nccl"), False, lambda: True)
 
     def step(gradient: float) -> None:

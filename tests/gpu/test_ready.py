@@ -21,6 +21,7 @@ from trainer.errors import UserError
 from trainer.optim import param_groups
 from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
+from trainer.optim.trained import Trained
 from trainer.strategies import data_parallel
 from trainer.strategies.base import Computing, Strategy
 from trainer.strategies.data_parallel import GpuReplica
@@ -86,7 +87,7 @@ def test_a_batch_is_copied_beside_the_computation_and_kept_until_it_was_read(
 def test_a_step_is_fused_where_that_is_to_be_had() -> None:
     def fused(target: str, fused_on_cpu: bool = True, **options: Any) -> Any:
         optim = {"_target_": f"torch.optim.{target}", "lr": 0.1, **options}
-        made = param_groups.build_optimizer(nn.Linear(2, 2), optim, fused_on_cpu)
+        made = param_groups.build_optimizer(Trained(nn.Linear(2, 2)), optim, fused_on_cpu)
         return made.param_groups[0].get("fused")
 
     assert not fused("AdamW", fused_on_cpu=False), "on a CPU it has other last bits in shards"
@@ -96,7 +97,7 @@ def test_a_step_is_fused_where_that_is_to_be_had() -> None:
     assert fused("AdamW", fused=False) is False
     assert not fused("Adagrad")
     sparse = nn.Embedding(3, 2, sparse=True)
-    made = param_groups.build_optimizer(sparse, {"_target_": "torch.optim.SGD", "lr": 0.1})
+    made = param_groups.build_optimizer(Trained(sparse), {"_target_": "torch.optim.SGD", "lr": 0.1})
     assert not made.defaults["fused"]
 
 
@@ -104,7 +105,7 @@ def state_of(kind: type[torch.optim.Optimizer], **options: Any) -> TrainState:
     model = nn.Linear(2, 2)
     optimizer = kind(model.parameters(), lr=0.5, **options)  # type: ignore[call-arg]
     return TrainState(
-        model, optimizer, constant(optimizer), torch.amp.GradScaler("cpu", enabled=False), Progress()
+        Trained(model), optimizer, constant(optimizer), torch.amp.GradScaler("cpu", enabled=False), Progress()
     )
 
 

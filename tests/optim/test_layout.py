@@ -10,6 +10,7 @@ from trainer.errors import UserError
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
+from trainer.optim.trained import Trained
 
 LAST = torch.channels_last
 
@@ -17,9 +18,11 @@ LAST = torch.channels_last
 def state_of(target: str, fused: bool, memory_format: torch.memory_format = LAST) -> TrainState:
     torch.manual_seed(0)
     model = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=memory_format)  # type: ignore[call-overload]
-    optimizer = build_optimizer(model, {"_target_": f"torch.optim.{target}", "lr": 0.1, "fused": fused})
+    optimizer = build_optimizer(
+        Trained(model), {"_target_": f"torch.optim.{target}", "lr": 0.1, "fused": fused}
+    )
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return TrainState(model, optimizer, constant(optimizer), scaler, Progress())
+    return TrainState(Trained(model), optimizer, constant(optimizer), scaler, Progress())
 
 
 def step(state: TrainState, memory_format: torch.memory_format = LAST) -> torch.Tensor:
@@ -57,6 +60,6 @@ def test_a_parameter_with_gaps_is_not_fused() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.randn(4, 6)[:, ::2])
     optim = {"_target_": "torch.optim.SGD", "lr": 0.1}
-    assert not build_optimizer(model, optim).defaults["fused"]
+    assert not build_optimizer(Trained(model), optim).defaults["fused"]
     with pytest.raises(UserError, match=r"optim\.fused=true: weight is a view with gaps"):
-        build_optimizer(model, optim | {"fused": True})
+        build_optimizer(Trained(model), optim | {"fused": True})

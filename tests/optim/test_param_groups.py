@@ -23,6 +23,7 @@ from trainer.optim.param_groups import (
     parameter_sets,
 )
 from trainer.optim.schedules import ScheduleFacts, build_schedule
+from trainer.optim.trained import Trained
 from trainer.run_dir.metrics_file import read_metrics
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.5}
@@ -36,7 +37,7 @@ def _names(model: nn.Module, sets: list[dict[str, Any]]) -> dict[str, set[str]]:
 
 def test_what_decays_of_a_gpt() -> None:
     model = GPT(vocab_size=8, block_size=4, width=4, depth=1, num_heads=1)
-    found = _names(model, parameter_sets(model, {**ADAMW, "undecayed": UNDECAYED})["optim"])
+    found = _names(model, parameter_sets(Trained(model), {**ADAMW, "undecayed": UNDECAYED})["optim"])
     every = dict(model.named_parameters())
     assert found.keys() == {"base", "undecayed"}
     assert found["undecayed"] == {n for n, p in every.items() if p.ndim < 2} | {"position_embedding.weight"}
@@ -46,7 +47,7 @@ def test_what_decays_of_a_gpt() -> None:
 def test_a_group_is_named_after_a_word_and_otherwise_by_its_pattern() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     groups = [{"match": r"^0\.", "lr_scale": 1}, {"match": "^(?!2)", "lr_scale": 1}]
-    sets = parameter_sets(model, {**ADAMW, "groups": groups})["optim"]
+    sets = parameter_sets(Trained(model), {**ADAMW, "groups": groups})["optim"]
     assert set(_names(model, sets)) == {"0", "^(?!2)", "base"}
 
 
@@ -57,7 +58,7 @@ def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
         {"match": "bias", "weight_decay": 0.25},
         {"match": "^0", "lr_scale": 0},
     ]
-    sets = parameter_sets(model, {**ADAMW, "undecayed": UNDECAYED, "groups": groups})["optim"]
+    sets = parameter_sets(Trained(model), {**ADAMW, "undecayed": UNDECAYED, "groups": groups})["optim"]
     assert _names(model, sets) == {
         "undecayed": {"1.weight"},
         "head": {"2.weight"},
@@ -73,7 +74,7 @@ def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
         "bias": {"lr": None, "weight_decay": 0.25},
         "0": {"lr": 0, "weight_decay": None},
     }
-    optimizer = build_optimizer(model, {**ADAMW, "undecayed": UNDECAYED, "groups": groups})
+    optimizer = build_optimizer(Trained(model), {**ADAMW, "undecayed": UNDECAYED, "groups": groups})
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 0.5, 0, 0.25, 0.5]
 
 
@@ -114,16 +115,16 @@ def test_refuses(override: str, words: str) -> None:
 )
 def test_refuses_of_this_model(groups: list[dict[str, Any]], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        parameter_sets(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {**ADAMW, "groups": groups})
+        parameter_sets(Trained(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), {**ADAMW, "groups": groups})
 
 
 def test_refuses_what_the_optimizer_does_not_have() -> None:
     model, rprop = nn.Linear(2, 2), {"_target_": "torch.optim.Rprop", "lr": 0.1}
     with pytest.raises(UserError, match="sets a weight_decay, but Rprop has none"):
-        build_optimizer(model, {**rprop, "groups": [{"match": "bias", "weight_decay": 0.1}]})
+        build_optimizer(Trained(model), {**rprop, "groups": [{"match": "bias", "weight_decay": 0.1}]})
     del rprop["lr"]
     with pytest.raises(UserError, match=r"lr_scale multiplies optim\.lr, which has no value"):
-        build_optimizer(model, {**rprop, "groups": [{"match": "bias", "lr_scale": 0.1}]})
+        build_optimizer(Trained(model), {**rprop, "groups": [{"match": "bias", "lr_scale": 0.1}]})
 
 
 def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
@@ -178,7 +179,7 @@ def test_any_schedule_scales_each_group_and_goes_on(name: str) -> None:
     def fresh() -> tuple[Any, Any]:
         model = nn.Linear(2, 2)
         groups = [{"match": "bias", "lr_scale": 0.1}]
-        optimizer = build_optimizer(model, {**ADAMW, "groups": groups})
+        optimizer = build_optimizer(Trained(model), {**ADAMW, "groups": groups})
         return optimizer, build_schedule(node, optimizer, ScheduleFacts(10, 5))
 
     optimizer, schedule = fresh()

@@ -17,6 +17,7 @@ from trainer.errors import UserError
 from trainer.optim.optimizer_checks import check_optimizer
 from trainer.optim.schedules import check_schedule
 from trainer.optim.train_state import Progress, TrainState
+from trainer.optim.trained import Trained
 
 PLATEAU = (
     "strategy=single",
@@ -63,15 +64,20 @@ def _model(sparse: bool) -> nn.Module:
         (torch.optim.SGD, True, None),
         (torch.optim.AdamW, False, None),
         (torch.optim.Adafactor, False, None),
+        (
+            partial(torch.optim.SGD, differentiable=True),
+            False,
+            r"optim\.differentiable=true records each update",
+        ),
     ],
 )
 def test_an_optimizer_that_would_fail_is_refused(optimizer: Any, sparse: bool, words: str | None) -> None:
     model = _model(sparse)
     if words is None:
-        check_optimizer(optimizer(model.parameters(), lr=0.1), model)
+        check_optimizer(optimizer(model.parameters(), lr=0.1), Trained(model))
         return
     with pytest.raises(UserError, match=words):
-        check_optimizer(optimizer(model.parameters()), model)
+        check_optimizer(optimizer(model.parameters()), Trained(model))
 
 
 class CountsSteps(torch.optim.SGD):
@@ -107,14 +113,14 @@ def test_an_optimizer_that_keeps_what_no_checkpoint_holds_is_refused() -> None:
     model = _model(sparse=False)
     for optimizer, name in ((Lookahead, "slow"), (Wraps, "inner")):
         with pytest.raises(UserError, match=f"keeps tensors in its attribute {name}, which no checkpoint"):
-            check_optimizer(optimizer(model.parameters()), model)
-    check_optimizer(Wraps(model.parameters(), shared=True), model)
+            check_optimizer(optimizer(model.parameters()), Trained(model))
+    check_optimizer(Wraps(model.parameters(), shared=True), Trained(model))
 
 
 def test_what_is_no_optimizer_and_no_schedule_is_named() -> None:
     model = _model(sparse=False)
     with pytest.raises(UserError, match=r"optim is a NoneType; it must be a torch\.optim\.Optimizer"):
-        check_optimizer(None, model)  # type: ignore[arg-type]
+        check_optimizer(None, Trained(model))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="schedule is a NoneType; it must be"):
         check_schedule(None, evaluates=True)  # type: ignore[arg-type]
 
@@ -124,7 +130,7 @@ def test_what_an_optimizer_keeps_under_a_name_goes_into_the_state() -> None:
         model = _model(sparse=False)
         optimizer = CountsSteps(model.parameters(), lr=0.1, momentum=0.9)
         return TrainState(
-            model,
+            Trained(model),
             optimizer,
             LambdaLR(optimizer, lambda _: 1.0),
             torch.amp.GradScaler(enabled=False),

@@ -17,6 +17,7 @@ from trainer.checkpoint.tree import put_together, take_apart
 from trainer.errors import UserError
 from trainer.optim.plain_names import load_model_state, model_state, parameter_names
 from trainer.optim.train_state import Progress, TrainState
+from trainer.optim.trained import Trained
 
 
 def test_progress_counts_steps_epochs_and_samples() -> None:
@@ -146,7 +147,7 @@ def test_a_step_that_fp16_skips_moves_no_weight_momentum_or_average(fused: bool)
     alone = copy.deepcopy(layer)
     optimizer, plain = (torch.optim.SGD(m.parameters(), 0.1, 0.9, fused=fused) for m in (layer, alone))
     scaler, schedule = torch.amp.GradScaler("cpu"), torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    state = TrainState(layer, optimizer, schedule, scaler, Progress())
+    state = TrainState(Trained(layer), optimizer, schedule, scaler, Progress())
     state.keep_average(0.5, warmup=False)
     assert state.average is not None
     for gradient in (math.inf, 1.0, math.nan, 1.0):

@@ -16,6 +16,7 @@ from tests.strategies.test_comm_hook import POWERSGD
 from trainer.errors import NonFiniteError
 from trainer.loop import fit
 from trainer.optim.train_state import Progress
+from trainer.optim.trained import Trained
 from trainer.run_dir.metrics_file import read_metrics
 from trainer.training.gradient_check import GradientCheck
 
@@ -163,7 +164,7 @@ def checked(
         parameter.grad = gradient
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, **options)
     off = torch.amp.GradScaler(enabled=False)
-    state: Any = SimpleNamespace(model=model, optimizer=optimizer, scaler=off, progress=Progress())
+    state: Any = SimpleNamespace(trained=Trained(model), optimizer=optimizer, scaler=off, progress=Progress())
     facts: Any = SimpleNamespace(
         device=torch.device("cpu"), world_size=1, rank=0, describe=lambda rank: "here"
     )

@@ -1,26 +1,23 @@
 """The norm of all gradients with the same bits, however rows of parameters are shared among ranks."""
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.exact.digits import from_digits, to_digits
-from trainer.local_shard import is_dtensor, num_rows, to_local
+from trainer.local_shard import num_rows
+from trainer.optim.trained import Trained
 
 
 @torch.no_grad()
-def exact_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def exact_norm(trained: Trained) -> Tensor:
     """The norm of all gradients, a scalar (a collective if parameters are sharded)."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [own.grad for own in trained.own.values() if own.grad is not None]
     if not gradients:
         return torch.zeros(())
-    device = to_local(gradients[0]).device
-    squares = [_of_rows(to_local(gradient)).to(device) for gradient in gradients]
-    sums = to_digits(torch.cat(squares))
-    if is_dtensor(gradients[0]):
-        dist.all_reduce(sums, group=gradients[0].device_mesh.get_group())
+    sums = to_digits(torch.cat([_of_rows(gradient).to(gradients[0].device) for gradient in gradients]))
+    if trained.group is not None:
+        dist.all_reduce(sums, group=trained.group)
     return from_digits(sums).sqrt().float()
 
 

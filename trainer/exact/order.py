@@ -1,7 +1,7 @@
 """How numbers of micro-batches are added: as they come, or by leaves, with equal bits anywhere."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 
@@ -20,6 +20,7 @@ from trainer.exact.environment import NUM_THREADS
 from trainer.exact.norm import exact_norm
 from trainer.gradient_norm import gradient_norm
 from trainer.optim.combined import parts_of
+from trainer.optim.trained import Trained
 from trainer.optim.whole_matrices import WholeMatrices
 
 _ELEMENTWISE = (AdamW, Adam, SGD, RMSprop, NAdam)  # compared bit by bit, in shards cut anywhere
@@ -77,9 +78,9 @@ class SumOrder:
     def finish(self) -> None:
         """Called after the last backward pass of a step (a collective): the gradients are complete."""
 
-    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The norm of all gradients, a scalar (a collective over the ranks of sharded gradients, if any)."""
-        return gradient_norm(parameters)
+    def norm(self, trained: Trained) -> Tensor:
+        """The norm of all gradients, a scalar (a collective over the ranks of sharded ones, if any)."""
+        return gradient_norm(trained.own.values(), trained.group)
 
 
 class ByLeaves(SumOrder):
@@ -157,8 +158,8 @@ class ByLeaves(SumOrder):
             self.sums.write_gradients()
         self._buffers.finish()
 
-    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        return exact_norm(parameters)
+    def norm(self, trained: Trained) -> Tensor:
+        return exact_norm(trained)
 
 
 AS_THEY_COME = SumOrder()

@@ -1,20 +1,24 @@
 """Which optimizers are supported, with which of their options, and on which parameters."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from trainer.errors import UserError
-from trainer.local_shard import is_dtensor
 from trainer.nested import leaves
 from trainer.optim.layout import is_dense
+from trainer.optim.trained import Trained
+
+_PART = 0.05  # of the largest change, by which an update of rows may differ: by more than rounding
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise UserError, with the way out, for an optimizer that would fail at its first step of `model`, or
-    would not resume in the state in which it stopped.
+def check_optimizer(optimizer: Optimizer, trained: Trained) -> None:
+    """Raise UserError, with the way out, for an optimizer that would fail at its first step, or would not
+    resume in the state in which it stopped.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
@@ -31,8 +35,14 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"optim: {name} keeps tensors in its attribute {kept}, which no checkpoint holds; let it keep "
             "them in self.state, under a parameter or a name"
         )
-    sparse = sparse_weights(model)
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    chosen = {key for group in optimizer.param_groups for key, value in group.items() if value is True}
+    if "differentiable" in chosen:
+        raise UserError(
+            "optim.differentiable=true records each update for derivatives of it, which no task here takes; "
+            "leave it out"
+        )
+    sparse = sparse_weights(trained.model)
+    names = {own: name for name, own in trained.own.items()}
     takes_sparse = isinstance(optimizer, SGD | SparseAdam | Adagrad) or not _is_torchs(optimizer)
     if isinstance(optimizer, SGD | Adagrad) and any(
         group["weight_decay"] for group in optimizer.param_groups
@@ -43,30 +53,75 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"optim: {name} takes no sparse gradients, but {found[0]} has them; build its embedding with "
             "sparse=False, or use optim=sgd optim.momentum=0 optim.weight_decay=0"
         )
-    _check_choices(optimizer, names, optimized)
-
-
-def _check_choices(optimizer: Optimizer, names: Mapping[nn.Parameter, str], optimized: set[Tensor]) -> None:
-    """Raise UserError for options or state of `optimizer` that torch does not support here."""
-    name, sharded = type(optimizer).__name__, [p for p in optimized if is_dtensor(p)]
-    chosen = {key for group in optimizer.param_groups for key, value in group.items() if value is True}
-    if sharded and isinstance(optimizer, Adafactor):
-        raise UserError(
-            "optim: Adafactor keeps sums over rows and columns, which torch cannot compute for sharded "
-            "parameters; use strategy=ddp, or optim=adamw"
-        )
-    unsharded = {"fused": isinstance(optimizer, SGD | Adagrad), "foreach": isinstance(optimizer, Rprop)}
-    if found := [key for key in unsharded if sharded and unsharded[key] and key in chosen]:
-        raise UserError(
-            f"optim.{found[0]}=true: torch has no such step of {name} for sharded parameters; leave it out, "
-            "or use strategy=ddp, or optim=adamw"
-        )
     odd = [names[p] for p in names if p in optimized and p.is_cpu and not is_dense(p)]
     if "fused" in chosen and odd:
         raise UserError(
             f"optim.fused=true: {odd[0]} is a view with gaps or in another order, which torch's kernel takes "
             "for a contiguous one; leave it out, or make the parameter contiguous"
         )
+
+
+def refuse_unless_by_rows(
+    build: Callable[[list[dict[str, Any]]], Optimizer], sets: list[dict[str, Any]]
+) -> None:
+    """Raise UserError for an optimizer whose update of some rows depends on the others.
+
+    So it is with norms of tensors, as in LAMB, with sums over columns, as in Adafactor, and with what
+    follows from all tensors. Found by steps on small tensors, whole and cut in two. An optimizer that draws
+    random numbers is taken, since no two of its steps are equal.
+
+    Args:
+        build: gives a new optimizer of such groups as `sets`.
+    """
+    (whole, numbers), (again, _) = _stepped(build, sets, 0, 4), _stepped(build, sets, 0, 4)
+    (upper, ours), (lower, theirs) = _stepped(build, sets, 0, 2), _stepped(build, sets, 2, 4)
+    in_parts = [torch.cat(parts) for parts in zip(upper, lower, strict=True)]
+    if _differ(whole, again):  # it draws random numbers
+        return
+    if _differ(whole, in_parts) or not numbers == ours == theirs:
+        name = type(build(sets)).__name__
+        raise UserError(
+            f"optim: {name} updates a row of a tensor by numbers of other rows, such as "
+            "a norm, but under strategy=fsdp each rank's optimizer has its own rows alone; use "
+            "strategy=ddp, or optim=adamw"
+        )
+
+
+def _stepped(
+    build: Callable[[list[dict[str, Any]]], Optimizer], sets: list[dict[str, Any]], begin: int, end: int
+) -> tuple[list[Tensor], list[float]]:
+    """How three steps change these rows of small tensors, and the numbers in the optimizer's groups then.
+
+    A group has one tensor for each number of dimensions. Norms of parts are far from those of the whole.
+    """
+    generator, scales = torch.Generator().manual_seed(0), torch.tensor([0.1, 0.1, 1.0, 1.0])
+
+    def rows(like: Tensor, scales: Tensor) -> Tensor:
+        rest = [1] * (like.ndim - 1)
+        values = torch.randn(4, *(3 * size for size in rest), generator=generator) * scales.reshape(4, *rest)
+        return values[begin:end].to(like.device, like.dtype)
+
+    groups = []
+    for group in sets:
+        likes = {parameter.ndim: parameter for parameter in group["params"]}.values()
+        groups.append(group | {"params": [nn.Parameter(rows(like, scales)) for like in likes]})
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer = build(groups)
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = 0.1  # that of the run may be too small to see
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = rows(parameter, scales.flip(0))
+        optimizer.step()
+    values = [value for group in optimizer.param_groups for value in group.values()]
+    changes = [now.detach() - then for now, then in zip(parameters, before, strict=True)]
+    return changes, [value for value in values if isinstance(value, float)]
+
+
+def _differ(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return any((a - b).abs().max() > _PART * a.abs().max() for a, b in zip(ours, theirs, strict=True))
 
 
 def sparse_weights(model: nn.Module) -> set[Tensor]:

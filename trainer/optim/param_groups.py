@@ -13,17 +13,16 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError, first_few
-from trainer.local_shard import is_dtensor
 from trainer.optim.combined import CombinedOptimizer, parts_of
 from trainer.optim.layout import is_dense, lay_out_gradients
-from trainer.optim.optimizer_checks import check_optimizer, sparse_weights
+from trainer.optim.optimizer_checks import check_optimizer, refuse_unless_by_rows, sparse_weights
 from trainer.optim.plain_names import parameter_names
+from trainer.optim.trained import Trained
 from trainer.optim.whole_matrices import WholeMatrices
 
 log = logging.getLogger(__name__)
 
 _FUSED = (Adam, AdamW, SGD)  # torch's optimizers with one kernel for a step
-_FUSED_SHARDED = (Adam, AdamW)  # those of them that support sharded parameters
 
 
 def freeze(model: nn.Module, node: dict[str, Any]) -> None:
@@ -95,8 +94,8 @@ def _as_it_is(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def build_optimizer(model: nn.Module, optim: dict[str, Any], fused_on_cpu: bool = True) -> Optimizer:
-    """The optimizer of the trained parameters of `model`, which is unwrapped.
+def build_optimizer(trained: Trained, optim: dict[str, Any], fused_on_cpu: bool = True) -> Optimizer:
+    """The optimizer of `trained.own`.
 
     Args:
         fused_on_cpu: whether a CPU may make a step in one kernel. Not with `train.exact`: it rounds otherwise
@@ -106,23 +105,36 @@ def build_optimizer(model: nn.Module, optim: dict[str, Any], fused_on_cpu: bool 
     Raises:
         UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
     """
-    sets = parameter_sets(model, optim)
-    parts = [_part(name, model, optim, own, fused_on_cpu) for name, own in sets.items()]
+    sets = parameter_sets(trained, optim)
+    parts = [_part(name, trained, optim, own, fused_on_cpu) for name, own in sets.items()]
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
+def refuse_whole_tensors(trained: Trained, optim: dict[str, Any]) -> None:
+    """Raise UserError if ranks hold rows of parameters, and an optimizer, not Muon, needs whole ones."""
+    for name, sets in parameter_sets(trained, optim).items() if trained.is_sharded else ():
+        build = partial(_built, name, _node(name, optim)[1])
+        if not isinstance(build(sets), Muon):
+            refuse_unless_by_rows(build, sets)
+
+
+def _node(name: str, optim: dict[str, Any]) -> tuple[Sequence[ParameterGroup], dict[str, Any]]:
+    """The groups whose parameters the optimizer of the node at `name` updates, and its settings."""
+    entries, _ = parameter_groups(optim)
+    if name == "optim":
+        return entries, {key: value for key, value in optim.items() if key not in ("groups", "undecayed")}
+    entry = entries[int(name.split(".")[2])]
+    return [entry], entry.optimizer or {}
+
+
 def _part(
-    name: str, model: nn.Module, optim: dict[str, Any], sets: list[dict[str, Any]], fused_on_cpu: bool
+    name: str, trained: Trained, optim: dict[str, Any], sets: list[dict[str, Any]], fused_on_cpu: bool
 ) -> Optimizer:
     """The optimizer of the node at `name`: that of `optim`, or of one of its groups."""
-    entries, _ = parameter_groups(optim)
-    own = {key: value for key, value in optim.items() if key not in ("groups", "undecayed")}
-    if name != "optim":
-        entries = [entries[int(name.split(".")[2])]]
-        own = entries[0].optimizer or {}
+    entries, own = _node(name, optim)
     optimizer = _built(name, own, sets)
-    check_optimizer(optimizer, model)
-    if (at_once := _at_once(optimizer, own, fused_on_cpu)) and not sparse_weights(model):
+    check_optimizer(optimizer, trained)
+    if (at_once := _at_once(optimizer, own, fused_on_cpu)) and not sparse_weights(trained.model):
         optimizer = _built(name, own | at_once, sets)
     if any(group.get("fused") for group in optimizer.param_groups):
         optimizer.register_step_pre_hook(lay_out_gradients)
@@ -132,9 +144,9 @@ def _part(
             f"optim.groups sets a weight_decay, but {type(optimizer).__name__} has none; leave it out, or "
             "use optim=adamw"
         )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    sharded = any(is_dtensor(parameter) for parameter in parameters)
-    return WholeMatrices(optimizer) if isinstance(optimizer, Muon) and sharded else optimizer
+    if isinstance(optimizer, Muon) and trained.is_sharded:
+        return WholeMatrices(optimizer, trained)
+    return optimizer
 
 
 def _built(name: str, node: dict[str, Any], sets: list[dict[str, Any]]) -> Optimizer:
@@ -146,46 +158,30 @@ def _at_once(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) ->
     """The option to update all parameters at once, if they allow it and unless `optim` chooses itself.
 
     `fused` reads each tensor once, in a half to a quarter of the time on a CPU, and under fp16 reads on the
-    device whether to skip the step: the others make the host wait for that flag. Parameters that FSDP
-    offloads from a GPU get `foreach`: by default torch would loop over them in Python.
+    device whether to skip the step: the others make the host wait for that flag.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable", "differentiable"))
+    chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable"))
     fit = all(p.is_floating_point() and is_dense(p) for p in parameters)
-    devices = {_computed_on(parameter) for parameter in parameters}
-    known = devices <= ({"cuda", "cpu"} if fused_on_cpu else {"cuda"})
-    if chosen or optimizer.defaults.get("differentiable") or not fit or not known:
-        return {}
-    sharded = [parameter for parameter in parameters if is_dtensor(parameter)]
-    if type(optimizer) in (_FUSED_SHARDED if sharded else _FUSED):
-        return {"fused": True}
-    offloaded = devices == {"cuda"} and any(parameter.is_cpu for parameter in sharded)
-    return {"foreach": True} if offloaded and "foreach" in optimizer.defaults else {}
+    known = {p.device.type for p in parameters} <= ({"cuda", "cpu"} if fused_on_cpu else {"cuda"})
+    return {"fused": True} if type(optimizer) in _FUSED and fit and known and not chosen else {}
 
 
-def _computed_on(parameter: Tensor) -> str:
-    return parameter.device_mesh.device_type if is_dtensor(parameter) else parameter.device.type
-
-
-def parameter_sets(model: nn.Module, optim: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The trained parameters as groups for torch's optimizers; one without a name if all are alike.
+def parameter_sets(trained: Trained, optim: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """`trained.own` as groups for torch's optimizers; one without a name if all are alike.
 
     They are by the setting of their optimizer: `optim`, or `optim.groups.0.optimizer`. First those that no
     entry of `optim.groups` matches, then entry by entry; in each first those that decay.
-
-    Args:
-        model: unwrapped; its parameters as the optimizer sees them, sharded if they are.
 
     Raises:
         UserError: an entry matches nothing, scales a missing learning rate, or has another's name.
     """
     entries, undecayed = parameter_groups(optim)
-    trained = {name: parameter for name, parameter in parameter_names(model) if parameter.requires_grad}
     taken: dict[str, ParameterGroup] = {}
     for index, entry in enumerate(entries):
-        found = _matched(f"optim.groups.{index}.match", entry.match, trained)
+        found = _matched(f"optim.groups.{index}.match", entry.match, trained.own)
         if entry.dims is not None:
-            found = [name for name in found if trained[name].ndim == entry.dims]
+            found = [name for name in found if trained.own[name].ndim == entry.dims]
             if not found:
                 raise UserError(
                     f"optim.groups.{index}.dims={entry.dims} selects no parameter: none of this match has so "
@@ -195,14 +191,14 @@ def parameter_sets(model: nn.Module, optim: dict[str, Any]) -> dict[str, list[di
     rest = ParameterGroup()
     sets: dict[str, list[dict[str, Any]]] = {}
     for index, entry in enumerate((rest, *entries), start=-1):
-        mine = {name: value for name, value in trained.items() if taken.get(name, rest) is entry}
+        mine = {name: value for name, value in trained.own.items() if taken.get(name, rest) is entry}
         setting = "optim" if entry.optimizer is None else f"optim.groups.{index}.optimizer"
         for names, decays in _halves(mine, entry, entry.optimizer or optim, undecayed):
             if names:
                 title = _title(entry, decays)
                 options = _options(entry, decays, optim) | ({"name": title} if title else {})
                 own = sets.setdefault(setting, [])
-                own.append({"params": [trained[name] for name in names], **options})
+                own.append({"params": [trained.own[name] for name in names], **options})
     titles = [each.get("name") for of_one in sets.values() for each in of_one]
     if doubled := [title for title in titles if titles.count(title) > 1]:
         raise UserError(f"two of optim.groups have the name {doubled[0]}; give each its own name")
@@ -258,13 +254,13 @@ def learning_rates(optimizer: Optimizer, rates: Sequence[Any]) -> dict[str, floa
     return {"train/lr": both[0][1], **named}
 
 
-def described(optimizer: Optimizer) -> dict[str, str]:
+def described(optimizer: Optimizer, trained: Trained) -> dict[str, str]:
     """The size of each of several groups, its weight decay and its learning rate, for people."""
     groups, parts = optimizer.param_groups, parts_of(optimizer)
     kinds = [f"{type(part).__name__}, " * isinstance(optimizer, CombinedOptimizer) for part in parts]
     return {
         f"  {group.get('name', 'base')}": f"{kind}{len(group['params'])} tensors, "
-        f"{sum(parameter.numel() for parameter in group['params']):,} parameters"
+        f"{sum(trained.whole[trained.name_of(own)].numel() for own in group['params']):,} parameters"
         + "".join(f", {key} {group[key]:g}" for key in ("weight_decay", "initial_lr") if key in group)
         for group, kind in zip(groups, kinds, strict=True)
         if len(groups) > 1

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import NonFiniteError
+from trainer.local_shard import is_dtensor, to_local
+from trainer.nested import mapped
 from trainer.optim.combined import has_user_part
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.ema import MovingAverage
@@ -23,6 +25,7 @@ from trainer.optim.plain_names import (
 )
 from trainer.optim.progress import Progress
 from trainer.optim.schedules import after_step
+from trainer.optim.trained import Trained
 
 _MAX_OVERFLOWS = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
 
@@ -31,13 +34,13 @@ _MAX_OVERFLOWS = 50  # steps in a row; the loss scale begins at 2**16, and each 
 class TrainState:
     """Everything that training changes, except the random generators.
 
-    ``model`` is the plain module, without a wrapper; its parameters are tensors or, if sharded, DTensors. All
-    names in a state dict are those of the plain module, so that any strategy can read it.
+    All names in a state dict are those of the plain module, so that any strategy can read it. Sharded tensors
+    are DTensors there, those of the optimizer too, though it has plain ones.
     ``average`` is the moving average of the model's weights, if there is one.
     """
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    trained: Trained
+    optimizer: torch.optim.Optimizer  # of `trained.own`
     schedule: torch.optim.lr_scheduler.LRScheduler
     scaler: torch.amp.GradScaler
     progress: Progress
@@ -47,6 +50,11 @@ class TrainState:
     skipped_updates: int = 0  # of fp16, in this process
     _overflows_in_a_row: int = 0  # likewise
     _loss_scale: float | None = None  # after the last update
+
+    @property
+    def model(self) -> nn.Module:
+        """The plain module, without a wrapper; its parameters are tensors or, if sharded, DTensors."""
+        return self.trained.model
 
     @cached_property
     def update_may_draw(self) -> bool:
@@ -67,6 +75,11 @@ class TrainState:
             and buffer.isfinite().all()
         }
         self.average = MovingAverage(parameters, buffers, decay, warmup)
+
+    def take_gradients(self) -> None:
+        """Give the optimizer the gradients of a step, complete and unscaled (in fp16, collective)."""
+        self.trained.take_gradients()
+        self.scaler.unscale_(self.optimizer)  # a fused step would, but sees only this rank's overflows
 
     def update(self, finite: bool = True) -> None:
         """Update the parameters from their gradients; only step the schedule if these are not finite.
@@ -140,11 +153,11 @@ class TrainState:
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
         """What replicas of a model share, live: parameters, the optimizer's tensors, averages.
 
-        Sharded ones are DTensors. Buffers are not included: running statistics differ between ranks.
+        Of sharded ones this rank's part. Buffers are not included: running statistics differ between ranks.
         """
         yield from parameter_names(self.model)
-        for name, parameter in parameter_names(self.model):
-            for key, value in self.optimizer.state.get(parameter, {}).items():
+        for name, own in self.trained.own.items():
+            for key, value in self.optimizer.state.get(own, {}).items():
                 if isinstance(value, Tensor):
                     yield f"{key} of {name}", value
         if self.average is not None:
@@ -181,20 +194,29 @@ class TrainState:
         packed = self.optimizer.state_dict()
         return packed | {  # which may have keys of a state_dict of its own
             # A key other than a parameter's number is the optimizer's own, for state of all parameters.
-            "state": {_name(key, names): _dense(state) for key, state in packed["state"].items()},
+            "state": {
+                (name := _name(key, names)): mapped(state, partial(self._as_saved, name))
+                for key, state in packed["state"].items()
+            },
             "param_groups": [
                 group | {"params": [names[index] for index in group["params"]]}
                 for group in packed["param_groups"]
             ],
         }
 
+    def _as_saved(self, name: str, value: Any) -> Any:
+        """A value in the state of a parameter, for a checkpoint: SGD's momentum may be sparse."""
+        dense = value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
+        return self.trained.as_rows(name, dense)
+
     def _load_optimizer_state(self, saved: dict[str, Any]) -> None:
         optimizer, names = self.optimizer, self._optimizer_names()
+        state = mapped(saved["state"], lambda value: to_local(value) if is_dtensor(value) else value)
         numbers = {name: index for index, name in enumerate(names)}
         optimizer.load_state_dict(
             saved
             | {
-                "state": {numbers.get(name, name): state for name, state in saved["state"].items()},
+                "state": {numbers.get(name, name): of_one for name, of_one in state.items()},
                 "param_groups": [
                     group | _how(here) | {"params": [numbers[name] for name in group["params"]]}
                     for group, here in zip(saved["param_groups"], optimizer.param_groups, strict=True)
@@ -210,12 +232,12 @@ class TrainState:
                 continue
             for key, value in loaded.items():
                 if casts and key != "step":  # whose dtype depends on the kernel
-                    value = _uncast(saved["state"][name][key], value)
+                    value = _uncast(state[name][key], value)
                 loaded[key] = laid_out_as(parameter, value)
 
     def _optimizer_names(self) -> list[str]:
-        names = {parameter: name for name, parameter in parameter_names(self.model)}
-        return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+        groups = self.optimizer.param_groups
+        return [self.trained.name_of(parameter) for group in groups for parameter in group["params"]]
 
 
 def _how(group: dict[str, Any]) -> dict[str, Any]:
@@ -236,16 +258,6 @@ def _uncast(saved: Any, loaded: Any) -> Any:
     if isinstance(saved, list | tuple):
         return type(saved)(_uncast(*pair) for pair in zip(saved, loaded, strict=True))
     return saved if isinstance(saved, str) else loaded
-
-
-def _dense(state: Any) -> Any:
-    """A parameter's `state` without sparse tensors, for a checkpoint: SGD's momentum may be sparse."""
-    if not isinstance(state, dict):
-        return state
-    return {
-        key: value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
-        for key, value in state.items()
-    }
 
 
 def _name(key: int | str, names: list[str]) -> str:

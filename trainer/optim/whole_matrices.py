@@ -1,7 +1,7 @@
 """Muon for sharded matrices: each is gathered for its update, which needs all of it."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,10 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Muon
 
-from trainer.local_shard import to_local
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from trainer.optim.trained import Trained
 
 _MOMENTUM = "momentum_buffer"  # the key of Muon's state
 
@@ -25,54 +22,55 @@ class WholeMatrices(Muon):
     A rank needs the memory of some whole matrices, and sends and receives 5 times its shards.
 
     Args:
-        muon: new, of matrices that are sharded over the same ranks. Its groups become those of this one.
+        muon: new, of shards in `trained`. Its groups become those of this one.
     """
 
-    def __init__(self, muon: Muon) -> None:
+    def __init__(self, muon: Muon, trained: Trained) -> None:
         super().__init__(muon.param_groups)
+        assert trained.group is not None
+        self._trained, self._group = trained, trained.group
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """(A collective of the ranks of the shards.)"""
+        num_shards = self._group.size()
         for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for dtype in dict.fromkeys(parameter.dtype for parameter in trained):
-                matrices = [parameter for parameter in trained if parameter.dtype == dtype]
-                num_shards = matrices[0].device_mesh.size(-1)
-                for first in range(0, len(matrices), num_shards):
-                    self._update(group, matrices[first : first + num_shards])
+            shards = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for dtype in dict.fromkeys(shard.dtype for shard in shards):
+                alike = [shard for shard in shards if shard.dtype == dtype]
+                for first in range(0, len(alike), num_shards):
+                    self._update(group, alike[first : first + num_shards])
 
-    def _update(self, group: dict[str, Any], matrices: Sequence["DTensor"]) -> None:
+    def _update(self, group: dict[str, Any], shards: Sequence[nn.Parameter]) -> None:
         """Update at most as many matrices as there are shards: rank r computes that of number r."""
-        mesh = matrices[0].device_mesh
-        last = mesh.ndim - 1
-        ranks, rank, num_shards = mesh.get_group(last), mesh.get_local_rank(last), mesh.size(last)
-        held = [self._held(matrix) for matrix in matrices]
+        ranks, rank, num_shards = self._group, self._group.rank(), self._group.size()
+        rows = [len(self._trained.whole[self._trained.name_of(shard)]) for shard in shards]
+        held = [self._held(shard) for shard in shards]
         # (weight and momentum and gradient, rows, columns), with as many rows as the longest shard.
         packed = [
-            F.pad(torch.stack(parts), (0, 0, 0, -(-matrix.shape[0] // num_shards) - len(parts[0])))
-            for matrix, parts in zip(matrices, held, strict=True)
+            F.pad(torch.stack(parts), (0, 0, 0, -(-number // num_shards) - len(parts[0])))
+            for number, parts in zip(rows, held, strict=True)
         ]
         nothing = packed[0].new_empty(0)
-        packed += [nothing] * (num_shards - len(matrices))
+        packed += [nothing] * (num_shards - len(shards))
         received = _exchanged(packed, [packed[rank].shape] * num_shards, ranks)
         updated = [nothing] * num_shards
-        if rank < len(matrices):
+        if rank < len(shards):
             whole = torch.cat(received, dim=1)
-            _step(group, *whole[:, : matrices[rank].shape[0]])
+            _step(group, *whole[:, : rows[rank]])
             updated = list(whole[:2].chunk(num_shards, dim=1))
         received = _exchanged(updated, [part[:2].shape for part in packed], ranks)
         for parts, pair in zip(held, received, strict=False):
             for own, new in zip(parts, pair, strict=False):
                 own.copy_(new[: len(own)])
 
-    def _held(self, matrix: "DTensor") -> tuple[Tensor, Tensor, Tensor]:
+    def _held(self, shard: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's rows of the weight, its momentum and its gradient."""
-        state = self.state[matrix]
+        state = self.state[shard]
         if _MOMENTUM not in state:
-            state[_MOMENTUM] = torch.zeros_like(matrix)  # as Muon begins
-        assert matrix.grad is not None
-        return to_local(matrix), to_local(state[_MOMENTUM]), to_local(matrix.grad)
+            state[_MOMENTUM] = torch.zeros_like(shard)  # as Muon begins
+        assert shard.grad is not None
+        return shard, state[_MOMENTUM], shard.grad
 
 
 def _step(group: dict[str, Any], weight: Tensor, momentum: Tensor, gradient: Tensor) -> None:

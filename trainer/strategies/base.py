@@ -18,10 +18,11 @@ from trainer.errors import UserError
 from trainer.exact.order import AS_THEY_COME, SumOrder
 from trainer.optim.train_state import TrainState
 from trainer.strategies.shardable import devices_of, refuse_shared_memory
-from trainer.strategies.whole_scalars import whole_scalars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from trainer.optim.trained import Trained
 
 Fill = Callable[[nn.Module], None]
 """Gives a module that may be on the meta device its initial values, on the CPU (a collective)."""
@@ -165,9 +166,9 @@ class Strategy:
     def _has_gradient(self, parameter: Tensor) -> bool:
         return parameter.grad is not None
 
-    def grad_norm(self, model: nn.Module) -> Tensor:
+    def grad_norm(self, trained: "Trained") -> Tensor:
         """The norm of all gradients, a scalar, the same on every rank (a collective)."""
-        return self.order.norm(model.parameters())
+        return self.order.norm(trained)
 
     def is_to_blame(self) -> bool:
         """Whether this rank is known to have made the gradient that is not finite; called if there is one."""
@@ -186,11 +187,8 @@ class Strategy:
 
         Without `finite` they are only dropped, and the schedule moves.
         """
-        with whole_scalars(state.optimizer) if self.gradients_differ else nullcontext():
-            state.update(finite)
-        for group in state.optimizer.param_groups:  # zero_grad() opens a range for the profiler: 20 us
-            for parameter in group["params"]:
-                parameter.grad = None
+        state.update(finite)
+        state.trained.drop_gradients()
 
     def finish_checks(self) -> None:
         """Look for what no checkpoint would hold, and finish the checks of the last step (a collective).

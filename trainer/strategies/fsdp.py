@@ -1,7 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks, gathered unit by unit."""
 
 import functools
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -190,9 +189,7 @@ class Fsdp(Strategy):
                 self._gathered.compare_root()
 
     def grad_scaler(self) -> torch.amp.GradScaler:
-        # Sharded: an overflow in one rank's shard must skip the step on all. The flag is a plain tensor
-        # beside DTensor gradients, which torch replicates as intended, but with a warning.
-        warnings.filterwarnings("ignore", message="Found a non-scalar tensor with numel=1")
+        # Sharded: an overflow in one rank's shard must skip the step on all.
         return ShardedGradScaler(self.device.type, enabled=self.computing.precision == "fp16")
 
     @contextmanager

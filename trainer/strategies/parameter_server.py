@@ -20,6 +20,7 @@ from trainer.nested import mapped
 from trainer.optim.combined import has_user_part
 from trainer.optim.plain_names import parameter_names
 from trainer.optim.train_state import TrainState
+from trainer.optim.trained import Trained
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_rank_note
 from trainer.strategies.shardable import refuse_max_norm, refuse_several_devices
@@ -111,9 +112,9 @@ class ParameterServer(Strategy):
         pairs = zip(self._exchange.buckets, self._exchange.pushed, strict=True)
         return any(bool(flat[bucket.numel :].any()) for bucket, flat in pairs)
 
-    def grad_norm(self, model: nn.Module) -> Tensor:
+    def grad_norm(self, trained: Trained) -> Tensor:
         # A rank that owns nothing has a norm of another dtype; the squares of doubles are added as such.
-        square = super().grad_norm(model).to(self.device, torch.float64) ** 2
+        square = super().grad_norm(trained).to(self.device, torch.float64) ** 2
         dist.all_reduce(square)
         return square.sqrt()
 

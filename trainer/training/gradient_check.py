@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError, first_few
-from trainer.local_shard import to_local
-from trainer.optim.plain_names import parameter_names
 from trainer.optim.train_state import Progress, TrainState
 from trainer.training.kept_buffers import KeptBuffers
 
@@ -91,7 +89,7 @@ class GradientCheck:
         groups = optimizer.param_groups
         # Kept for the message, since the update frees them.
         held = [(p, g) for group in groups for p in group["params"] if (g := p.grad) is not None]
-        gradients = [to_local(gradient) if self._differ else gradient for _, gradient in held]
+        gradients = [gradient for _, gradient in held]
         flag = self._flag(gradients, norm)
         read = self._reader(flag)
         on_device = not self._may_skip and _is_read_by(optimizer, flag, gradients)
@@ -154,11 +152,10 @@ class GradientCheck:
 
         None if the flag was wrong: on CPUs a sum of finite gradients may overflow.
         """
-        names = {parameter: name for name, parameter in parameter_names(state.model)}
-        bad = [names[parameter] for parameter, gradient in held if not _is_finite(gradient)]
+        bad = [state.trained.name_of(own) for own, gradient in held if not _is_finite(gradient)]
         own = bad, self._is_to_blame()
         everyones = gather_objects(own) if self._differ else [own]
-        found = [name for name in names.values() if any(name in theirs for theirs, _ in everyones)]
+        found = [name for name in state.trained.own if any(name in theirs for theirs, _ in everyones)]
         if not found and norm is None:
             return None
         blamed = tuple(rank for rank, (_, is_to_blame) in enumerate(everyones) if found and is_to_blame)
@@ -197,6 +194,5 @@ def _is_read_by(optimizer: Any, flag: bool | Tensor, gradients: Sequence[Tensor]
 
 
 def _is_finite(gradient: Tensor) -> bool:
-    local = to_local(gradient)
-    values = local.coalesce().values() if local.is_sparse else local
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return bool(values.isfinite().all())

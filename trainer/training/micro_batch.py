@@ -24,6 +24,7 @@ from trainer.distributed.seeding import generators_kept
 from trainer.errors import UserError
 from trainer.meta_init import initial_model
 from trainer.optim.param_groups import build_optimizer, freeze
+from trainer.optim.trained import Trained
 from trainer.strategies import Strategy, build_strategy
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
     freeze(model.module, config.model)
     module = wrap_model(config, model, strategy)
     owned, scaler = strategy.unwrap(module), strategy.grad_scaler()
-    optimizer = build_optimizer(owned, config.optim)
+    trained = Trained(owned)
+    optimizer = build_optimizer(trained, config.optim)
     # The buckets of DDP, unless gradients lie in them, and the moving average.
     buckets = isinstance(config.strategy, DdpConfig) and not config.strategy.gradient_as_bucket_view
     copies = range(buckets + (config.ema.decay is not None))
@@ -135,8 +137,9 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
                 scaler.scale(loss).backward()
                 del loss
         strategy.aggregate(module)
+        trained.take_gradients()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        trained.drop_gradients()
     del beside
 
 

@@ -23,7 +23,7 @@ def start_table(config: Config, context: TrainingContext) -> str:
             "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
             + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),
             "optim": _optimizer_words(config, context),
-            **described(context.state.optimizer),
+            **described(context.state.optimizer, context.state.trained),
             "batch": str(context.batch),
             **_leaves(context),
             "steps": f"{context.total_steps:,}, {steps_per_epoch} an epoch, from {context.steps_before:,}",
@@ -49,7 +49,7 @@ def _leaves(context: TrainingContext) -> dict[str, str]:
 
 
 def _optimizer_words(config: Config, context: TrainingContext) -> str:
-    trained = sum(p.numel() for group in context.state.optimizer.param_groups for p in group["params"])
+    trained = sum(parameter.numel() for parameter in context.state.trained.whole.values())
     frozen = context.num_parameters - trained
     return f"{config.optim['_target_']}{f', {frozen:,} parameters frozen' * (frozen > 0)}"
 

@@ -1,0 +1,198 @@
+"""Under FSDP an optimizer updates plain shards: their memory, gradients and norms, and which optimizers fit."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.faults.test_ends import TINY, refusals
+from tests.ranks import run_ranks
+from trainer.errors import UserError
+from trainer.gradient_norm import gradient_norm
+from trainer.optim.optimizer_checks import refuse_unless_by_rows
+from trainer.optim.trained import Trained
+
+
+class Rows(nn.Module):
+    """Of four ranks the last three have nothing of its first parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ParameterList([torch.randn(rows, 3) for rows in (1, 2, 3, 7, 8)])
+        self.parts.append(nn.Parameter(torch.ones(2), requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(((x @ part.t()).square().sum() for part in self.parts[:-1]), torch.zeros(()))
+
+
+def sharded(hybrid: bool = False) -> Rows:
+    names = ("replicate", "shard") if hybrid else ("shard",)
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]] if hybrid else [0, 1, 2, 3], mesh_dim_names=names)
+    return fully_shard(Rows(), mesh=mesh)  # type: ignore[return-value]
+
+
+def _norms(hybrid: bool) -> dict[str, Any]:
+    model = sharded(hybrid)
+    trained, gradients = Trained(model), []
+    for number, whole in enumerate(trained.whole.values()):
+        assert isinstance(whole, DTensor)
+        gradients.append(
+            torch.randn(whole.shape, generator=torch.Generator().manual_seed(number)) * len(whole)
+        )
+        whole.grad = distribute_tensor(gradients[-1], whole.device_mesh, whole.placements)
+    theirs = nn.utils.get_total_norm([whole.grad for whole in trained.whole.values()])  # type: ignore[misc]
+    trained.take_gradients()
+    norm = gradient_norm(trained.own.values(), trained.group)
+    nn.utils.clip_grads_with_norm_(trained.own.values(), 1.0, norm)
+    clipped = [whole.grad.full_tensor() for whole in trained.whole.values()]  # type: ignore[union-attr]
+    right = [gradient / (norm + 1e-6) for gradient in gradients]
+    far = max(float((one - other).abs().max()) for one, other in zip(clipped, right, strict=True))
+    trained.drop_gradients()
+    left = [p.grad for p in (*trained.own.values(), *trained.whole.values()) if p.grad is not None]
+    return {"norm": norm, "theirs": theirs.full_tensor(), "far": far, "left": left}  # type: ignore[operator]
+
+
+def _steps(moves: bool) -> list[Tensor]:
+    """The whole model after three steps; `moves`: its parameters are moved first."""
+    model = sharded()
+    trained = Trained(model)
+    assert all(type(own) is nn.Parameter for own in trained.own.values())
+    if moves:
+        model._apply(lambda tensor: tensor.clone())
+    optimizer = torch.optim.AdamW(trained.own.values(), lr=0.1, fused=True)
+    for step in range(3):
+        model(torch.full((2, 3), 1.0 + step)).backward()
+        trained.take_gradients()
+        optimizer.step()
+        trained.drop_gradients()
+    return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def _all() -> tuple[list[dict[str, Any]], list[list[Tensor]]]:
+    return [_norms(hybrid) for hybrid in (False, True)], [_steps(moves) for moves in (False, True)]
+
+
+def test_shards_are_the_models_memory_and_their_norm_is_that_of_the_whole() -> None:
+    plain = Rows()
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    for step in range(3):
+        plain(torch.full((2, 3), 1.0 + step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for norms, steps in run_ranks(_all, 4):
+        for found in norms:
+            assert found["norm"].equal(found["theirs"]) and found["norm"] > 10
+            assert found["far"] < 1e-6 and not found["left"]
+        for weights in steps:
+            for ours, right in zip(weights, plain.parameters(), strict=True):
+                torch.testing.assert_close(ours, right.detach(), rtol=0, atol=1e-6)
+
+
+class Lamb(torch.optim.SGD):
+    """Scales an update by a norm of the tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.norm() / p.grad.norm() * p.grad)
+
+
+class GlobalNorm(torch.optim.SGD):
+    """Scales updates by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 0.1)
+        super().step()
+
+
+class Estimates(torch.optim.SGD):
+    """Keeps a number in its group that follows from all tensors, and does not change much yet."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        group = self.param_groups[0]
+        group["d"] = 1e-6 + 1e-9 * sum(float(p.grad.square().sum()) for p in group["params"])
+
+
+class FirstRow(torch.optim.SGD):
+    """Treats the first row apart."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p[:1].zero_()
+
+
+class Lion(torch.optim.Optimizer):
+    """Updates each number by itself."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                p.sub_(group["lr"] * moment.lerp(p.grad, 0.1).sign())
+                moment.lerp_(p.grad, 0.01)
+
+
+class Noisy(Lion):
+    """Draws numbers, on each rank its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn_like(p))
+
+
+TORCHS = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "Adamax",
+    "AdamW",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_that_needs_whole_tensors_is_refused_and_no_other(dtype: torch.dtype) -> None:
+    shards = [nn.Parameter(torch.ones(*shape, dtype=dtype)) for shape in ((5, 3), (2,), (0, 3), (2, 1, 4))]
+    sets = [{"params": shards[:2]}, {"params": shards[2:], "lr": 1e-9}]
+    fused = [partial(torch.optim.AdamW, fused=True), partial(torch.optim.SGD, momentum=0.9, fused=True)]
+    for kind in (*(getattr(torch.optim, name) for name in TORCHS), *fused, Lion, Noisy):
+        refuse_unless_by_rows(partial(kind, lr=1e-9), sets)
+    for kind in (torch.optim.Adafactor, Lamb, GlobalNorm, Estimates, FirstRow):
+        with pytest.raises(
+            UserError, match=f"optim: {kind.__name__} updates a row of a tensor by numbers of"
+        ):
+            refuse_unless_by_rows(partial(kind, lr=1e-9), sets)
+
+
+def test_a_run_refuses_it_before_its_first_step(tmp_path: Path) -> None:
+    chosen = (
+        "strategy=fsdp",
+        "optim._target_=torch.optim.Adafactor",
+        "~optim.momentum",
+        "~optim.weight_decay",
+    )
+    found = run_ranks(refusals, 1, (*TINY, *chosen, f"run_dir={tmp_path}"), init=False)[0][0]
+    assert "optim: Adafactor updates a row of a tensor" in found
