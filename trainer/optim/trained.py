@@ -1,5 +1,6 @@
 """The parameters that a run trains, and what the optimizer updates of each: all, or this rank's rows."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class Trained:
             if is_dtensor(parameter):
                 self.group = parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
         self._names = {own: name for name, own in self.own.items()}
-        self._shards = [(self.own[name], p) for name, p in self.whole.items() if self.own[name] is not p]
+        pairs: Iterable[tuple[nn.Parameter, Any]] = zip(self.own.values(), self.whole.values(), strict=True)
+        self._shards = [(own, whole) for own, whole in pairs if own is not whole]
         self._is_looked_at = False
 
     def name_of(self, own: nn.Parameter) -> str:
@@ -51,7 +53,8 @@ class Trained:
         if not self._is_looked_at:
             self._follow()
         for own, whole in self._shards:
-            own.grad = None if whole.grad is None else to_local(whole.grad)
+            gradient = whole.grad
+            own.grad = None if gradient is None else gradient.to_local()
 
     def drop_gradients(self) -> None:
         """Called after the update."""
