@@ -15,7 +15,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader, default_collate
 from torchvision import datasets
 from torchvision.transforms import v2
 
+from trainer.config import DataConfig
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.imagefolder import MEAN, STD, ImageFolder
 from trainer.data.loading.base import Share
@@ -32,18 +32,6 @@ from trainer.data.loading.batch import split_batch
 from trainer.data.loading.loaders import train_loader
 
 WIDTH, HEIGHT, SIZE, BATCH = 500, 375, 224, 64
-
-
-@dataclass
-class Reading:
-    """The settings of data.* that a loader uses."""
-
-    num_workers: int
-    prefetch_factor: int = 2
-    pin_memory: bool | None = None
-    persistent_workers: bool = True
-    on_bad_sample: str = "raise"
-    sharded: bool = False
 
 
 def write_photographs(root: Path, count: int) -> None:
@@ -90,9 +78,9 @@ def parts_of_the_way(files: list[Path], rounds: int) -> dict[str, float]:
 
 def loaders(root: Path, workers: int) -> dict[str, Callable[[], Iterable[object]]]:
     share = Share(replica=0, seed=0, device=torch.device("cpu"))
-    ours = train_loader(
-        ImageFolder("train", str(root), SIZE), Reading(workers), split_batch(BATCH, None, 1), share
-    )
+    reading = DataConfig(num_workers=workers, prefetch_factor=2, pin_memory=None, persistent_workers=True)
+    reading.on_bad_sample, reading.sharded = "raise", False
+    ours = train_loader(ImageFolder("train", str(root), SIZE), reading, split_batch(BATCH, None, 1), share)
     to_device = ToDevice(torch.device("cpu"), False, Normalise(MEAN, STD, torch.device("cpu")))
     usual = v2.Compose(
         [

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from trainer.config import DataConfig
 from trainer.data.loading.base import Share
 from trainer.data.loading.batch import split_batch
 from trainer.data.loading.loaders import train_loader
@@ -37,16 +37,6 @@ from trainer.data.text.tokens import Tokens
 
 GLOBAL_BATCH = 32
 ROUNDS = 3
-
-
-@dataclass
-class Settings:
-    sharded: bool
-    num_workers: int = 0
-    prefetch_factor: int = 2
-    pin_memory: bool | None = None
-    persistent_workers: bool = True
-    on_bad_sample: str = "raise"
 
 
 def main() -> None:
@@ -84,7 +74,9 @@ def _write(path: Path, num_bytes: int, repeat: bool) -> None:
 
 def _loader(dataset: Any, sharded: bool = True, workers: int = 0) -> Any:
     batch, cpu = split_batch(GLOBAL_BATCH, None, 1), torch.device("cpu")
-    return train_loader(dataset, Settings(sharded, workers), batch, Share(replica=0, seed=0, device=cpu))
+    reading = DataConfig(num_workers=workers, prefetch_factor=2, pin_memory=None, persistent_workers=True)
+    reading.on_bad_sample, reading.sharded = "raise", sharded
+    return train_loader(dataset, reading, batch, Share(replica=0, seed=0, device=cpu))
 
 
 def _memory(path: str, block_size: int) -> None:

@@ -37,7 +37,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "faults": "errors files",
     },
     {
-        "data": "errors faults fingerprint launch nested",
+        "data": "config errors faults fingerprint launch nested",
         "distributed": "config errors faults files launch local_shard",
     },
     {

@@ -1,12 +1,12 @@
 """Loader settings for tests, and a loader built with few words."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
+from trainer.config import DataConfig
 from trainer.data.loading import loaders
 from trainer.data.loading.base import EvalLoader, Share, TrainLoader
 from trainer.data.loading.batch import split_batch
@@ -17,14 +17,10 @@ from trainer.errors import UserError
 CPU = torch.device("cpu")
 
 
-@dataclass
-class Settings:
-    num_workers: int = 0
-    prefetch_factor: int = 2
-    pin_memory: bool | None = None
-    persistent_workers: bool = True
-    on_bad_sample: str = "raise"
-    sharded: bool = False
+def reading(**settings: Any) -> DataConfig:
+    """Settings of data.*, by default those of conf/train.yaml."""
+    usual = {"num_workers": 0, "prefetch_factor": 2, "pin_memory": None, "persistent_workers": True}
+    return DataConfig(**{**usual, "on_bad_sample": "raise", "sharded": False, **settings})
 
 
 def train_loader(
@@ -43,7 +39,7 @@ def train_loader(
 ) -> TrainLoader:
     return loaders.train_loader(
         dataset,
-        Settings(**settings),
+        reading(**settings),
         split_batch(global_batch_size, micro, num_replicas),
         Share(replica, seed, CPU, timeout_s, collate=collate, mirrors=mirrors),
         order,
@@ -70,7 +66,7 @@ def eval_loader(
 ) -> EvalLoader:
     return loaders.eval_loader(
         dataset,
-        Settings(**settings),
+        reading(**settings),
         split_batch(batch_size * num_replicas, None, num_replicas),
         Share(replica, 0, CPU, collate=collate),
     )

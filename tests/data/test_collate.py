@@ -15,6 +15,7 @@ from tests.data.settings import eval_loader, message_of, train_loader
 from tests.ranks import run_ranks
 from trainer.data.padding import Padding
 from trainer.errors import UserError
+from trainer.tasks import Evaluation, OwnLoss, Shown
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
@@ -109,6 +110,13 @@ class Answer:
     loss: Tensor
 
 
+class Tagging(OwnLoss):
+    def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
+        from matplotlib.figure import Figure
+
+        return Shown({"own/text": str(len(evaluation.batch["number"]))}, figures={"own/figure": Figure})
+
+
 class Tagger(nn.Module):
     """Embeds each word; the loss is the mean over its counted labels."""
 
@@ -125,7 +133,11 @@ TAGGING = (
     *("model._target_=tests.data.test_collate.Tagger", "~model.input_shape", "~model.num_classes"),
     *("~model.hidden", "data=fake", "data.dataset._target_=tests.data.test_collate.Sentences"),
     *("data.dataset.num_samples=24", "~data.dataset.input_shape", "~data.dataset.num_classes"),
-    *("~data.dataset.seed", "data.task._target_=trainer.tasks.OwnLoss", "~data.task.label_smoothing"),
+    *(
+        "~data.dataset.seed",
+        "data.task._target_=tests.data.test_collate.Tagging",
+        "~data.task.label_smoothing",
+    ),
     "+data.task.shifted=false",
     "data.collate={_target_: trainer.data.padding.Padding, fill: {labels: -100}}",
     "train.global_batch_size=8",
@@ -141,7 +153,10 @@ def _tagged(*overrides: str) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_labels_of_padded_samples_count_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """In the batches of a user's own task, which shows a text and a figure."""
     [alone] = run_ranks(_tagged, 1, "strategy=single", f"run_dir={tmp_path}/alone", init=False)
     of_two = run_ranks(_tagged, 2, "strategy=ddp", f"run_dir={tmp_path}/two", init=False)[0]
     for name, value in alone.items():
         torch.testing.assert_close(of_two[name], value, rtol=0, atol=1e-6)
+    events = b"".join(file.read_bytes() for file in (tmp_path / "two" / "tensorboard").iterdir())
+    assert b"own/text" in events and b"own/figure" in events

@@ -132,14 +132,6 @@ def test_a_generator_that_a_dataset_keeps_is_named_once(
         assert capfd.readouterr().err.count(named) == draws
 
 
-def test_in_memory_data_comes_in_one_step() -> None:
-    digits = Digits("train")
-    images, labels = next(train_loader(digits, 64).epoch(0))
-    order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))[:64]
-    assert torch.equal(images, digits.images[order])
-    assert torch.equal(labels, digits.labels[order])
-
-
 def test_a_subset_and_a_list_of_samples_are_batched_too() -> None:
     """Subset has `__getitems__` for any dataset: one with random samples must still be seeded."""
 

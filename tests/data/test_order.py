@@ -3,15 +3,15 @@
 import itertools
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from tests import runs
 from tests.data.settings import train_loader
+from tests.runs import settings
+from trainer.build import build_dataset
 from trainer.config.instantiate import instantiate
 from trainer.data import Mixture
 from trainer.data.digits import Digits
@@ -201,17 +201,10 @@ def test_what_cannot_be_mixed_is_refused() -> None:
         instantiate("data.dataset", node, split="train")
 
 
-MIXED = (
-    "data.dataset._target_=trainer.data.Mixture",
-    "+data.dataset.datasets=[{_target_: trainer.data.digits.Digits, _partial_: true},"
-    "{_target_: trainer.data.digits.Digits, _partial_: true}]",
-    "+data.dataset.weights=[3, 1]",
-    "+data.dataset.num_samples=256",
-    "train.max_steps=4",
-    "train.epochs=9",
-)
-
-
-def test_a_run_takes_a_mixture_from_the_settings(tmp_path: Path) -> None:
-    mixed = runs.train(*MIXED, f"run_dir={tmp_path}")
-    assert mixed["samples_seen"] == 4 * 64 and mixed["epochs"] == 1
+def test_the_settings_take_a_mixture() -> None:
+    part = "{_target_: trainer.data.digits.Digits, _partial_: true}"
+    words = ("+data.dataset.weights=[3, 1]", "+data.dataset.num_samples=256")
+    mixed = settings(
+        "data.dataset._target_=trainer.data.Mixture", f"+data.dataset.datasets=[{part},{part}]", *words
+    )
+    assert len(build_dataset(mixed.data, "train")) == 256

@@ -62,7 +62,11 @@ class Mixture(Dataset[Any]):
         if not all(sizes):
             raise UserError(f"the datasets of the mixture have {sizes} samples; leave out the empty ones")
         given = sizes if weights is None or split != "train" else weights
-        _check_weights(given, len(sizes))
+        if len(given) != len(sizes) or not all(0 < weight < float("inf") for weight in given):
+            raise UserError(
+                f"data.dataset.weights is {given}, but must have a number above 0 for each of the "
+                f"{len(sizes)} datasets"
+            )
         total = sum(sizes) if num_samples is None or split != "train" else num_samples
         self._counts = _shares(total, given)
         # Dataset k has indices for each of its passes, so that a sample is another one in another pass.
@@ -100,14 +104,6 @@ class Mixture(Dataset[Any]):
         if any(value != values[0] for value in values):
             raise AttributeError(f"{name} differs: {values}")
         return values[0]
-
-
-def _check_weights(weights: Sequence[float], num_parts: int) -> None:
-    if len(weights) != num_parts or not all(0 < weight < float("inf") for weight in weights):
-        raise UserError(
-            f"data.dataset.weights is {weights}, but must have a number above 0 for each of the {num_parts} "
-            "datasets"
-        )
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:

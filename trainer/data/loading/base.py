@@ -12,23 +12,6 @@ from trainer.data.loading.collation import Collate
 from trainer.faults.heartbeat import Heartbeat
 
 
-class LoaderSettings(Protocol):
-    """How samples are read; the sampler chooses which."""
-
-    num_workers: int
-    """Processes that read ahead; 0 reads in the main process."""
-    prefetch_factor: int
-    """Batches that each worker reads ahead."""
-    pin_memory: bool | None
-    """Page-locked batches, for asynchronous copies to the GPU; None: if there is a GPU."""
-    persistent_workers: bool
-    """Keep the workers from epoch to epoch."""
-    on_bad_sample: str
-    """raise | skip"""
-    sharded: bool
-    """Read the shards of a stream separately, each on one replica if possible."""
-
-
 @dataclass(frozen=True)
 class Share:
     """The share of each batch that a process reads, and how.

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from trainer.data.loading.base import Batches, EvalLoader, LoaderSettings, Share, TrainLoader
+from trainer.config import DataConfig
+from trainer.data.loading.base import Batches, EvalLoader, Share, TrainLoader
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.collation import name_of, sample_name
 from trainer.data.loading.reader import EvalReader, Reader, Request, TrainReader
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def train_loader(
-    dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share, order: Order = shuffled
+    dataset: Any, settings: DataConfig, batch: BatchSplit, share: Share, order: Order = shuffled
 ) -> TrainLoader:
     """The loader for this kind of data; `order` is for data that is read by index.
 
@@ -55,7 +56,7 @@ def train_loader(
     return _StreamTrainLoader(dataset, settings, batch, share)
 
 
-def eval_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> EvalLoader:
+def eval_loader(dataset: Any, settings: DataConfig, batch: BatchSplit, share: Share) -> EvalLoader:
     """As `train_loader`. Raises UserError: the data is empty, or a setting does not apply."""
     _check_kind(dataset, settings)
     if is_stream(dataset):
@@ -63,7 +64,7 @@ def eval_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, share
     return _EvalLoader(EvalReader(dataset, share, settings.on_bad_sample), settings, batch, share)
 
 
-def _check_kind(dataset: Any, settings: LoaderSettings) -> None:
+def _check_kind(dataset: Any, settings: DataConfig) -> None:
     if not is_stream(dataset):
         try:
             len(dataset)
@@ -88,7 +89,7 @@ class _Loader:
     """What all loaders share."""
 
     def __init__(
-        self, reader: Reader, requests: Sampler[Request], settings: LoaderSettings, share: Share
+        self, reader: Reader, requests: Sampler[Request], settings: DataConfig, share: Share
     ) -> None:
         self._reader = reader
         self._loader = _batches_of(reader, requests, settings, share)
@@ -107,7 +108,7 @@ class _IndexTrainLoader(_Loader):
     """
 
     def __init__(
-        self, dataset: Dataset[Any], settings: LoaderSettings, batch: BatchSplit, share: Share, order: Order
+        self, dataset: Dataset[Any], settings: DataConfig, batch: BatchSplit, share: Share, order: Order
     ) -> None:
         self._requests = IndexRequests(dataset, batch, share.replica, share.seed, order)
         super().__init__(TrainReader(dataset, share, settings.on_bad_sample), self._requests, settings, share)
@@ -143,7 +144,7 @@ class _IndexTrainLoader(_Loader):
 class _StreamTrainLoader(_Loader):
     """A TrainLoader of a stream: the same slices of the same global batches, from data only read forward."""
 
-    def __init__(self, dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
+    def __init__(self, dataset: Any, settings: DataConfig, batch: BatchSplit, share: Share) -> None:
         self._stream = TrainStreamReader(dataset, share, settings.sharded)
         self._requests = TrainRequests(batch, share.replica)
         super().__init__(self._stream, self._requests, settings, share)
@@ -197,7 +198,7 @@ class _StreamTrainLoader(_Loader):
 class _EvalLoader(_Loader):
     """An EvalLoader. Of a stream, every rank reads all."""
 
-    def __init__(self, reader: Reader, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
+    def __init__(self, reader: Reader, settings: DataConfig, batch: BatchSplit, share: Share) -> None:
         super().__init__(reader, EvalRequests(batch, share.replica), settings, share)
         self.batch_size = batch.micro_batch_size
         _refuse_empty(self.num_samples == 0)
@@ -261,7 +262,7 @@ class _Steps(Batches):
 
 
 def _batches_of(
-    reader: Reader, requests: Sampler[Request], settings: LoaderSettings, share: Share
+    reader: Reader, requests: Sampler[Request], settings: DataConfig, share: Share
 ) -> Iterable[Any]:
     """The answers of `reader` to `requests`, in order; each iteration begins the requests again."""
     pins = share.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
