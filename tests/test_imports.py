@@ -20,14 +20,11 @@ FLOORS: tuple[dict[str, str], ...] = (
         "errors": "",
         "local_shard": "",
         "nested": "",
-        "single_tensor": "",
-        "turns": "",
     },
     {
         "config": "errors",
         "files": "errors",
         "fingerprint": "local_shard",
-        "gradient_norm": "",
     },
     {
         "launch": "config errors files",
@@ -41,12 +38,12 @@ FLOORS: tuple[dict[str, str], ...] = (
         "distributed": "config errors faults files launch local_shard",
     },
     {
-        "comm": "config distributed errors files launch local_shard single_tensor",
+        "comm": "config distributed errors files launch local_shard",
     },
     {
         "checks": "errors fingerprint nested optim",
         "checkpoint": "comm config distributed errors faults files local_shard optim",
-        "exact": "comm distributed errors files fingerprint gradient_norm local_shard optim turns",
+        "exact": "comm distributed errors files fingerprint local_shard optim",
         "meta_init": "distributed errors local_shard nested",
         "tasks": "data errors local_shard nested",
     },
@@ -56,7 +53,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "loggers": "config distributed errors run_dir",
-        "strategies": "comm config distributed errors exact local_shard meta_init nested optim step tasks turns",
+        "strategies": "comm config distributed errors exact local_shard meta_init nested optim step tasks",
         "sweep": "config errors files launch run_dir",
     },
     {
@@ -72,7 +69,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
         "training": "build checkpoint checks config data distributed errors exact faults inference launch "
-        "local_shard loggers meta_init nested optim run_dir single_tensor step strategies tasks",
+        "local_shard loggers meta_init nested optim run_dir step strategies tasks",
     },
     {
         "loop": "data errors inference optim step training",

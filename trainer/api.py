@@ -11,6 +11,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
+from trainer.cli import launcher
 from trainer.config import Config, flatten, load
 from trainer.config.overrides import CONF, in_words, set_to
 from trainer.config.saved_run import saved_settings
@@ -21,7 +22,6 @@ from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import load_json
 from trainer.inference.restore import restored_model
 from trainer.launch.fresh import launched_by
-from trainer.launch.launchers import launcher
 from trainer.run import run
 
 _composing = threading.Lock()  # Hydra has one state for all threads

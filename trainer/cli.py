@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -19,10 +19,12 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer import config
 from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, in_words
 from trainer.errors import UserError
+from trainer.launch import local, slurm
 from trainer.launch.exits import ends_its_threads, exits
-from trainer.launch.fresh import die_with_parent, extend_path
-from trainer.launch.launchers import launcher
+from trainer.launch.fresh import die_with_parent, extend_path, launched_by
 from trainer.launch.place import place, publish
+
+LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
 
 
 @ends_its_threads()
@@ -72,6 +74,14 @@ def _is_of_hydra(error: Exception) -> bool:
     """Whether Hydra or YAML raised it, as for model=null or a tab: a mistake on the command line."""
     *_, last = traceback.walk_tb(error.__traceback__)
     return str(last[0].f_globals.get("__name__")).startswith(("hydra.", "yaml."))
+
+
+def launcher(settings: config.LaunchConfig) -> Callable[[config.Config, Sequence[str]], int] | None:
+    """Starts the run with a command line, and returns its exit status; None to run in this process.
+
+    A process that a launcher started is one of the run's, and starts none.
+    """
+    return None if launched_by() else LAUNCHERS.get(settings.name)
 
 
 def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:

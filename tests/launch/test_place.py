@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.programs import started
-from tests.ranks import RankFailure, free_port, run_ranks
+from tests.ranks import RankFailure, run_ranks
 from tests.runs import settings
 from trainer.config.overrides import set_to
 from trainer.distributed import rendezvous
@@ -186,44 +186,21 @@ def met(init_method: str, times: int = 1, patience_s: float = 30) -> tuple[int, 
     return here.rank, here.local_rank, here.local_world_size, here.hosts
 
 
-def test_ranks_by_hand_meet_in_a_file_and_count_who_is_beside_them(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "meeting place"
-    places = run_ranks(met, 2, file.as_uri(), times=2, init=False)
-    assert places == [(0, 0, 2, (0, 0)), (1, 1, 2, (0, 0))]
-    assert not file.exists()
-
-
-def first_comes_alone(path: str) -> str:
-    """An earlier run that only rank 0 joined, then a complete one; what each rank gets."""
-    if os.environ["RANK"] == "0" and not Path(path).exists():
-        old = dist.FileStore(path)
-        old.set("made", "")
-        dist.PrefixStore("run_0", old).set("arrived/0", "here")
-    try:
-        met(Path(path).as_uri())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "they met"
-
-
-def test_the_file_of_an_earlier_run_is_refused_on_every_rank(tmp_path: Path) -> None:
-    for message in run_ranks(first_comes_alone, 2, str(tmp_path / "old"), init=False):
-        assert message.startswith("UserError: ")
-        assert "contains data of an earlier run" in message
-
-
 def none_comes(init_method: str) -> None:
     rendezvous.AT_LEAST_S = 0
     met(init_method, patience_s=1)
 
 
-@pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_ranks_by_hand_meet_in_a_file_also_after_one_to_which_none_came(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "meeting place"
     with pytest.raises(RankFailure) as failure:
-        run_ranks(none_comes, 1, f"tcp://127.0.0.1:{free_port()}", init=False)
-    assert "waited 1 s (distributed.timeout_s, at least 0) for all 2 ranks; missing: [1]" in str(
-        failure.value
-    )
+        run_ranks(none_comes, 1, file.as_uri(), init=False)
+    missing = "waited 1 s (distributed.timeout_s, at least 0) for all 2 ranks; missing: [1]"
+    assert missing in str(failure.value)
+    assert file.stat().st_size, "the meeting below finds no entries of the first"
+    places = run_ranks(met, 2, file.as_uri(), times=2, init=False)
+    assert places == [(0, 0, 2, (0, 0)), (1, 1, 2, (0, 0))]
+    assert not file.exists()
 
 
 @pytest.fixture

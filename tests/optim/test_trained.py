@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.faults.test_ends import TINY, refusals
 from tests.ranks import run_ranks
 from trainer.errors import UserError
-from trainer.gradient_norm import gradient_norm
+from trainer.optim.gradient_norm import gradient_norm
 from trainer.optim.optimizer_checks import refuse_unless_by_rows
 from trainer.optim.trained import Trained
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import trainer
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import train
+from trainer import cli
 from trainer.errors import UserError
 from trainer.evaluate import evaluate
 from trainer.faults import exit_report
-from trainer.launch import launchers
 from trainer.run_dir.claim import LOCK
 
 TINY = (
@@ -105,6 +105,6 @@ def test_a_refusal_is_not_told_in_the_words_of_an_earlier_end(
                 exit_report.write_failure(tmp_path, {"status": 2, "message": message})
             return 2
 
-        monkeypatch.setitem(launchers.LAUNCHERS, "local", launch)
+        monkeypatch.setitem(cli.LAUNCHERS, "local", launch)
         with pytest.raises(UserError, match=words):
             trainer.train([f"run_dir={tmp_path}"], processes=2)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.single_tensor import all_gather_single, reduce_scatter_single
+from trainer.distributed.collectives import all_gather_single, reduce_scatter_single
 
 _LENGTH = 1031  # elements: more than one packet; a prime number
 _BLOCK_BYTES = 1 << 20  # of a message of a stream

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.comm.leaf_sums import Encoder, decode
+from trainer.distributed.collectives import reduce_scatter_single
 from trainer.errors import UserError
 from trainer.local_shard import rows_of_shard
-from trainer.single_tensor import reduce_scatter_single
 
 
 def add_by_leaves(model: nn.Module, num_leaves: int) -> list["ShardSums"]:

@@ -1,4 +1,4 @@
-"""Sums, broadcasts and groups of all ranks."""
+"""Collectives with simpler arguments than torch's."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,26 @@ import torch.distributed as dist
 from torch import nn
 
 _TOGETHER_BYTES = 1 << 24
+_RENAMED = hasattr(dist, "all_gather_single")  # torch 2.14 warns of the former names
 
 
 def gloo_group(timeout_s: float) -> dist.ProcessGroup:
     """A gloo group of all ranks, created by every rank (a collective)."""
     return cast(dist.ProcessGroup, dist.new_group(None, timedelta(seconds=timeout_s), "gloo"))
+
+
+def all_gather_single(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> None:
+    """Fill `output` with every rank's `input`, in the order of ranks."""
+    gather = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
+    gather(output, input, group=group)
+
+
+def reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fill `output` with the sum over ranks of this rank's part of `input`."""
+    scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
+    scatter(output, input, group=group)
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """How the ranks of a run find each other: in torchrun's store, at a port of rank 0, or in a file."""
 
 import contextlib
-import itertools
 import json
 import os
 import secrets
@@ -23,7 +22,6 @@ from trainer.launch.signals import stop_signals_to
 
 # Ranks load torch before they meet: on a busy machine, or from a cold disk, they may arrive this far apart.
 AT_LEAST_S = 60.0
-_runs = itertools.count()
 _T = TypeVar("_T")
 
 
@@ -36,13 +34,11 @@ def meet(
     """Return the store in which the ranks meet and, by rank, the index of its host and its `introduction`
     (plain values).
 
-    Rank 0 counts the others and then releases them, so that none takes an earlier run's entries for peers.
-
     Args:
         is_stopped: whether a signal asked for a stop before this call.
 
     Raises:
-        UserError: the port is taken, or the file cannot be written or is left from an earlier run.
+        UserError: the port is taken, the file cannot be written, or a rank was started twice.
         StoppedBySignal: a signal asked for a stop in the meantime.
         TimeoutError: named ranks did not arrive within `timeout`, or AT_LEAST_S; or no answer of the store.
     """
@@ -97,7 +93,7 @@ def _meet(
     assert here.init_method is not None
     shown = _shown(timeout)
     try:
-        store, is_stale = _open(here.init_method, here, timeout)
+        store = _open(here.init_method, here, timeout)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
@@ -108,64 +104,58 @@ def _meet(
             f"rank {here.rank} waited {shown} for rank 0 to open {here.init_method}; check that it runs on "
             "that host, and that this host can reach it"
         ) from error
-    if here.under_torchrun:
-        store = _of_this_attempt(store, here, timeout, shown, over)
-    else:
-        # A second run in the same processes uses the same store, and must not read the first run's entries.
-        store = dist.PrefixStore(f"run_{next(_runs)}", store)
-    if is_stale:
-        store.set("met", "stale")
-    if is_stale or store.check([f"arrived/{here.rank}"]):
-        raise _stale(here)
+    store = _of_this_attempt(store, here, timeout, over)
+    if store.check([f"arrived/{here.rank}"]):
+        raise UserError(f"rank {here.rank} was started twice at {here.init_method}; start each rank once")
     host = socket.gethostname() if here.host is None else str(here.host)
     store.set(f"arrived/{here.rank}", json.dumps([host, dict(introduction)]))
     arrivals = [f"arrived/{rank}" for rank in range(here.world_size)]
     try:
-        store.wait(arrivals if here.rank == 0 else ["met"], timeout)
+        store.wait(arrivals, timeout)
     except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(arrivals) if not store.check([key])] or [0]
+        missing = [rank for rank, key in enumerate(arrivals) if not store.check([key])]
         raise TimeoutError(f"waited {shown} for all {here.world_size} ranks; missing: {missing}") from error
-    if here.rank == 0:
-        store.set("met", "yes")
-    elif store.get("met") != b"yes":
-        raise _stale(here)
     names, introductions = zip(*(json.loads(store.get(key)) for key in arrivals), strict=True)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return store, [numbers[name] for name in names], list(introductions)
 
 
-def _of_this_attempt(
-    store: dist.Store, here: Place, timeout: timedelta, shown: str, over: threading.Event
-) -> dist.Store:
-    """This attempt's own part of torchrun's store.
+def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, over: threading.Event) -> dist.Store:
+    """This attempt's own part of the store, which may hold entries of others.
 
-    The agent keeps one store across restarts, agents of several hosts may count restarts differently, and a
-    second run in the same processes uses it too. So rank 0 draws a name for the attempt and answers each
-    rank that asks, under a name which that rank has drawn: ranks of earlier attempts no longer ask.
+    torchrun's agent keeps one store across restarts, agents of several hosts may count restarts differently,
+    a file outlives a run that failed, and a second run in the same processes uses the same store. So rank 0
+    draws a name for the attempt and answers each rank that asks, under a name which that rank has drawn:
+    ranks of earlier attempts no longer ask.
     """
     name = secrets.token_hex(8)
     if here.rank == 0:
-        threading.Thread(target=_answer, args=(store.clone(), name, over), daemon=True).start()
+        answer = (store.clone(), name, here.world_size, over)
+        threading.Thread(target=_answer, args=answer, daemon=True).start()
         return dist.PrefixStore(f"attempt/{name}", store)
-    store.append("attempt/asking", f"{name} ")  # type: ignore[attr-defined]  # missing in torch's stub
+    store.set(f"asking/{here.rank}", name)
     try:
-        store.wait([f"attempt/answer/{name}"], timeout)
+        store.wait([f"answer/{name}"], timeout)
     except RuntimeError as error:
-        raise TimeoutError(f"waited {shown} for all {here.world_size} ranks; missing: [0]") from error
-    return dist.PrefixStore(f"attempt/{store.get(f'attempt/answer/{name}').decode()}", store)
+        hint = ""
+        if str(here.init_method).startswith("file:"):
+            hint = f"; check that it started, and that all hosts share the disk of {here.init_method}"
+        raise TimeoutError(
+            f"waited {_shown(timeout)} for all {here.world_size} ranks; missing: [0]{hint}"
+        ) from error
+    return dist.PrefixStore(f"attempt/{store.get(f'answer/{name}').decode()}", store)
 
 
-def _answer(store: dist.Store, name: str, over: threading.Event) -> None:
+def _answer(store: dist.Store, name: str, world_size: int, over: threading.Event) -> None:
     """Send `name` to all ranks that ask, until all have arrived or the run has given up: a thread that is in
     the store when Python ends takes the process down with SIGABRT."""
-    answered: set[str] = set()
+    answered: set[bytes] = set()
     with contextlib.suppress(RuntimeError):
-        while not over.is_set() and not store.check([f"attempt/{name}/met"]):
-            if store.check(["attempt/asking"]):
-                asking = set(store.get("attempt/asking").decode().split())
-                for other in asking - answered:
-                    store.set(f"attempt/answer/{other}", name)
-                answered |= asking
+        while not over.is_set():
+            for rank in range(1, world_size):
+                if store.check([f"asking/{rank}"]) and (asker := store.get(f"asking/{rank}")) not in answered:
+                    store.set(f"answer/{asker.decode()}", name)
+                    answered.add(asker)
             time.sleep(0.01)
 
 
@@ -178,7 +168,7 @@ def on_this_host(here: Place, hosts: list[int]) -> tuple[int, int]:
 
 
 def leave(here: Place, let_go: Callable[[], None]) -> None:
-    """At the end, remove the file in which the ranks met, so that the next run can use it (a collective).
+    """At the end, remove the file in which the ranks met (a collective).
 
     Args:
         let_go: ends all other use of the store in this process: writing to it would create the file again.
@@ -187,20 +177,26 @@ def leave(here: Place, let_go: Callable[[], None]) -> None:
         let_go()
         dist.barrier()  # no rank needs it any more
         if here.rank == 0:
-            with contextlib.suppress(OSError):  # this run has succeeded; the next one reports the file
+            with contextlib.suppress(OSError):  # the next run can use it as it is
                 _file(here.init_method).unlink(missing_ok=True)
         dist.barrier()  # no rank uses it again before it is removed
 
 
-def _open(init_method: str, here: Place, timeout: timedelta) -> tuple[dist.Store, bool]:
-    """The store, and whether rank 0 found entries of an earlier run in it."""
+def _open(init_method: str, here: Place, timeout: timedelta) -> dist.Store:
     url = urlsplit(init_method)
     if url.scheme == "file":
-        return _open_file(_file(init_method), here, timeout)
+        path = _file(init_method)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError as error:
+            raise UserError(f"distributed.init_method={init_method}: {error.strerror}") from error
+        # Not told the number of ranks: it would delete the file after that many had closed it.
+        return dist.FileStore(str(path))
     if url.scheme == "env":
-        return next(iter(dist.rendezvous(init_method, here.rank, here.world_size, timeout=timeout)))[0], False
+        return next(iter(dist.rendezvous(init_method, here.rank, here.world_size, timeout=timeout)))[0]
     listening = os.environ.pop(LISTENING, None) if here.rank == 0 else None  # one socket, for one store
-    store = dist.TCPStore(
+    return dist.TCPStore(
         str(url.hostname),
         int(url.port or 0),
         here.world_size,
@@ -210,41 +206,7 @@ def _open(init_method: str, here: Place, timeout: timedelta) -> tuple[dist.Store
         multi_tenant=True,
         master_listen_fd=None if listening is None else int(listening),
     )
-    return store, False
-
-
-def _open_file(path: Path, here: Place, timeout: timedelta) -> tuple[dist.Store, bool]:
-    """Rank 0 alone creates the file: if it exists already, it is an earlier run's.
-
-    The store does not get the number of ranks: it would delete the file after that many had closed it.
-    """
-    if here.rank == 0:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            is_stale = path.exists() and path.stat().st_size > 0
-            path.touch()
-        except OSError as error:
-            raise UserError(f"distributed.init_method={here.init_method}: {error.strerror}") from error
-        store = dist.FileStore(str(path))
-        store.set("made", "")
-        return store, is_stale
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not (path.exists() and path.stat().st_size > 0):
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"rank {here.rank} waited {_shown(timeout)} for rank 0 "
-                f"to write {path}; check that it started, and that all hosts share that disk"
-            )
-        time.sleep(0.05)
-    return dist.FileStore(str(path)), False
 
 
 def _file(init_method: str) -> Path:
     return Path(unquote(urlsplit(init_method).path))
-
-
-def _stale(here: Place) -> UserError:
-    return UserError(
-        f"distributed.init_method={here.init_method} contains data of an earlier run (or rank {here.rank} "
-        "was started twice); delete the file, or set one that does not exist"
-    )

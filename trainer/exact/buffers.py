@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from trainer.distributed.collectives import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.digits import from_digits, to_digits
+from trainer.exact.turns import Turns
 from trainer.local_shard import same_bits
-from trainer.turns import Turns
 
 _CHUNK = 1 << 12  # numbers of all leaves at once, since each takes some 50 times its memory
 

@@ -18,8 +18,8 @@ from trainer.exact.carried import Carried
 from trainer.exact.digits import from_digits, to_digits
 from trainer.exact.environment import NUM_THREADS
 from trainer.exact.norm import exact_norm
-from trainer.gradient_norm import gradient_norm
 from trainer.optim.combined import parts_of
+from trainer.optim.gradient_norm import gradient_norm
 from trainer.optim.trained import Trained
 from trainer.optim.whole_matrices import WholeMatrices
 

@@ -63,16 +63,9 @@ class Fields:
 
     def count(self, name: str) -> int:
         """A whole number, 0 or more, of at most 63 bits."""
-        value = self.integer(name)
-        if value < 0:
-            self.refuse(name, "a whole number, 0 or more")
-        return value
-
-    def integer(self, name: str) -> int:
-        """A whole number of at most 64 bits."""
         value: int = self._take(name, int, "a whole number")
-        if not -(1 << 63) <= value < 1 << 63:
-            self.refuse(name, "a whole number of at most 64 bits")
+        if not 0 <= value < 1 << 63:
+            self.refuse(name, "a whole number, 0 or more, of at most 63 bits")
         return value
 
     def number(self, name: str) -> float:

@@ -139,25 +139,20 @@ def _say_once(message: str) -> None:
     rank = told_rank()
     if rank:
         time.sleep(4 if launched_by() == "local" else 3)  # rank 0 may exit slowly; a verdict ends it after 5
-    if _said_on_this_host(message):
-        return
-    print(f"[rank {rank}] {message}" if rank else message, file=sys.stderr, flush=True)
+    if _is_first_to_say(message):
+        print(f"[rank {rank}] {message}" if rank else message, file=sys.stderr, flush=True)
 
 
-def _said_on_this_host(message: str) -> bool:
-    """Whether another rank has printed the same, which happens if rank 0 exits slowly.
+def _is_first_to_say(message: str) -> bool:
+    """Whether no other rank on this host has printed the same, as one has if rank 0 exits slowly.
 
-    torchrun has a directory for each attempt beside its ranks' error files, and removes it at the end; other
-    launchers have none.
+    The ranks mark it beside the file of their end, which other launchers than torchrun do not have.
     """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file is None:
-        return False
-    mark = Path(error_file).parents[1] / f"said_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
+    if (file_of_end := _end_file()) is None:
+        return True
+    mark = file_of_end.with_name(f"said_{hashlib.sha256(message.encode()).hexdigest()[:16]}")
     try:
         mark.touch(exist_ok=False)
-    except FileExistsError:
-        return True
-    except OSError:  # twice is better than never
-        return False
-    return False
+    except OSError:
+        return not mark.exists()  # twice is better than never
+    return True

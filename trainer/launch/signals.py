@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -82,15 +82,17 @@ def signal_at_parents_death(number: int = signal.SIGKILL) -> None:
 
 
 @contextmanager
-def stop_signals_to(act: Callable[[int], None]) -> Iterator[None]:
-    """Call `act` with the number of each signal that asks for a stop, while the ``with`` block runs.
+def stop_signals_to(
+    act: Callable[[int], None], numbers: Sequence[signal.Signals] = STOP_SIGNALS
+) -> Iterator[None]:
+    """Call `act` with each of `numbers`, signals that ask for a stop, while the ``with`` block runs.
 
     Does nothing outside the main thread, the only one to which Python delivers signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, lambda got, _: act(got)) for number in STOP_SIGNALS}
+    previous = {number: signal.signal(number, lambda got, _: act(got)) for number in numbers}
     try:
         yield
     finally:

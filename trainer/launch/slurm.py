@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from trainer.config import Config, SlurmLaunchConfig
@@ -22,6 +21,7 @@ from trainer.config.overrides import set_to
 from trainer.errors import StoppedBySignal, UserError
 from trainer.files.new_directory import new_run_dir
 from trainer.launch import fresh
+from trainer.launch.signals import stop_signals_to
 
 _POLL_S = 2.0
 # srun ends the other tasks this long after the first has ended: a rank that hangs would keep the job.
@@ -111,16 +111,15 @@ def _command(argv: Sequence[str]) -> str:
 def _wait(job: str, stop: Path) -> int:
     """Wait for the end of a job, even if it is requeued; a signal has it save and stop for good."""
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int) -> None:
         stop.touch()
         how = ["--signal=USR1"]
         with contextlib.suppress(ConnectionError):
             how = [] if _state(job)[0] == "PENDING" else how
         subprocess.run(["scancel", *how, job], check=False, timeout=60)
 
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        said = ""
+    said = ""
+    with stop_signals_to(pass_on, (signal.SIGINT, signal.SIGTERM)):
         while True:
             try:
                 state, status = _state(job)
@@ -131,9 +130,6 @@ def _wait(job: str, stop: Path) -> int:
                     said = str(error)
                     print(f"SLURM does not answer: {said}; asking again", file=sys.stderr, flush=True)
             time.sleep(_POLL_S)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     if state != "COMPLETED":
         how = state or "forgotten by SLURM"
         print(f"job {job} ended as {how}, status {status}", file=sys.stderr, flush=True)

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from trainer.exact.turns import Turns
 from trainer.local_shard import other_bits, own_rows, to_local
-from trainer.turns import Turns
 
 _PASSES_PER_UNIT = 4  # one unit in each pass would take 1 % of a small model's step on a CPU
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.agreement import gather_objects
+from trainer.distributed.collectives import all_gather_single
 from trainer.distributed.process_group import Dist
 from trainer.errors import ReplicasDifferError, first_few
 from trainer.local_shard import to_local
 from trainer.optim.train_state import TrainState
-from trainer.single_tensor import all_gather_single
 
 # Words of 32 bits hashed at a time: 512 KiB of int64 stay in a core's cache, 32 MiB keep a GPU busy.
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}

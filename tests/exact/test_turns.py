@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.turns import Turns
+from trainer.exact.turns import Turns
 
 
 @pytest.mark.parametrize(("num_parts", "interval"), [(1, 4), (12, 4), (8, 1)])
