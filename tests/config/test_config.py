@@ -71,64 +71,31 @@ def test_null_means_never_where_it_can_mean_nothing_else() -> None:
     assert not any(map(train.logs, range(100)))
 
 
-def test_groups_are_not_empty() -> None:
-    assert len(EXPERIMENTS) >= 4
-    assert {"strategy", "comm", "model", "data", "optim", "schedule", "checkpoint"} <= {
-        option.split("=")[0] for option in OPTIONS
-    }
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("+foo=1", "foo is not a setting"),
-        _slow("+train.epoch=1", "train.epoch is not a setting; did you mean train.epochs?"),
-        (
-            "+strategy.bucket_cap=1",
-            "strategy.bucket_cap is not a setting; did you mean strategy.bucket_cap_mb?",
-        ),
-        _slow("+data.root=x", "data.root is not a setting"),
         ("+train.batch_size=8", "train.batch_size is not a setting; did you mean train.global_batch_size?"),
         ("+train.seed=8", "train.seed is not a setting; did you mean seed?"),
         ("+train.colour=red", "train.colour is not a setting; `python train.py --cfg job` prints"),
         ("train.epochs=many", "train.epochs: Value 'many' of type 'str' could not be converted to Integer"),
-        _slow("train.compile=perhaps", "train.compile: Value 'perhaps' is not a valid bool"),
         ("train.epochs=0", "train.epochs is 0, but must be at least 1"),
-        _slow("train.max_steps=0", "train.max_steps is 0, but must be at least 1"),
         ("optim.lr=nan", "optim.lr is nan, but must be a finite number"),
         _slow("optim.lr=-1", "optim.lr is -1, but must be at least 0"),
         ("optim.lr=fast", "optim.lr is 'fast', but must be a number"),
-        _slow("schedule.final_fraction=inf", "schedule.final_fraction is inf, but must be a finite number"),
         _slow("train.precision=fp8", "train.precision is fp8, but must be one of fp32, bf16, fp16"),
-        _slow("train.clip_grad_norm=0", "train.clip_grad_norm is 0.0, but must be greater than 0"),
         _slow("seed=-1", "seed is -1, but must be from 0 to 2**64 - 1"),
-        _slow("seed=18446744073709551616", "seed is 18446744073709551616, but must be from 0 to 2**64 - 1"),
         _slow("run_dir=", "run_dir is empty, but must be a path, or null"),
-        _slow("resume=", "resume is empty, but must be auto, the path of a checkpoint, or null"),
-        _slow(
-            "strategy.bucket_cap_mb=1e300",
-            "strategy.bucket_cap_mb is 1e+300, but must be greater than 0, and at",
-        ),
-        _slow(
-            "comm=ring comm.segment_mb=1e300",
-            "comm.segment_mb is 1e+300, but must be at least 0.01, and at most",
-        ),
         _slow("train=5", "train is 5, but must hold settings: train.NAME=VALUE"),
-        _slow("distributed=null", "distributed is None, but must hold settings"),
         _slow(
             "distributed.timeout_s=1e300",
             "distributed.timeout_s is 1e+300, but must be greater than 0, and at",
         ),
-        _slow("distributed.timeout_s=0", "distributed.timeout_s is 0.0, but must be greater than 0"),
         _slow("train.epochs=???", "train.epochs has no value"),
         _slow("~model._target_", "model has no _target_"),
         _slow(
             "strategy.first_bucket_mb=30",
             "strategy.first_bucket_mb is 30.0, but must be at most strategy.bucket_cap_mb, 25.0",
-        ),
-        _slow(
-            "checkpoint.keep_best={metric:eval/loss,mode:low}",
-            "checkpoint.keep_best.mode is low, but must be one of min, max",
         ),
         _slow(
             "strategy=fsdp strategy.shard_group=0",
@@ -139,10 +106,6 @@ def test_groups_are_not_empty() -> None:
             "checkpoint.keep_best needs evaluations",
         ),
         _slow("train.epochs=null", "train.epochs is null, but must have a value"),
-        _slow(
-            "train.stop=eval/loss",
-            "train.stop has several values; set null, or 'train.stop={metric: ..., patience: ...,",
-        ),
         ("train.stop=[eval/loss]", "train.stop has several values; set null, or 'train.stop={metric: ...,"),
         ("launch=slurm launch.parameters=[a]", "launch.parameters: a list, but must be {NAME: VALUE, ...}"),
         ("data.order=ByLength", "data.order names a class or a function; set null, or 'data.order={_target_"),
@@ -152,10 +115,6 @@ def test_groups_are_not_empty() -> None:
         ),
         _slow(
             "train.stop={patience:3}", "train.stop.metric has no value; set 'train.stop={metric: ..., ...}'"
-        ),
-        _slow(
-            "+strategy.shard_group=host",
-            "strategy.shard_group is not a setting here, but under strategy=fsdp",
         ),
     ],
 )
@@ -172,13 +131,11 @@ def test_refuses(override: str, words: str) -> None:
         ("train.epoch=1", "train.epoch is not a setting; did you mean train.epochs?"),
         ("epochs=1", "epochs is not a setting; did you mean train.epochs?"),
         ("experimint=digits_mlp", "experimint is not a setting; did you mean experiment?"),
-        _slow("checkpoints=sharded", "checkpoints is not a setting; did you mean checkpoint?"),
         _slow("qqq=1", "qqq is not a setting; `python train.py --cfg job` prints all settings"),
         _slow(
             "experiment=digits_mpl",
-            "experiment is digits_mpl, but must be one of digits_mlp, digits_resnet",
+            "; did you mean experiment=digits_mlp?",
         ),
-        _slow("experiment=digits_mpl", "; did you mean experiment=digits_mlp?"),
         _slow(
             "strategy=zero", "strategy is zero, but must be one of ddp, dp, fsdp, parameter_server, single"
         ),
@@ -193,18 +150,13 @@ def test_refuses(override: str, words: str) -> None:
         _slow(
             "strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"
         ),
-        _slow("data={dataset:{colour:1}}", "data.dataset.colour is not a setting"),
         _slow("data.dataset.colour=1", "(+data.dataset.colour=VALUE passes it to data.dataset._target_"),
-        _slow(
-            "+train=5", "Could not append to config. An item is already at 'train'. Either remove + prefix"
-        ),
         _slow("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),
         _slow("run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value"),
         _slow(
             "train.stop.metric=eval/loss",
             "has no place, since train.stop is null; set all of it: 'train.stop={metric: ...",
         ),
-        _slow("comm.segment=1", "comm.segment is not a setting; did you mean comm.segment_mb?"),
     ],
 )
 def test_what_hydra_refuses_before_us_is_told_with_what_was_meant(override: str, words: str) -> None:
@@ -215,12 +167,9 @@ def test_what_hydra_refuses_before_us_is_told_with_what_was_meant(override: str,
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("override", ["model=null", "optim=5", "comm=null"])
-def test_what_hydra_trips_over_is_a_mistake_in_the_settings(
-    monkeypatch: pytest.MonkeyPatch, override: str
-) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py", override])
-    with pytest.raises(UserError, match=f"^{override} cannot be composed: .+$"):
+def test_what_hydra_trips_over_is_a_mistake_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "model=null"])
+    with pytest.raises(UserError, match=r"^model=null cannot be composed: .+$"):
         compose()
 
 
@@ -249,7 +198,7 @@ def test_flatten_names_settings_as_the_command_line_does() -> None:
     assert all(not isinstance(value, dict) or not value for value in flat.values())
 
 
-@pytest.mark.parametrize("ask", [["--help"], ["--cfg", "job"], ["--info", "all"]])
+@pytest.mark.parametrize("ask", [["--help"], ["--cfg", "job"]])
 def test_a_reader_that_has_read_enough_is_no_mistake(ask: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # as `| head` does
@@ -257,12 +206,6 @@ def test_a_reader_that_has_read_enough_is_no_mistake(ask: list[str]) -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
-
-
-def test_config_imports_no_torch() -> None:
-    files = list(Path(CONF.parent, "trainer", "config").glob("*.py"))
-    assert files
-    assert not [file.name for file in files if "import torch" in file.read_text()]
 
 
 @pytest.mark.parametrize(
@@ -277,22 +220,12 @@ def test_config_imports_no_torch() -> None:
             "comm.wire_dtype=bf16 needs strategy=ddp, but strategy=single",
         ),
         _slow(
-            ["comm=ring", "comm.wire_dtype=fp8"],
-            "comm.wire_dtype is fp8, but must be one of fp32, bf16, fp16",
-        ),
-        _slow(
             ["train.compile_mode=max-autotune"],
             "train.compile_mode is max-autotune, but train.compile is false",
-        ),
-        _slow(
-            ["comm=hierarchical", "comm.segment_mb=0"], "comm.segment_mb is 0.0, but must be at least 0.01"
         ),
         (["comm=hook"], "comm.hook._target_ has no value"),
         _slow(
             ["comm=hook", "comm.hook._target_=f", "+comm.wire_dtype=bf16"], "comm.wire_dtype is not a setting"
-        ),
-        _slow(
-            ["comm.algorithm=butterfly"], "comm.algorithm is butterfly, but must be one of auto, native, ring"
         ),
     ],
 )

@@ -81,7 +81,6 @@ def seen(tmp_path: Path) -> dict[str, dict]:  # type: ignore[type-arg]
         ({"0": "0", "1": "0"}, 0),
         ({"0": "2", "1": "hang"}, 2),
         ({"0": "3", "1": "1"}, 3),
-        pytest.param({"0": "1", "1": "75"}, 1, marks=pytest.mark.slow),
         ({"0": "hang", "1": "kill"}, 1),
     ],
 )
@@ -135,9 +134,7 @@ def test_what_has_not_saved_yet_begins_again_where_it_began(
     ("attempts", "expected"),
     [
         ([{"0": "3"}], 1),
-        ([{"0": "75"}], 1),
         ([{"0": "fault 7"}], 2),  # the same again, of another pid
-        ([{"0": "fault 7"}, {"0": "fault 8"}, {"0": "fault 9"}], 3),
     ],
 )
 def test_a_final_end_is_not_tried_again(

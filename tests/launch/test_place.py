@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -201,6 +202,20 @@ def test_ranks_by_hand_meet_in_a_file_also_after_one_to_which_none_came(tmp_path
     places = run_ranks(met, 2, file.as_uri(), times=2, init=False)
     assert places == [(0, 0, 2, (0, 0)), (1, 1, 2, (0, 0))]
     assert not file.exists()
+
+
+def test_a_rank_that_was_started_twice_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "AT_LEAST_S", 0)
+    file, patience = tmp_path / "store", timedelta(seconds=2)
+    first = Place(0, 3, None, None, None, None, file.as_uri())
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(rendezvous.meet, replace(first, rank=rank), {}, patience) for rank in (0, 1)]
+        while b"arrived/1" not in (file.read_bytes() if file.exists() else b""):
+            assert not any(each.done() for each in waiting)
+            time.sleep(0.01)
+        with pytest.raises(UserError, match=r"^rank 1 was started twice at file://.*; start each rank once$"):
+            rendezvous.meet(replace(first, rank=1), {}, patience)
+    assert all("missing: [2]" in str(each.exception()) for each in waiting)
 
 
 @pytest.fixture
