@@ -2,14 +2,15 @@
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
@@ -20,41 +21,41 @@ from trainer.errors import UserError
 STEP = "checkpoints/step_00000003"
 
 
-def _save(run_dir: Path, format: str) -> dict[str, Any]:
+def _save(run_dir: Path) -> dict[str, Tensor]:
     state = tiny.train_state(sharded=True)
     tiny.train(state, 3)
-    tiny.checkpointer(run_dir, format=format, state=state).save(state, {"eval/loss": 0.25})
-    return tiny.everything(state)
+    tiny.checkpointer(run_dir, format="sharded", state=state).save(state, {"eval/loss": 0.25})
+    return tiny.everything(state)["tensors"]
 
 
-@pytest.mark.parametrize(
-    ("format", "to"),
-    [
-        ("full", "safetensors"),
-        ("sharded", "torch"),
-        pytest.param("sharded", "hf", marks=pytest.mark.slow),
-    ],
-)
-def test_weights_alone_can_be_taken_elsewhere(tmp_path: Path, format: str, to: str) -> None:
-    saved = run_ranks(_save, 2, tmp_path, format)[0]
-    out = tmp_path / f"weights.{to}"
-    assert main(["convert", str(tmp_path / STEP), str(out), "--to", to]) == 0
+Saved = tuple[Path, dict[str, Tensor]]  # a run directory, and the tensors of its checkpoint
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    run_dir = tmp_path_factory.mktemp("saved")
+    return run_dir, run_ranks(_save, 2, run_dir)[0]
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "hf"])
+def test_weights_alone_can_be_taken_elsewhere(tmp_path: Path, saved: Saved, to: str) -> None:
+    (run_dir, tensors), out = saved, tmp_path / f"weights.{to}"
+    assert main(["convert", str(run_dir / STEP), str(out), "--to", to]) == 0
     net = tiny.Net()
     load_weights(net, out)
     for name, tensor in net.state_dict().items():
-        assert torch.equal(tensor, saved["tensors"][f"model.{name}"])
+        assert torch.equal(tensor, tensors[f"model.{name}"])
     if to == "torch":
         tiny.Net().load_state_dict(torch.load(out, weights_only=True))
 
 
-def test_a_folder_that_dcp_loads(tmp_path: Path) -> None:
-    saved = run_ranks(_save, 2, tmp_path, "sharded")[0]
-    out = tmp_path / "dcp"
-    assert main(["convert", str(tmp_path / STEP), str(out), "--to", "dcp", "--dtype", "bf16"]) == 0
+def test_a_folder_that_dcp_loads(tmp_path: Path, saved: Saved) -> None:
+    (run_dir, tensors), out = saved, tmp_path / "dcp"
+    assert main(["convert", str(run_dir / STEP), str(out), "--to", "dcp", "--dtype", "bf16"]) == 0
     net = tiny.Net()
     dcp.load(net.state_dict(), checkpoint_id=out, no_dist=True)
     for name, tensor in net.state_dict().items():
-        expected = saved["tensors"][f"model.{name}"]
+        expected = tensors[f"model.{name}"]
         assert torch.equal(tensor, expected.bfloat16().float() if tensor.is_floating_point() else expected)
 
 
@@ -104,8 +105,8 @@ def test_a_folder_of_several_files_and_a_config(tmp_path: Path, capsys: pytest.C
         load_weights(model, out)
 
 
-def test_show_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(_save, 2, tmp_path, "sharded")
+def test_show_and_verify(tmp_path: Path, saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(saved[0], tmp_path, symlinks=True, dirs_exist_ok=True)
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     for expected in ("intact", "step          3 (epoch 0, sample 36)", "test on 2 ranks", "eval/loss 0.25"):
@@ -125,33 +126,31 @@ def test_show_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 def test_what_a_killed_attempt_left_is_not_in_the_way(
-    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, saved: Saved, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_ranks(_save, 1, tmp_path, "full")
-    out = tmp_path / "out"
+    command = ["convert", str(saved[0] / STEP), str(out := tmp_path / "out"), "--to", to]
     with monkeypatch.context() as killed:  # before its end, and without any cleaning up
         killed.setattr(convert, "appear", Mock(side_effect=KeyboardInterrupt))
         killed.setattr(convert.shutil, "rmtree", Mock())
         killed.setattr(Path, "unlink", Mock())
         with pytest.raises(KeyboardInterrupt):
-            main(["convert", str(tmp_path / STEP), str(out), "--to", to])
+            main(command)
     assert not out.exists()
     for folder in (tmp_path / ".tmp_out", *tmp_path.glob(".tmp_*/out")):
         if folder.is_dir():
             (folder / "left").touch()
-    assert main(["convert", str(tmp_path / STEP), str(out), "--to", to]) == 0
+    assert main(command) == 0
     assert not (out / "left").exists(), "nothing of the attempt before is in it"
 
 
 @pytest.mark.parametrize("to", ["torch", "hf"])
 def test_a_full_disk_is_told_in_a_line(
-    tmp_path: Path, to: str, small_disk: Path, capsys: pytest.CaptureFixture[str]
+    saved: Saved, to: str, small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_ranks(_save, 1, tmp_path, "full")
     with contextlib.suppress(OSError), (small_disk / "ballast").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-    assert main(["convert", str(tmp_path / STEP), str(small_disk / "out"), "--to", to]) == 2
+    assert main(["convert", str(saved[0] / STEP), str(small_disk / "out"), "--to", to]) == 2
     said = capsys.readouterr().err
     assert "No space left on device" in said and said.count("\n") == 1
     assert [path.name for path in small_disk.iterdir()] == ["ballast"]

@@ -120,13 +120,7 @@ def test_units_are_computed_twice_and_keep_less() -> None:
 def _hashes(root: Path) -> list[str]:
     options = (
         *("data=text", "model=gpt", "data.dataset.block_size=16", "model.width=16", "model.depth=2"),
-        *(
-            "model.num_heads=2",
-            "model.dropout=0.1",
-            "optim=adamw",
-            "train.max_steps=3",
-            "strategy=fsdp",
-        ),
+        *("model.num_heads=2", "model.dropout=0.1", "optim=adamw", "train.max_steps=3", "strategy=fsdp"),
         *("train.eval_every_epochs=0", "checkpoint.every_epochs=null", "train.global_batch_size=4"),
     )
     found = []

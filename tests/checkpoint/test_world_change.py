@@ -23,10 +23,9 @@ PS_ALL = (*PS, "strategy.servers=all")
 # All that write and all that read: what passes between the two is the files alone.
 CHANGES = {
     "fsdp 2, sharded -> ddp 3": (2, (*FSDP, SHARDED), 3, DDP),
-    "fsdp 4, hybrid -> fsdp 3": (4, (*HYBRID, SHARDED), 3, FSDP),
     "ddp 3 -> fsdp 4, hybrid": (3, DDP, 4, HYBRID),
-    "fsdp 2, full -> single": (2, FSDP, 1, SINGLE),
-    "ddp 2, sharded -> ps 1+2": (2, (*DDP, SHARDED), 3, PS),
+    "fsdp 4, hybrid, sharded -> single": (4, (*HYBRID, SHARDED), 1, SINGLE),
+    "fsdp 2 -> ps 1+2": (2, FSDP, 3, PS),
     "ps 1+2, sharded -> ps all 3": (3, (*PS, SHARDED), 3, PS_ALL),
     "ps all 3 -> fsdp 2": (3, PS_ALL, 2, FSDP),
 }

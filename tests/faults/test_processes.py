@@ -35,18 +35,13 @@ def test_how_a_child_is_and_how_it_ended() -> None:
     assert (processes.state(pid), processes.ending(pid)) == ("dead", None)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("memory.events", "max 7\noom 1\noom_kill {}\n"), ("memory.oom_control", "under_oom 0\noom_kill {}\n")],
-)
-def test_a_kill_for_want_of_memory_is_seen(
-    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / name).write_text(text.format(3))
-    monkeypatch.setattr(processes, "memory_files_of", lambda pid: [tmp_path / name])
+def test_a_kill_for_want_of_memory_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, text = tmp_path / "memory.events", "max 7\noom 1\noom_kill {}\n"
+    file.write_text(text.format(3))
+    monkeypatch.setattr(processes, "memory_files_of", lambda pid: [file])
     kills = processes.MemoryKills([1])
-    (tmp_path / name).write_text(text.format(4))
-    assert kills.words() == f"for lack of memory, according to the cgroup ({tmp_path / name})"
+    file.write_text(text.format(4))
+    assert kills.words() == f"for lack of memory, according to the cgroup ({file})"
     assert processes.MemoryKills([1]).words() is None
 
 

@@ -2,15 +2,8 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 from trainer.faults import exit_report
-from trainer.faults.ending import Ending
-from trainer.faults.heartbeat import Heartbeat
-from trainer.faults.verdict import Verdict
 from trainer.run_dir import result
 
 
@@ -36,17 +29,3 @@ def test_a_disk_that_takes_no_failure_raises_none(tmp_path: Path) -> None:
     (tmp_path / exit_report.FAILURE).mkdir()
     assert not exit_report.write_failure(tmp_path, {"status": 2, "message": "the disk is full"})
     assert [path.name for path in tmp_path.iterdir()] == [exit_report.FAILURE]
-
-
-@pytest.mark.parametrize("takes_it", [True, False])
-def test_only_a_failure_that_is_written_is_pointed_to(
-    takes_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    if not takes_it:
-        (tmp_path / exit_report.FAILURE).mkdir()
-    monkeypatch.setattr(exit_report, "leave", lambda status: None)
-    members: Any = [SimpleNamespace(rank=rank, host=rank, attempt=0) for rank in range(2)]
-    ending = Ending(Heartbeat(), 0, members, {}, None, 5.0, lambda: None)
-    ending.writes_to(tmp_path)
-    ending.end(Verdict((1,), "lost", 1, "host 1 is lost"))
-    assert ("failure.json and stacks/ say more" in capfd.readouterr().err) == takes_it
