@@ -25,11 +25,12 @@ class LeafBuffers:
 
     def __init__(self, model: nn.Module, num_leaves: int) -> None:
         self._model, self._num_leaves = model, num_leaves
-        self._owners = {
-            name: model.get_submodule(name.rpartition(".")[0])
-            for name, _ in model.named_buffers(remove_duplicate=False)
+        self._places = {
+            f"{prefix}.{name}".lstrip("."): (module, name)
+            for prefix, module in model.named_modules()
+            for name, _ in module.named_buffers(recurse=False)
         }
-        self._names = list(self._owners)
+        self._names = list(self._places)
         self._changing: list[str] | None = None
         self._begin: dict[str, Tensor] = {}
         self._still: dict[str, Tensor] = {}  # copies of those that do not change, compared in turns
@@ -66,7 +67,7 @@ class LeafBuffers:
                 step made one.
         """
         made, self._made = self._made, []
-        if late := {name for name, _ in self._model.named_buffers()} - self._owners.keys():
+        if late := {name for name, _ in self._model.named_buffers()} - self._places.keys():
             raise UserError(
                 f"train.exact: a step made the buffer {min(late)}, without a mean over leaves; register it "
                 "in __init__"
@@ -102,27 +103,27 @@ class LeafBuffers:
             )
         return sorted(changed, key=lambda name: not self._buffer(name).is_floating_point())
 
+    @torch.no_grad()
     def _set_means(self, names: list[str], made: list[dict[str, Tensor]]) -> None:
         """Set the means over all ranks' leaves, of which this rank has made these (a collective)."""
-        rows = torch.stack([torch.cat([_flat(leaf[name]) for name in names]) for leaf in made])
-        num_floats = sum(made[0][name].numel() for name in names if made[0][name].is_floating_point())
-        numbers = torch.cat([rows, rows[:, num_floats:].square()], 1)
+        columns = [_rows([leaf[name] for leaf in made]) for name in names]
+        rows, widths = torch.cat(columns, 1), [column.shape[1] for column in columns]
+        num_floats = sum(self._buffer(name).is_floating_point() for name in names)
+        floats, wholes = names[:num_floats], names[num_floats:]
+        numbers = torch.cat([rows, *(column.square() for column in columns[num_floats:])], 1)
         digits = torch.cat([to_digits(part) for part in numbers.split(_CHUNK, 1)], 1)
-        sums, squares = from_digits(sum_over_ranks(digits)).tensor_split([rows.shape[1]])
-        # n numbers are equal if n times the sum of their squares is the square of their sum, and only then.
-        differ = squares * self._num_leaves != sums[num_floats:].square()
-        begin = 0
-        for name in names:
-            buffer, end = self._buffer(name), begin + len(_flat(made[0][name]))
-            if buffer.is_floating_point():
-                with torch.no_grad():
-                    buffer.copy_((sums[begin:end] / self._num_leaves).view(buffer.shape))
-            elif differ[begin - num_floats : end - num_floats].any():
+        *sums, squares = from_digits(sum_over_ranks(digits)).split([*widths, numbers.shape[1] - sum(widths)])
+        for name, total in zip(floats, sums, strict=False):
+            buffer = self._buffer(name)
+            buffer.copy_((total / self._num_leaves).view(buffer.shape))
+        of_wholes = zip(sums[num_floats:], squares.split(widths[num_floats:]), strict=True)
+        for name, (total, of_squares) in zip(wholes, of_wholes, strict=True):
+            # n numbers are equal if n times the sum of their squares is the square of their sum; only then.
+            if (of_squares * self._num_leaves != total.square()).any():
                 raise UserError(
-                    f"train.exact: leaves leave {name}, a buffer of {buffer.dtype}, with other values, and "
-                    "whole numbers have no mean; set train.exact=null"
+                    f"train.exact: leaves leave {name}, a buffer of {self._buffer(name).dtype}, with other "
+                    "values, and whole numbers have no mean; set train.exact=null"
                 )
-            begin = end
 
     def _copies(self) -> dict[str, Tensor]:
         """Of the buffers that change; of all, as long as these are not known."""
@@ -130,10 +131,11 @@ class LeafBuffers:
         return {name: self._buffer(name).clone() for name in names}
 
     def _buffer(self, name: str) -> Tensor:
-        return self._owners[name].get_buffer(name.rpartition(".")[2])
+        module, own_name = self._places[name]
+        return getattr(module, own_name)  # type: ignore[no-any-return]
 
 
-def _flat(buffer: Tensor) -> Tensor:
-    """Its numbers as float64; of whole numbers their bytes, since no float64 is 2**53 + 1."""
-    row = buffer.detach().contiguous().reshape(-1)
-    return (row if row.is_floating_point() else row.view(torch.uint8)).double()
+def _rows(values: list[Tensor]) -> Tensor:
+    """A row of float64 for each value; of whole numbers their bytes, since no float64 is 2**53 + 1."""
+    rows = torch.stack(values).reshape(len(values), values[0].numel())
+    return (rows if rows.is_floating_point() else rows.view(torch.uint8)).double()

@@ -26,9 +26,8 @@ def to_digits(numbers: Tensor) -> Tensor:
     counted mean nothing.
     """
     scaled = numbers.double() * _scales(numbers.device).view(-1, *[1] * numbers.ndim)
-    parts = scaled[:-2].trunc()
-    digits = torch.sub(parts[1:], parts[:-1], alpha=_BASE)
-    return torch.cat([digits, ~(scaled[-2:] < _BEYOND)]).long().sum(1)
+    parts, beyond = scaled[:-2].trunc_(), ~(scaled[-2:] < _BEYOND)
+    return torch.cat([torch.sub(parts[1:], parts[:-1], alpha=_BASE), beyond]).long().sum(1)
 
 
 def from_digits(sums: Tensor) -> Tensor:
