@@ -132,7 +132,7 @@ class LeafBuffers:
 
     def _buffer(self, name: str) -> Tensor:
         module, own_name = self._places[name]
-        return getattr(module, own_name)  # type: ignore[no-any-return]
+        return getattr(module, own_name)
 
 
 def _rows(values: list[Tensor]) -> Tensor:
