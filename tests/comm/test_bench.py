@@ -14,7 +14,6 @@ import torch
 
 from benchmarks import allreduce as bench
 from tests.ranks import run_ranks
-from trainer.comm.algorithms.all_reduce import ALGORITHMS
 from trainer.comm.transport.executor import CpuExecutor
 
 
@@ -23,21 +22,6 @@ def _bench(*argv: str) -> tuple[int, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = bench.main(argv)
     return code, out.getvalue()
-
-
-def test_every_algorithm_is_right(tmp_path: Path) -> None:
-    file = tmp_path / "bench.json"
-    command = ["--sizes", "0,8,40000", "--rounds", "2", "--json", str(file)]
-    results = run_ranks(_bench, 3, *command, init=False, hosts=[0, 0, 1])
-    assert [code for code, _ in results] == [0, 0, 0], results
-    assert results[1][1] == ""
-    rows = json.loads(file.read_text())["rows"]
-    assert {(row["size"], row["algorithm"]) for row in rows} == {
-        (size, algorithm) for size in (0, 8, 40000) for algorithm in ("native", *ALGORITHMS)
-    }
-    for row in rows:
-        assert row["algbw_gb_s"] == pytest.approx(row["size"] / row["seconds"] / 1e9)
-        assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] * 4 / 3)
 
 
 def _with_zeros(*argv: str) -> tuple[int, str]:
@@ -53,8 +37,9 @@ def _with_zeros(*argv: str) -> tuple[int, str]:
     return _bench(*argv)
 
 
-def test_wrong_elements_are_counted() -> None:
-    command = ["--sizes", "4000", "--rounds", "1", "--algorithms", "native,ring"]
+def test_wrong_elements_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    command = ["--sizes", "4000", "--rounds", "1", "--algorithms", "native,ring", "--json", str(file)]
     results = run_ranks(_with_zeros, 2, *command, init=False)
     assert [code for code, _ in results] == [1, 1]
     native, ring = results[0][1].splitlines()[-2:]
@@ -62,3 +47,5 @@ def test_wrong_elements_are_counted() -> None:
     wrong = int(ring.split()[-1])
     expected = bench.addends(1000, 0, 2)[1][-3:].count_nonzero()
     assert wrong == expected > 0
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["algbw_gb_s"] == pytest.approx(row["size"] / row["seconds"] / 1e9)

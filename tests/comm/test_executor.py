@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.comm.threads import run_threads
 from tests.ranks import RankFailure, run_ranks
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.transport import mailbox
@@ -20,9 +19,6 @@ from trainer.comm.transport.blame import PeerError
 from trainer.comm.transport.executor import CpuExecutor
 from trainer.comm.transport.gloo import GlooLinks
 
-SHAPES = [[0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 1]]
-QUICK = SHAPES[:1]
-SIZES = [0, 1, 7, 1000, 200_003]  # the last in 13 to 25 segments of 64 KiB
 WIRES = [None, torch.bfloat16, torch.float16]
 # Relative to the sum of magnitudes: some roundings of the coarsest dtype on the way; a lost rank is 1/6.
 TOLERANCE = {torch.float64: 1e-15, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -33,12 +29,11 @@ def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.sin(torch.arange(numel, dtype=torch.float32) * (0.37 + rank) + rank).to(dtype)
 
 
-def check(
-    links: GlooLinks, algorithms: Sequence[str], hosts: list[int], sizes: Sequence[int], segment_bytes: int
-) -> dict[str, int]:
+def check(algorithms: Sequence[str], hosts: list[int], sizes: Sequence[int]) -> dict[str, int]:
     """All dtypes with all wire dtypes: the hash of this rank's result, by case; rank 0 checks the result."""
+    links = GlooLinks(dist.new_group(backend="gloo"), 20.0)
     executors = {
-        (algorithm, wire): CpuExecutor(links, build(algorithm, links.rank, hosts), hosts, wire, segment_bytes)
+        (algorithm, wire): CpuExecutor(links, build(algorithm, links.rank, hosts), hosts, wire, 1 << 16)
         for algorithm in algorithms
         for wire in WIRES
     }
@@ -62,35 +57,21 @@ def check(
     return hashes
 
 
-def same_bits(hashes: list[dict[str, int]]) -> int:
-    """The number of all-reduces after which all ranks held the same bits, which is that of all."""
+@pytest.mark.parametrize(
+    ("hosts", "sizes"),
+    [
+        ([0, 0, 0], [0, 7, 1000]),
+        # The last in 13 to 25 segments of 64 KiB.
+        pytest.param([0, 0, 1, 1], [1, 200_003], marks=pytest.mark.slow),
+        pytest.param([0, 0, 0, 1], [7, 200_003], marks=pytest.mark.slow),
+    ],
+    ids=lambda value: "".join(map(str, value)) if len(value) > 2 else None,
+)
+def test_all_ranks_have_the_same_bits_of_the_right_sum(hosts: list[int], sizes: list[int]) -> None:
+    hashes = run_ranks(check, len(hosts), list(ALGORITHMS), hosts, sizes)
+    assert len(hashes[0]) == len(sizes) * len(ALGORITHMS) * len(WIRES) * len(TOLERANCE)
     for case in hashes[0]:
         assert {theirs[case] for theirs in hashes} == {hashes[0][case]}, f"{case}: ranks hold different bits"
-    return len(hashes[0])
-
-
-OF_A_SIZE = len(ALGORITHMS) * len(WIRES) * len(TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    "hosts",
-    [pytest.param(hosts, marks=[pytest.mark.slow] * (hosts not in QUICK)) for hosts in SHAPES],
-    ids=lambda hosts: "".join(map(str, hosts)),
-)
-def test_small_and_large_buckets(hosts: list[int]) -> None:
-    small, large = SIZES[:-1], SIZES[-1:]
-    assert same_bits(run_threads(check, len(hosts), ALGORITHMS, hosts, small, 1 << 10)) == 4 * OF_A_SIZE
-    assert same_bits(run_threads(check, len(hosts), ALGORITHMS, hosts, large, 1 << 16)) == OF_A_SIZE
-
-
-def check_by_gloo(hosts: list[int], sizes: list[int]) -> dict[str, int]:
-    return check(GlooLinks(dist.new_group(backend="gloo"), 20.0), list(ALGORITHMS), hosts, sizes, 1 << 16)
-
-
-@pytest.mark.slow
-def test_real_processes_on_two_hosts() -> None:
-    hosts = [0, 0, 1, 1]
-    assert same_bits(run_ranks(check_by_gloo, 4, hosts, [7, 200_003])) == 2 * OF_A_SIZE
 
 
 def first_messages(folder: str) -> tuple[int, list[int]]:
@@ -126,16 +107,21 @@ def test_a_long_tmpdir_and_strangers_are_in_nobodys_way(tmp_path: Path) -> None:
     assert run_ranks(first_messages, 2, str(folder)) == [(2, strangers), (1, strangers)]
 
 
-def average_large_numbers(links: GlooLinks, hosts: list[int]) -> torch.Tensor:
-    executor = CpuExecutor(links, build("ring", links.rank, hosts), hosts, torch.float16)
+def average_large_numbers(hosts: list[int]) -> torch.Tensor:
+    executor = _ring(hosts, torch.float16)
     bucket = torch.full((100,), 30_000.0)
     executor.run(bucket, divisor=len(hosts))
     executor.close()
     return bucket
 
 
+def _ring(hosts: list[int], wire: torch.dtype | None = None, timeout_s: float = 10.0) -> CpuExecutor:
+    links = GlooLinks(dist.new_group(backend="gloo"), timeout_s)
+    return CpuExecutor(links, build("ring", links.rank, hosts), hosts, wire)
+
+
 def test_sums_do_not_overflow_on_an_fp16_wire() -> None:
-    for mean in run_threads(average_large_numbers, 4, [0, 0, 1, 1]):
+    for mean in run_ranks(average_large_numbers, 3, [0, 0, 1]):
         assert torch.equal(mean, torch.full((100,), 30_000.0))
 
 
@@ -143,7 +129,7 @@ def sum_without(deaf: int, hosts: list[int]) -> None:
     """Rank `deaf` forgets to add what it receives."""
     if dist.get_rank() == deaf:
         torch.Tensor.add_ = lambda self, other: self  # type: ignore[method-assign,assignment]
-    check(GlooLinks(dist.new_group(backend="gloo"), 20.0), ["ring"], hosts, [1000], 1 << 10)
+    check(["ring"], hosts, [1000])
 
 
 def test_a_rank_that_does_not_add_is_caught() -> None:
@@ -151,53 +137,36 @@ def test_a_rank_that_does_not_add_is_caught() -> None:
         run_ranks(sum_without, 3, 1, [0, 0, 1])
 
 
-def disagree(hosts: list[int]) -> str:
-    """Rank 1 comes with one element less."""
-    rank = dist.get_rank()
-    group = dist.new_group(backend="gloo")
-    executor = CpuExecutor(GlooLinks(group, 10.0), build("ring", rank, hosts), hosts)
-    executor.run(torch.ones(100))
+def disagree(hosts: list[int], earlier: list[int], timeout_s: float) -> str:
+    """What is said where rank 1 comes with 99 elements and rank 0 with 98, after buckets of `earlier`."""
+    executor = _ring(hosts, timeout_s=timeout_s)
+    for numel in earlier:
+        executor.run(torch.ones(numel))
     try:
-        executor.run(torch.ones(99 if rank == 1 else 98))
+        executor.run(torch.ones(98 + dist.get_rank()))
     except PeerError as error:
         return f"{error.peer}: {error}"
     return "no error"
 
 
-@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
-def test_ranks_with_buckets_of_different_lengths_say_so(hosts: list[int]) -> None:
-    first, second = run_ranks(disagree, 2, hosts)
+def test_ranks_with_buckets_of_different_lengths_say_so() -> None:
+    first, second = run_ranks(disagree, 2, [0, 1], [100], 10.0)
     assert first.startswith("1: rank 1 has a bucket of 99 x torch.float32")
     assert second.startswith("0: rank 0 has a bucket of 98 x torch.float32")
 
 
-def disagree_on_known_layouts(hosts: list[int]) -> str:
-    """Both lengths were used before; then rank 1 takes the wrong one."""
-    rank = dist.get_rank()
-    group = dist.new_group(backend="gloo")
-    executor = CpuExecutor(GlooLinks(group, 2.0), build("ring", rank, hosts), hosts)
-    for numel in (100, 200):
-        executor.run(torch.ones(numel))
-    try:
-        executor.run(torch.ones(200 if rank == 1 else 100))
-    except PeerError as error:
-        return str(error)
-    return "no error"
-
-
 @pytest.mark.slow
-def test_no_garbage_is_added_where_lengths_are_mixed_up() -> None:
-    for text in run_ranks(disagree_on_known_layouts, 2, [0, 0]):
+def test_no_garbage_is_added_where_known_lengths_are_mixed_up() -> None:
+    for text in run_ranks(disagree, 2, [0, 0], [98, 99], 2.0):
         assert "another length or dtype" in text or "closed its connection" in text
-    for text in run_ranks(disagree_on_known_layouts, 2, [0, 1]):
+    for text in run_ranks(disagree, 2, [0, 1], [98, 99], 2.0):
         assert "did not answer within 2 s" in text or "is gone" in text
 
 
-def refuse_small_integers(links: GlooLinks) -> None:
-    executor = CpuExecutor(links, build("ring", 0, [0]), [0])
+def refuse_small_integers() -> None:
     with pytest.raises(ValueError, match=r"int32.*fp32"):
-        executor.run(torch.ones(3, dtype=torch.int32))
+        _ring([0]).run(torch.ones(3, dtype=torch.int32))
 
 
 def test_integers_other_than_those_of_exact_runs_are_refused() -> None:
-    run_threads(refuse_small_integers, 1)
+    run_ranks(refuse_small_integers, 1)

@@ -1,7 +1,5 @@
 """A model shared by some of the ranks: its gradients are theirs alone, and no other rank is needed."""
 
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.ranks import run_ranks
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
 from trainer.comm.ddp_hook import attach
-from trainer.comm.transport.blame import CommError
 
 
 def linear(members: list[int]) -> DistributedDataParallel:
@@ -54,30 +51,6 @@ def test_gradients_are_the_mean_over_the_models_own_ranks() -> None:
         for algorithm, mean in found.items():
             assert mean == pytest.approx([sum(10.0**r for r in members) / len(members)] * 2), algorithm
         assert bool(found) == bool(members)
-
-
-def lose_a_member(told: str) -> tuple[str, int]:
-    rank = dist.get_rank()
-    if rank < 2:
-        return "", -1
-    model = linear([2, 3])
-    hook = attach(model, "ring", hosts=[0, 0], timeout_s=2.0)  # of the group's ranks alone
-    for _ in range(2):  # before its second forward pass DDP asks all ranks how to lay out its buckets
-        gradient(model, 1.0)
-    if rank == 3:
-        while not Path(told).exists():
-            time.sleep(0.05)
-        return "", -1
-    with pytest.raises(CommError) as error, hook.plain_errors():
-        gradient(model, 1.0)
-    Path(told).touch()
-    return str(error.value), error.value.peer
-
-
-@pytest.mark.slow
-def test_a_lost_member_has_its_name_in_the_world(tmp_path: Path) -> None:
-    message, peer = run_ranks(lose_a_member, 4, str(tmp_path / "told"))[2]
-    assert peer == 3 and "stopped at rank 2 on host" in message and ": rank 3 on host" in message
 
 
 def uneven(algorithm: str) -> list[float]:
