@@ -64,18 +64,7 @@ class ToDevice:
             for value in leaves(arrived):  # allocated on the copying stream: kept until the reader is done
                 if isinstance(value, Tensor):
                     value.record_stream(reader)
-        if isinstance(arrived, Mirrored):
-            return self._with_images(arrived.batch, arrived.which)
-        return self._with_images(arrived, None)
-
-    def _moved(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        layout = torch.channels_last if self.channels_last and value.ndim == 4 else torch.preserve_format
-        return value.to(self.device, non_blocking=True, memory_format=layout)
-
-    def _with_images(self, batch: Any, mirrored: Tensor | None) -> Any:
-        """Mirror and normalise the images of `batch`."""
+        batch, mirrored = arrived if isinstance(arrived, Mirrored) else (arrived, None)
         if self.normalise is None and mirrored is None:
             return batch
         images: Any = next(filter(_are_images, leaves(batch)), None)
@@ -85,6 +74,12 @@ class ToDevice:
                 "dataset return them as uint8, or flip with data.train_transforms"
             )
         return mapped(batch, lambda value: self._ready(value, mirrored) if value is images else value)
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        layout = torch.channels_last if self.channels_last and value.ndim == 4 else torch.preserve_format
+        return value.to(self.device, non_blocking=True, memory_format=layout)
 
     def _ready(self, images: Tensor, mirrored: Tensor | None) -> Tensor:
         if mirrored is not None:

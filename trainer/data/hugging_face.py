@@ -46,19 +46,24 @@ def hugging_face(
         ) from error
     rows = rows.with_format("torch")
     if shuffle_buffer and split == "train":
-        return HubStream(rows.shuffle(seed=0, buffer_size=shuffle_buffer), columns)
-    return HubStreamWithState(rows, columns)
+        return HubStream(rows.shuffle(seed=0, buffer_size=shuffle_buffer), columns, has_state=False)
+    return HubStream(rows, columns, has_state=True)
 
 
 class HubStream(IterableDataset[Any]):
     """A streaming dataset with the methods of ``trainer.data.stream.Stream``.
 
+    Args:
+        has_state: whether it resumes where it stopped without reading what came before.
+
     Attributes:
         num_classes: of a column of class labels, if there is one.
     """
 
-    def __init__(self, rows: Any, columns: Sequence[str] | None) -> None:
-        self.rows, self.columns = rows, columns
+    def __init__(self, rows: Any, columns: Sequence[str] | None, has_state: bool) -> None:
+        self.rows, self.columns, self._has_state = rows, columns, has_state
+        if has_state:
+            self.state_dict, self.load_state_dict = rows.state_dict, rows.load_state_dict
         self.num_shards: int = rows.num_shards
         features = rows.features or {}  # unknown for some kinds of files
         for name in columns or features:
@@ -75,14 +80,4 @@ class HubStream(IterableDataset[Any]):
         return row if self.columns is None else tuple(row[name] for name in self.columns)
 
     def shard(self, num_shards: int, index: int) -> "HubStream":
-        return type(self)(self.rows.shard(num_shards, index), self.columns)
-
-
-class HubStreamWithState(HubStream):
-    """A stream that resumes where it stopped without reading what came before."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.rows.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows.load_state_dict(state)
+        return HubStream(self.rows.shard(num_shards, index), self.columns, self._has_state)

@@ -1,6 +1,5 @@
 """Images held in memory as two tensors; a batch is one indexing operation."""
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -79,11 +78,7 @@ class Fake(ImagesInMemory):
         seed: int = 0,
     ) -> None:
         check_split(split)
-        if num_samples < 1 or num_classes < 1 or len(input_shape) != 3 or math.prod(input_shape) < 1:
-            raise UserError(
-                f"num_samples={num_samples}, num_classes={num_classes} and the three numbers of "
-                f"input_shape={list(input_shape)} (channels, height, width) must each be at least 1"
-            )
+        check_at_least_one(num_samples=num_samples, num_classes=num_classes)
         generator = torch.Generator().manual_seed(2 * seed + (split == "eval"))
         super().__init__(
             torch.randn(num_samples, *input_shape, generator=generator),

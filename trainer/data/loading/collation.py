@@ -8,6 +8,10 @@ from torch.utils.data import default_collate
 from trainer.errors import UserError, on_one_line
 
 Collate = Callable[[list[Any]], Any]
+_UNEQUAL = (
+    "have all samples be tensors, numbers or text of the same shape, or fill them up with "
+    "'data.collate={_target_: trainer.data.padding.Padding}'"
+)
 
 
 def collated_batch(fetched: Any, dataset: Any, indices: Sequence[int], collate: Collate) -> Any:
@@ -36,6 +40,7 @@ def collated(samples: list[Any], dataset: Any, indices: Sequence[int], collate: 
     try:
         batch = collate(samples)
     except Exception as error:
+        way_out = "it was raised by data.collate" if collate is not default_collate else _UNEQUAL
         for index, sample in zip(indices, samples, strict=False):
             try:
                 collate([samples[0], sample])
@@ -43,21 +48,12 @@ def collated(samples: list[Any], dataset: Any, indices: Sequence[int], collate: 
                 beside = "" if index == indices[0] else f" with {sample_name(dataset, indices[0])}"
                 raise UserError(
                     f"{sample_name(dataset, index)} cannot be in a batch{beside}: "
-                    f"{on_one_line(of_pair)}; {_way_out(collate)}"
+                    f"{on_one_line(of_pair)}; {way_out}"
                 ) from error
         raise
     if batch is None:
         raise UserError("data.collate returns None; have it return the batch")
     return batch
-
-
-def _way_out(collate: Collate) -> str:
-    if collate is not default_collate:
-        return "it was raised by data.collate"
-    return (
-        "have all samples be tensors, numbers or text of the same shape, or fill them up with "
-        "'data.collate={_target_: trainer.data.padding.Padding}'"
-    )
 
 
 def sample_name(dataset: Any, index: int) -> str:

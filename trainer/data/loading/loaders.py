@@ -21,7 +21,7 @@ from trainer.data.loading.base import Batches, EvalLoader, Share, TrainLoader
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.collation import name_of, sample_name
 from trainer.data.loading.reader import EvalReader, Reader, Request, TrainReader
-from trainer.data.loading.sampler import EvalRequests, IndexRequests, TrainRequests
+from trainer.data.loading.sampler import EvalRequests, IndexRequests, Requests
 from trainer.data.loading.stream_reader import EvalStreamReader, StreamPosition, TrainStreamReader
 from trainer.data.loading.worker import WorkerError, begin_worker, keep_sockets_short
 from trainer.data.order import Order, shuffled
@@ -146,7 +146,7 @@ class _StreamTrainLoader(_Loader):
 
     def __init__(self, dataset: Any, settings: DataConfig, batch: BatchSplit, share: Share) -> None:
         self._stream = TrainStreamReader(dataset, share, settings.sharded)
-        self._requests = TrainRequests(batch, share.replica)
+        self._requests = Requests(batch, share.replica)
         super().__init__(self._stream, self._requests, settings, share)
         total, size = self.num_samples, batch.global_batch_size
         self.steps_per_epoch = None if total is None else total // size
@@ -155,7 +155,7 @@ class _StreamTrainLoader(_Loader):
     def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
         """Samples between the position given to `resume` and ``first_sample`` are read and dropped."""
         requests, begin = self._requests, self._stream.begin
-        requests.epoch, requests.first_sample, requests.reading = epoch, first_sample, requests.reading + 1
+        requests.epoch, requests.first_sample = epoch, first_sample
         knows_position = self._stream.keeps_state and bool(begin.shards) and begin.epoch == epoch
         if first_sample and not knows_position and requests.replica == 0:
             log.warning(

@@ -23,20 +23,24 @@ from trainer.data.order import Order, shuffled
 from trainer.errors import UserError
 
 
-class TrainRequests(Sampler[Request]):
+class Requests(Sampler[Request]):
     """Asks for the micro-batches of a replica, from ``first_sample`` of ``epoch`` on, without end."""
 
     def __init__(self, batch: BatchSplit, replica: int) -> None:
         self.batch, self.replica = batch, replica
-        self.epoch = self.first_sample = self.reading = 0
+        self.epoch = self.first_sample = self._reading = 0
 
     def __iter__(self) -> Iterator[Request]:
-        epoch, reading = self.epoch, self.reading
-        for first, numbers in self.batch.micro_batches(self.first_sample, self.replica):
+        self._reading += 1
+        epoch, reading = self.epoch, self._reading
+        for first, numbers in self._micro_batches():
             yield Request(epoch, first, numbers, reading)
 
+    def _micro_batches(self) -> Iterator[tuple[int, range]]:
+        return self.batch.micro_batches(self.first_sample, self.replica)
 
-class IndexRequests(TrainRequests):
+
+class IndexRequests(Requests):
     """Asks for whole steps, by the indices of an epoch's order.
 
     Raises:
@@ -110,18 +114,12 @@ class IndexRequests(TrainRequests):
             yield Request(request.epoch, request.first, order[own.start : own.stop : own.step].tolist())
 
 
-class EvalRequests(Sampler[Request]):
+class EvalRequests(Requests):
     """Asks for this replica's part of the held-out samples, without end.
 
     Each replica asks as often for each first number, so that a model whose forward pass is collective (FSDP)
     stays in step; no sample is padded or repeated.
     """
 
-    def __init__(self, batch: BatchSplit, replica: int) -> None:
-        self.batch, self.replica, self.reading = batch, replica, 0
-
-    def __iter__(self) -> Iterator[Request]:
-        self.reading += 1
-        reading = self.reading
-        for first, numbers in self.batch.held_out(self.replica):
-            yield Request(0, first, numbers, reading)
+    def _micro_batches(self) -> Iterator[tuple[int, range]]:
+        return self.batch.held_out(self.replica)
