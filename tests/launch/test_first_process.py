@@ -1,4 +1,4 @@
-"""As the first process of a container, which the kernel spares signals and gives orphans: torchrun, launch=local."""
+"""As the first process of a container, which the kernel spares signals and gives orphans: torchrun."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ def _entrypoint() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "local"])
-def test_it_saves_at_sigterm_and_leaves_no_process(launcher: str, tmp_path: Path) -> None:
+def test_it_saves_at_sigterm_and_leaves_no_process(tmp_path: Path) -> None:
     if os.geteuid() or shutil.which("unshare") is None:
         pytest.skip("a PID namespace needs root and util-linux (unshare)")
-    local = [sys.executable, "-m", "trainer", "launch=local", "launch.processes=1"]
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    command += [*(local if launcher == "local" else _entrypoint()), *LONG, f"run_dir={tmp_path}/run"]
+    command += [*_entrypoint(), *LONG, f"run_dir={tmp_path}/run"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with (tmp_path / "output").open("w") as output:
         outside = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=output, stderr=output)
@@ -54,7 +52,7 @@ def test_it_saves_at_sigterm_and_leaves_no_process(launcher: str, tmp_path: Path
             outside.kill()
             outside.wait()
     said = (tmp_path / "output").read_text()
-    assert status == (75 if launcher == "local" else 1), said  # torchrun has one status for all
+    assert status == 1, said  # torchrun has one status for all
     assert said.count("stopped by a signal after step") == 1, said
     verify(tmp_path / "run" / "checkpoints" / "latest")
     assert not any(str(tmp_path).encode() in _command(pid) for pid in Path("/proc").glob("[0-9]*"))

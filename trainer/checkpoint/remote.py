@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import socket
 import threading
 from collections.abc import Mapping
@@ -292,9 +291,5 @@ def _owner_if_readable(address: Address) -> dict[str, str] | None:
 
 def fetch_history(address: str, run_dir: Path) -> None:
     """Copy the metrics of the run at `address` to a new run directory, which continues it."""
-    with (
-        contextlib.suppress(FileNotFoundError),
-        (Address(address) / METRICS).open() as there,
-        atomic_file(run_dir / METRICS) as file,
-    ):
-        shutil.copyfileobj(there, file)
+    with contextlib.suppress(FileNotFoundError), atomic_file(run_dir / METRICS) as file:
+        file.write((Address(address) / METRICS).read())

@@ -77,15 +77,13 @@ def process_group(
     heartbeat, stacks = Heartbeat(), Stacks()
     told = introduction(here.rank, heartbeat, stacks)
     told["address"] = address_towards(store_host(here.init_method)) if here.world_size > 1 else None
-    store, hosts, members = None, [here.host or 0], [told]
-    if settings.backend != "mpi":  # MPI knows its ranks and uses no store
-        store, hosts, members = meet(here, told, timedelta(seconds=settings.timeout_s), is_stopped)
+    store, hosts, members = meet(here, told, timedelta(seconds=settings.timeout_s), is_stopped)
     watch = Watch(
         heartbeat,
         stacks,
         here.rank,
         [RankIdentity(host=host, **other) for host, other in zip(hosts, members, strict=True)],
-        partial(_another_connection, store) if store is not None else None,
+        partial(_another_connection, store),
         settings.timeout_s,
         launched=is_watched(here),
     )
@@ -109,7 +107,7 @@ def process_group(
     watch.ended_well()
 
 
-def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dist.Store | None) -> Dist:
+def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dist.Store) -> Dist:
     """Make the default group of all ranks that have met."""
     local_rank, local_world_size = on_this_host(here, hosts)
     device = _device(settings.device, local_rank, here)
@@ -121,9 +119,12 @@ def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dis
     rank, world_size = here.rank, here.world_size
     if backend == "mpi":
         dist.init_process_group("mpi")
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        hosts = [0] * world_size
-        dist.all_gather_object(hosts, here.host or 0)
+        counted = dist.get_rank(), dist.get_world_size()
+        if counted != (rank, world_size):
+            raise UserError(
+                f"MPI counts this process as rank {counted[0]} of {counted[1]}, but it was told to be rank "
+                f"{rank} of {world_size}; start the ranks with mpirun, and leave out distributed.rank"
+            )
     else:
         dist.init_process_group(
             backend,

@@ -5,6 +5,7 @@ import io
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, TypeAlias, TypeVar
@@ -16,7 +17,6 @@ _T = TypeVar("_T")
 
 # Stores without folders. Making one there could create a bucket.
 _FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
-_READ_BYTES = 1 << 20  # of a request
 _PAUSES_S = (1.0, 2.0, 4.0)  # between the tries of a question
 _FINAL = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)  # the same at each try
 
@@ -25,8 +25,9 @@ class UnreachableError(UserError):
     """The store gave no answer: what is there is not known."""
 
 
+@dataclass(unsafe_hash=True)
 class Address:
-    """`url` as fsspec writes it: s3://bucket/folder, file:///folder. Equal urls are equal addresses.
+    """`url` as fsspec writes it: s3://bucket/folder, file:///folder.
 
     Listings are not cached, since others write there. Credentials are the environment's or fsspec's own. What
     only reads is tried four times.
@@ -36,8 +37,11 @@ class Address:
         UnreachableError: from every method, in place of any other error of the store or of its library.
     """
 
-    def __init__(self, url: str, is_dir: bool | None = None) -> None:
-        self._url, self._is_dir = url.rstrip("/"), is_dir
+    url: str
+    known_dir: bool | None = field(default=None, compare=False)  # as a listing has said
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
 
     @cached_property
     def _store(self) -> tuple[Any, str]:
@@ -45,12 +49,12 @@ class Address:
 
         with self._refusals():
             options = {"auto_mkdir": True} if self._is_local else {}
-            found: tuple[Any, str] = fsspec.url_to_fs(self._url, use_listings_cache=False, **options)
+            found: tuple[Any, str] = fsspec.url_to_fs(self.url, use_listings_cache=False, **options)
             return found
 
     @property
     def _is_local(self) -> bool:
-        return self._url.startswith(("file:", "local:"))
+        return self.url.startswith(("file:", "local:"))
 
     @property
     def local_path(self) -> Path | None:
@@ -82,27 +86,18 @@ class Address:
         raise AssertionError("unreachable")
 
     def __str__(self) -> str:
-        return self._url
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Address) and other._url == self._url
-
-    def __hash__(self) -> int:
-        return hash(self._url)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Address, (self._url, self._is_dir)
+        return self.url
 
     def __truediv__(self, name: str) -> "Address":
-        return Address(f"{self._url}/{name}")
+        return Address(f"{self.url}/{name}")
 
     @property
     def name(self) -> str:
-        return self._url.rpartition("/")[2]
+        return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> "Address":
-        return Address(self._url.rpartition("/")[0])
+        return Address(self.url.rpartition("/")[0])
 
     def resolve(self) -> "Address":
         return self
@@ -114,8 +109,8 @@ class Address:
         return self._kind() is not None
 
     def is_dir(self) -> bool:
-        if self._is_dir is not None:
-            return self._is_dir
+        if self.known_dir is not None:
+            return self.known_dir
         kind = self._kind()
         if kind == "file":  # of a web server, a folder may be one, too
             return self._ask(lambda fs, path: bool(fs.isdir(path)))
@@ -133,7 +128,7 @@ class Address:
 
     def iterdir(self) -> Iterator["Address"]:
         for name, entry in self._entries().items():
-            yield Address(f"{self._url}/{name}", entry["type"] == "directory")
+            yield Address(f"{self.url}/{name}", entry["type"] == "directory")
 
     def sizes(self) -> dict[str, int]:
         """The bytes of each file here, by name."""
@@ -150,15 +145,15 @@ class Address:
     def size(self) -> int:
         return self._ask(lambda fs, path: int(fs.size(path)))
 
-    def read(self, begin: int, end: int) -> bytes:
-        """Bytes `begin` to `end` of this file."""
+    def read(self, begin: int | None = None, end: int | None = None) -> bytes:
+        """Bytes `begin` to `end` of this file, or all."""
         data: bytes = self._ask(lambda fs, path: fs.cat_file(path, start=begin, end=end))
         return data
 
-    def open(self, mode: str = "rb") -> IO[Any]:
-        """This file, to be read from its beginning on."""
+    def open(self, mode: str) -> IO[bytes]:
+        """A small file, to be read."""
         assert mode == "rb"
-        return io.BufferedReader(_Reading(self), _READ_BYTES)
+        return io.BytesIO(self.read())
 
     def write(self, data: bytes, create: bool = False) -> None:
         """Make this a file of `data`. FileExistsError with `create`, if it exists: of two, one wins.
@@ -191,7 +186,7 @@ class Address:
     def make(self) -> None:
         """Make this a folder, where the store has folders."""
         fs, path = self._store
-        if self._url.partition(":")[0] not in _FLAT:
+        if self.url.partition(":")[0] not in _FLAT:
             with self._refusals():
                 fs.makedirs(path, exist_ok=True)
 
@@ -200,23 +195,6 @@ class Address:
         fs, path = self._store
         with self._refusals(), contextlib.suppress(FileNotFoundError):
             fs.rm(path, recursive=True)
-
-
-class _Reading(io.RawIOBase):
-    """The file at `address`; reading raises as `Address.read`."""
-
-    def __init__(self, address: Address) -> None:
-        self._address, self._size, self._offset = address, address.size(), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        end = min(self._offset + len(buffer), self._size)
-        data = self._address.read(self._offset, end) if self._offset < end else b""
-        buffer[: len(data)] = data
-        self._offset += len(data)
-        return len(data)
 
 
 Location: TypeAlias = Path | Address
