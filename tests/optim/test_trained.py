@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.faults.test_ends import TINY, refusals
 from tests.ranks import run_ranks
 from trainer.errors import UserError
-from trainer.optim.gradient_norm import gradient_norm
 from trainer.optim.optimizer_checks import refuse_unless_by_rows
 from trainer.optim.trained import Trained
 
@@ -49,7 +48,7 @@ def _norms(hybrid: bool) -> dict[str, Any]:
         whole.grad = distribute_tensor(gradients[-1], whole.device_mesh, whole.placements)
     theirs = nn.utils.get_total_norm([whole.grad for whole in trained.whole.values()])  # type: ignore[misc]
     trained.take_gradients()
-    norm = gradient_norm(trained.own.values(), trained.group)
+    norm = trained.gradient_norm()
     nn.utils.clip_grads_with_norm_(trained.own.values(), 1.0, norm)
     clipped = [whole.grad.full_tensor() for whole in trained.whole.values()]  # type: ignore[union-attr]
     right = [gradient / (norm + 1e-6) for gradient in gradients]

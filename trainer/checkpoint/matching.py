@@ -10,7 +10,6 @@ from trainer.checkpoint.tree import put_together
 from trainer.errors import UserError
 from trainer.files.untrusted import first_five
 from trainer.local_shard import is_dtensor
-from trainer.optim.plain_names import parameter_names
 from trainer.optim.train_state import TrainState
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -38,10 +37,9 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
         f"buffers.{name}": value for name, value in ours["buffers"].items() if _fits(name, value, shapes)
     }
     targets |= _averages(ours, shapes)
-    parameters: dict[str, Tensor] = dict(parameter_names(state.model))
     for name, (shape, dtype) in shapes.items():
         if name not in targets and not name.startswith(("buffers.", "ema.")):
-            targets[name] = _new_target(name, shape, dtype, parameters)
+            targets[name] = _new_target(name, shape, dtype, state.trained.whole)
     return targets
 
 

@@ -11,7 +11,6 @@ from trainer.checkpoint.matching import parameter_of, saved_state
 from trainer.errors import UserError
 from trainer.files.untrusted import first_five, printable
 from trainer.optim.combined import has_user_part, parts_of
-from trainer.optim.plain_names import parameter_names
 from trainer.optim.train_state import TrainState
 from trainer.optim.whole_matrices import WholeMatrices
 
@@ -22,13 +21,12 @@ def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str
     _compare_kinds(saved["ema"], ours["ema"], "ema", required=ours["ema"].keys() if saved["ema"] else ())
     if saved["model"].keys() != ours["model"].keys():
         raise UserError("the checkpoint is of another model: its state does not name this model's tensors")
-    parameters = dict(parameter_names(state.model))
-    foreign = [str(key) for key in saved["optimizer"]["state"] if key not in parameters]
+    foreign = [str(key) for key in saved["optimizer"]["state"] if key not in state.trained.whole]
     if foreign and not has_user_part(state.optimizer):  # which may keep state of no parameter
         raise UserError(
             f"the checkpoint's optimizer has state of unknown parameters: {first_five(sorted(foreign))}"
         )
-    for name in saved["optimizer"]["state"].keys() & parameters.keys():
+    for name in saved["optimizer"]["state"].keys() & state.trained.whole.keys():
         _compare_kinds(saved["optimizer"]["state"][name], {}, f"optimizer.state.{name}")
     _check_optimizer_state(state, saved["optimizer"])
     _compare_kinds(saved["optimizer"]["param_groups"], ours["optimizer"]["param_groups"], "param_groups")
@@ -45,10 +43,9 @@ def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str
 
 def check_resumable(state: TrainState, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Raise UserError if a resume of this run could not load the optimizer's part of what it saves."""
-    parameters = dict(parameter_names(state.model))
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
-            parameter_of(name, tensor.shape, parameters)
+            parameter_of(name, tensor.shape, state.trained.whole)
     check_fits(state, facts["state"], tensors)
 
 
@@ -58,14 +55,13 @@ def _check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
     A step on a small parameter, of size 2 in each dimension, shows what it creates. Only for torch's own
     optimizers: others may treat parameters differently.
     """
-    parameters = dict(parameter_names(state.model))
     for part, group in zip(parts_of(state.optimizer), saved["param_groups"], strict=True):
         kind = Muon if isinstance(part, WholeMatrices) else type(part)
         if not kind.__module__.startswith("torch.optim."):
             continue
         made: dict[int, dict[str, Any]] = {}
         for name in group["params"]:
-            found, shape = saved["state"].get(name), parameters[name].shape
+            found, shape = saved["state"].get(name), state.trained.whole[name].shape
             if not found:  # it never had a gradient
                 continue
             if len(shape) not in made:

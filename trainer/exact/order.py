@@ -19,7 +19,6 @@ from trainer.exact.digits import from_digits, to_digits
 from trainer.exact.environment import NUM_THREADS
 from trainer.exact.norm import exact_norm
 from trainer.optim.combined import parts_of
-from trainer.optim.gradient_norm import gradient_norm
 from trainer.optim.trained import Trained
 from trainer.optim.whole_matrices import WholeMatrices
 
@@ -80,7 +79,7 @@ class SumOrder:
 
     def norm(self, trained: Trained) -> Tensor:
         """The norm of all gradients, a scalar (a collective over the ranks of sharded ones, if any)."""
-        return gradient_norm(trained.own.values(), trained.group)
+        return trained.gradient_norm()
 
 
 class ByLeaves(SumOrder):

@@ -42,18 +42,17 @@ def check_optimizer(optimizer: Optimizer, trained: Trained) -> None:
             "leave it out"
         )
     sparse = sparse_weights(trained.model)
-    names = {own: name for name, own in trained.own.items()}
     takes_sparse = isinstance(optimizer, SGD | SparseAdam | Adagrad) or not _is_torchs(optimizer)
     if isinstance(optimizer, SGD | Adagrad) and any(
         group["weight_decay"] for group in optimizer.param_groups
     ):
         takes_sparse, name = False, f"{name} with weight_decay"  # weight decay of all rows is dense
-    if not takes_sparse and (found := [names[p] for p in names if p in optimized & sparse]):
+    if not takes_sparse and (found := [n for n, p in trained.own.items() if p in optimized & sparse]):
         raise UserError(
             f"optim: {name} takes no sparse gradients, but {found[0]} has them; build its embedding with "
             "sparse=False, or use optim=sgd optim.momentum=0 optim.weight_decay=0"
         )
-    odd = [names[p] for p in names if p in optimized and p.is_cpu and not is_dense(p)]
+    odd = [n for n, p in trained.own.items() if p in optimized and p.is_cpu and not is_dense(p)]
     if "fused" in chosen and odd:
         raise UserError(
             f"optim.fused=true: {odd[0]} is a view with gaps or in another order, which torch's kernel takes "

@@ -260,7 +260,7 @@ def described(optimizer: Optimizer, trained: Trained) -> dict[str, str]:
     kinds = [f"{type(part).__name__}, " * isinstance(optimizer, CombinedOptimizer) for part in parts]
     return {
         f"  {group.get('name', 'base')}": f"{kind}{len(group['params'])} tensors, "
-        f"{sum(trained.whole[trained.name_of(own)].numel() for own in group['params']):,} parameters"
+        f"{sum(trained.whole[trained.names[own]].numel() for own in group['params']):,} parameters"
         + "".join(f", {key} {group[key]:g}" for key in ("weight_decay", "initial_lr") if key in group)
         for group, kind in zip(groups, kinds, strict=True)
         if len(groups) > 1

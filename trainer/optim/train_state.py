@@ -237,7 +237,7 @@ class TrainState:
 
     def _optimizer_names(self) -> list[str]:
         groups = self.optimizer.param_groups
-        return [self.trained.name_of(parameter) for group in groups for parameter in group["params"]]
+        return [self.trained.names[parameter] for group in groups for parameter in group["params"]]
 
 
 def _how(group: dict[str, Any]) -> dict[str, Any]:

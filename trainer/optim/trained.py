@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from trainer.local_shard import is_dtensor, to_local
 from trainer.optim.plain_names import parameter_names
@@ -15,8 +15,8 @@ class Trained:
     """The parameters of `model` that require gradients, by their names in the plain module.
 
     Those that FSDP sharded are DTensors. In their place the optimizer has plain parameters in the memory of
-    this rank's shards: torch's first step of 1,000 DTensors takes half a minute, and each later one three
-    times as long. A shard gets its gradient for the time of an update.
+    this rank's shards, because torch's first step of DTensors takes a time quadratic in their number, 8 s for
+    1,000, and each later one three times as long. A shard gets its gradient for the time of an update.
 
     Args:
         model: unwrapped; its parameters stay where they are.
@@ -24,24 +24,22 @@ class Trained:
     Attributes:
         whole: the model's own.
         own: what the optimizer updates, in the same order; a shard may have no rows.
+        names: of each of `own`.
         group: the ranks that together hold the rows of a parameter; None if each holds all of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.whole = {name: p for name, p in parameter_names(model) if p.requires_grad}
-        self.own = {name: _own_part(p) for name, p in self.whole.items()}
-        self.group: ProcessGroup | None = None
-        for parameter in self.whole.values():
-            if is_dtensor(parameter):
-                self.group = parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
-        self._names = {own: name for name, own in self.own.items()}
+        self.own = {n: nn.Parameter(to_local(p)) if is_dtensor(p) else p for n, p in self.whole.items()}
+        self.names = {own: name for name, own in self.own.items()}
         pairs: Iterable[tuple[nn.Parameter, Any]] = zip(self.own.values(), self.whole.values(), strict=True)
         self._shards = [(own, whole) for own, whole in pairs if own is not whole]
+        self.group: dist.ProcessGroup | None = None
+        if self._shards:
+            mesh = self._shards[0][1].device_mesh
+            self.group = mesh.get_group(mesh.ndim - 1)
         self._is_looked_at = False
-
-    def name_of(self, own: nn.Parameter) -> str:
-        return self._names[own]
 
     @property
     def is_sharded(self) -> bool:
@@ -70,6 +68,16 @@ class Trained:
                 own.data = shard
         self._is_looked_at = True
 
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """The norm of all gradients, a scalar (of shards, a collective of `group`)."""
+        gradients = [own.grad for own in self.own.values() if own.grad is not None]
+        if not gradients or self.group is None:
+            return nn.utils.get_total_norm(gradients)
+        squares = torch.stack(torch._foreach_norm(gradients)) ** 2
+        dist.all_reduce(squares, group=self.group)
+        return torch.linalg.vector_norm(squares**0.5)
+
     def as_rows(self, name: str, value: Any) -> Any:
         """`value` of the optimizer's state, not copied; as a DTensor if it has the shape of its shard.
 
@@ -85,7 +93,3 @@ class Trained:
         assert is_dtensor(whole)
         mesh, placements = whole.device_mesh, whole.placements
         return DTensor.from_local(value, mesh, placements, shape=whole.shape, stride=whole.stride())
-
-
-def _own_part(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(to_local(parameter)) if is_dtensor(parameter) else parameter

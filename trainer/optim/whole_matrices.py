@@ -44,7 +44,7 @@ class WholeMatrices(Muon):
     def _update(self, group: dict[str, Any], shards: Sequence[nn.Parameter]) -> None:
         """Update at most as many matrices as there are shards: rank r computes that of number r."""
         ranks, rank, num_shards = self._group, self._group.rank(), self._group.size()
-        rows = [len(self._trained.whole[self._trained.name_of(shard)]) for shard in shards]
+        rows = [len(self._trained.whole[self._trained.names[shard]]) for shard in shards]
         held = [self._held(shard) for shard in shards]
         # (weight and momentum and gradient, rows, columns), with as many rows as the longest shard.
         packed = [

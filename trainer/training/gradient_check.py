@@ -152,7 +152,7 @@ class GradientCheck:
 
         None if the flag was wrong: on CPUs a sum of finite gradients may overflow.
         """
-        bad = [state.trained.name_of(own) for own, gradient in held if not _is_finite(gradient)]
+        bad = [state.trained.names[own] for own, gradient in held if not _is_finite(gradient)]
         own = bad, self._is_to_blame()
         everyones = gather_objects(own) if self._differ else [own]
         found = [name for name in state.trained.own if any(name in theirs for theirs, _ in everyones)]
