@@ -58,7 +58,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "build": "checkpoint config data distributed errors meta_init nested optim strategies tasks",
-        "compare": "errors sweep",
+        "compare": "config errors files sweep",
     },
     {
         "inference": "build checkpoint config data distributed errors faults files launch loggers "

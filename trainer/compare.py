@@ -1,15 +1,119 @@
-"""Compares runs by their files: `python -m trainer.compare RUN RUN ... | SWEEP [--plot FILE]`.
+"""Compares finished runs with the first of them: `python -m trainer.compare RUN RUN ... | SWEEP`.
 
-Reads config.yaml, result.json and metrics.jsonl. The other runs are compared with the first.
+Reads config.yaml, result.json and metrics.jsonl: speed, communication, losses, and bits of the models.
 """
 
 import argparse
+import math
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
+from trainer.config.overrides import leaves
+from trainer.config.saved_run import read_settings
 from trainer.errors import UserError
-from trainer.sweep.comparison import compare, plot, read_runs
+from trainer.files.untrusted import printable
+from trainer.sweep.results import cell, columns
+from trainer.sweep.trials import DONE, Run, read_trials
+
+# Settings that make losses, or models, incomparable.
+_ALIKE = ["data.dataset", "data.task", "train.global_batch_size", "train.precision", "seed"]
+_ALIKE += ["train.max_steps", "train.epochs"]
+_MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/hidden_ms", "comm/exposed_ms")
+_HEADER = ["run", "strategy", "comm", "processes", "ms/step", "spread", "samples/s", "peak MiB", "comm ms"]
+_HEADER += ["hidden", "exposed", "train/loss", "eval/loss", "param_sha256", "parts at", "largest loss gap"]
+
+
+def read_runs(named: Sequence[str]) -> dict[str, Run]:
+    """The named runs, and the finished runs of each named sweep, by short names.
+
+    Raises:
+        UserError: there are less than two, or one is not a finished run.
+    """
+    folders: list[Path] = []
+    for folder in map(Path, named):
+        trials = read_trials(folder)
+        folders += [folder / trial.folder for trial in trials if trial.state == DONE]
+        folders += [] if trials else [folder]
+    for folder in folders:
+        if not (folder / "result.json").is_file():
+            raise UserError(f"{folder} is not a finished run: it has no result.json")
+    short = len({folder.name for folder in folders}) == len(folders)
+    runs = {printable(folder.name if short else folder): Run(folder) for folder in folders}
+    if len(runs) < 2:
+        raise UserError(f"{' '.join(named)}: {len(runs)} finished run, but two are needed to compare")
+    return runs
+
+
+def compare(runs: Mapping[str, Run]) -> str:
+    """The settings that differ, a table, and in one line the fastest run and which models are equal."""
+    (first, base), *others = runs.items()
+    unlike = [
+        f"not alike: {first} and {name}: {words}" for name, run in others if (words := _unlike(base, run))
+    ]
+    table = columns([_HEADER, *(_row(name, run, base) for name, run in runs.items())])
+    return "\n".join([*unlike, *([""] if unlike else []), table, "", _verdict(runs)])
+
+
+def _unlike(base: Run, run: Run) -> str:
+    """The settings at or under `_ALIKE` that differ, with both values."""
+    mine, theirs = (dict(leaves(OmegaConf.to_container(read_settings(one.folder)))) for one in (base, run))
+    keys = [key for key in {**mine, **theirs} if any(f"{key}.".startswith(f"{name}.") for name in _ALIKE)]
+    unlike = (key for key in keys if mine.get(key) != theirs.get(key))
+    return ", ".join(printable(f"{key} {mine.get(key)} and {theirs.get(key)}") for key in unlike)
+
+
+def _row(name: str, run: Run, base: Run) -> list[str]:
+    numbers = run.metrics
+    row = [name, *(str(run.result.get(fact, "")) for fact in ("strategy", "comm", "world_size"))]
+    row += [f"{sign}{ms:.2f}" for sign, ms in zip(("", "± "), _ms_per_step(run), strict=False)] or ["", ""]
+    row.append(cell(numbers.get("samples_per_second"), ".0f"))
+    row.append(cell(numbers.get("peak_memory_bytes", math.nan) / 2**20, ".0f"))
+    for part in _COMM:
+        values = run.scalars.get(part, {}).values()
+        row.append(cell(statistics.median(values) if values else None, ".2f"))
+    row += [cell(numbers.get("train/loss"), ".5g"), cell(numbers.get("eval/loss"), ".5g")]
+    row.append(str(run.result.get("param_sha256", ""))[:12])
+    mine, theirs = run.scalars.get("train/loss", {}), base.scalars.get("train/loss", {})
+    gaps = {step: abs(mine[step] - theirs[step]) for step in sorted(mine.keys() & theirs.keys())}
+    if run is base or not gaps:
+        return [*row, "", ""]
+    parts_at = next((f"step {step}" for step, gap in gaps.items() if gap), "never")
+    return [*row, parts_at, f"{max(gaps.values()):.2g}"]
+
+
+def _verdict(runs: Mapping[str, Run]) -> str:
+    """Which run is fastest, and whether by more than its steps vary; and which made the same model."""
+    words = []
+    timed = sorted((times, name) for name, run in runs.items() if (times := _ms_per_step(run)))
+    if len(timed) > 1:
+        ((fast, spread), fastest), ((slow, its_spread), next_one) = timed[:2]
+        words = [f"{fastest} is fastest, {slow / fast:.2f} x as fast as the next, {next_one}"]
+        if fast + spread >= slow - its_spread:
+            words[0] += " (within their spread: no difference shown)"
+    first, *_ = hashes = {name: run.result.get("param_sha256") for name, run in runs.items()}
+    same = [name for name in hashes if hashes[first] and hashes[name] == hashes[first]]
+    if len(same) > 1:
+        words.append(f"equal to the last bit: the models of {', '.join(same)}")
+    else:
+        words.append(f"no other model equals that of {first} to the last bit")
+    return f"verdict: {'; '.join(words)}"
+
+
+def _ms_per_step(run: Run) -> list[float]:
+    """Its median over the log windows, and half the distance between their quartiles; [] if untimed.
+
+    The first window is warm-up, and left out unless it is the only one.
+    """
+    windows = [ms for ms in run.scalars.get(_MS, {}).values() if ms > 0]
+    windows = windows[1:] or windows or [run.metrics[name] for name in run.metrics if name == "ms_per_step"]
+    if len(windows) < 2:
+        return [*windows, 0.0] if windows else []
+    first, median, third = statistics.quantiles(windows, n=4, method="inclusive")
+    return [median, (third - first) / 2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,17 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.compare", description=about)
     folders = "a run directory, or the folder of a sweep"
     parser.add_argument("runs", nargs="+", metavar="RUN|SWEEP", help=folders)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as .png, .svg or .pdf")
-    given = parser.parse_args(arguments)
     try:
-        runs = read_runs(given.runs)
-        print(compare(runs))
-        if given.plot is not None:
-            try:
-                plot(runs, given.plot)
-            except (OSError, ValueError) as error:  # a folder that does not exist, or an unknown ending
-                raise UserError(f"--plot {given.plot}: {error}") from error
-            print(given.plot)
+        print(compare(read_runs(parser.parse_args(arguments).runs)))
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -9,7 +9,7 @@ from pathlib import Path
 import style
 
 from trainer.sweep import results
-from trainer.sweep.settings import SweepConfig
+from trainer.sweep.search import SweepConfig
 from trainer.sweep.trials import read_trials
 
 SWEEP = (

@@ -12,7 +12,7 @@ from trainer.faults import exit_report
 from trainer.faults.verdict import Verdict
 from trainer.files.untrusted import printable
 from trainer.run_dir.claim import RUN, run_id_of
-from trainer.sweep.runs import columns
+from trainer.sweep.results import columns
 
 ESCAPE = "\x1b]0;yours\x07\x1b[2J"
 
@@ -36,12 +36,6 @@ def test_metrics_are_printed_escaped(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([write(tmp_path / "a"), forged]) == 0
     assert capsys.readouterr().out.replace("\n", "").isprintable()
     assert columns([[ESCAPE]]).isprintable()
-
-
-def test_a_run_too_short_to_time_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short = {"ms_per_step": None, "samples_per_second": None, "eval/loss": None}
-    assert main([write(tmp_path / "a"), write(tmp_path / "b", **short)]) == 0
-    assert "equal to the last bit: the models of a, b" in capsys.readouterr().out
 
 
 def test_a_run_id_that_is_none_is_not_taken(tmp_path: Path) -> None:

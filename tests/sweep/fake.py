@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.programs import Ended, Program, started
 from tests.ranks import ROOT
+from trainer.sweep.trials import read_trials
 
 # In place of train.py in a trial. $ACTS gives what the trial with an override does at each start; the last repeats.
 _TRIAL = """
@@ -41,8 +42,7 @@ if act == "done":
             file.write(json.dumps({"step": step, "eval/loss": lr}) + chr(10))
     with open(run_dir + "/result.json", "w") as file:
         json.dump({"eval/loss": (lr - 0.03) ** 2, "eval/accuracy": 1 - lr, "param_sha256": "abc"}, file)
-    act = "0"
-os._exit(int(act))
+os._exit(0)
 """
 
 _SWEEPER = """
@@ -92,9 +92,5 @@ class Sweep:
             if folder.is_dir()
         }
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The trial log, whole."""
-        return [json.loads(line) for line in (self.folder / "trials.jsonl").read_text().splitlines()]
-
     def states(self) -> dict[str, str]:
-        return {row["folder"]: row["state"] for row in self.rows()}
+        return {trial.folder: trial.state for trial in read_trials(self.folder)}

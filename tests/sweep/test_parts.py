@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import subprocess
 from collections.abc import Iterator
@@ -20,11 +21,9 @@ from trainer.config.overrides import set_to
 from trainer.errors import UserError
 from trainer.launch import fresh
 from trainer.sweep import results
-from trainer.sweep.devices import room
-from trainer.sweep.runner import Runner
-from trainer.sweep.search import Combination, grid, suggestions
-from trainer.sweep.settings import SweepConfig, load
-from trainer.sweep.trials import DONE, FAILED, FILE, STOPPED, Trial, TrialLog, read_trials
+from trainer.sweep.runner import Runner, room
+from trainer.sweep.search import SweepConfig, grid, load, suggestions, with_settings
+from trainer.sweep.trials import DONE, FAILED, STOPPED, Combination, Trial, TrialLog, read_trials, words_of
 
 GRID = SweepConfig(search="grid", trials=None, metric="eval/loss", mode="min", concurrent="1", seeds=1)
 RANDOM = dataclasses.replace(GRID, search="random", trials=4)
@@ -52,31 +51,83 @@ def test_each_trial_has_gpus_of_its_own_or_as_many_run_as_told() -> None:
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialLog:
-    """Of trials whose process is `true`."""
-    monkeypatch.setattr(fresh, "start", lambda *_, **__: subprocess.Popen(["true"]))
+    """Of trials whose process ends at once: those with optim.lr=N by status N."""
+
+    def start(argv: list[str], **_: object) -> subprocess.Popen[bytes]:
+        given = dict(word.partition("=")[::2] for word in argv)
+        return subprocess.Popen(["sh", "-c", f"exit {given['optim.lr']}"])
+
+    monkeypatch.setattr(fresh, "start", start)
     return TrialLog(tmp_path, [], "eval/loss")
 
 
+def runner(log: TrialLog, *lrs: int, wanted: SweepConfig = GRID) -> Runner:
+    return Runner(wanted, iter([({"optim.lr": str(lr)}, settings()) for lr in lrs]), log, [])
+
+
+def states(log: TrialLog) -> list[str]:
+    assert [trial.state for trial in read_trials(log.folder)] == [
+        trial.state for trial in log.trials.values()
+    ]
+    return [trial.state for trial in log.trials.values()]
+
+
 def test_a_search_is_asked_only_when_the_result_before_is_known(log: TrialLog) -> None:
-    def search() -> Iterator[Combination]:
+    def search() -> Iterator[tuple[Combination, Config]]:
         for number in range(3):
             assert [trial.state for trial in log.trials.values()] == [DONE] * number
-            yield (f"optim.lr={number}",)
+            yield {"optim.lr": "0", "train.epochs": str(number)}, settings()
 
-    assert Runner(GRID, search(), log, [], lambda _: settings()).run() == 0
+    assert Runner(GRID, search(), log, []).run() == 0
     assert len(log.trials) == 3
 
 
-def test_settings_edited_under_a_grid_end_it_and_are_named(log: TrialLog) -> None:
-    def compose(combination: Combination) -> Config:
-        if log.trials:
-            raise UserError("optim.lr is not a setting")
-        return settings()
+def test_ends_that_are_not_good(log: TrialLog, capsys: pytest.CaptureFixture[str]) -> None:
+    """A trial that diverged is final; one that died runs again."""
+    assert runner(log, 0, 3, 1).run() == 1
+    assert states(log) == [DONE, FAILED, "died"]
+    assert "001_lr-3 failed (status 3): no output" in capsys.readouterr().out
+    assert runner(log, 0, 3, 1).run() == 1
+    said = capsys.readouterr().out
+    assert "002_lr-1 died" in said and "000_lr-0 done" not in said and "001_lr-3 failed (" not in said
 
-    runner = Runner(GRID, iter([("optim.lr=1",), ("optim.lr=2",)]), log, [], compose)
-    with pytest.raises(UserError, match=r"settings changed during the sweep: optim\.lr=2: optim\.lr is"):
-        runner.run()
-    assert [trial.state for trial in log.trials.values()] == [DONE]
+
+def test_a_mistake_ends_the_sweep(log: TrialLog) -> None:
+    with pytest.raises(UserError, match="a mistake in 001_lr-2 mistaken "):
+        runner(log, 0, 2, 1).run()
+    assert states(log) == [DONE, "mistaken"]
+
+
+def test_a_search_ends_at_the_first_trial_without_the_metric(log: TrialLog) -> None:
+    with pytest.raises(UserError, match="metric is eval/loss, but trials have"):
+        runner(log, 0, 0, wanted=RANDOM).run()
+
+
+def test_seeds_repeat_each_and_are_told_by_mean_and_deviation(
+    log: TrialLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = dataclasses.replace(GRID, seeds=3)
+    assert runner(log, 0, wanted=wanted).run() == 0
+    assert [trial.folder for trial in log.trials.values()] == [
+        f"000_lr-0_seed-{n}".replace("000", f"00{n}") for n in range(3)
+    ]
+    for number, trial in enumerate(log.trials.values()):
+        assert f"seed={number}" in trial.overrides
+        trial.value = 0.1 * number
+    rows = results.table(list(log.trials.values()), wanted).splitlines()
+    assert rows[1].split() == ["0", "0.1", "0.1", "3", "of", "3"]
+
+
+def test_what_contradicts_is_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def compose(combination: Combination) -> Config:
+        return settings(*words_of(combination))
+
+    both = {"strategy": ["ddp", "fsdp"], "comm": ["native", "ring"]}
+    combinations = [dict(zip(both, each, strict=True)) for each in itertools.product(*both.values())]
+    assert len(list(with_settings(combinations, compose))) == 3
+    assert "left out: strategy=fsdp comm=ring: comm=ring needs strategy=ddp" in capsys.readouterr().out
+    with pytest.raises(UserError, match="comm=ring needs"):
+        list(with_settings(combinations[3:], compose))
 
 
 @pytest.mark.parametrize(
@@ -98,41 +149,48 @@ def parsed(*overrides: str) -> list[Override]:
 
 def test_a_grid_has_hydras_syntax() -> None:
     swept = parsed("train.epochs=range(1,7,2)", "a=[1,2],'x,y'")
-    assert list(grid(dataclasses.replace(GRID, trials=3), swept, lambda _: None)) == [
-        ("train.epochs=1", "a=[1,2]"),
-        ("train.epochs=1", "a='x,y'"),
-        ("train.epochs=3", "a=[1,2]"),
+    assert [words_of(each) for each in grid(swept)][:3] == [
+        ["train.epochs=1", "a=[1,2]"],
+        ["train.epochs=1", "a='x,y'"],
+        ["train.epochs=3", "a=[1,2]"],
     ]
+    with pytest.raises(UserError, match=r"a=interval\(\.\.\.\) has no grid"):
+        grid(parsed("a=interval(0,1)"))
 
 
-def test_a_search_learns_from_the_trial_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("search", ["random", "tpe"])
+def test_a_search_learns_from_the_trial_log(
+    search: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is done is told to Optuna; what was stopped comes first; other values, or settings, count for nothing."""
     optuna = pytest.importorskip("optuna")
     space = parsed(
         "lr=tag(log,interval(0.001,1))", "depth=range(1,7,2)", "n=int(interval(1,4))", "a=[1],'x,y'"
     )
     log = TrialLog(tmp_path, ["seed=0"], "eval/loss")
-    rest = ("depth=3", "n=2", "a='x,y'")
+    rest = {"depth": "3", "n": "2", "a": "'x,y'"}
     for lr, state, value in (("0.1", DONE, 0.5), ("0.2", STOPPED, 0), ("0.3", FAILED, 0), ("9", DONE, 0.1)):
-        trial = log.trial([f"lr={lr}", *rest], seed=0)
+        trial = log.trial({"lr": lr, **rest})
         trial.state, trial.value = state, value
-    other = TrialLog(tmp_path, ["seed=0", "train.max_steps=2"], "eval/loss").trial(["lr=0.4", *rest], seed=0)
-    log.trials[other.key] = other
-    told: list[float] = []
+    other = TrialLog(tmp_path, ["seed=0", "train.max_steps=2"], "eval/loss").trial({"lr": "0.4", **rest})
+    log.trials[("other",)] = other
+    told: list[float | None] = []
     add = optuna.Study.add_trial
     monkeypatch.setattr(
         optuna.Study, "add_trial", lambda study, trial: (told.append(trial.value), add(study, trial))
     )
-    first, second = suggestions(RANDOM, space, log, seed=0)  # of 4, two have ended
-    assert first == ("lr=0.2", *rest)
-    assert told == [0.5] and second != first
-    assert dict(word.split("=") for word in second)["depth"] in ("1", "3", "5")
+    first, second = suggestions(
+        dataclasses.replace(RANDOM, search=search), space, log, seed=0
+    )  # of 4, three ran
+    assert first == {"lr": "0.2", **rest}
+    assert told == [0.5, None, None] and second != first
+    assert second["depth"] in ("1", "3", "5") and second["n"] in ("1", "2", "3", "4")
 
 
 def test_the_picture_shows_numbers_and_words(tmp_path: Path) -> None:
     """On a log scale if they span a decade."""
     trials = [
-        Trial(n, (), None, str(n), {"lr": lr, "model": word, "depth": "1"}, DONE, value=n)
+        Trial(n, (), {"lr": lr, "model": word, "depth": "1"}, str(n), DONE, value=n)
         for n, (lr, word) in enumerate([("0.01", "[8]"), ("0.4", "[9]"), ("0.2", "[8]")])
     ]
     scales: list[str] = []
@@ -148,45 +206,38 @@ def test_the_picture_shows_numbers_and_words(tmp_path: Path) -> None:
     [
         ("a=interval(2,1)", "a=interval.2,1.: .*low <= high"),
         ("a=tag(log,interval(0,1))", "low > 0"),
-        ("a=tag(fast,interval(0,1))", "is tagged fast; the only tag is log"),
+        ("a=tag(fast,interval(0,1))", "the tag fast is unknown"),
+        ("a=range(1,1)", "a=range.1,1."),
     ],
 )
 def test_a_space_that_is_none_is_refused(override: str, words: str, tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     with pytest.raises(UserError, match=words):
-        suggestions(RANDOM, parsed(override), TrialLog(tmp_path, [], "eval/loss"), seed=0)
+        next(suggestions(RANDOM, parsed(override), TrialLog(tmp_path, [], "eval/loss"), seed=0))
 
 
-def test_the_trial_log_outlives_a_torn_line_and_keeps_numbers(tmp_path: Path) -> None:
+def test_the_trial_log_keeps_numbers_and_knows_a_trial_by_its_overrides(tmp_path: Path) -> None:
     def opened(*common: str) -> TrialLog:
         return TrialLog(tmp_path, common, "eval/loss")
 
     log = opened("a=1")
-    first, second = (log.trial([f"b={b}"], seed=0) for b in ("[1,2]", "x/y"))
+    first, second = (log.trial({"b": b}) for b in ("[1,2]", "x/y"))
     assert [first.folder, second.folder] == ["000_b-1-2", "001_b-x-y"]
-    for trial in (first, second):
-        trial.state = "running"
-        log.write(trial)
-    with (tmp_path / FILE).open("a") as file:
-        file.write('{"trial": 1, "state": "do')
+    first.state = second.state = "running"
+    log.write()
     again = opened("a=1")
-    found = again.trial(["b=x/y"], seed=0)
+    found = again.trial({"b": "x/y"})
     assert (found.number, found.state) == (1, STOPPED), "the kill of the sweep killed it"
-    found.state = "done"
-    again.write(found)
-    assert [trial.state for trial in read_trials(tmp_path)] == ["running", "done"]
-    assert opened("b=x/y").trial(["a=1"], seed=0).number == 1, "in whatever order"
-    assert opened("b=x/y", "seed=0").trial(["a=1"], seed=0).number == 1, "by whatever word"
-    other = again.trial(["b=x/y"], seed=1, repeated=True)
-    assert (other.number, other.folder) == (2, "002_b-x-y_seed-1"), "another seed is another trial"
-    (tmp_path / FILE).write_text("[1]\n")
-    with pytest.raises(UserError, match="line 1 is not a trial of a sweep"):
-        read_trials(tmp_path)
+    found.state = DONE
+    again.write()
+    assert [trial.state for trial in read_trials(tmp_path)] == [STOPPED, DONE]
+    assert opened("b=x/y").trial({"a": "1"}).number == 1, "in whatever order"
+    assert again.trial({"b": "z"}).number == 2
 
 
 def test_tensorboard_is_told_once_in_the_trials_own_folder(tmp_path: Path) -> None:
     trials = [
-        Trial(number, (f"optim.clip={value}",), 0, f"00{number}", {"optim.clip": value}, "done", 0, 0.5)
+        Trial(number, (), {"optim.clip": value}, f"00{number}", DONE, 0, 0.5)
         for number, value in enumerate(("1.5", "null"))
     ]
     for trial in trials:
@@ -210,6 +261,6 @@ def test_any_path_survives_the_command_line() -> None:
 
 def test_a_trial_whose_metric_is_nan_comes_last() -> None:
     values = [0.5, math.nan, 0.1, None, 0.05]
-    trials = [Trial(number, (), None, "", state=DONE, value=value) for number, value in enumerate(values)]
+    trials = [Trial(number, (), {}, "", state=DONE, value=value) for number, value in enumerate(values)]
     ordered = sorted(trials, key=lambda trial: results.order([trial], RANDOM))
     assert [trial.number for trial in ordered] == [4, 2, 0, 1, 3]

@@ -55,56 +55,21 @@ def test_a_grid_is_run_once_in_launches_of_its_own_and_the_same_command_skips_it
 
 
 @pytest.mark.slow
-def test_ends_that_are_not_good(sweep: Sweep) -> None:
-    ended = sweep.run(
-        "optim.lr=0.1,0.2,0.3",
-        "hydra.sweeper.concurrent=3",
-        acts={
-            "optim.lr=0.2": ["3"],
-            "optim.lr=0.3": ["1", "done"],
-        },
-    )
-    assert ended.code == 1, ended.output
-    assert {folder[4:]: state for folder, state in sweep.states().items()} == {
-        "lr-0.1": "done",
-        "lr-0.2": "failed",
-        "lr-0.3": "died",
-    }
-    again = sweep.run("optim.lr=0.1,0.2,0.3", acts={"optim.lr=0.3": ["1", "done"]})
-    assert again.code == 3 and sweep.states()["002_lr-0.3"] == "done"
-    assert [len(runs) for runs in sweep.starts().values()] == [1, 1, 2]
-    assert "resume=auto" in sweep.starts()["002_lr-0.3"][1]["argv"]
-    assert "001_lr-0.2 failed (status 3): words of 3" in ended.stdout
-
-
-@pytest.mark.slow
-def test_a_mistake_ends_the_sweep_and_the_others_are_saved(sweep: Sweep) -> None:
-    command = ["optim.lr=0.1,0.2,0.3", "hydra.sweeper.concurrent=2"]
-    ended = sweep.run(*command, acts={"optim.lr=0.1": ["wait", "done"], "optim.lr=0.2": ["2", "done"]})
-    assert ended.code == 2
-    assert "a mistake in 001_lr-0.2 mistaken (status 2): words of 2" in ended.stderr
-    assert list(sweep.states().values()) in (["stopped", "mistaken"], ["died", "mistaken"])
-    assert sweep.run(*command).code == 0
-    assert set(sweep.states().values()) == {"done"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stop_saves_every_running_trial_and_a_kill_leaves_none(sweep: Sweep, how: signal.Signals) -> None:
+def test_a_stop_saves_every_running_trial(sweep: Sweep) -> None:
     """The guard of tests.conftest fails this one if a trial outlives the sweep."""
     command, acts = ["optim.lr=0.1,0.2,0.3", "hydra.sweeper.concurrent=2"], ["wait", "done"]
     by_lr = {f"optim.lr=0.{n}": acts for n in (1, 2)}
     with sweep.started(*command, acts=by_lr) as program:
         wait_until(lambda: len(list(sweep.folder.glob("*/ready"))) == 2, "two trials begin")
-        program.send_signal(how)
+        program.send_signal(signal.SIGTERM)
         ended = program.wait()
-    assert ended.code == (-signal.SIGKILL if how == signal.SIGKILL else 75), ended.output
-    assert set(sweep.states().values()) == {"running" if how == signal.SIGKILL else "stopped"}
+    assert ended.code == 75, ended.output
+    assert set(sweep.states().values()) == {"stopped"}
     again = sweep.run(*command, acts=by_lr)
     assert again.code == 0, again.output
     assert [len(runs) for runs in sweep.starts().values()] == [2, 2, 1]
     assert all(runs[-1]["argv"][-1] == "resume=auto" for runs in list(sweep.starts().values())[:2])
-    assert [row["state"] for row in sweep.rows()].count("done") == 3
+    assert set(sweep.states().values()) == {"done"}
 
 
 @pytest.mark.slow
@@ -115,24 +80,12 @@ def test_a_second_sweep_in_the_folder_is_refused(sweep: Sweep) -> None:
         assert second.code == 2 and "another sweep runs in hydra.sweep.dir" in second.stderr
 
 
-@pytest.mark.slow
-def test_what_contradicts_only_together_is_left_out(sweep: Sweep) -> None:
-    ended = sweep.run("strategy=ddp,fsdp", "comm=native,ring")
-    assert ended.code == 0
-    assert "left out: strategy=fsdp comm=ring: comm=ring needs strategy=ddp" in ended.stdout
-    expected = ["000_strategy-ddp_comm-native", "001_strategy-ddp_comm-ring"]
-    assert list(sweep.starts()) == [*expected, "002_strategy-fsdp_comm-native"]
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("optim.lr=0.1,-1", "optim.lr is -1, but must be at least 0"),
-        ("hydra/launcher=joblib", "hydra/launcher=joblib: each trial of a sweep is its own launch"),
+        ("strategy=fsdp comm=ring,tree", "comm=tree needs strategy=ddp"),
         ("hydra.sweeper.serch=tpe", "did you mean hydra.sweeper.search?"),
-        pytest.param(
-            "optim.lr=interval(0.1,1)", "optim.lr=interval(...) has no grid", marks=pytest.mark.slow
-        ),
+        pytest.param("hydra/launcher=joblib", "each trial of a sweep is its own", marks=pytest.mark.slow),
         pytest.param("run_dir=here", "would be the directory of every trial", marks=pytest.mark.slow),
         pytest.param(
             "launch=slurm launch.wait=false", "a sweep waits for each trial", marks=pytest.mark.slow
@@ -146,24 +99,8 @@ def test_refuses(sweep: Sweep, override: str, words: str) -> None:
 
 
 @pytest.mark.slow
-def test_seeds_repeat_each_and_are_told_by_mean_and_deviation(sweep: Sweep) -> None:
-    ended = sweep.run("optim.lr=0.1,0.2", "seed=5", "hydra.sweeper.seeds=3")
-    assert ended.code == 0, ended.output
-    assert len(sweep.starts()) == 6 and "002_lr-0.1_seed-7" in sweep.starts()
-    assert "seed=7" in sweep.starts()["002_lr-0.1_seed-7"][0]["argv"]
-    assert ended.stdout.partition("\noptim.lr ")[2].splitlines()[1].split() == [
-        "0.1",
-        "0.0049",
-        "0",
-        "3",
-        "of",
-        "3",
-    ]
-
-
-@pytest.mark.slow
 def test_a_search_goes_on_where_it_was_killed(sweep: Sweep) -> None:
-    """TPE's; a random one differs in what it suggests alone."""
+    """TPE's; a random one differs in what it suggests alone. A trial that outlives the sweep fails this test, too."""
     pytest.importorskip("optuna")
     command = ["optim.lr=tag(log,interval(0.001,1))", "train.max_steps=range(3,9,3)", "model.hidden=[8],[16]"]
     command += ["hydra.sweeper.search=tpe", "hydra.sweeper.trials=5"]
@@ -173,12 +110,11 @@ def test_a_search_goes_on_where_it_was_killed(sweep: Sweep) -> None:
         wait_until(lambda: len(list(sweep.folder.glob("*/ready"))) == 1, "the trial begins")
         program.send_signal(signal.SIGKILL)
         program.wait()
+    assert list(sweep.states().values()) == ["running"]
     ended = sweep.run(*command)
     assert ended.code == 0, ended.output
     assert list(sweep.states().values()) == ["done"] * 5
     assert [len(runs) for runs in sweep.starts().values()] == [2, 1, 1, 1, 1]
-    assert sweep.run(*command).code == 0
-    assert len(sweep.starts()) == 5
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def saved_settings(run_dir: Folder, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: the run does not exist; or an override is unreadable, invalid, or has no effect any more.
     """
-    saved = _read(run_dir)
+    saved = read_settings(run_dir)
     changes = [_parse(override) for override in overrides]
     groups = dict(_OF_THE_COMMAND)
     groups |= {change.key_or_group: str(change.value()) for change in changes if _names_group(change)}
@@ -57,7 +57,12 @@ def saved_settings(run_dir: Folder, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def _read(run_dir: Folder) -> DictConfig:
+def read_settings(run_dir: Folder) -> DictConfig:
+    """The settings as they were saved.
+
+    Raises:
+        UserError: there are none, or they cannot be read.
+    """
     path = run_dir / "config.yaml"
     try:
         with path.open("rb") as file:

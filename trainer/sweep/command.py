@@ -1,9 +1,9 @@
 """A sweep from its command line to its end: common and swept settings, folder, and search."""
 
-import contextlib
 import fcntl
+import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from trainer import config
 from trainer.config.overrides import EACH_TRIAL_LAUNCHES
 from trainer.errors import UserError
 from trainer.launch.exits import refuse_sweep_in_ranks
-from trainer.sweep import settings
 from trainer.sweep.runner import Runner
-from trainer.sweep.search import Combination, grid, suggestions
-from trainer.sweep.trials import TrialLog
+from trainer.sweep.search import grid, load, suggestions, with_settings
+from trainer.sweep.trials import Combination, TrialLog, words_of
 
 
 def sweep(
@@ -38,7 +37,7 @@ def sweep(
     launcher = composed.hydra.runtime.choices["hydra/launcher"]
     if launcher != "basic":
         raise UserError(f"hydra/launcher={launcher}: {EACH_TRIAL_LAUNCHES}")
-    wanted = settings.load(sweeper)
+    wanted = load(sweeper)
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(list(arguments))
     for override in overrides:
         line, key = override.input_line, override.key_or_group
@@ -52,7 +51,7 @@ def sweep(
     common = [str(override.input_line) for override in overrides if override not in swept]
 
     def compose(combination: Combination) -> config.Config:
-        trial = loader.load_sweep_config(composed, [*common, *combination])
+        trial = loader.load_sweep_config(composed, [*common, *words_of(combination)])
         with open_dict(trial):
             del trial["hydra"]
         loaded = config.load(trial)
@@ -67,33 +66,19 @@ def sweep(
     of_hydra = list(composed.hydra.overrides.hydra)
     options = [word for word in sys.argv[1:] if word not in (*arguments, *of_hydra, "-m", "--multirun")]
     options += [word for word in of_hydra if word.startswith("hydra.searchpath=")]
-    all_of_grid = grid(wanted, swept, compose) if wanted.search == "grid" else None
-    with _locked(Path(composed.hydra.sweep.dir)) as folder:
-        log = TrialLog(folder, common, wanted.metric)
-        search = all_of_grid or suggestions(wanted, swept, log, composed.seed)
-        sys.exit(Runner(wanted, search, log, options, compose).run())
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[Path]:
-    """Create hydra.sweep.dir, or continue in it, and lock it against a second sweep.
-
-    The kernel frees the lock when this process ends; trials do not inherit it.
-
-    Raises:
-        UserError: another sweep runs in it, or it cannot be written.
-    """
+    planned = []
+    if wanted.search == "grid":  # all are composed before the first runs, to show a mistake at once
+        planned = list(with_settings(itertools.islice(grid(swept), wanted.trials), compose))
+    folder = Path(composed.hydra.sweep.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("ab")
+        lock = (folder / ".lock").open("ab")  # until this process ends
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"another sweep runs in hydra.sweep.dir={folder}: set another one") from error
     except OSError as error:
         raise UserError(f"hydra.sweep.dir={folder} cannot be written: {error}") from error
-    with lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(
-                f"another sweep runs in hydra.sweep.dir={folder}: wait for its end, stop it, or set another "
-                "hydra.sweep.dir"
-            ) from error
-        yield folder
+    log = TrialLog(folder, common, wanted.metric)
+    suggested = with_settings(suggestions(wanted, swept, log, composed.seed), compose)
+    search = iter(planned) if wanted.search == "grid" else suggested
+    sys.exit(Runner(wanted, search, log, options).run())

@@ -6,72 +6,75 @@ import io
 import math
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import printable
-from trainer.sweep.runs import Run, columns, shown
-from trainer.sweep.settings import SweepConfig
-from trainer.sweep.trials import DONE, Trial, TrialLog, values_of
+from trainer.sweep.search import SweepConfig
+from trainer.sweep.trials import Run, Trial, TrialLog, values_of
 
 CSV, PICTURE, _HPARAMS = "results.csv", "results.png", ".hparams"
 
 
-def write(log: TrialLog, settings: SweepConfig) -> None:
+def write(log: TrialLog, wanted: SweepConfig) -> None:
     """Print the table of all trials of a sweep's folder, and write the files to the folder."""
     folder, trials = log.folder, list(log.trials.values())
-    if not trials:
-        print("no trial was started")
-        return
-    trials.sort(key=lambda trial: order([trial], settings))
-    print(f"\n{table(trials, settings)}\n")
-    done = [trial for trial in trials if trial.state == DONE]
-    if done and all(trial.value is None for trial in done):
-        metrics = ", ".join(map(printable, Run(folder / done[0].folder).metrics))
-        print(f"hydra.sweeper.metric is {settings.metric}, but trials have {metrics}\n")
-    _write_csv(folder, trials, settings.metric)
-    write_hparams(folder, trials, settings.metric)
-    drawn = draw(folder / PICTURE, trials, settings)
+    trials.sort(key=lambda trial: order([trial], wanted))
+    print(f"\n{table(trials, wanted)}\n")
+    _write_csv(folder, trials, wanted.metric)
+    write_hparams(folder, trials, wanted.metric)
+    drawn = draw(folder / PICTURE, trials, wanted)
     look = f"tensorboard --logdir {shlex.quote(str(folder))}"
     print(f"{folder / CSV}" + (f"  {folder / PICTURE}" if drawn else "") + f"  {look}")
 
 
-def order(repeats: Sequence[Trial], settings: SweepConfig) -> tuple[int, float, int]:
-    """The best first, then those without a number."""
-    value = statistics.fmean(values) if (values := values_of(repeats)) else math.nan
-    return (1, 0.0, repeats[0].number) if math.isnan(value) else (0, settings.sign * value, repeats[0].number)
+def order(repeats: Sequence[Trial], wanted: SweepConfig) -> float:
+    """The key that sorts the best first, and those without a number last."""
+    if not (values := values_of(repeats)):
+        return math.inf
+    return statistics.fmean(values) * (1 if wanted.mode == "min" else -1)
 
 
-def table(trials: Sequence[Trial], settings: SweepConfig) -> str:
+def table(trials: Sequence[Trial], wanted: SweepConfig) -> str:
     """The trials, best first; with several seeds, one row for all of them, with their deviation."""
-    keys = _swept_keys(trials)
+    if wanted.seeds == 1:
+        keys = _swept_keys(trials)
+        cells = [[t.folder, *(t.swept.get(key, "") for key in keys), cell(t.value), t.state] for t in trials]
+        return columns([["trial", *keys, wanted.metric, "state"], *cells])
+    keys = [key for key in _swept_keys(trials) if key != "seed"]
     groups: dict[tuple[str, ...], list[Trial]] = {}
     for trial in trials:
-        cells = [trial.swept.get(key, "") for key in keys]
-        groups.setdefault((*([trial.folder] if settings.seeds == 1 else []), *cells), []).append(trial)
-    rows = [["trial", *keys, settings.metric, "state"]]
-    if settings.seeds > 1:
-        rows = [[*keys, f"{settings.metric}, mean", "deviation", "seeds done"]]
-    for group, repeats in sorted(groups.items(), key=lambda item: order(item[1], settings)):
+        groups.setdefault(tuple(trial.swept.get(key, "") for key in keys), []).append(trial)
+    rows = [[*keys, f"{wanted.metric}, mean", "deviation", "seeds done"]]
+    for group, repeats in sorted(groups.items(), key=lambda item: order(item[1], wanted)):
         values = values_of(repeats)
-        row = [*group, shown(statistics.fmean(values)) if values else ""]
-        if settings.seeds > 1:
-            row += [shown(statistics.stdev(values)) if len(values) > 1 else ""]
-            rows.append([*row, f"{len(values)} of {len(repeats)}"])
-        else:
-            rows.append([*row, repeats[0].state])
+        row = [*group, cell(statistics.fmean(values)) if values else ""]
+        row += [cell(statistics.stdev(values)) if len(values) > 1 else ""]
+        rows.append([*row, f"{len(values)} of {len(repeats)}"])
     return columns(rows)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, each column as wide as its widest cell."""
+    shown = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in shown)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
+
+
+def cell(value: float | None, form: str = ".6g") -> str:
+    """A number as a cell of a table, which is empty without one."""
+    return "" if value is None or math.isnan(value) else f"{value:{form}}"
 
 
 def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
     """A row for each run, ended in any state; the column of the metric is `value`."""
-    keys = _swept_keys(trials)
     rows = []
     for trial in trials:
         row: dict[str, Any] = {"trial": trial.number, "folder": trial.folder, "state": trial.state}
-        row |= {"status": trial.status, "seed": trial.seed, **{key: trial.swept.get(key) for key in keys}}
+        row |= {"status": trial.status, **trial.swept}
         row |= {"metric": metric, "value": trial.value, "seconds": trial.seconds}
         result = Run(folder / trial.folder).result.items()
         rows.append(row | {k: v for k, v in result if k not in row and not isinstance(v, dict)})
@@ -93,8 +96,7 @@ def write_hparams(folder: Path, trials: Sequence[Trial], metric: str) -> None:
     from tensorboard.plugins.hparams import summary_v2 as api
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    settings = {"seed": _of_one_type([str(trial.seed) for trial in trials])}
-    settings |= {key: _of_one_type(_texts(trials, key)) for key in _swept_keys(trials)}
+    settings = {key: _of_one_type(_texts(trials, key)) for key in _swept_keys(trials)}
     # Under a separate tag: a run may end before its first log step, and not all its metrics are scalars.
     tag = f"sweep/{metric}"
     described = api.hparams_config_pb(
@@ -117,46 +119,39 @@ def write_hparams(folder: Path, trials: Sequence[Trial], metric: str) -> None:
         writer.close()
 
 
-def draw(path: Path, trials: Sequence[Trial], settings: SweepConfig) -> bool:
+def draw(path: Path, trials: Sequence[Trial], wanted: SweepConfig) -> bool:
     """Draw the metric over each swept setting; False if less than two trials are done, or nothing differs."""
+    import matplotlib
+
     done = [trial for trial in trials if values_of([trial])]
     keys = [key for key in _swept_keys(done) if len(set(_texts(done, key))) > 1]
     if len(done) < 2 or not keys:
         return False
-    values = values_of(done)
-    best = min(range(len(done)), key=lambda index: order([done[index]], settings))
-    with picture(path, len(keys), sharey=True) as all_axes:
-        for key, axes in zip(keys, all_axes, strict=True):
-            places = _of_one_type(texts := _texts(done, key))
-            if places == texts:
-                words = sorted(set(texts))
-                places = [float(words.index(text)) for text in texts]
-                axes.set_xticks(range(len(words)), words, rotation=20 if len(words) > 3 else 0)
-            elif min(places) > 0 and max(places) / min(places) >= 10:
-                axes.set_xscale("log")
-            axes.scatter(places, values, s=24)
-            axes.scatter(places[best], values[best], s=60, facecolors="none", edgecolors="black")
-            axes.set_xlabel(key)
-            axes.grid(alpha=0.3)
-        all_axes[0].set_ylabel(settings.metric)
-    return True
-
-
-@contextlib.contextmanager
-def picture(path: Path, num_axes: int, *, sharey: bool = False) -> Iterator[list[Any]]:
-    """Yields axes side by side, to be drawn in, and then saves the picture."""
-    import matplotlib
-
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    size = (max(4, 3.6 * num_axes), 3.4)
-    figure, axes = plt.subplots(1, num_axes, figsize=size, squeeze=False, sharey=sharey, layout="constrained")
-    try:
-        yield list(axes[0])
-        figure.savefig(path, dpi=110)
-    finally:
-        plt.close(figure)
+    values = values_of(done)
+    best = min(range(len(done)), key=lambda index: order([done[index]], wanted))
+    size = (max(4, 3.6 * len(keys)), 3.4)
+    figure, all_axes = plt.subplots(
+        1, len(keys), figsize=size, squeeze=False, sharey=True, layout="constrained"
+    )
+    for key, axes in zip(keys, all_axes[0], strict=True):
+        places = _of_one_type(texts := _texts(done, key))
+        if places == texts:
+            words = sorted(set(texts))
+            places = [float(words.index(text)) for text in texts]
+            axes.set_xticks(range(len(words)), words, rotation=20 if len(words) > 3 else 0)
+        elif min(places) > 0 and max(places) / min(places) >= 10:
+            axes.set_xscale("log")
+        axes.scatter(places, values, s=24)
+        axes.scatter(places[best], values[best], s=60, facecolors="none", edgecolors="black")
+        axes.set_xlabel(key)
+        axes.grid(alpha=0.3)
+    all_axes[0][0].set_ylabel(wanted.metric)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
 
 
 def _swept_keys(trials: Sequence[Trial]) -> list[str]:

@@ -1,35 +1,30 @@
 """Runs a sweep: starts trials while there is room, and records how each ends, until none is left."""
 
+import os
 import signal
 import subprocess
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.config import Config
+from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.files.untrusted import printable
 from trainer.launch import fresh
 from trainer.launch.signals import stop_signals_to
 from trainer.sweep import results, trials
-from trainer.sweep.devices import room, visible_gpus
-from trainer.sweep.runs import Run, shown
-from trainer.sweep.search import REFUSALS, Combination, reason
-from trainer.sweep.settings import SweepConfig
-from trainer.sweep.trials import Trial, TrialLog
+from trainer.sweep.search import SweepConfig
+from trainer.sweep.trials import Combination, Run, Trial, TrialLog
 
 OUTPUT = "output.log"
 _POLL_S = 0.05
-_STOPPED, _NOT_FINITE = StoppedBySignal.exit_code, NonFiniteError.exit_code
-_STATES = {
-    0: trials.DONE,
-    UserError.exit_code: trials.MISTAKEN,
-    _NOT_FINITE: trials.FAILED,
-    _STOPPED: trials.STOPPED,
-}
+# How many jobs of a sweep are queued at a time, to leave room for others; SLURM queues them anyway.
+_QUEUED_JOBS = 16
+_MISTAKE, _STOPPED, _NOT_FINITE = (end.exit_code for end in (UserError, StoppedBySignal, NonFiniteError))
+_STATES = {0: trials.DONE, _MISTAKE: trials.MISTAKEN, _NOT_FINITE: trials.FAILED, _STOPPED: trials.STOPPED}
 
 
 @dataclass
@@ -47,21 +42,18 @@ class Runner:
     """Starts the trials of a sweep, and follows each to its end.
 
     Args:
-        search: the combinations. None is taken in advance, as a search learns from each result.
+        search: combinations with their settings. None is taken in advance: a search learns from each result.
         options: Hydra's own options, for the command line of each trial.
-        compose: returns the validated settings of a combination.
     """
 
     def __init__(
         self,
-        settings: SweepConfig,
-        search: Iterator[Combination],
+        wanted: SweepConfig,
+        search: Iterator[tuple[Combination, Config]],
         log: TrialLog,
         options: Sequence[str],
-        compose: Callable[[Combination], Config],
     ) -> None:
-        self._settings, self._search, self._log = settings, search, log
-        self._options, self._compose = list(options), compose
+        self._wanted, self._search, self._log, self._options = wanted, search, log, options
         self._gpus = visible_gpus()
         self._queue: deque[Attempt] = deque()
         self._running: list[Attempt] = []
@@ -77,14 +69,9 @@ class Runner:
         """
         before = ", ".join(f"{count} {state}" for state, count in self._num_in_state().items())
         _say(f"sweep in {self._log.folder}" + (f": {before} before" if before else ""))
-        try:
-            with stop_signals_to(self._signals.append):
-                self._loop()
-        finally:
-            for attempt in self._running:  # after an internal error: leave no process behind
-                attempt.process.kill()
-                attempt.process.wait()
-        results.write(self._log, self._settings)
+        with stop_signals_to(self._signals.append):
+            self._loop()
+        results.write(self._log, self._wanted)
         states = self._num_in_state()
         if self._mistake is not None:
             raise UserError(f"{self._mistake}; the sweep ends here; the same command continues it")
@@ -98,11 +85,8 @@ class Runner:
 
     def _loop(self) -> None:
         while True:
-            while self._has_room() and (attempt := self._next()) is not None:
-                if (gpus := self._room(attempt)) is None:
-                    break
-                self._queue.popleft()
-                self._start(attempt, gpus)
+            while not self._ends and self._start_next():
+                pass
             if not self._running:
                 return
             for attempt in [*self._running]:
@@ -118,35 +102,33 @@ class Runner:
                         attempt.process.kill()
             time.sleep(_POLL_S)
 
-    def _has_room(self) -> bool:
-        """Whether the search should be asked: there is room for one more like the last one."""
-        return not self._ends and (not self._running or self._room(self._running[-1]) is not None)
+    def _start_next(self) -> bool:
+        """Start a trial, if there is one and room for it.
+
+        The search is asked only if another trial like the last one has room: then most results are known.
+        """
+        if self._running and self._room(self._running[-1]) is None:
+            return False
+        while not self._queue:
+            if (found := next(self._search, None)) is None:
+                return False
+            self._queue.extend(self._rest_of(*found))
+        if (gpus := self._room(self._queue[0])) is None:
+            return False
+        self._start(self._queue.popleft(), gpus)
+        return True
 
     def _room(self, attempt: Attempt) -> list[str] | None:
-        taken = [running.gpus for running in self._running]
-        return room(attempt.config, self._settings.concurrent, self._gpus, taken)
+        taken = [each.gpus for each in self._running]
+        return room(attempt.config, self._wanted.concurrent, self._gpus, taken)
 
-    def _next(self) -> Attempt | None:
-        """The head of the queue, perhaps from a new combination; None if there are no more."""
-        while not self._queue and (combination := next(self._search, None)) is not None:
-            try:
-                self._plan(combination)
-            except REFUSALS as error:
-                words = f"{' '.join(combination)}: {reason(error)}"
-                if self._settings.search == "grid":  # it was valid when the sweep began
-                    self._end(f"the settings changed during the sweep: {words}")
-                    return None
-                _say(f"left out: {words}")
-        return self._queue[0] if self._queue else None
-
-    def _plan(self, combination: Combination) -> None:
-        """Queue the runs of a combination, one for each seed, that are not final and do not run already."""
-        config = self._compose(combination)
-        repeated = self._settings.seeds > 1
-        for seed in range(config.seed or 0, (config.seed or 0) + self._settings.seeds):
-            trial = self._log.trial(combination, seed if repeated else config.seed, repeated=repeated)
+    def _rest_of(self, combination: Combination, config: Config) -> Iterator[Attempt]:
+        """The trials of a combination, one for each seed, that are not final and do not run already."""
+        first, seeds = config.seed or 0, self._wanted.seeds
+        for seed in range(first, first + seeds):
+            trial = self._log.trial({**combination, "seed": str(seed)} if seeds > 1 else combination)
             if trial.state not in (*trials.FINAL, trials.RUNNING):
-                self._queue.append(Attempt(trial, config))
+                yield Attempt(trial, config)
 
     def _start(self, attempt: Attempt, gpus: list[str]) -> None:
         trial, folder = attempt.trial, self._log.folder / attempt.trial.folder
@@ -156,7 +138,7 @@ class Runner:
         if begun or (attempt.config.resume is None and (folder / "run.json").exists()):
             argv.append("resume=auto")
         trial.state, trial.status = trials.RUNNING, None
-        self._log.write(trial)
+        self._log.write()
         with (folder / OUTPUT).open("ab") as output:
             attempt.process = fresh.start(
                 argv,
@@ -174,19 +156,20 @@ class Runner:
         self._running.remove(attempt)
         trial.status, trial.seconds = code, trial.seconds + round(time.monotonic() - attempt.began_s, 3)
         trial.state = _STATES.get(code, trials.STOPPED if self._ends else trials.DIED)
-        metric, metrics = self._settings.metric, Run(folder).metrics
+        metric, metrics = self._wanted.metric, Run(folder).metrics
         trial.value = metrics.get(metric)
-        self._log.write(trial)
+        self._log.write()
         words = f"{trial.folder} {trial.state}"
         if trial.state == trials.DONE:
-            words += f": {metric} {shown(trial.value) or 'none'}, {trial.seconds:.0f} s"
+            words += f": {metric} {results.cell(trial.value) or 'none'}, {trial.seconds:.0f} s"
         elif trial.state != trials.STOPPED:
             words += f" (status {code}): {_last_line(folder / OUTPUT)}"
         _say(words)
         if trial.state == trials.MISTAKEN:
             self._end(f"a mistake in {words}")
-        elif trial.state == trials.DONE and trial.value is None and self._settings.search != "grid":
-            self._end(f"hydra.sweeper.metric is {metric}, but trials have {', '.join(metrics)}")
+        elif trial.state == trials.DONE and trial.value is None and self._wanted.search != "grid":
+            names = ", ".join(map(printable, metrics))
+            self._end(f"hydra.sweeper.metric is {metric}, but trials have {names}")
 
     def _end(self, mistake: str | None = None) -> None:
         """Start no more trials; those that run save and stop."""
@@ -205,3 +188,40 @@ def _last_line(output: Path) -> str:
     lines = output.read_text(errors="replace").splitlines()
     last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
     return f"{printable(last)}  ({output})"
+
+
+def room(
+    config: Config, concurrent: str, gpus: Sequence[str], taken: Sequence[Sequence[str]]
+) -> list[str] | None:
+    """The GPUs for a trial, [] if it uses none; None if there is no room.
+
+    Args:
+        concurrent: how many trials run at most, even if they then share GPUs: the least busy ones. "auto"
+            gives each its own; without GPUs they run one at a time.
+        gpus: the GPUs of this machine.
+        taken: those of each trial that runs.
+    """
+    busy = Counter(gpu for some in taken for gpu in some)
+    own = sorted(gpus, key=lambda gpu: busy[gpu])[: _num_wanted(config, len(gpus))]
+    if concurrent == "auto" and own:
+        return None if any(busy[gpu] for gpu in own) else own
+    at_most = int(concurrent) if concurrent != "auto" else _QUEUED_JOBS if config.launch.in_cluster else 1
+    return own if len(taken) < at_most else None
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if told is not None:
+        return [name for name in told.split(",") if name and name != "-1"]
+    return [str(index) for index in range(fresh.num_gpus())]
+
+
+def _num_wanted(config: Config, num_gpus: int) -> int:
+    if config.distributed.device == "cpu" or config.launch.in_cluster:
+        return 0
+    if config.strategy.name == "dp":
+        return num_gpus
+    if isinstance(config.launch, LocalLaunchConfig):
+        return min(config.launch.processes or num_gpus, num_gpus)
+    return min(1, num_gpus)

@@ -1,58 +1,88 @@
-"""Which combination of a sweep's settings comes next: all of a grid, or what Optuna suggests."""
+"""What a sweep tries: its settings, hydra.sweeper, and which combination of values comes next."""
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from trainer.config.overrides import in_words
+from trainer.config import Config, at_least, check_limits, like, one_of
+from trainer.config.overrides import in_words, not_a_setting
 from trainer.errors import UserError, first_line
-from trainer.sweep.settings import SweepConfig
-from trainer.sweep.trials import FINAL, Trial, TrialLog, mean
-
-Combination = tuple[str, ...]  # overrides, one for each swept setting
-REFUSALS = (UserError, HydraException, OmegaConfBaseException)
+from trainer.sweep.trials import FINAL, Combination, Trial, TrialLog, values_of, words_of
 
 
-def reason(error: Exception) -> str:
-    """Why settings were refused, in one line."""
-    return str(error) if isinstance(error, UserError) else in_words(error)
+@dataclass
+class SweepConfig:
+    """hydra.sweeper; the defaults are in conf/hydra/sweeper/."""
+
+    search: str = one_of("grid", "random", "tpe")
+    trials: int | None = at_least(1)
+    metric: str = MISSING
+    mode: str = one_of("min", "max")
+    concurrent: str = like(r"auto|0*[1-9][0-9]*", "auto or a number of trials")
+    seeds: int = at_least(1)
 
 
-def grid(
-    wanted: SweepConfig, swept: Sequence[Override], compose: Callable[[Combination], object]
-) -> Iterator[Combination]:
-    """Every combination, the last setting changing first; those that contradict are named and left out.
-
-    All are composed before the first runs, since a mistake should not end a sweep after hours.
+def load(settings: Mapping[str, Any]) -> SweepConfig:
+    """Return the typed and validated settings.
 
     Raises:
-        UserError: an interval, which has no grid; or a value fits no combination.
+        UserError: an unknown key, a wrong type, or a value outside its limits.
     """
-    axes = []
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig), dict(settings)))
+    except ConfigKeyError as error:
+        raise UserError(not_a_setting(f"hydra.sweeper.{error.key}")) from error
+    except OmegaConfBaseException as error:
+        raise UserError(f"hydra.sweeper.{error.full_key}: {first_line(error)}") from error
+    assert isinstance(config, SweepConfig)
+    check_limits(config, "hydra.sweeper.")
+    return config
+
+
+def with_settings(
+    combinations: Iterable[Combination], compose: Callable[[Combination], Config]
+) -> Iterator[tuple[Combination, Config]]:
+    """Each combination with its settings; those that the settings refuse are named and left out.
+
+    Raises:
+        UserError: at the end, if all were refused.
+    """
+    num_valid, refused = 0, None
+    for combination in combinations:
+        try:
+            config = compose(combination)
+        except (UserError, HydraException, OmegaConfBaseException) as error:
+            refused = str(error) if isinstance(error, UserError) else in_words(error)
+            print(f"left out: {' '.join(words_of(combination))}: {refused}", flush=True)
+        else:
+            num_valid += 1
+            yield combination, config
+    if refused and not num_valid:
+        raise UserError(refused)
+
+
+def grid(swept: Sequence[Override]) -> Iterator[Combination]:
+    """Every combination, the last setting changing first.
+
+    Raises:
+        UserError: an interval, which has no grid.
+    """
+    axes = {}
     for override in swept:
         key = override.get_key_element()
         if override.is_interval_sweep():
             way_out = "use range() or a list, or hydra.sweeper.search=random or tpe"
             raise UserError(f"{key}=interval(...) has no grid: {way_out}")
-        axes.append([f"{key}={value}" for value in _values(override)])
-    valid, refused = list[Combination](), dict[Combination, str]()
-    for combination in itertools.islice(itertools.product(*axes), wanted.trials):
-        try:
-            compose(combination)
-            valid.append(combination)
-        except REFUSALS as error:
-            refused[combination] = reason(error)
-    fitting = {word for combination in valid for word in combination}
-    for combination, why in refused.items():
-        if not combination or not fitting.issuperset(combination):
-            raise UserError(why)
-        print(f"left out: {' '.join(combination)}: {why}", flush=True)
-    return iter(valid)
+        axes[key] = list(override.sweep_string_iterator())
+    return (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
 
 
 def suggestions(
@@ -63,56 +93,45 @@ def suggestions(
     A combination that was stopped, has died, or ran when the sweep was killed, comes first.
 
     Raises:
-        UserError: there is no Optuna, or nothing that it can search.
+        UserError: there is no Optuna, or an interval or a list that it cannot search.
     """
     try:
         import optuna
     except ImportError as error:
         way_out = "pip install 'ringmaster-trainer[sweep]'"
         raise UserError(f"hydra.sweeper.search={wanted.search} needs Optuna: {way_out}") from error
-    if not swept:
-        way_out = "give a setting more than one value"
-        raise UserError(f"hydra.sweeper.search={wanted.search} has nothing to search: {way_out}")
     optuna.logging.set_verbosity(logging.WARNING)
     space = {one.get_key_element(): _distribution(one, optuna.distributions) for one in swept}
+    kinds = {key: type(of.low) if hasattr(of, "low") else str for key, of in space.items()}
     sampler = optuna.samplers.TPESampler if wanted.search == "tpe" else optuna.samplers.RandomSampler
 
-    def known() -> Iterator[tuple[dict[str, Any], list[Trial]]]:
-        for values, trials in log.combinations(list(space)):
-            params = {key: _param(values[key], space[key]) for key in space}
-            if None not in params.values():  # else of an earlier command line, with other values
-                yield params, trials
+    def known() -> Iterator[tuple[list[Trial], Any]]:
+        """The trials of each combination, and what Optuna is told of them."""
+        for trials in log.combinations(space):
+            told: dict[str, Any] = {"state": optuna.trial.TrialState.FAIL}
+            if len(values := values_of(trials)) == len(trials):
+                told = {"value": statistics.fmean(values)}
+            try:
+                params = {key: kinds[key](trials[0].swept[key]) for key in space}
+                yield trials, optuna.trial.create_trial(params=params, distributions=space, **told)
+            except ValueError:  # of an earlier command line, with other values
+                continue
 
-    def suggest() -> Iterator[Combination]:
-        before = list(known())
-        for params, trials in before:
-            if len(trials) < wanted.seeds or any(trial.state not in FINAL for trial in trials):
-                yield tuple(f"{key}={params[key]}" for key in space)
-        for number in range(len(before), wanted.trials or 20):
-            study = optuna.create_study(
-                direction="minimize" if wanted.mode == "min" else "maximize",
-                sampler=sampler(seed=None if seed is None else seed + number),
-            )
-            for params, trials in known():
-                if (value := mean(trials)) is not None:
-                    told = optuna.trial.create_trial(params=params, distributions=space, value=value)
-                    study.add_trial(told)
-            params = study.ask(space).params
-            yield tuple(f"{key}={params[key]}" for key in space)
-
-    return suggest()
-
-
-def _values(override: Override) -> list[str]:
-    """The values of a list, choice(), glob() or range(), as on a command line."""
-    values = list(dict.fromkeys(override.sweep_string_iterator()))
-    if not values:
-        raise UserError(f"{override.input_line} leaves no value for {override.get_key_element()}")
-    return values
+    before = list(known())
+    for trials, _ in before:
+        if len(trials) < wanted.seeds or any(trial.state not in FINAL for trial in trials):
+            yield {key: trials[0].swept[key] for key in space}
+    for number in range(len(before), wanted.trials or 20):
+        study = optuna.create_study(
+            direction="minimize" if wanted.mode == "min" else "maximize",
+            sampler=sampler(seed=None if seed is None else seed + number),
+        )
+        study.add_trials([told for _, told in known()])
+        yield {key: str(value) for key, value in study.ask(space).params.items()}
 
 
 def _distribution(override: Override, of: Any) -> Any:
-    """What Optuna draws from: numbers of an interval or of a range of integers, or else texts.
+    """What Optuna draws from: the numbers of an interval, or else texts.
 
     An interval is of integers if both ends are, int(interval(1, 8)), and logarithmic by tag(log, ...).
 
@@ -120,30 +139,13 @@ def _distribution(override: Override, of: Any) -> Any:
         of: optuna.distributions.
     """
     value = override.value()
-    if isinstance(value, IntervalSweep):
+    try:
+        if not isinstance(value, IntervalSweep):
+            return of.CategoricalDistribution(list(override.sweep_string_iterator()))
         if others := value.tags - {"log"}:
-            raise UserError(f"{override.input_line} is tagged {others.pop()}; the only tag is log")
+            raise ValueError(f"the tag {others.pop()} is unknown, and log the only one")
         whole = all(isinstance(end, int) for end in (value.start, value.end))
         kind = of.IntDistribution if whole else of.FloatDistribution
-        try:
-            return kind(value.start, value.end, log="log" in value.tags)
-        except ValueError as error:
-            raise UserError(f"{override.input_line}: {first_line(error)}") from error
-    texts = _values(override)
-    if override.is_range_sweep() and all(text.lstrip("-").isdecimal() for text in texts):
-        numbers = sorted(map(int, texts))
-        step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-        return of.IntDistribution(numbers[0], numbers[-1], step=step)
-    return of.CategoricalDistribution(texts)
-
-
-def _param(text: str, distribution: Any) -> Any:
-    """A value of the command line as Optuna's; None if it is not one of the distribution's."""
-    if hasattr(distribution, "choices"):
-        return text if text in distribution.choices else None
-    low, high, step = distribution.low, distribution.high, distribution.step
-    try:
-        value = type(low)(text)
-    except ValueError:
-        return None
-    return value if low <= value <= high and not (step and (value - low) % step) else None
+        return kind(value.start, value.end, log="log" in value.tags)
+    except ValueError as error:
+        raise UserError(f"{override.input_line}: {first_line(error)}") from error

@@ -1,57 +1,72 @@
-"""trials.jsonl, all that a sweep remembers: the state of each trial, a row a change; the last one counts."""
+"""What has run, by its files: trials.jsonl, all that a sweep remembers, and the files of each run."""
 
 import dataclasses
 import json
 import math
-import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import UserError
-from trainer.files.untrusted import printable
-from trainer.sweep.runs import Run
+from trainer.files.atomic_file import atomic_file
+from trainer.files.untrusted import load_json
+from trainer.run_dir.metrics_file import read_metrics
 
 FILE = "trials.jsonl"
-RUNNING, DONE, FAILED, STOPPED, DIED, MISTAKEN = (
-    "running",
-    "done",
-    "failed",  # a loss that was not finite: a restart would end the same
-    "stopped",  # and saved
-    "died",
-    "mistaken",
-)
+RUNNING, DONE, DIED = "running", "done", "died"
+FAILED = "failed"  # a loss that was not finite: a restart would end the same
+STOPPED = "stopped"  # and saved
+MISTAKEN = "mistaken"
 FINAL = {DONE, FAILED}
+
+Combination = Mapping[str, str]  # a value for each swept setting
+
+
+def words_of(combination: Combination) -> list[str]:
+    """As on a command line."""
+    return [f"{key}={value}" for key, value in combination.items()]
+
+
+class Run:
+    """A run by its files. Before its end it has no `result`, and `scalars` until now."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.result = load_json(folder / "result.json")
+        except (OSError, UserError):
+            self.result = {}
+        self.scalars = read_metrics(folder)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """From result.json, and the last values in metrics.jsonl."""
+        last = {name: values[max(values)] for name, values in self.scalars.items()}
+        numbers = {name: value for name, value in self.result.items() if type(value) in (int, float)}
+        return last | numbers
 
 
 @dataclass
 class Trial:
-    """One run of a sweep, identified by all its overrides, in any order, and the seed."""
+    """One run of a sweep, identified by all its overrides, in any order."""
 
     number: int
-    overrides: tuple[str, ...]
-    seed: int | None
+    common: Sequence[str]
+    swept: Combination
     folder: str
-    swept: dict[str, str] = field(default_factory=dict)
     state: str = STOPPED
     status: int | None = None
     value: float | None = None
     seconds: float = 0.0  # over all attempts
 
     @property
-    def key(self) -> tuple[tuple[str, ...], int | None]:
-        return _key(self.overrides, self.seed)
-
-
-def _key(overrides: Sequence[str], seed: int | None) -> tuple[tuple[str, ...], int | None]:
-    """The seed counts once, whether the command line or the settings gave it."""
-    return tuple(sorted(word for word in overrides if not word.startswith("seed="))), seed
+    def overrides(self) -> list[str]:
+        return [*self.common, *words_of(self.swept)]
 
 
 class TrialLog:
-    """The trials of a sweep's folder by key; every change is on disk before it takes effect.
+    """The trials of a sweep's folder by their overrides, all of them in its file.
 
     Args:
         common: the overrides of all trials of this command line.
@@ -59,49 +74,42 @@ class TrialLog:
     """
 
     def __init__(self, folder: Path, common: Sequence[str], metric: str) -> None:
-        self.folder, self._common = folder, list(common)
-        self.trials = {trial.key: trial for trial in read_trials(folder)}
+        self.folder, self._common = folder, common
+        self.trials = {_key(trial.overrides): trial for trial in read_trials(folder)}
         for trial in self.trials.values():
             if trial.state == RUNNING:  # when the sweep was killed, which kills its trials
                 trial.state = STOPPED
             trial.value = Run(folder / trial.folder).metrics.get(metric)
 
-    def trial(self, swept: Sequence[str], seed: int | None, *, repeated: bool = False) -> Trial:
-        """The trial with these overrides and seed, which may have run before.
-
-        `repeated`: the seed is one of several, and so an override of this trial.
-        """
-        overrides = (*self._common, *([f"seed={seed}"] if repeated else []), *swept)
-        if known := self.trials.get(_key(overrides, seed)):
+    def trial(self, swept: Combination) -> Trial:
+        """The trial with these values, which may have run before."""
+        if known := self.trials.get(_key([*self._common, *words_of(swept)])):
             return known
-        values = dict(one.partition("=")[::2] for one in swept)
-        parts = [f"{len(self.trials):03d}"]
-        parts += [f"{key.rpartition('.')[2]}-{value}" for key, value in values.items()]
-        parts += [f"seed-{seed}"] if repeated else []
-        folder = "_".join(map(_for_a_path, parts))[:100].rstrip("-")
-        trial = Trial(len(self.trials), overrides, seed, folder, values)
-        self.trials[trial.key] = trial
+        parts = [f"{key.rpartition('.')[2]}-{value}" for key, value in swept.items()]
+        folder = "_".join(map(_for_a_path, [f"{len(self.trials):03d}", *parts]))[:100].rstrip("-")
+        trial = Trial(len(self.trials), self._common, swept, folder)
+        self.trials[_key(trial.overrides)] = trial
         return trial
 
-    def combinations(self, keys: Sequence[str]) -> Iterator[tuple[dict[str, str], list[Trial]]]:
-        """The values of `keys` that this command line has tried, in order, each with its trials."""
+    def combinations(self, keys: Iterable[str]) -> list[list[Trial]]:
+        """The trials of this command line, in order; together those that only their seed tells apart."""
         found: dict[tuple[str, ...], list[Trial]] = {}
         for trial in self.trials.values():
-            swept = [f"{key}={trial.swept.get(key)}" for key in keys]
-            if trial.key == _key([*self._common, *swept], trial.seed):
-                found.setdefault(tuple(swept), []).append(trial)
-        for trials in found.values():
-            yield trials[0].swept, trials
+            if _key(trial.common) == _key(self._common) and trial.swept.keys() - {"seed"} == {*keys} - {
+                "seed"
+            }:
+                found.setdefault(tuple(trial.swept.get(key, "") for key in keys), []).append(trial)
+        return list(found.values())
 
-    def write(self, trial: Trial) -> None:
-        row = {"trial": trial.number, **dataclasses.asdict(trial), "time": f"{datetime.now():%F %T}"}
-        del row["number"]
-        path = self.folder / FILE
-        torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
-        with path.open("ab") as file:
-            file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def write(self) -> None:
+        """Called after every change of a trial, before it takes effect."""
+        with atomic_file(self.folder / FILE, on_disk=True) as file:
+            for trial in self.trials.values():
+                file.write(json.dumps(dataclasses.asdict(trial)).encode() + b"\n")
+
+
+def _key(overrides: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(overrides))
 
 
 def _for_a_path(text: str) -> str:
@@ -110,37 +118,15 @@ def _for_a_path(text: str) -> str:
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """Every trial in the trial log of `folder`, from its last row, by number; [] without a log.
-
-    Raises:
-        UserError: a row that no sweep writes.
-    """
-    path, last = folder / FILE, dict[int, Trial]()
+    """Every trial in the trial log of `folder`; [] without a log."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        rows = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    for at, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:  # torn when the sweep was killed
-            continue
-        try:
-            del row["time"]
-            trial = Trial(number=row.pop("trial"), overrides=tuple(row.pop("overrides")), **row)
-            last[trial.number] = trial
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{path}, line {at} is not a trial of a sweep: {printable(error)}") from error
-    return [last[number] for number in sorted(last)]
+    return [Trial(**row) for row in rows]
 
 
-def values_of(trials: Sequence[Trial]) -> list[float]:
-    """The metric of those that are done."""
-    return [trial.value for trial in trials if trial.state == DONE and trial.value is not None]
-
-
-def mean(trials: Sequence[Trial]) -> float | None:
-    """The mean of the metric; None unless all are done, with a number."""
-    values = values_of(trials)
-    told = sum(values) / len(trials) if len(values) == len(trials) else math.nan
-    return told if math.isfinite(told) else None
+def values_of(trials: Iterable[Trial]) -> list[float]:
+    """The metric of those that are done, where it is a number."""
+    values = [trial.value for trial in trials if trial.state == DONE and trial.value is not None]
+    return [value for value in values if math.isfinite(value)]
