@@ -90,6 +90,7 @@ class _Fault:
     def __init__(self, facts: Mapping[str, Any], mark: Path | None) -> None:
         self._facts, self._mark, self._is_due = facts, mark, True
         self._optimizer: weakref.ref[Optimizer] | None = None
+        self._heartbeat: Heartbeat | None = None
 
     def arrange(self) -> None:
         enter = Heartbeat.enter
@@ -101,7 +102,11 @@ class _Fault:
 
         Heartbeat.enter = enter_phase  # type: ignore[method-assign]
         register_optimizer_step_pre_hook(self._before_update)
-        register_optimizer_step_post_hook(lambda *_: self._at("update", self._heartbeat.step))
+        register_optimizer_step_post_hook(self._after_update)
+
+    def _after_update(self, *_: Any) -> None:
+        if self._heartbeat is not None:  # None: a trial of the optimizer in the set-up
+            self._at("update", self._heartbeat.step)
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
