@@ -43,20 +43,12 @@ LONG = (
 )
 
 
-def cutting(where: str, run_dir: Path, command: str) -> list[str]:
-    options = [*LONG, f"run_dir={run_dir}", f"distributed.timeout_s={TIMEOUT_S}"]
-    if where == "set-up":
-        options.append("data.dataset._target_=tests.user_parts.CutsTheLink")
-        return [*options, f"+data.dataset.command='{command}'", f"+data.dataset.mark={run_dir}/fault.json"]
-    return [*options, *fault("cut", 2, 10, "backward", mark=run_dir / "fault.json", command=command)]
-
-
-@pytest.mark.parametrize("where", ["training", "set-up"])
-def test_a_cut_link_is_named_on_both_sides_and_no_rank_outlives_it(where: str, tmp_path: Path) -> None:
+def test_a_cut_link_is_named_on_both_sides_and_no_rank_outlives_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
+    options = [*LONG, f"run_dir={run_dir}", f"distributed.timeout_s={TIMEOUT_S}"]
     with hosts(2) as (one, other):
         command = f"ip -n {other.switch} link set {other.port} down"
-        options = cutting(where, run_dir, command)
+        options += fault("cut", 2, 10, "backward", mark=run_dir / "fault.json", command=command)
         with started_ranks([one, one, other, other], "train.py", *options) as ranks:
             deadline = time.monotonic() + 200
             while not (run_dir / "fault.json").exists():
@@ -68,7 +60,7 @@ def test_a_cut_link_is_named_on_both_sides_and_no_rank_outlives_it(where: str, t
             gone = time.time()
     cut = json.loads((run_dir / "fault.json").read_text())["time"]
     verdict_s = (run_dir / "failure.json").stat().st_mtime - cut
-    print(f"{where}: verdict after {verdict_s:.1f} s, all gone after {gone - cut:.1f} s")
+    print(f"verdict after {verdict_s:.1f} s, all gone after {gone - cut:.1f} s")
     assert [rank.code for rank in ended] == [1] * 4
     for side, far, lost in ((ended[:2], 1, "rank 2, rank 3"), (ended[2:], 0, "rank 0, rank 1")):
         output = "".join(rank.output for rank in side)

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from trainer.data.digits import Digits
 from trainer.loggers import Logger
 from trainer.tasks import Classification, Evaluation, Shown
 
@@ -65,16 +63,6 @@ class StuckWhenMade(Stripes):
         super().__init__(split)
         while os.environ["RANK"] == "1":
             time.sleep(0.1)
-
-
-class CutsTheLink(Digits):
-    """Runs a command on rank 2, in its constructor: long after the ranks have connected, long before the first step."""
-
-    def __init__(self, split: str, command: str, mark: str) -> None:
-        super().__init__(split)
-        if split == "train" and os.environ["RANK"] == "2":
-            subprocess.run(command, shell=True, check=True)
-            Path(mark).write_text(json.dumps({"time": time.time()}))
 
 
 class Tiny(nn.Module):
