@@ -27,11 +27,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 from trainer.local_shard import to_local
 
-KINDS = ("kill", "stop", "raise", "refuse", "hang", "exit", "slow", "nan", "diverge", "cut")
+KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge", "cut")
 CLASSIFICATION = "trainer.tasks.Classification"
 
 
@@ -54,7 +53,7 @@ def fault(
     """The overrides of a run in which this fault happens when `phase` first begins in or after `step`.
 
     Args:
-        kind: of KINDS. refuse: a UserError; nan: the model's next output is NaN; diverge: one bit of a parameter flips; cut: a shell
+        kind: of KINDS. nan: the model's next output is NaN; diverge: one bit of a parameter flips; cut: a shell
             command cuts off the rank's host.
         rank: and `count` - 1 more.
         phase: of heartbeat.PHASES; all_reduce; or update: when the optimizer has stepped, before that is counted.
@@ -129,8 +128,6 @@ class _Fault:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "raise":
                 raise InjectedError(words)
-            case "refuse":
-                raise UserError(words)
             case "hang":
                 while True:
                     time.sleep(1)

@@ -34,10 +34,8 @@ ONE, TWO = torch.tensor([1.0]), torch.tensor([2.0])
 NESTS = [
     [ONE, (TWO, {"a": ONE})],
     Pair(ONE, "x"),
-    {"a": [ONE], "b": {"c": TWO}},
     defaultdict(list, a=ONE),
     Output(logits=ONE, caches=((ONE, TWO),)),
-    torch.ones(3).max(0),
     (torch.Size([3]), [], ONE),
     ONE,
 ]

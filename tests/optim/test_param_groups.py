@@ -1,6 +1,5 @@
 """Parameter groups and frozen parameters: their members, and that each trains, saves and resumes."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from trainer.config import load
 from trainer.errors import UserError
 from trainer.loop import fit, train_epoch
 from trainer.optim.param_groups import (
+    Frozen,
     build_optimizer,
     freeze,
     keep_frozen_statistics,
@@ -325,65 +325,46 @@ def test_groups_and_frozen_parameters_under_each_strategy(tmp_path: Path) -> Non
 
 
 class Thaws(nn.Module):
-    """Digits; a layer that is frozen, and that the third pass thaws on request, or the other way round."""
+    """Digits; a layer that is frozen, and that the third pass thaws on request."""
 
-    def __init__(self, thaws: bool, freezes: bool = False) -> None:
+    def __init__(self, thaws: bool) -> None:
         super().__init__()
-        self.layer, self.head = nn.Linear(64, 32).requires_grad_(freezes), nn.Linear(32, 10)
-        self.thaws, self.freezes, self.passes = thaws, freezes, 0
+        self.layer, self.head = nn.Linear(64, 32).requires_grad_(False), nn.Linear(32, 10)
+        self.thaws, self.passes = thaws, 0
 
     def forward(self, images: Tensor) -> Tensor:
         self.passes += 1
-        if self.thaws and self.passes == 3:
-            self.layer.requires_grad_(True)
-        if self.freezes and self.passes == 3:
-            self.layer.requires_grad_(False)
+        self.layer.requires_grad_(self.thaws and self.passes >= 3)
         return self.head(torch.tanh(self.layer(images.flatten(1))))
 
 
-def _thawing(root: str, thaws: bool, *strategy: str) -> tuple[str, list[str]]:
-    """The hash of the model, and the warnings."""
-    warnings = list[str]()
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer.optim.param_groups").addHandler(listener)
-    model = ("model._target_=tests.optim.test_param_groups.Thaws", f"+model.thaws={thaws}")
-    model += ("~model.input_shape", "~model.hidden", "~model.num_classes", "data=digits")
-    ran = (
-        "logger=jsonl",
-        "optim=sgd",
-        "train.max_steps=6",
-        "train.clip_grad_norm=0.01",
-        "train.eval_every_epochs=0",
-    )
-    found = runs.train(*model, *ran, *strategy, f"run_dir={root}/{thaws}")
-    logging.getLogger("trainer.optim.param_groups").removeHandler(listener)
-    return found["param_sha256"], warnings
-
-
-def _thawing_under_each(root: str) -> list[list[tuple[str, list[str]]]]:
-    each = (("strategy=ddp",), ("strategy=fsdp",))
-    return [[_thawing(f"{root}/{n}", thaws, *s) for thaws in (False, True)] for n, s in enumerate(each)]
+def _thawing(root: str) -> list[str]:
+    """The hashes of a model without and with a thawed layer."""
+    options = ("logger=jsonl", "optim=sgd", "train.max_steps=6", "train.clip_grad_norm=0.01")
+    options += ("model._target_=tests.optim.test_param_groups.Thaws", "train.eval_every_epochs=0")
+    options += ("~model.input_shape", "~model.hidden", "~model.num_classes", "data=digits")
+    return [
+        runs.train(*options, f"+model.thaws={thaws}", f"run_dir={root}/{thaws}")["param_sha256"]
+        for thaws in (False, True)
+    ]
 
 
 @pytest.mark.slow
-def test_what_is_thawed_in_mid_run_is_told_once_and_leaves_the_rest_alone(tmp_path: Path) -> None:
-    words = "layer.weight (and 1 more) was frozen when the run began and now requires a gradient"
-    for (frozen, nothing), (thawed, (warning,)) in run_ranks(
-        _thawing_under_each, 2, str(tmp_path), init=False
-    )[0]:
-        assert thawed == frozen and not nothing
-        assert warning.startswith(words)
+def test_what_is_thawed_in_mid_run_leaves_the_rest_alone(tmp_path: Path) -> None:
+    frozen, thawed = run_ranks(_thawing, 2, str(tmp_path), init=False)[0]
+    assert frozen == thawed
 
 
-def _freezing(root: str) -> list[str]:
-    _, warnings = _thawing(f"{root}/single", False, "strategy=single", "+model.freezes=true")
-    with pytest.raises(UserError, match=r"changes layer\.bias, layer\.weight in a gathered copy"):
-        _thawing(f"{root}/fsdp", False, "strategy=fsdp", "+model.freezes=true")
-    return warnings
-
-
-@pytest.mark.slow
-def test_what_is_frozen_in_mid_run_is_told_since_a_resumed_run_trains_it(tmp_path: Path) -> None:
-    ((warning,),) = run_ranks(_freezing, 1, str(tmp_path), init=False)
-    assert warning.startswith("layer.weight (and 1 more) was trained when the run began and now requires no")
+def test_what_is_thawed_or_frozen_in_mid_run_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Thaws(thaws=True)
+    begun = Frozen(model)
+    for _ in range(4):
+        model(torch.ones(2, 64)).sum().backward()
+        begun.drop_gradients()
+        assert model.layer.weight.grad is None
+    model.head.requires_grad_(False)
+    for _ in range(2):
+        begun.drop_gradients()
+    thawed, frozen = (record.getMessage() for record in caplog.records)
+    assert thawed.startswith("layer.weight (and 1 more) was frozen when the run began and now requires a gr")
+    assert frozen.startswith("head.weight (and 1 more) was trained when the run began and now requires no gr")
