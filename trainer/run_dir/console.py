@@ -3,10 +3,7 @@
 import contextlib
 import logging
 import logging.handlers
-import re
-import shutil
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +19,6 @@ from trainer.errors import RunEndError, StoppedBySignal, UserError, writing
 log = logging.getLogger("trainer")
 
 _LINE_EVERY_S = 10.0
-_NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 class ProgressBar:
@@ -84,25 +80,8 @@ def table(rows: Mapping[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
-def folded(line: str, columns: int) -> str:
-    """Fold `line` into rows of at most `columns`, without separating a number from its name or unit.
-
-    A word longer than a row, such as a path, is not split.
-    """
-    glued = re.sub(r"(?<=[^\s,]) (?=[-+.\d])|(?<=\d) (?=\S)", _NO_BREAK, line)
-    rows = textwrap.wrap(
-        glued,
-        columns,
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-        replace_whitespace=False,
-    )
-    return "\n".join(rows).replace(_NO_BREAK, " ")
-
-
 class _Console(logging.StreamHandler):
-    """Writes above the bar, if there is one; on a terminal in rows that fit.
+    """Writes above the bar, if there is one.
 
     Characters outside the stream's encoding are escaped: é is \\xe9 in ASCII; a file's name may not be text.
     """
@@ -110,9 +89,6 @@ class _Console(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
         text = self.format(record).encode(encoding, "backslashreplace").decode(encoding)
-        if self.stream.isatty():
-            columns = shutil.get_terminal_size().columns
-            text = "\n".join(folded(line, columns) for line in text.splitlines())
         with contextlib.suppress(OSError):  # the launcher that reads the output may have died
             tqdm.write(text, file=self.stream)
 

@@ -55,7 +55,7 @@ def read_metrics(run_dir: Path) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
     for line in _lines(run_dir / FILE):
         for name, value in line.items():
-            if name != "step" and (isinstance(value, float) or _is_count(value)):
+            if name != "step" and isinstance(value, int | float):
                 found.setdefault(name, {})[line["step"]] = value
     return found
 
@@ -70,12 +70,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             values = json.loads(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             continue
-        if isinstance(values, dict) and _is_count(values.get("step")):
+        if isinstance(values, dict) and isinstance(values.get("step"), int):
             lines.append(values)
     return lines
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and abs(value) < 1 << 63  # larger ones do not fit a float
