@@ -137,7 +137,7 @@ class Stage:
         self._buckets = _ddp_buckets(config, module)
         ledger.name("gradients", self._buckets.values())
         trained = Trained(self._plain)
-        optimizer = build_optimizer(trained, config.optim)
+        optimizer = build_optimizer(trained, config.optim, tries=False)
         scaler = self._strategy.grad_scaler()
         self._state = TrainState(trained, optimizer, constant(optimizer), scaler, Progress())
         if config.ema.decay is not None:

@@ -40,7 +40,7 @@ from trainer.loggers import RunLog
 from trainer.loop import fit
 from trainer.meta_init import initial_model
 from trainer.optim.early_end import EarlyEnd
-from trainer.optim.param_groups import Frozen, build_optimizer, freeze, refuse_whole_tensors
+from trainer.optim.param_groups import Frozen, build_optimizer, freeze
 from trainer.optim.progress import planned_steps
 from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule
 from trainer.optim.train_state import Progress, TrainState
@@ -214,7 +214,6 @@ def _state(
     trained = Trained(strategy.unwrap(wrapped))
     fused_on_cpu = config.train.exact is None and config.train.precision != "fp16"
     optimizer = build_optimizer(trained, config.optim, fused_on_cpu)
-    refuse_whole_tensors(trained, config.optim)
     schedule = build_schedule(config.schedule, optimizer, ScheduleFacts(total_steps, steps_per_epoch))
     check_schedule(schedule, evaluates=config.train.evaluates)
     strategy.order.check(optimizer, strategy.gradients_differ)

@@ -75,14 +75,12 @@ def refuse_unless_by_rows(
     (whole, numbers), (again, _) = _stepped(build, sets, 0, 4), _stepped(build, sets, 0, 4)
     (upper, ours), (lower, theirs) = _stepped(build, sets, 0, 2), _stepped(build, sets, 2, 4)
     in_parts = [torch.cat(parts) for parts in zip(upper, lower, strict=True)]
-    if _differ(whole, again):  # it draws random numbers
-        return
-    if _differ(whole, in_parts) or not numbers == ours == theirs:
-        name = type(build(sets)).__name__
+    draws = _differ(whole, again)
+    if not draws and (_differ(whole, in_parts) or not numbers == ours == theirs):
         raise UserError(
-            f"optim: {name} updates a row of a tensor by numbers of other rows, such as "
-            "a norm, but under strategy=fsdp each rank's optimizer has its own rows alone; use "
-            "strategy=ddp, or optim=adamw"
+            f"optim: {type(build(sets)).__name__} updates a row of a tensor by numbers of other rows, as by "
+            "a norm, but under strategy=fsdp a rank's optimizer has its own rows alone; use strategy=ddp, or "
+            "optim=adamw"
         )
 
 

@@ -94,10 +94,13 @@ def _as_it_is(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def build_optimizer(trained: Trained, optim: dict[str, Any], fused_on_cpu: bool = True) -> Optimizer:
+def build_optimizer(
+    trained: Trained, optim: dict[str, Any], fused_on_cpu: bool = True, tries: bool = True
+) -> Optimizer:
     """The optimizer of `trained.own`.
 
     Args:
+        tries: whether to make steps on small tensors, to see if an optimizer of shards needs whole ones.
         fused_on_cpu: whether a CPU may make a step in one kernel. Not with `train.exact`: it rounds otherwise
             at the end of a tensor, so shards would get other bits. Not with fp16: torch's Adam then subtracts
             the flag of ShardedGradScaler, of shape (1,), from its steps of shape (), which is an error.
@@ -106,32 +109,24 @@ def build_optimizer(trained: Trained, optim: dict[str, Any], fused_on_cpu: bool 
         UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
     """
     sets = parameter_sets(trained, optim)
-    parts = [_part(name, trained, optim, own, fused_on_cpu) for name, own in sets.items()]
+    parts = [_part(name, trained, optim, own, fused_on_cpu, tries) for name, own in sets.items()]
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
-def refuse_whole_tensors(trained: Trained, optim: dict[str, Any]) -> None:
-    """Raise UserError if ranks hold rows of parameters, and an optimizer, not Muon, needs whole ones."""
-    for name, sets in parameter_sets(trained, optim).items() if trained.is_sharded else ():
-        build = partial(_built, name, _node(name, optim)[1])
-        if not isinstance(build(sets), Muon):
-            refuse_unless_by_rows(build, sets)
-
-
-def _node(name: str, optim: dict[str, Any]) -> tuple[Sequence[ParameterGroup], dict[str, Any]]:
-    """The groups whose parameters the optimizer of the node at `name` updates, and its settings."""
-    entries, _ = parameter_groups(optim)
-    if name == "optim":
-        return entries, {key: value for key, value in optim.items() if key not in ("groups", "undecayed")}
-    entry = entries[int(name.split(".")[2])]
-    return [entry], entry.optimizer or {}
-
-
 def _part(
-    name: str, trained: Trained, optim: dict[str, Any], sets: list[dict[str, Any]], fused_on_cpu: bool
+    name: str,
+    trained: Trained,
+    optim: dict[str, Any],
+    sets: list[dict[str, Any]],
+    fused_on_cpu: bool,
+    tries: bool,
 ) -> Optimizer:
     """The optimizer of the node at `name`: that of `optim`, or of one of its groups."""
-    entries, own = _node(name, optim)
+    entries, _ = parameter_groups(optim)
+    own = {key: value for key, value in optim.items() if key not in ("groups", "undecayed")}
+    if name != "optim":
+        entries = [entries[int(name.split(".")[2])]]
+        own = entries[0].optimizer or {}
     optimizer = _built(name, own, sets)
     check_optimizer(optimizer, trained)
     if (at_once := _at_once(optimizer, own, fused_on_cpu)) and not sparse_weights(trained.model):
@@ -146,6 +141,8 @@ def _part(
         )
     if isinstance(optimizer, Muon) and trained.is_sharded:
         return WholeMatrices(optimizer, trained)
+    if trained.is_sharded and tries:
+        refuse_unless_by_rows(partial(_built, name, own), sets)
     return optimizer
 
 
