@@ -179,14 +179,8 @@ class _Tied(torch.nn.Module):
 
 
 def _save_tied(run_dir: Path) -> None:
-    state = tiny.train_state()
     torch.manual_seed(3)
-    state.model = _Tied()
-    state.optimizer = torch.optim.SGD(state.model.parameters())
-    checkpointer = tiny.checkpointer(run_dir, state=state)
-    checkpointer.save(state)
-    other = tiny.train_state()
-    other.model = _Tied()
-    other.optimizer = torch.optim.SGD(other.model.parameters())
+    state, other = tiny.state_of(_Tied(), "sgd"), tiny.state_of(_Tied(), "sgd")
+    tiny.checkpointer(run_dir, state=state).save(state)
     assert tiny.restore(tiny.checkpointer(run_dir), other, "auto")
     assert other.model.b.weight.equal(state.model.b.weight) and other.model.b.weight is other.model.a.weight

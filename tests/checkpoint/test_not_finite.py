@@ -22,36 +22,30 @@ from trainer.optim.train_state import TrainState
 NAN, INF = float("nan"), float("inf")
 
 
-def _state(sharded: bool, seed: int = 0, masked: bool = True) -> TrainState:
+def _state(sharded: bool, seed: int = 0) -> TrainState:
     """With averages, and masks of -inf from the beginning, one of them trained."""
     state = tiny.train_state(sharded, seed=seed)
     state.keep_average(0.9, warmup=True)
-    if not masked:
-        return state
     state.model.register_buffer("mask", torch.full((2, 2), -INF).triu(1))
     state.model.register_parameter("bias_mask", nn.Parameter(torch.tensor([0.0, -INF])))
-    state.optimizer.add_param_group({"params": [state.model.bias_mask], "lr": 0.0})
-    state.schedule = torch.optim.lr_scheduler.MultiStepLR(state.optimizer, [3, 6])
-    return state
+    with_masks = tiny.state_of(state.model)
+    with_masks.average = state.average
+    return with_masks
 
 
 def _poison(state: TrainState, what: str, value: float) -> None:
     """Its last number, which the last rank holds if it is sharded."""
-    weight = state.model.first.weight
+    weight = state.trained.own["first.weight"]
     tensor = {
         "first.weight": weight,
         "optimizer.state.first.weight.exp_avg": state.optimizer.state[weight]["exp_avg"],
         "ema.weights.first.weight": dict(state.average.named_parameters())["first.weight"],
         "norm.running_var": state.model.norm.running_var,
-        "mask": getattr(state.model, "mask", None),
+        "mask": state.model.mask,
     }[what]
-    here = to_local(tensor)
-    if (
-        torch_dist.get_rank() == torch_dist.get_world_size() - 1
-        or here is tensor
-        or here.shape == tensor.shape
-    ):
-        here.view(-1)[-1] = value
+    is_sharded = state.trained.is_sharded and "first" in what
+    if not is_sharded or torch_dist.get_rank() == torch_dist.get_world_size() - 1:
+        to_local(tensor).detach().view(-1)[-1] = value
 
 
 POISONS = [

@@ -105,6 +105,10 @@ def train_state(
         for layer in (model.first, model.second):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    return state_of(model, optimizer)
+
+
+def state_of(model: nn.Module, optimizer: str = "adamw") -> TrainState:
     trained = Trained(model)
     own = trained.own.values()
     if optimizer == "adamw":
@@ -112,7 +116,7 @@ def train_state(
     else:
         optim = torch.optim.SGD(own, lr=0.01, momentum=0.9 if optimizer == "momentum" else 0)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optim, [3, 6])
-    scaler = torch.amp.GradScaler(device.type, init_scale=8.0, growth_interval=3)
+    scaler = torch.amp.GradScaler(next(iter(own)).device.type, init_scale=8.0, growth_interval=3)
     return TrainState(trained, optim, schedule, scaler, Progress())
 
 
