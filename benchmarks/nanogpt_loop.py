@@ -11,7 +11,6 @@ and most over the rounds of each ratio: other load on the machine slows all alik
 
 import argparse
 import contextlib
-import itertools
 import math
 import os
 import statistics
@@ -115,9 +114,9 @@ def plain_loop(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def our_loop(overrides: Sequence[str]) -> Iterator[Iterator[None]]:
+    from tests.runs import steps_of
     from trainer.distributed.process_group import process_group
     from trainer.launch.signals import StopRequest
-    from trainer.loop import train_epoch
     from trainer.run import assemble
 
     with contextlib.ExitStack() as stack:
@@ -128,7 +127,7 @@ def our_loop(overrides: Sequence[str]) -> Iterator[Iterator[None]]:
         context = assemble(cfg, "benchmark", dist, stop_request)
         context.run_log.open()
         stack.callback(context.run_log.close)
-        yield itertools.chain.from_iterable(train_epoch(context) for _ in itertools.count())  # epochs
+        yield steps_of(context)
 
 
 WAYS = {

@@ -9,7 +9,7 @@ written to FOLDER/figures.json.
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -182,19 +182,19 @@ def ringmaster(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
     from ringmaster import main
     from trainer import load_model, loop
 
-    epoch_of, save_of = loop.train_epoch, loop.save
+    step_of, save_of = loop.make_step, loop.save
 
-    def train_epoch(context: Any) -> Iterator[None]:
-        for _ in epoch_of(context):
-            marks.step()
-            yield
+    def make_step(run: Any, batches: Any) -> Any:
+        after = step_of(run, batches)
+        marks.step()
+        return after
 
     def save(context: Any) -> None:
         begin = time.perf_counter()
         save_of(context)
         marks.facts["save"] = time.perf_counter() - begin
 
-    loop.train_epoch, loop.save = train_epoch, save
+    loop.make_step, loop.save = make_step, save
     weights = to.with_suffix(".initial")
     steps = job.steps
     words = [f"model.init_from={weights}"]

@@ -76,11 +76,11 @@ def switch_gate(is_on: threading.Event) -> None:
     from trainer.faults.gate import NoGate
     from trainer.training.kept_step import KeptStep
 
-    for name in ("begin_update", "end_update", "buffers_are_shared"):
+    for name in ("update", "buffers_are_shared"):
         setattr(KeptStep, name, _one_of(is_on, getattr(KeptStep, name), getattr(NoGate, name)))
 
 
-def _one_of(is_on: threading.Event, on: Callable[..., None], off: Callable[..., None]) -> Callable[..., None]:
+def _one_of(is_on: threading.Event, on: Callable[..., Any], off: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *arguments: (on if is_on.is_set() else off)(self, *arguments)
 
 

@@ -40,7 +40,7 @@ from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
-from trainer.strategies.base import parameter_count
+from trainer.strategies.base import grad_scaler, parameter_count
 
 STATE = ("parameters", "optimizer", "averages")
 
@@ -138,7 +138,7 @@ class Stage:
         ledger.name("gradients", self._buckets.values())
         trained = Trained(self._plain)
         optimizer = build_optimizer(trained, config.optim, tries=False)
-        scaler = self._strategy.grad_scaler()
+        scaler = grad_scaler(self._strategy)
         self._state = TrainState(trained, optimizer, constant(optimizer), scaler, Progress())
         if config.ema.decay is not None:
             self._state.keep_average(config.ema.decay, config.ema.warmup)

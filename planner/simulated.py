@@ -10,8 +10,8 @@ from trainer.comm.parameter_server import Exchange
 from trainer.config import Config, FsdpConfig, ParameterServerConfig
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.strategies import Strategy, build_strategy
-from trainer.strategies.base import Computing
+from trainer.strategies.base import Computing, Strategy
+from trainer.strategies.build import build_strategy
 from trainer.strategies.parameter_server import ParameterServer
 
 CPU = torch.device("cpu")
@@ -54,14 +54,14 @@ def simulated_strategy(config: Config, dist: Dist, gpus: int) -> PlacedStrategy:
 class _Whole(Strategy):
     """A whole model; for DDP without its C++ buckets, which need tensors with memory."""
 
-    def move_to_devices(self, model: nn.Module) -> nn.Module:
+    def _placed(self, model: nn.Module) -> nn.Module:
         return model
 
 
 class _Unconnected(ParameterServer):
     """One rank of a parameter server: its model, and what it sends and receives, as if it were there."""
 
-    def move_to_devices(self, model: nn.Module) -> nn.Module:
+    def _placed(self, model: nn.Module) -> nn.Module:
         return model
 
     def _connect(self, trained: list[nn.Parameter]) -> Exchange:

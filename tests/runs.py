@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from trainer import config
 
 if TYPE_CHECKING:
-    from trainer.training.context import TrainingContext
+    from trainer.training.context import Run
 
 _T = TypeVar("_T")
 # An override of a value that Hydra's grammar reads in the same way at any position.
@@ -90,14 +90,14 @@ def train(*overrides: str) -> dict[str, Any]:
 
 
 @contextmanager
-def context_of(*overrides: str) -> Iterator[TrainingContext]:
+def context_of(*overrides: str) -> Iterator[Run]:
     """The parts of a run, assembled in this process and released at the end."""
     with job_as(settings(*overrides)) as context:
         yield context
 
 
 @contextmanager
-def job_as(config: config.Config) -> Iterator[TrainingContext]:
+def job_as(config: config.Config) -> Iterator[Run]:
     """`job_of` with settings that are composed already."""
     from trainer.distributed.process_group import process_group
     from trainer.launch.signals import StopRequest
@@ -113,6 +113,24 @@ def job_as(config: config.Config) -> Iterator[TrainingContext]:
         context.checkpointer.finish_saving()
         context.strategy.close()
         context.run_log.close()
+
+
+def steps_of(run: Run) -> Iterator[None]:
+    """The steps of the loop without what comes between them, to the end of the run; yields after each."""
+    from trainer.checks.rehearsal import rehearse
+    from trainer.loop import is_over, make_step, open_epoch
+
+    progress, batches = run.state.progress, open_epoch(run)
+    assert batches is not None
+    run.model.train()
+    rehearse(run, batches.ahead())
+    while not is_over(run):
+        epoch = progress.epoch
+        make_step(run, batches)
+        yield
+        if progress.epoch != epoch and not is_over(run):
+            batches = open_epoch(run)
+            assert batches is not None
 
 
 def trained(*overrides: str) -> dict[str, Tensor]:

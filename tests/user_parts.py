@@ -132,7 +132,7 @@ class HalfFrozen(nn.Module):
 
 
 class NanInItsLastRow(nn.Module):
-    """Digits; the third loss is finite, and its gradient is not, in one row: the slope of sqrt at 0, times 0."""
+    """Digits; the third loss after the rehearsal is finite, and its gradient is not, in one row: the slope of sqrt at 0, times 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,18 +141,18 @@ class NanInItsLastRow(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         scores = self.head(images.flatten(1))
         self.passes += self.training
-        if self.training and self.passes == 3:
+        if self.training and self.passes == 4:
             scores = scores + (0 * self.head.weight[-1]).sqrt().sum()
         return scores
 
 
 class FailsAt(Classification):
-    """At the given call of `loss` on the given rank, and the next ones if `times` says so: a loss of that value, or
-    one with only a NaN or huge gradient, a signal to itself, a loop, an exit."""
+    """At the given call of `loss` on the given rank after the rehearsal's, and the next ones if `times` says so: a
+    loss of that value, or one with only a NaN or huge gradient, a signal to itself, a loop, an exit."""
 
     def __init__(self, rank: int, call: int, how: str, times: int = 1) -> None:
         super().__init__()
-        self.here, self.call, self.how = int(os.environ.get("RANK", 0)) == rank, call, how
+        self.here, self.call, self.how = int(os.environ.get("RANK", 0)) == rank, call + 1, how
         self.times = times
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

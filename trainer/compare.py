@@ -17,7 +17,7 @@ from trainer.config.saved_run import read_settings
 from trainer.errors import UserError
 from trainer.files.untrusted import printable
 from trainer.sweep.results import cell, columns
-from trainer.sweep.trials import DONE, Run, read_trials
+from trainer.sweep.trials import DONE, RunFiles, read_trials
 
 # Settings that make losses, or models, incomparable.
 _ALIKE = ["data.dataset", "data.task", "train.global_batch_size", "train.precision", "seed"]
@@ -27,7 +27,7 @@ _HEADER = ["run", "strategy", "comm", "processes", "ms/step", "spread", "samples
 _HEADER += ["hidden", "exposed", "train/loss", "eval/loss", "param_sha256", "parts at", "largest loss gap"]
 
 
-def read_runs(named: Sequence[str]) -> dict[str, Run]:
+def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
     """The named runs, and the finished runs of each named sweep, by short names.
 
     Raises:
@@ -42,13 +42,13 @@ def read_runs(named: Sequence[str]) -> dict[str, Run]:
         if not (folder / "result.json").is_file():
             raise UserError(f"{folder} is not a finished run: it has no result.json")
     short = len({folder.name for folder in folders}) == len(folders)
-    runs = {printable(folder.name if short else folder): Run(folder) for folder in folders}
+    runs = {printable(folder.name if short else folder): RunFiles(folder) for folder in folders}
     if len(runs) < 2:
         raise UserError(f"{' '.join(named)}: {len(runs)} finished run, but two are needed to compare")
     return runs
 
 
-def compare(runs: Mapping[str, Run]) -> str:
+def compare(runs: Mapping[str, RunFiles]) -> str:
     """The settings that differ, a table, and in one line the fastest run and which models are equal."""
     (first, base), *others = runs.items()
     unlike = [
@@ -58,7 +58,7 @@ def compare(runs: Mapping[str, Run]) -> str:
     return "\n".join([*unlike, *([""] if unlike else []), table, "", _verdict(runs)])
 
 
-def _unlike(base: Run, run: Run) -> str:
+def _unlike(base: RunFiles, run: RunFiles) -> str:
     """The settings at or under `_ALIKE` that differ, with both values."""
     mine, theirs = (dict(leaves(OmegaConf.to_container(read_settings(one.folder)))) for one in (base, run))
     keys = [key for key in {**mine, **theirs} if any(f"{key}.".startswith(f"{name}.") for name in _ALIKE)]
@@ -66,7 +66,7 @@ def _unlike(base: Run, run: Run) -> str:
     return ", ".join(printable(f"{key} {mine.get(key)} and {theirs.get(key)}") for key in unlike)
 
 
-def _row(name: str, run: Run, base: Run) -> list[str]:
+def _row(name: str, run: RunFiles, base: RunFiles) -> list[str]:
     numbers = run.metrics
     row = [name, *(str(run.result.get(fact, "")) for fact in ("strategy", "comm", "world_size"))]
     row += [f"{sign}{ms:.2f}" for sign, ms in zip(("", "± "), _ms_per_step(run), strict=False)] or ["", ""]
@@ -85,7 +85,7 @@ def _row(name: str, run: Run, base: Run) -> list[str]:
     return [*row, parts_at, f"{max(gaps.values()):.2g}"]
 
 
-def _verdict(runs: Mapping[str, Run]) -> str:
+def _verdict(runs: Mapping[str, RunFiles]) -> str:
     """Which run is fastest, and whether by more than its steps vary; and which made the same model."""
     words = []
     timed = sorted((times, name) for name, run in runs.items() if (times := _ms_per_step(run)))
@@ -103,7 +103,7 @@ def _verdict(runs: Mapping[str, Run]) -> str:
     return f"verdict: {'; '.join(words)}"
 
 
-def _ms_per_step(run: Run) -> list[float]:
+def _ms_per_step(run: RunFiles) -> list[float]:
     """Its median over the log windows, and half the distance between their quartiles; [] if untimed.
 
     The first window is warm-up, and left out unless it is the only one.

@@ -23,6 +23,8 @@ from trainer.build import (
     wrap_model,
 )
 from trainer.checkpoint import Checkpointer, OpenCheckpoint, saved_settings_of
+from trainer.checks.gradients import GradientCheck
+from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
 from trainer.config import Config, TrainConfig, flatten, to_yaml
 from trainer.data.loading.batch import BatchSplit
@@ -48,20 +50,19 @@ from trainer.optim.trained import Trained
 from trainer.run_dir.claim import RunDir, claim
 from trainer.run_dir.console import messages
 from trainer.run_dir.result import write as write_result
-from trainer.strategies import Strategy, build_strategy
-from trainer.strategies.base import parameter_count
+from trainer.strategies.base import Strategy, grad_scaler, parameter_count
+from trainer.strategies.build import build_strategy
 from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_micro_batch_note
-from trainer.strategies.shardable import devices_of
+from trainer.strategies.placement import devices_of
 from trainer.tasks import Task
 from trainer.training import run_hash
-from trainer.training.context import Checks, TrainingContext
-from trainer.training.gradient_check import GradientCheck
+from trainer.training.context import Checks, Run
+from trainer.training.kept_buffers import KeptBuffers
 from trainer.training.kept_step import build_gate
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops, model_flops
 from trainer.training.micro_batch import out_of_memory_explained, with_micro_batch_size
 from trainer.training.profiler import Profile
-from trainer.training.replica_check import ReplicaCheck
 from trainer.training.start_table import start_table
 from trainer.training.step_agreement import StepAgreement
 from trainer.training.weight_statistics import WeightStatistics
@@ -92,45 +93,45 @@ def run(config: Config) -> dict[str, Any]:
             take_over = partial(_take_over, config, run_dir, open_log)
             if not claimed.used:
                 on_main(take_over, dist)
-            context = assemble(config, claimed.run_id, dist, stop_request)
+            run_ = assemble(config, claimed.run_id, dist, stop_request)
             if claimed.used:  # a refusal before this line leaves the former run unchanged
                 on_main(take_over, dist)
                 dist.watch.ending.writes_to(run_dir)
-            on_main(context.run_log.open, dist)
-            resources.callback(context.run_log.leave_terminal)
-            _log_start(config, context)
+            on_main(run_.run_log.open, dist)
+            resources.callback(run_.run_log.leave_terminal)
+            _log_start(config, run_)
             with out_of_memory_explained(config):
-                metrics = fit(context)
-            context.run_log.plots(context.strategy.plots, context.state.progress.step, at_end=True)
-            result = _result(config, context, metrics)
-            context.checkpointer.finish_saving()
-            if summary := context.strategy.summary():
+                metrics = fit(run_)
+            run_.run_log.plots(run_.strategy.report.plots, run_.state.progress.step, at_end=True)
+            result = _result(config, run_, metrics)
+            run_.checkpointer.finish_saving()
+            if summary := run_.strategy.report.summary():
                 log.info("%s", summary)
-            context.strategy.close()
+            run_.strategy.close()
             if dist.is_main:
-                write_result(run_dir, result, made_steps=context.state.progress.step > context.steps_before)
-            context.run_log.close()  # last, so that a failing logger loses nothing else
-            context.checkpointer.finish_remote()
-            log.info("%s  ->  %s", run_dir, context.run_log.look)
+                write_result(run_dir, result, made_steps=run_.state.progress.step > run_.steps_before)
+            run_.run_log.close()  # last, so that a failing logger loses nothing else
+            run_.checkpointer.finish_remote()
+            log.info("%s  ->  %s", run_dir, run_.run_log.look)
     return result
 
 
-def _result(config: Config, context: TrainingContext, metrics: Mapping[str, float]) -> dict[str, Any]:
+def _result(config: Config, run_: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
     """The contents of result.json (a collective)."""
-    strategy, ended_by = context.strategy, context.state.early_end.setting
+    strategy, ended_by = run_.strategy, run_.state.early_end.setting
     return {
         "strategy": config.strategy.name,
-        "comm": context.strategy.algorithm,
-        "world_size": context.dist.world_size,
+        "comm": run_.strategy.algorithm,
+        "world_size": run_.dist.world_size,
         **{name: None if math.isnan(value) else value for name, value in metrics.items()},
-        **strategy.measured(),
-        **({"exact": context.exact} if context.exact else {}),
+        **strategy.report.measured(),
+        **({"exact": run_.exact} if run_.exact else {}),
         **({"ended_by": ended_by} if ended_by else {}),
-        "param_sha256": run_hash.parameters_sha256(context.state.model),
+        "param_sha256": run_hash.parameters_sha256(run_.state.model),
     }
 
 
-def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest) -> TrainingContext:
+def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest) -> Run:
     """Build the parts of a run, up to the step at which it begins or resumes (a collective).
 
     `config.run_dir`, `config.seed` and `run_id` must be this run's, and the same on every rank.
@@ -156,9 +157,8 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     checkpointer.expect(state, exact)
     if checkpoint is not None:
         _resume(checkpoint, checkpointer, state, data, train)
-    strategy.prepare(state)
 
-    return TrainingContext(
+    return Run(
         dist=dist,
         strategy=strategy,
         task=task,
@@ -171,6 +171,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         settings=train,
         ema=config.ema,
         batch=batch,
+        first_micro_batch=batch.first_micro_batch(strategy.replica),
         num_parameters=num_parameters,
         steps_before=state.progress.step,
         total_steps=total_steps,
@@ -178,8 +179,8 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         checkpointer=checkpointer,
         run_log=RunLog(dist, config, run_id, total_steps, state.progress.step),
         weight_statistics=WeightStatistics(state.model, dist, train.histograms_every),
-        agreement=StepAgreement(dist, partial(_bad_sample, data, state.progress)),
-        checks=_checks(strategy, task, wrapped, state, train, dist),
+        agreement=StepAgreement(dist, strategy.order),
+        checks=_checks(strategy, task, data, wrapped, state, train, dist),
         meter=Meter(dist, flops, strategy.order, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
@@ -218,7 +219,7 @@ def _state(
     check_schedule(schedule, evaluates=config.train.evaluates)
     strategy.order.check(optimizer, strategy.gradients_differ)
     early_end = EarlyEnd(config.train.stop, config.train.max_hours)
-    state = TrainState(trained, optimizer, schedule, strategy.grad_scaler(), Progress(), early_end=early_end)
+    state = TrainState(trained, optimizer, schedule, grad_scaler(strategy), Progress(), early_end=early_end)
     if config.ema.decay is not None:
         state.keep_average(config.ema.decay, config.ema.warmup)
     return state
@@ -234,17 +235,25 @@ def _resume(
 
 
 def _checks(
-    strategy: Strategy, task: Task, wrapped: nn.Module, state: TrainState, train: TrainConfig, dist: Dist
+    strategy: Strategy,
+    task: Task,
+    data: Data,
+    wrapped: nn.Module,
+    state: TrainState,
+    train: TrainConfig,
+    dist: Dist,
 ) -> Checks:
     model, order = strategy.unwrap(wrapped), strategy.order
     return Checks(
         replicas=ReplicaCheck(
-            dist, strategy.replica_groups(), train.check_replicas_every, strategy.replicated
+            dist, strategy.replica_groups(), train.check_replicas_every, strategy.shares_optimizer
         ),
         gradients=GradientCheck(
-            *(dist, strategy.gradients_differ, strategy.is_to_blame, order.limit),
-            may_skip=train.skip_nonfinite,
-            model=state.model,
+            dist,
+            KeptBuffers(state.model) if train.skip_nonfinite else None,
+            partial(_bad_sample, data, state.progress),
+            order.limit,
+            train.skip_nonfinite,
         ),
         unsaved=UnsavedState(model, task, state.optimizer, strategy.replica == 0),
         frozen=Frozen(model),
@@ -255,11 +264,11 @@ def _bad_sample(data: Data, progress: Progress) -> str | None:
     return data.train_loader.not_finite(progress.epoch, progress.samples_in_epoch)
 
 
-def _log_start(config: Config, context: TrainingContext) -> None:
-    if context.dist.is_main:  # writing all settings takes longer than a step of a small model
-        context.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, context.steps_before)
-    log.info("%s", start_table(config, context))
-    for note in context.strategy.notes:
+def _log_start(config: Config, run_: Run) -> None:
+    if run_.dist.is_main:  # writing all settings takes longer than a step of a small model
+        run_.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, run_.steps_before)
+    log.info("%s", start_table(config, run_))
+    for note in run_.strategy.notes:
         log.info("%s", note)
 
 

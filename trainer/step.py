@@ -1,149 +1,99 @@
-"""One optimizer step: gradients of the micro-batches, an agreement with the other ranks, an update."""
+"""One optimizer step: gradients of the micro-batches, their mean over ranks, an update."""
 
-import time
-from collections.abc import Sequence
-from enum import IntEnum
-from functools import reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from trainer.distributed.seeding import seed_micro_batch
-from trainer.tasks.label_counts import Divisor, label_count, loss_of
+from trainer.tasks.label_counts import divided, label_count, loss_of
 
 if TYPE_CHECKING:
     from trainer.data.loading.base import Batches
-    from trainer.training.context import TrainingContext
-
-
-class AfterStep(IntEnum):
-    """What follows a step: the largest that any rank asks for."""
-
-    CONTINUE = 0
-    END = 1
-    """The time of the run is up: it ends as after its last step."""
-    STOP = 2
-    """A signal came: save and stop."""
+    from trainer.training.context import Run
+    from trainer.training.step_agreement import AfterStep
 
 
 class StepResult(NamedTuple):
     """The result of a step for the loop."""
 
-    losses: Tensor | None
-    """This rank's, detached, as `SumOrder.sum_of` adds them; None if the step was left out."""
-    grad_norm: Tensor | None
-    """Over the whole model, if it was clipped or the step is logged."""
-    after: AfterStep
-    data_left: bool
-    """Whether all ranks have data for another step of this epoch."""
+    losses: list[Tensor] | None
+    """Of this rank's micro-batches, scalars, detached, which add up; None if the step was left out."""
+    grad_norm: Tensor
+    """Over the whole model."""
+    after: "AfterStep"
 
 
-def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
-    """Make the step after `context.state.progress` (a collective).
+def train_step(run: "Run", batches: "Batches") -> StepResult:
+    """Make the step after `run.state.progress` (a collective).
 
     Raises:
         NonFiniteError: on all ranks, for a loss or a gradient, unless `train.skip_nonfinite` leaves the step
             out; no parameter has changed.
     """
-    state, strategy, heartbeat = context.state, context.strategy, context.dist.heartbeat
+    state, strategy, checks, heartbeat = run.state, run.strategy, run.checks, run.dist.heartbeat
     step = heartbeat.step = state.progress.step + 1
-    if not context.agreement.knows_label_counts:
-        context.agreement.agree_on_label_counts(label_counts_ahead(context, batches))
-    divisors = context.agreement.divisors(
-        context.batch.num_micro_batches, strategy.num_replicas, strategy.order
-    )
-    strategy.begin_step()
-    context.checks.gradients.begin_step()
-    losses = compute_gradients(context, batches, divisors, step)
-    heartbeat.skip(("data", "forward", "backward"), context.batch.fewer)
+
+    heartbeat.enter("data")
+    with run.meter.reading():
+        micro_batches = batches.take()  # none on a rank that only serves parameters
+    counts = [label_count(run.task, batch, run.batch) for batch in micro_batches]
+    run.agreement.start(counts, run.asked(), batches.data_left)
+
+    checks.gradients.begin_step()
+    strategy.begin_step(run.model)
+    run.gate.buffers_are_shared()
+    losses = [
+        add_gradients(run, batch, count, step, number)
+        for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True))
+    ]
+    heartbeat.skip(("forward", "backward"), run.batch.fewer)
+    heartbeat.enter("data")
+    if step < run.total_steps:
+        with run.meter.reading():
+            batches.ahead()  # while a GPU still computes
+    checks.frozen.drop_gradients()
+    strategy.aggregate(run.model)
+    agreed = run.agreement.finish()
+
     heartbeat.enter("optimizer")
-    agreed = context.agreement.finish(f"step {step}")
-    strategy.aggregate(context.model)
-    if divisors and step == context.steps_before + 1:
-        strategy.refuse_no_gradients(context.model)
-
-    max_norm, log_now = context.settings.clip_grad_norm, context.settings.logs(step)
     state.take_gradients()
-    grad_norm = strategy.grad_norm(state.trained) if log_now or max_norm is not None else None
-    norm = grad_norm if max_norm is not None else None
-    with context.checks.gradients.around_update(step, state, norm, agreed.not_finite) as finite:
-        if log_now:
-            context.weight_statistics.before_update(step)
-        if max_norm is not None and grad_norm is not None:
-            nn.utils.clip_grads_with_norm_(state.trained.own.values(), max_norm, grad_norm)
-        context.checkpointer.wait_until_copied()
-        context.gate.begin_update()  # the loop ends it, when it has counted the step
-        if state.update_may_draw:  # the same numbers on replicas, others where ranks update shards
-            updater = context.dist.rank if strategy.gradients_differ else 0
-            seed_micro_batch(context.seed, step, -1 - updater, strategy.devices)
-        strategy.update(state, finite)
-    if log_now:
-        context.weight_statistics.after_update()
-    return StepResult(losses if finite else None, grad_norm, agreed.after, agreed.data_left)
+    norm = strategy.grad_norm(state.trained)
+    run.checkpointer.wait_until_copied()
+    with run.gate.update(step):  # a save at a fault sees what is before it, or after
+        with (
+            checks.gradients.around_update(step, state, norm, losses) as finite,
+            run.weight_statistics.around_update(step, run.settings.logs(step)),
+        ):
+            if run.settings.clip_grad_norm is not None:
+                nn.utils.clip_grads_with_norm_(state.trained.own.values(), run.settings.clip_grad_norm, norm)
+            if state.update_may_draw:  # the same numbers on replicas, others where ranks update shards
+                updater = run.dist.rank if strategy.gradients_differ else 0
+                seed_micro_batch(run.seed, step, -1 - updater, strategy.devices)
+            strategy.update(state, finite)
+        state.progress.advance(run.settings.global_batch_size, agreed.data_left)
+    return StepResult(losses if finite else None, norm, agreed.after)
 
 
-def label_counts_ahead(context: "TrainingContext", batches: "Batches") -> list[float]:
-    """Read this rank's micro-batches of the next step; return how many counted labels each has."""
-    begin, task = time.perf_counter(), context.task
-    size, alone = context.batch.micro_batch_size, context.batch.num_micro_batches == 1
-    counts = [label_count(task, batch, size, is_alone=alone) for batch in batches.ahead()]
-    context.meter.data_s += time.perf_counter() - begin
-    return counts
+def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number: int) -> Tensor:
+    """Forward and backward of one micro-batch of this rank, the `number`-th of a step.
 
-
-def compute_gradients(
-    context: "TrainingContext",
-    batches: "Batches",
-    divisors: Sequence[Divisor],
-    step: int,
-) -> Tensor:
-    """Add the gradients of this rank's micro-batches.
-
-    The loss is sent to the other ranks as soon as it is known (a collective).
-
-    Args:
-        divisors: the divisor of each micro-batch's loss.
-        step: of the run; random numbers follow from it.
+    Gradients are averaged over ranks while the last one's backward pass computes them.
 
     Returns:
-        Their losses, as `SumOrder.sum_of` adds them.
+        Its part of the loss of the step, a scalar, detached.
     """
-    strategy, heartbeat, meter = context.strategy, context.dist.heartbeat, context.meter
-    another_follows = context.state.progress.step + 1 < context.total_steps
-    first_micro_batch = context.batch.first_micro_batch(strategy.replica)
-    own_losses: list[Tensor] = []
-    is_first_step = step == context.steps_before + 1
-    watched = strategy.watched(context.model, step - 1 - context.steps_before)
-    if not divisors:  # a parameter server's share of the batch has no micro-batches
-        no_loss = torch.zeros((), device=context.dist.device)
-        context.agreement.start(no_loss, context.asked(), batches.data_left)
-        return no_loss
-    for micro_step, divisor in enumerate(divisors, start=1):
-        heartbeat.enter("data")
-        data_begin = time.perf_counter()
-        batch = context.to_device(next(batches))
-        meter.data_s += time.perf_counter() - data_begin
-        last = micro_step == len(divisors)
-        looks_ahead = last and another_follows
-        label_counts = label_counts_ahead(context, batches) if looks_ahead else ()
-        heartbeat.enter("forward")
-        seed_micro_batch(context.seed, step, first_micro_batch + micro_step - 1, strategy.devices)
-        with strategy.gradient_sync(context.model, enabled=last):
-            if micro_step == 1:
-                context.gate.buffers_are_shared()
-            with strategy.autocast():
-                loss = loss_of(
-                    *(context.task, context.model, batch, divisor, watched),
-                    is_first=is_first_step and micro_step == 1,
-                    by_value=is_first_step,
-                )
-            own_losses.append(loss.detach().float())
-            meter.count_batch(context.task, batch, divisor)
-            if last:
-                own_loss = reduce(torch.add, own_losses)
-                context.agreement.start(own_loss, context.asked(), batches.data_left, label_counts)
-            heartbeat.enter("backward")
-            context.state.scaler.scale(loss).backward()
-            context.checks.frozen.drop_gradients()
-    return strategy.order.sum_of(own_losses)
+    strategy, enter = run.strategy, run.dist.heartbeat.enter
+    last = number + 1 == run.batch.accumulation
+    enter("forward")
+    seed_micro_batch(run.seed, step, run.first_micro_batch + number, strategy.devices)
+    with strategy.gradient_sync(run.model, enabled=last):
+        with strategy.autocast():
+            loss = loss_of(run.task, run.model, run.to_device(batch), label_count)
+        all_labels = run.agreement.finish().num_labels / strategy.order.mean_over(strategy.num_replicas)
+        loss = divided(loss, all_labels, label_count)
+        run.meter.count_batch(run.task, batch, all_labels, label_count)
+        enter("backward")
+        scaled = run.state.scaler.scale(loss)
+        # From NaN, if the loss is not finite: then gradients tell all ranks.
+        scaled.backward(scaled.detach() * 0 + 1)
+    return loss.detach().float()

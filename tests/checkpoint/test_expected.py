@@ -71,7 +71,7 @@ MADE = r"no longer what it was before the first step, .*: {}; make buffers in __
 AFTER = {
     model("Late", grows="false", persistent="true"): MADE.format("it also holds model.cache"),
     model("Late", grows="true", persistent="true"): MADE.format(
-        r"these differ: model.cache \(\[2\] float32 now, \[1\] float32 then\)"
+        r"these differ: model.cache \(\[3\] float32 now, \[1\] float32 then\)"
     ),
 }
 

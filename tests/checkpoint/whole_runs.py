@@ -87,7 +87,12 @@ def run(
     end = _everything(context)
     context.strategy.close()
     context.run_log.close()
-    return {"begin": begin, "end": end, "result": result, "samples": recorder.samples}
+    return {
+        "begin": begin,
+        "end": end,
+        "result": result,
+        "samples": recorder.samples[1:],
+    }  # the first are the rehearsal's
 
 
 def _everything(context: Any) -> dict[str, Any]:

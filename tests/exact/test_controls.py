@@ -25,12 +25,13 @@ from tests.exact.matrix import (
     trained_each,
 )
 from tests.ranks import run_ranks
-from trainer import step, strategies
+from trainer import step
 from trainer.comm.leaf_sums import LeafSums
 from trainer.data.loading.batch import split_leaves
 from trainer.errors import NonFiniteError, UserError
 from trainer.exact.environment import exact_facts
 from trainer.loop import fit
+from trainer.strategies import build
 from trainer.training import run_hash
 
 MLP = (*MODELS["mlp"], *OPTIMIZERS["sgd"])
@@ -129,9 +130,9 @@ def test_threads_changed_after_the_start_are_named(tmp_path: Path) -> None:
 
 
 def _in_another_environment(*overrides: str) -> str:
-    environment = strategies.environment
+    environment = build.environment
     if os.environ["RANK"] == "1":
-        strategies.environment = lambda device: environment(device) | {"the CPU": "an abacus"}
+        build.environment = lambda device: environment(device) | {"the CPU": "an abacus"}
     return refused(*overrides)
 
 
@@ -141,7 +142,7 @@ def test_a_rank_in_another_environment_is_refused_at_the_start_and_named(tmp_pat
 
 
 class _Scaled:
-    """A task whose 3rd loss on rank 1 has a factor."""
+    """A task whose 3rd loss on rank 1, after the four of the rehearsal, has a factor."""
 
     def __init__(self, task: Any, factor: float) -> None:
         self._task, self._factor, self._calls = task, factor, 0
@@ -149,7 +150,7 @@ class _Scaled:
     def loss(self, model: Any, batch: Any) -> Any:
         self._calls += 1
         loss = self._task.loss(model, batch)
-        return loss * self._factor if self._calls == 3 and dist.get_rank() == 1 else loss
+        return loss * self._factor if self._calls == 7 and dist.get_rank() == 1 else loss
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)

@@ -109,10 +109,11 @@ def test_a_run_tells_what_it_does(tmp_path: Path) -> None:
         line for line in second if "reduce" not in line[1]
     ]
     # After the first step ranks compare what a checkpoint would hold.
-    step = ["data", "forward", "backward", "all_reduce 0", "optimizer", "checkpoint", "log"]
+    rehearsal = ["forward", "backward", "all_reduce 0"]
+    step = ["data", "forward", "backward", "all_reduce 0", "data", "optimizer", "checkpoint", "log"]
     assert first == [
         (0, "data"),  # whether there is any in this epoch
-        *((1, phase) for phase in step),
+        *((1, phase) for phase in (*rehearsal, *step)),
         (1, "evaluate"),
         (1, "evaluate"),
         (1, "checkpoint"),

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.runs import context_of, train
+from tests.runs import context_of, steps_of, train
+from trainer.checks.gradients import GradientCheck
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.ddp_hook import attach
 from trainer.comm.timeline import BucketRecord, GpuClock
@@ -30,9 +31,6 @@ from trainer.errors import NonFiniteError
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.train_state import Progress
 from trainer.optim.trained import Trained
-from trainer.step import AfterStep
-from trainer.training.gradient_check import GradientCheck
-from trainer.training.step_agreement import StepAgreement
 
 pytestmark = [
     pytest.mark.cuda,
@@ -62,25 +60,6 @@ def host_seconds(action: Callable[[], object]) -> tuple[float, float]:
     return called, time.perf_counter() - begin
 
 
-@pytest.mark.usefixtures("group")
-def test_the_guard_waits_for_the_forward_pass_and_no_longer() -> None:
-    agreement = StepAgreement(Dist(0, 0, 1, 1, (0,), GPU, "cpu:gloo,cuda:nccl"))
-    loss = torch.zeros((), device=GPU)
-    for _ in range(2):  # the first loads kernels
-        called, busy = host_seconds(lambda: agreement.start(loss, asked=AfterStep.CONTINUE, data_left=True))
-    assert called < busy / 2, "launch must not wait for the GPU"
-
-    def step() -> None:
-        agreement.start(loss, asked=AfterStep.STOP, data_left=True)
-        torch.cuda._sleep(4 * _LONG)  # the backward pass
-        assert agreement.finish("step 1") == (AfterStep.STOP, True, None)
-
-    called, busy = host_seconds(step)
-    assert called < busy / 2, "the call must return during the backward pass"
-    agreement.start(torch.tensor(torch.nan, device=GPU), asked=AfterStep.CONTINUE, data_left=True)
-    assert isinstance(agreement.finish("step 2").not_finite, NonFiniteError)
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(GPU)
@@ -93,12 +72,12 @@ def test_a_bad_update_is_left_out_by_the_gpu_and_the_host_does_not_wait_for_good
     optimizer = build_optimizer(trained, {"_target_": "torch.optim.AdamW", "lr": 0.1})
     off = torch.amp.GradScaler("cuda", enabled=False)
     state: Any = SimpleNamespace(trained=trained, optimizer=optimizer, scaler=off, progress=Progress())
-    check = GradientCheck(Dist(0, 0, 1, 1, (0,), GPU, "cpu:gloo,cuda:nccl"), False, lambda: True)
+    check = GradientCheck(Dist(0, 0, 1, 1, (0,), GPU, "cpu:gloo,cuda:nccl"))
 
     def step(gradient: float) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
-        with check.around_update(1, state, None):
+        with check.around_update(1, state, trained.gradient_norm()):
             optimizer.step()
             torch.cuda._sleep(4 * _LONG)  # what comes after the update
 
@@ -198,12 +177,10 @@ def test_a_batch_is_copied_while_the_gpu_computes() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_never_waits_without_meaning_to(precision: str, tmp_path: Path) -> None:
-    from trainer.loop import train_epoch
-
     options = ("experiment=text_gpt", "strategy=single", "train.log_every_steps=1000")
     options += ("train.eval_every_epochs=0", "checkpoint.every_epochs=null", f"run_dir={tmp_path}")
     with context_of(*options, f"train.precision={precision}") as context:
-        way = train_epoch(context)
+        way = steps_of(context)
         for _ in itertools.islice(way, 5):
             pass
         torch.cuda.set_sync_debug_mode("error")

@@ -171,25 +171,6 @@ def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(
     assert torch.equal(outputs[2.0], 2 * outputs[1.0]) and torch.equal(outputs[4.0], 4 * outputs[1.0])
 
 
-def test_the_agreement_writes_without_a_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from trainer.training.maxima import fill
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    seen: list[str] = []
-    numbers, good_bad = torch.zeros(5), (torch.tensor(0.0), torch.tensor(1.0))
-    with Operations():
-        fill(numbers, torch.zeros(()), good_bad, (2.0, 1.0, 0.0, 0.0))
-    assert seen.count("fill_") == 4
-    assert not {"copy_", "_to_copy", "lift_fresh"} & {*seen}
-    assert numbers.tolist()[:3] == [0, 2, 1]
-
-
 def test_ranks_share_a_gpu_only_where_nccl_was_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     here: Any = SimpleNamespace(under_torchrun=True)

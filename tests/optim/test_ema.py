@@ -15,7 +15,7 @@ from tests.ranks import RankFailure, run_ranks
 from trainer.checkpoint.__main__ import main
 from trainer.errors import UserError
 from trainer.inference.evaluation import evaluate
-from trainer.loop import evaluate_if_due, fit, save, train_epoch
+from trainer.loop import evaluate_now, fit, save
 from trainer.optim.ema import MovingAverage
 
 COMMON = (
@@ -53,13 +53,13 @@ def _by_hand(root: Path, options: tuple[str, ...]) -> dict[str, Any]:
     apart = []
     with runs.context_of(*options, f"run_dir={root}") as context:
         expected = _averages(context)
-        for _ in train_epoch(context):
+        for _ in runs.steps_of(context):
             now = _whole(context.state.model.state_dict())
             expected = {name: 0.8 * value + 0.2 * now[name] for name, value in expected.items()}
             found = _averages(context)
             apart.append(max((found[name] - expected[name]).abs().max().item() for name in expected))
         before = _whole(context.state.model.state_dict())
-        metrics = evaluate_if_due(context)
+        metrics = evaluate_now(context)
         after = _whole(context.state.model.state_dict())
         with torch.no_grad():  # the same by other means: the averages written into the model
             for name, value in context.state.average.state_dict()["weights"].items():
@@ -100,7 +100,7 @@ def _stopped(root: Path, options: tuple[str, ...], foreign: str | None) -> dict[
         weights = _whole(context.state.model.state_dict())
         found["again"] = all(value.equal(weights[name]) for name, value in _averages(context).items())
         fit(context)
-        found["instead"] = sorted(evaluate_if_due(context))
+        found["instead"] = sorted(evaluate_now(context))
     return found
 
 

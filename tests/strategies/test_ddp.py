@@ -23,7 +23,7 @@ WAY_OUT = r"DDP waits for the gradient of each parameter; set strategy\.find_unu
 
 
 class Idle(nn.Module):
-    """On the ranks of `ranks`, one layer is skipped from the fourth pass on; another is never used."""
+    """On the ranks of `ranks`, one layer is skipped from the fifth pass on, the rehearsal among them; another is never used."""
 
     def __init__(
         self, ranks: str = "01", spare: bool = False, max_norm: float | None = None, hook: bool = False
@@ -38,7 +38,7 @@ class Idle(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         self.passes += self.training
-        leaves_out = self.passes > 3 and os.environ["RANK"] in self.ranks
+        leaves_out = self.passes > 4 and os.environ["RANK"] in self.ranks
         for layer in self.layers[leaves_out:]:
             rows = layer(rows)
         return self.head(rows)
@@ -58,7 +58,7 @@ def idle(*options: str) -> tuple[str, ...]:
 @pytest.mark.slow
 def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
     spare = "used no spare.weight, spare.bias, and " + WAY_OUT
-    layer = r"used no layers\.0\.weight, layers\.0\.bias, and " + WAY_OUT
+    layer = r"used (no layers\.0\.weight, layers\.0\.bias|not all parameters), and " + WAY_OUT
     expected = {
         # The last step, about which DDP is silent; and the second of two micro-batches.
         idle("+model.spare=true", "train.max_steps=1"): spare,
@@ -77,7 +77,7 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
     for rank, messages in enumerate(run_ranks(refusals, 2, *mistakes, init=False)):
         for message, words in zip(messages, expected.values(), strict=True):
             assert re.search(words, message), message
-            assert words not in (spare, layer) or f"the loss of rank {rank} " in message
+            assert words != layer or f"the loss of rank {rank} " in message
     log = (tmp_path / str(len(expected) - 1) / "train.log").read_text()
     assert "hooks on the gradients of head.bias get each rank's own" in log
     assert "hooks on the gradients of head.bias get those of each micro-batch" in log

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from tests.strategies.test_ddp import QUICK as SMALL
 from trainer.step import train_step
-from trainer.training.context import TrainingContext
+from trainer.training.context import Run
 
 QUICK = (
     "logger=jsonl",
@@ -46,7 +46,7 @@ def test_half_precision_trains_alike(strategy: str, tmp_path: Path) -> None:
     assert bf16 != fp32 != fp16, "equal bits would mean that the precision was ignored"
 
 
-def overflow_here(context: TrainingContext) -> None:
+def overflow_here(context: Run) -> None:
     """Let the gradient of this rank's batch, or under FSDP of this rank's shard, overflow."""
     first = next(context.model.parameters())
     if not isinstance(first, DTensor):
@@ -98,7 +98,7 @@ class Rooted(nn.Module):
 
 @pytest.mark.slow
 def test_a_run_whose_every_step_overflows_ends(tmp_path: Path) -> None:
-    own = (*SMALL, "model._target_=tests.strategies.test_precision.Rooted", "+model.since=3")
+    own = (*SMALL, "model._target_=tests.strategies.test_precision.Rooted", "+model.since=4")
     steps = ("train.max_steps=60", "train.epochs=100", "train.log_every_steps=10", "train.precision=fp16")
     ((message,),) = run_ranks(refusals, 1, (*own, *steps, f"run_dir={tmp_path}"), init=False)
     assert "50 steps in a row, up to 52, made no update, for gradients that are NaN or Inf" in message

@@ -71,7 +71,7 @@ def outcomes(root: Path, strategy: tuple[str, ...]) -> dict[str, str]:
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer.strategies").addHandler(handler)
+    logging.getLogger("trainer.checks").addHandler(handler)
     found = {}
     for how in ("views", "unused view", "accumulated", "clamped", "by data"):
         said.clear()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from tests.data.streams import Numbers
 from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import context_of
+from trainer.checks.rehearsal import _check_loss
 from trainer.data.device import Mirrored
 from trainer.data.digits import Digits
 from trainer.data.text.in_memory import Text
@@ -204,6 +205,11 @@ def test_the_model_and_its_metrics_are_those_made_by_hand(
     assert {"train/loss", "eval/loss", metric} <= metrics.keys() & expected.keys()
 
 
+def of(samples: int, parts: int = 2) -> Any:
+    """A split into micro-batches of `samples`, of which a step has `parts`."""
+    return SimpleNamespace(micro_batch_size=samples, num_micro_batches=parts)
+
+
 HEADS = ("logits", "loss", *(["chunks"] if hasattr(F, "linear_cross_entropy") else []))
 
 
@@ -219,12 +225,12 @@ def test_no_label_leaves_gradients_of_zero(head: str, compiles: bool) -> None:
     if compiles:
         task.compile()
     tokens, targets = torch.randint(50, (2, 3, 8))
-    for labels, divisor in ((torch.full_like(targets, -100), None), (targets, 1)):
+    for labels, count in ((torch.full_like(targets, -100), 0), (targets, 24)):
         model.zero_grad()
-        loss = divided(task.loss(model, (tokens, labels)), divisor)
+        loss = divided(task.loss(model, (tokens, labels)), 24, count)
         loss.backward()
         largest = max(parameter.grad.abs().max().item() for parameter in model.parameters())
-        assert math.isfinite(largest) and (largest > 0) == (loss.item() > 0) == (divisor is not None)
+        assert math.isfinite(largest) and (largest > 0) == (loss.item() > 0) == bool(count)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +248,10 @@ def test_a_weight_that_is_no_number_of_labels_is_refused(weight: Any, shown: str
             return torch.tensor(weight, dtype=torch.float64)
 
     with pytest.raises(UserError, match=f"Mine.weight gives {shown}, but must give how many labels"):
-        label_count(Mine(), None, 1)
+        label_count(Mine(), None, of(1))
     Mine.weight = lambda self, batch: None  # type: ignore[assignment,return-value]
     with pytest.raises(UserError, match=r"Mine\.weight gives a NoneType, but"):
-        label_count(Mine(), None, 1)
+        label_count(Mine(), None, of(1))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +269,9 @@ def test_a_loss_that_cannot_be_differentiated_is_refused(wrong: Any, shown: str)
             return wrong(model(batch).sum())
 
     with pytest.raises(UserError, match=f"Mine.loss returns {shown}, but must return a scalar"):
-        loss_of(Mine(), nn.Linear(2, 2), torch.ones(3, 2), 1)
+        _check_loss(
+            cast(Any, SimpleNamespace(task=Mine())), Mine().loss(nn.Linear(2, 2), torch.ones(3, 2)), {}, {}
+        )
 
 
 def _task(name: str, **option: str) -> tuple[str, ...]:
@@ -271,36 +279,31 @@ def _task(name: str, **option: str) -> tuple[str, ...]:
     return (f"data.task._target_={__name__}.{name}", "~data.task.label_smoothing", *own)
 
 
-class Late(Classification):
-    """Changes gradients in its second call only."""
-
-    calls = 0
+class Meddles(Classification):
+    """Changes gradients."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        loss, self.calls = super().loss(model, batch), self.calls + 1
-        if self.calls == 2:
-            if self.how == "shifts":
-                for parameter in model.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.data += 1  # changes no version
-            elif self.how == "adds":
-                super().loss(model, batch).backward()
-            else:
-                model.zero_grad()
+        loss = super().loss(model, batch)
+        if self.how == "shifts":
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.data += 1  # changes no version
+        elif self.how == "adds":
+            super().loss(model, batch).backward()
+        else:
+            model.zero_grad()
         return loss
 
 
 @pytest.mark.parametrize("how", ["adds", "shifts", "clears"])
-@pytest.mark.parametrize("parts", [2, 1])  # its second call is in the first step, or in the next
-def test_gradients_of_other_micro_batches_are_no_loss_to_change(how: str, parts: int, tmp_path: Path) -> None:
-    words = (*PLAIN, *DATA["digits"][:2], "strategy=single", f"train.micro_batch_size={SAMPLES // parts}")
-    (message,) = refusals((*words, *_task("Late", how=how), f"run_dir={tmp_path}"))
-    is_wrong = parts == 2 or how == "adds"
-    assert ("Late.loss changes the gradients of parameters" in message) == is_wrong, message
+def test_gradients_of_other_micro_batches_are_no_loss_to_change(how: str, tmp_path: Path) -> None:
+    words = (*PLAIN, *DATA["digits"][:2], "strategy=single", *_task("Meddles", how=how))
+    (message,) = refusals((*words, f"run_dir={tmp_path}"))
+    assert "Meddles.loss changes the gradients of parameters" in message
 
 
 class Reaches(Classification):
@@ -354,14 +357,14 @@ def test_a_loss_of_0_by_0_is_0_for_a_model_that_returns_an_object() -> None:
             return (model(batch).logits * 0).sum() / torch.zeros(())
 
     model = Wrapped(2, 2)
-    loss_of(Mine(), model, torch.ones(3, 2), None).backward()
+    divided(loss_of(Mine(), model, torch.ones(3, 2), 0), 1, 0).backward()
     assert not any(p.grad.count_nonzero() for p in model.parameters() if p.grad is not None)
 
 
 def test_the_weight_is_of_what_the_task_sees() -> None:
     """The flags for mirroring are outside the batch."""
     batch = (torch.zeros(3, 1, 8, 8), torch.tensor([1, -100, 2]))
-    assert label_count(Classification(), Mirrored(batch, torch.zeros(3)), 3) == 2
+    assert label_count(Classification(), Mirrored(batch, torch.zeros(3)), of(3)) == 2
 
 
 class Unweighted:
@@ -402,9 +405,9 @@ def test_a_collate_may_leave_samples_out(tmp_path: Path) -> None:
 
 def test_how_many_samples_a_batch_has_is_known_or_refused() -> None:
     task, rows = Unweighted(), torch.zeros(5, 2)
-    assert label_count(task, (rows, rows[:, 0], torch.tensor(0.1), torch.ones(1, 9)), 4) == 5
-    assert label_count(task, (rows[:1], rows[:1, 0]), 4) == label_count(task, (rows[:1],), 1) == 1
-    assert label_count(task, object(), 4) == label_count(task, (rows, rows[:2]), 4, is_alone=True) == 4
+    assert label_count(task, (rows, rows[:, 0], torch.tensor(0.1), torch.ones(1, 9)), of(4)) == 5
+    assert label_count(task, (rows[:1], rows[:1, 0]), of(4)) == label_count(task, (rows[:1],), of(1)) == 1
+    assert label_count(task, object(), of(4)) == label_count(task, (rows, rows[:2]), of(4, parts=1)) == 4
     unknown: list[tuple[int, Any]] = [
         (4, (rows, rows[:2])),
         (4, {"tokens": rows, "lengths": rows[:4, 0]}),  # its loss may be a mean over either
@@ -413,15 +416,15 @@ def test_how_many_samples_a_batch_has_is_known_or_refused() -> None:
     ]
     for samples, batch in unknown:
         with pytest.raises(UserError, match=rf"of {samples} samples whose tensors have the shapes.*give Unw"):
-            label_count(task, batch, samples)
+            label_count(task, batch, of(samples))
 
 
 def test_a_task_without_a_weight_gets_no_uncounted_labels() -> None:
     """Cross-entropy leaves them out of its mean, and the share of a micro-batch would be a wrong one."""
     batch = torch.zeros(3, 2), torch.tensor([1, IGNORED, 0])
     with pytest.raises(UserError, match=r"labels of -100, .* give Unweighted a method weight\(batch\)"):
-        label_count(Unweighted(), batch, 3)
-    assert label_count(Unweighted(), batch, 3, is_alone=True) == 3
+        label_count(Unweighted(), batch, of(3))
+    assert label_count(Unweighted(), batch, of(3, parts=1)) == 3
 
 
 def test_labels_of_text_are_refused() -> None:

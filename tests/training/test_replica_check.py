@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.runs import context_of
 from tests.strategies.test_comm_hook import POWERSGD
 from trainer.errors import ReplicasDifferError
-from trainer.training.context import TrainingContext
+from trainer.training.context import Run
 
 QUICK = (
     "logger=jsonl",
@@ -34,7 +34,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def found(context: TrainingContext) -> dict[str, Any] | None:
+def found(context: Run) -> dict[str, Any] | None:
     """The result of a check now; the steps are made up, since each step is checked only once."""
     context.state.progress.step += 1
     try:
@@ -152,8 +152,8 @@ def test_null_checks_nothing(tmp_path: Path) -> None:
 
 
 def hashes_of(*tensors: Tensor) -> list[int]:
+    from trainer.checks.replicas import ReplicaCheck
     from trainer.distributed.process_group import Dist
-    from trainer.training.replica_check import ReplicaCheck
 
     check = ReplicaCheck(Dist(0, 0, 1, 1, (0,), torch.device("cpu"), "gloo"), [], 1)
     return [int(check._hash(tensor)) for tensor in tensors]
@@ -179,7 +179,7 @@ def test_the_hash_sees_what_a_sum_does_not() -> None:
 
 
 def test_the_hash_follows_memory_and_copies_no_dense_tensor() -> None:
-    from trainer.training.replica_check import _words
+    from trainer.checks.replicas import _words
 
     images = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last).weight.detach()
     assert _words(images).data_ptr() == images.data_ptr()

@@ -28,7 +28,6 @@ ALONE = {
     "loss": ("strategy=single",),
     "slope": ("strategy=single", SLOPE),
     "clipped": ("strategy=single", SLOPE, "train.clip_grad_norm=1.0"),
-    "fp16": ("strategy=single", "train.precision=fp16"),
     "accumulated": ("strategy=single", "train.micro_batch_size=32", "data.task.call=6"),
 }
 TOGETHER = {

@@ -50,7 +50,6 @@ class Exchange:
         bucket_bytes: the most in a bucket, unless a single parameter is larger.
 
     Attributes:
-        pushed: this worker's gradients of the last step, by bucket.
         moved, waited_s, steps: bytes that this server received and sent, and seconds spent, in all steps.
     """
 
@@ -70,7 +69,9 @@ class Exchange:
         self.buckets = [
             bucket for server, own in self.owned.items() for bucket in _buckets(server, own, bucket_bytes)
         ]
-        self.pushed: list[Tensor] = []
+        self.begin_counting()
+
+    def begin_counting(self) -> None:
         self.moved, self.waited_s, self.steps = 0, 0.0, 0
 
     def bytes_of(self, server: int) -> int:
@@ -86,29 +87,28 @@ class Exchange:
     @torch.no_grad()
     def push(self) -> None:
         """Give what each server owns the mean of all workers' gradients; all else has none afterwards."""
-        began, works = time.perf_counter(), []
-        self.pushed.clear()
+        began, works, pushed = time.perf_counter(), [], list[Tensor]()
         for number, bucket in enumerate(self.buckets):
             if self._rank in self._workers:
-                self.pushed.append(bucket.gradients())
+                pushed.append(bucket.gradients())
                 if bucket.owner != self._rank:
-                    works.append(dist.isend(self.pushed[-1], bucket.owner, self._group, number))
+                    works.append(dist.isend(pushed[-1], bucket.owner, self._group, number))
             for parameter in bucket.parameters:
                 parameter.grad = None
         for number, bucket in enumerate(self.buckets):
             if bucket.owner == self._rank:
-                mean, flags = self._mean(number, bucket).split([bucket.numel, len(bucket.parameters)])
+                mean, flags = self._mean(number, bucket, pushed).split([bucket.numel, len(bucket.parameters)])
                 for (parameter, part), is_set in zip(bucket.parts(mean), self._are_set(flags), strict=True):
                     parameter.grad = part if is_set else None
         _wait(works)
         self.steps += 1
         self.waited_s += time.perf_counter() - began
 
-    def _mean(self, number: int, bucket: Bucket) -> Tensor:
+    def _mean(self, number: int, bucket: Bucket, pushed: Sequence[Tensor]) -> Tensor:
         """Of all workers' buckets of this number, added in the order of their ranks, at least in fp32."""
         size = bucket.numel + len(bucket.parameters)
         parts = [
-            self.pushed[number] if worker == self._rank else torch.empty(size, dtype=bucket.dtype)
+            pushed[number] if worker == self._rank else torch.empty(size, dtype=bucket.dtype)
             for worker in self._workers
         ]
         pairs = [(w, part) for w, part in zip(self._workers, parts, strict=True) if w != self._rank]

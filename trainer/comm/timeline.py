@@ -124,18 +124,18 @@ class Timeline:
         self.last_pass: list[BucketRecord] = []  # the last one finished and summed up
         self._kept: deque[list[BucketRecord]] = deque(maxlen=_KEPT)  # the newest passes
         self._waiting: deque[list[BucketRecord]] = deque()
-        self._complete = True  # the newest pass has its last bucket
+        self.is_complete = True
         self._passes, self._recent = PassSum(), PassSum()  # of the run; since the last call of metrics
         self._waits: torch.Tensor | None = None  # (rank, bucket): seconds from ready to end, at that call
         self._times_last: Counter[int] = Counter()  # how often each rank was last at a call of metrics
 
     def arrive(self, index: int, num_bytes: int, is_last: bool) -> BucketRecord:
         """Record that a bucket is ready. The mover fills in the rest of the record."""
-        if self._complete:
+        if self.is_complete:
             self._sum_up(wait=False)
             self._waiting.append([])
             self.num_passes += 1
-        self._complete = is_last
+        self.is_complete = is_last
         record = BucketRecord(index, num_bytes, time.perf_counter())
         self._waiting[-1].append(record)
         return record
@@ -239,7 +239,7 @@ class Timeline:
 
     def _sum_up(self, wait: bool) -> None:
         """Sum up the complete passes whose times are known; with `wait`, all of them, waiting for the GPU."""
-        while self._waiting and (len(self._waiting) > 1 or self._complete):
+        while self._waiting and (len(self._waiting) > 1 or self.is_complete):
             records = self._waiting[0]
             if not all(record.fetch_times(wait) for record in records):
                 return

@@ -70,6 +70,7 @@ class FsdpConfig(UnitsConfig):
     reshard_after_forward: bool | None = MISSING
     prefetch_units: int | None = limited(lambda value: value >= 1, "at least 1", None)
     reduce_every_micro_batch: bool = False
+    find_unused_parameters: bool = False
     cpu_offload: bool = MISSING
     param_dtype: str | None = one_of(*PRECISIONS)
     reduce_dtype: str = one_of(*PRECISIONS)

@@ -1,14 +1,17 @@
 """Process-wide flags of torch for fp32 precision and cuDNN on a GPU."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from trainer.config import TrainConfig
+if TYPE_CHECKING:
+    from trainer.config import TrainConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By their names in settings and commands."""
 
 
-def set_backend_flags(train: TrainConfig, device: torch.device) -> None:
+def set_backend_flags(train: "TrainConfig", device: torch.device) -> None:
     """Set the flags for what the process computes afterwards; a CPU has none."""
     if device.type != "cuda":
         return
@@ -17,7 +20,7 @@ def set_backend_flags(train: TrainConfig, device: torch.device) -> None:
     torch.backends.cudnn.benchmark = train.cudnn_benchmark
 
 
-def described(train: TrainConfig, device: torch.device) -> str:
+def described(train: "TrainConfig", device: torch.device) -> str:
     """The precision and the means of a step's computation, for the table at the start."""
     words = train.precision
     if device.type == "cuda":

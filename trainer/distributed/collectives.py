@@ -1,7 +1,6 @@
 """Collectives with simpler arguments than torch's."""
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -50,14 +49,6 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
         parts = message.split([tensor.nbytes for tensor in together])
         for tensor, part in zip(together, parts, strict=True):
             tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
-
-
-def extremes(values: Sequence[float]) -> tuple[float, float]:
-    """The largest and the negated smallest of `values`: an all-reduce by MAX then gives those of all ranks.
-
-    All values of all ranks are equal if the first is the negated second.
-    """
-    return max(values, default=-math.inf), -min(values, default=math.inf)
 
 
 def broadcast_buffers(module: nn.Module, src: int) -> None:

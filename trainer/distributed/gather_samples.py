@@ -1,15 +1,17 @@
 """Gathers rows of samples from all ranks on rank 0: each sample once, in the order of the dataset."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed.agreement import compare_across_ranks
-from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from trainer.distributed.process_group import Dist
 
 Rows = dict[str, Tensor]
 
@@ -24,7 +26,7 @@ class SampleGather:
         source: what produced the rows, for messages.
     """
 
-    def __init__(self, dist_: Dist, batch_size: int, source: str) -> None:
+    def __init__(self, dist_: "Dist", batch_size: int, source: str) -> None:
         self._dist, self._batch_size, self._source = dist_, batch_size, source
         # gloo sends from host memory, NCCL from the GPU.
         self._device = torch.device("cpu") if "gloo" in dist_.backend else dist_.device

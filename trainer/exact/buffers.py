@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from trainer.distributed.collectives import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.digits import from_digits, to_digits
-from trainer.exact.turns import Turns
 from trainer.local_shard import same_bits
 
 _CHUNK = 1 << 12  # numbers of all leaves at once, since each takes some 50 times its memory
@@ -15,8 +14,8 @@ _CHUNK = 1 << 12  # numbers of all leaves at once, since each takes some 50 time
 class LeafBuffers:
     """Each leaf starts from the buffers at the step's beginning; afterwards they are the mean over leaves.
 
-    Which buffers change is learned in the first step, by their bits: torch counts no version of what is
-    written through ``.data``, by NumPy or by a batch norm's kernel.
+    Which buffers change is learned in the rehearsal, by their bits: torch counts no version of what is
+    written through ``.data``, by NumPy or by a batch norm's kernel. Later the versions are looked at.
 
     Args:
         model: unwrapped; its buffers may be replaced by others of the same size.
@@ -33,8 +32,6 @@ class LeafBuffers:
         self._names = list(self._places)
         self._changing: list[str] | None = None
         self._begin: dict[str, Tensor] = {}
-        self._still: dict[str, Tensor] = {}  # copies of those that do not change, compared in turns
-        self._turns = Turns(len(self._names))
         self._seen: dict[str, tuple[Tensor, int]] = {}
         self._changed: set[str] = set()
         self._made: list[dict[str, Tensor]] = []  # by this rank's leaves
@@ -74,12 +71,8 @@ class LeafBuffers:
             )
         if not self._names:
             return
-        for name in (self._names[number] for number in self._turns.next()):
-            if name in self._still and not same_bits(self._buffer(name), self._still[name]):
-                self._changed.add(name)
         if self._changing is None:
             self._changing = self._changed_anywhere()
-            self._still = {name: was for name, was in self._begin.items() if name not in self._changing}
         elif new := self._changed.difference(self._changing):
             raise UserError(
                 f"train.exact: the buffer {min(new)} changed since the first step of this start, but not in "

@@ -1,9 +1,7 @@
-"""How numbers of micro-batches are added: as they come, or by leaves, with equal bits anywhere."""
+"""Numbers of micro-batches are added by leaves, with equal bits anywhere."""
 
-import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import reduce
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,75 +9,17 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from trainer.comm.leaf_sums import LeafSums, limit
 from trainer.comm.shard_sums import ShardSums
-from trainer.distributed.collectives import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.buffers import LeafBuffers
-from trainer.exact.carried import Carried
 from trainer.exact.digits import from_digits, to_digits
 from trainer.exact.environment import NUM_THREADS
 from trainer.exact.norm import exact_norm
+from trainer.exact.sum_order import SumOrder
 from trainer.optim.combined import parts_of
 from trainer.optim.trained import Trained
 from trainer.optim.whole_matrices import WholeMatrices
 
 _ELEMENTWISE = (AdamW, Adam, SGD, RMSprop, NAdam)  # compared bit by bit, in shards cut anywhere
-
-
-class SumOrder:
-    """As they come: each rank adds its micro-batches, and an all-reduce the ranks.
-
-    Attributes:
-        by_leaves: whether sums have the same bits however leaves are shared among ranks.
-        num_leaves: of a step, over all ranks.
-        limit: of the numbers in a gradient, beyond which it becomes NaN.
-        sums: what adds the gradients of leaves before they are reduced; None: autograd does.
-    """
-
-    by_leaves = False
-    num_leaves = 1
-    limit = math.inf
-    sums: LeafSums | None = None
-
-    def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
-        """The sum of `numbers`, of one shape, in a form to be added to others, and by `over_ranks`."""
-        return reduce(torch.add, numbers)
-
-    def over_ranks(self, sums: Tensor) -> Tensor:
-        """The sum over all ranks of sums of `sum_of`, as numbers again (a collective)."""
-        return sum_over_ranks(sums.contiguous())
-
-    def mean_over(self, num_replicas: int) -> int:
-        """The number by which the sum over ranks, of losses and gradients, is divided afterwards."""
-        return num_replicas
-
-    def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:
-        """Called once, with the unwrapped model, when its parameters and buffers are where they stay.
-
-        Args:
-            shards: what adds the units of FSDP, if a collective does.
-            reduces: whether the strategy itself adds the last leaf of a step and those of other ranks (DDP).
-        """
-
-    def check(self, optimizer: Optimizer, sharded: bool) -> None:
-        """Called once, before the first step; `sharded`: whether ranks update parts of the parameters.
-
-        Raises:
-            UserError: its update has other bits on a part of a tensor than on the whole.
-        """
-
-    def begin_step(self) -> None:
-        """Called when a step begins."""
-
-    def leaf(self, last: bool) -> AbstractContextManager:
-        """The context of one forward and backward pass of a step."""
-        return nullcontext()
-
-    def finish(self) -> None:
-        """Called after the last backward pass of a step (a collective): the gradients are complete."""
-
-    def norm(self, trained: Trained) -> Tensor:
-        """The norm of all gradients, a scalar (a collective over the ranks of sharded ones, if any)."""
-        return trained.gradient_norm()
 
 
 class ByLeaves(SumOrder):
@@ -96,19 +36,18 @@ class ByLeaves(SumOrder):
         self._shards: Sequence[ShardSums] = ()
         self._reduces = False
         self._buffers: LeafBuffers | None = None
-        self._carried: Carried | None = None
 
     def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
         return to_digits(torch.stack(list(numbers)))
 
-    def over_ranks(self, sums: Tensor) -> Tensor:
-        return from_digits(super().over_ranks(sums))
+    def numbers(self, sums: Tensor) -> Tensor:
+        return from_digits(sums)
 
     def mean_over(self, num_replicas: int) -> int:
         return 1
 
     def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:
-        self._buffers, self._carried = LeafBuffers(model, self.num_leaves), Carried(model)
+        self._buffers = LeafBuffers(model, self.num_leaves)
         self._shards, self._reduces = shards, reduces
         if not shards:
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -135,8 +74,6 @@ class ByLeaves(SumOrder):
                 f"train.exact: {self._where} computes with {threads} threads, though the run set "
                 f"{NUM_THREADS}: other bits would follow; remove torch.set_num_threads from your code"
             )
-        assert self._carried is not None
-        self._carried.begin_step()
         for part in (self.sums, *self._shards):
             if part is not None:
                 part.reset()
@@ -151,14 +88,10 @@ class ByLeaves(SumOrder):
             self.sums.add_leaf()
 
     def finish(self) -> None:
-        assert self._buffers is not None and self._carried is not None
-        self._carried.finish_step()
+        assert self._buffers is not None
         if self.sums is not None and not self._reduces:
             self.sums.write_gradients()
         self._buffers.finish()
 
     def norm(self, trained: Trained) -> Tensor:
         return exact_norm(trained)
-
-
-AS_THEY_COME = SumOrder()

@@ -1,7 +1,7 @@
 """Keeps an update and a save at a fault apart."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from trainer.faults.heartbeat import Heartbeat
@@ -18,14 +18,17 @@ class Gate:
     step.
     """
 
+    changed: Sequence[str] = ()
+    """Parameters, by name, that a forward pass changes, as the rehearsal found: of these there is no copy."""
+
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat, self._lock = heartbeat, threading.Lock()
 
-    def begin_update(self) -> None:
+    @contextmanager
+    def update(self, step: int) -> Iterator[None]:
+        """Around the update of `step`, until it is counted."""
         self._lock.acquire()
-
-    def end_update(self, step: int) -> None:
-        """`step` is finished and counted."""
+        yield
         self.keep()
         self._heartbeat.finished = step
         self._lock.release()
@@ -50,8 +53,6 @@ class Gate:
 class NoGate(Gate):
     """Of a run that saves nothing at a fault."""
 
-    def begin_update(self) -> None:
-        pass
-
-    def end_update(self, step: int) -> None:
-        pass
+    @contextmanager
+    def update(self, step: int) -> Iterator[None]:
+        yield

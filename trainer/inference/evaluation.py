@@ -3,38 +3,40 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.data.device import ToDevice
-from trainer.data.loading.base import EvalLoader
 from trainer.distributed.agreement import on_main
 from trainer.distributed.gather_samples import Rows, SampleGather
-from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import seed_micro_batch
 from trainer.errors import UserError
-from trainer.loggers import RunLog
-from trainer.strategies import Strategy
 from trainer.tasks import Evaluation, Task, offers
 from trainer.tasks.label_counts import real_tensor
+
+if TYPE_CHECKING:
+    from trainer.data.device import ToDevice
+    from trainer.data.loading.base import EvalLoader
+    from trainer.distributed.process_group import Dist
+    from trainer.loggers import RunLog
+    from trainer.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
 class ModelContext:
     """What is needed to compute a model's outputs, for evaluation."""
 
-    dist: Dist
-    strategy: Strategy
+    dist: "Dist"
+    strategy: "Strategy"
     task: Task
     model: nn.Module  # wrapped by the strategy
-    to_device: ToDevice
+    to_device: "ToDevice"
     seed: int
 
 
 @torch.no_grad()
-def evaluate(context: ModelContext, loader: EvalLoader) -> Evaluation:
+def evaluate(context: ModelContext, loader: "EvalLoader") -> Evaluation:
     """Evaluate the model on the held-out data (a collective).
 
     A rank without samples left still takes part in each forward pass, for FSDP's gathers.
@@ -43,7 +45,7 @@ def evaluate(context: ModelContext, loader: EvalLoader) -> Evaluation:
         UserError: the rows are not one for each sample, or differ in shape; or metrics are not numbers.
     """
     context.dist.heartbeat.enter("evaluate")
-    context.strategy.sync_buffers(context.model)
+    context.strategy.share_buffers(context.model)
     with evaluation_mode(context.strategy.unwrap(context.model)) as model:
         return _evaluate(context, loader, model)
 
@@ -60,7 +62,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
             module.training = training
 
 
-def _evaluate(context: ModelContext, loader: EvalLoader, model: nn.Module) -> Evaluation:
+def _evaluate(context: ModelContext, loader: "EvalLoader", model: nn.Module) -> Evaluation:
     task = context.task
     gives_sums, gives_rows = offers(task, "eval_sums", "summarise"), offers(task, "rows", "summarise_rows")
     gather = SampleGather(context.dist, loader.batch_size, f"{type(task).__name__}.rows")
@@ -102,7 +104,7 @@ def _evaluate(context: ModelContext, loader: EvalLoader, model: nn.Module) -> Ev
 
 
 @torch.no_grad()
-def predict(context: ModelContext, loader: EvalLoader) -> Iterator[tuple[list[int], Rows] | None]:
+def predict(context: ModelContext, loader: "EvalLoader") -> Iterator[tuple[list[int], Rows] | None]:
     """Yield, batch after batch, indices and the task's predictions for those samples (a collective).
 
     On rank 0 each sample comes once, in the dataset's order, at any world size; other ranks get None.
@@ -111,7 +113,7 @@ def predict(context: ModelContext, loader: EvalLoader) -> Iterator[tuple[list[in
         UserError: the rows are not one for each sample, or differ in shape.
     """
     context.dist.heartbeat.enter("evaluate")
-    context.strategy.sync_buffers(context.model)
+    context.strategy.share_buffers(context.model)
     model = context.strategy.unwrap(context.model).eval()
     gather = SampleGather(context.dist, loader.batch_size, f"{type(context.task).__name__}.predict")
     for host_batch, indices in loader:
@@ -122,7 +124,7 @@ def predict(context: ModelContext, loader: EvalLoader) -> Iterator[tuple[list[in
 
 
 @torch.no_grad()
-def show(context: ModelContext, evaluation: Evaluation, run_log: RunLog, step: int, at_end: bool) -> None:
+def show(context: ModelContext, evaluation: Evaluation, run_log: "RunLog", step: int, at_end: bool) -> None:
     """Log what the task shows (a collective): at the end, and before for at most 1 % of the time."""
     if not offers(context.task, "show") or not on_main(
         lambda: at_end or run_log.shows.is_due(), context.dist

@@ -32,7 +32,8 @@ from trainer.meta_init import initial_model
 from trainer.optim.param_groups import freeze
 from trainer.run_dir.claim import run_id_of
 from trainer.run_dir.console import terminal
-from trainer.strategies import Strategy, build_strategy
+from trainer.strategies.base import Strategy
+from trainer.strategies.build import build_strategy
 
 log = logging.getLogger("trainer")
 

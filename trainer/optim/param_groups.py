@@ -3,7 +3,7 @@
 import difflib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -242,13 +242,6 @@ def _options(entry: ParameterGroup, decays: bool, optim: dict[str, Any]) -> dict
     elif entry.optimizer is not None and lr is not None and entry.optimizer.get("lr") is None:
         options["lr"] = lr
     return options
-
-
-def learning_rates(optimizer: Optimizer, rates: Sequence[Any]) -> dict[str, float]:
-    """`rates`, one for each parameter group, by their names in the log: train/lr, and train/lr/<group>."""
-    both = list(zip(optimizer.param_groups, map(float, rates), strict=True))
-    named = {f"train/lr/{group['name']}": rate for group, rate in both if "name" in group}
-    return {"train/lr": both[0][1], **named}
 
 
 def described(optimizer: Optimizer, trained: Trained) -> dict[str, str]:

@@ -24,7 +24,7 @@ from trainer.optim.plain_names import (
     plain_name,
 )
 from trainer.optim.progress import Progress
-from trainer.optim.schedules import after_step
+from trainer.optim.schedules import after_evaluation, after_step
 from trainer.optim.trained import Trained
 
 _MAX_OVERFLOWS = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
@@ -131,6 +131,17 @@ class TrainState:
         if not skipped:
             self.update_average()
 
+    def learning_rates(self) -> dict[str, float]:
+        """Of the last update, by their names in the log: train/lr, and train/lr/<group>."""
+        both = list(zip(self.optimizer.param_groups, map(float, self.rates), strict=True))
+        named = {f"train/lr/{group['name']}": rate for group, rate in both if "name" in group}
+        return {"train/lr": both[0][1], **named}
+
+    def after_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Pass the metrics of an evaluation, the same on every rank, to what decides by them."""
+        after_evaluation(self.schedule, metrics)
+        self.early_end.after_evaluation(self.progress.step, metrics)
+
     def update_average(self) -> None:
         """Add the present weights to the average, if there is one."""
         if self.average is not None:
@@ -150,12 +161,14 @@ class TrainState:
             "early_end": self.early_end.state_dict(),
         }
 
-    def replicated(self) -> Iterator[tuple[str, Tensor]]:
-        """What replicas of a model share, live: parameters, the optimizer's tensors, averages.
+    def replicated(self, with_optimizer: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """What replicas of a model share, live: parameters, the optimizer's tensors and averages.
 
         Of sharded ones this rank's part. Buffers are not included: running statistics differ between ranks.
         """
         yield from parameter_names(self.model)
+        if not with_optimizer:
+            return
         for name, own in self.trained.own.items():
             for key, value in self.optimizer.state.get(own, {}).items():
                 if isinstance(value, Tensor):

@@ -73,6 +73,9 @@ class Trained:
         """The norm of all gradients, a scalar (of shards, a collective of `group`)."""
         gradients = [own.grad for own in self.own.values() if own.grad is not None]
         if not gradients or self.group is None:
+            kinds = {(gradient.device, gradient.dtype, gradient.layout) for gradient in gradients}
+            if len(kinds) == 1 and not gradients[0].is_sparse:  # a third of the time of the next
+                return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
             return nn.utils.get_total_norm(gradients)
         squares = torch.stack(torch._foreach_norm(gradients)) ** 2
         dist.all_reduce(squares, group=self.group)

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 from trainer.nested import leaves
 from trainer.strategies.base import Computing, Fill, Strategy
-from trainer.strategies.shardable import refuse_max_norm, refuse_several_devices
+from trainer.strategies.placement import refuse_several_devices
+from trainer.strategies.shardable import refuse_max_norm
 
 
 class DataParallel(Strategy):
     """Scatter each batch over the GPUs, replicate the model at every step, gather the outputs on GPU 0."""
+
+    name = "dp"
 
     def __init__(self, device: torch.device, computing: Computing) -> None:
         super().__init__(device, computing)
@@ -36,7 +39,7 @@ class DataParallel(Strategy):
         refuse_max_norm(model, "strategy=dp")
         fill(model)
         call = torch.compile(_call, mode=self.computing.compile_mode) if self.computing.compile else _call
-        replica = GpuReplica(self.move_to_devices(model), self.autocast, call)
+        replica = GpuReplica(self._placed(model), self.autocast, call)
         return nn.DataParallel(replica, device_ids=self.devices)
 
     def unwrap(self, model: nn.Module) -> nn.Module:

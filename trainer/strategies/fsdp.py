@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -14,7 +15,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from trainer.comm.shard_sums import add_by_leaves
@@ -22,9 +22,8 @@ from trainer.config import FsdpConfig
 from trainer.distributed.backend_flags import DTYPES
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.optim.train_state import TrainState
+from trainer.local_shard import is_dtensor
 from trainer.strategies.base import Computing, Fill, Strategy
-from trainer.strategies.gathered_parameters import GatheredParameters
 from trainer.strategies.outside_reads import read_from_outside
 from trainer.strategies.shardable import (
     StaleReferenceCheck,
@@ -33,38 +32,38 @@ from trainer.strategies.shardable import (
     is_closed,
     refuse_what_cannot_be_sharded,
 )
-from trainer.strategies.sharding_errors import backward_errors, forward_errors
+from trainer.strategies.sharding_errors import explained
 from trainer.strategies.sharding_mesh import sharding_mesh
 from trainer.strategies.units import named_units, units_by_size
-from trainer.strategies.used_parameters import UsedParameters
+
+if TYPE_CHECKING:
+    from trainer.optim.train_state import TrainState
 
 
 class Fsdp(Strategy):
+    name = "fsdp"
+    uses = "same"
     gradients_differ = True
     fills_by_unit = True
     not_whole = "each rank holds a shard only"
-    no_gradients_hint = (
-        "Either the loss depends on none of them, or the model returns an object: torch's fully_shard finds "
-        "outputs in tensors, tuples, lists, dicts and dataclasses; return one, or use strategy=ddp"
-    )
 
-    def __init__(
-        self,
-        settings: FsdpConfig,
-        dist: Dist,
-        computing: Computing,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(dist.device, computing)
-        self.settings, self.dist, self.timeout_s = settings, dist, timeout_s
+    def __init__(self, settings: FsdpConfig, dist_: Dist, computing: Computing) -> None:
+        super().__init__(dist_.device, computing)
+        self.settings = settings
         self._may_hold_gathers = False  # torch cannot gather before the first pass
-        self._gathered: GatheredParameters | None = None
-        self._used: UsedParameters | None = None
         self._stale_check: StaleReferenceCheck | None = None
-        self.num_replicas, self.replica = dist.world_size, dist.rank
-        self.mesh = sharding_mesh(settings.shard_group, dist)
-        if settings.cpu_offload and dist.device.type == "cpu":
+        self._used: UsedParameters | None = None
+        self.num_replicas, self.replica = dist_.world_size, dist_.rank
+        self.mesh = sharding_mesh(settings.shard_group, dist_)
+        if settings.cpu_offload and dist_.device.type == "cpu":
             raise UserError("strategy.cpu_offload=true, but the model trains on the CPU; set it to false")
+        if settings.find_unused_parameters:
+            if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+                raise UserError(
+                    "strategy.find_unused_parameters=true under fsdp needs torch 2.14, and this is "
+                    f"{torch.__version__}; install that, or use strategy=ddp"
+                )
+            self.uses = "any"
         if self.mesh.ndim == 2:
             replicate, shard = self.mesh.shape
             self.notes.append(f"fsdp: hybrid, sharded over {shard} ranks, replicated {replicate} times")
@@ -99,6 +98,8 @@ class Fsdp(Strategy):
         stale_check.note(model)
         shard(model, mp_policy=self._precision(model, is_root=True))
         stale_check.guard()
+        if self.settings.find_unused_parameters:
+            cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
         self._stale_check = stale_check
         if self.settings.reshard_after_forward is None:
             model.register_forward_hook(_reshard_without_gradient)
@@ -127,34 +128,19 @@ class Fsdp(Strategy):
             return MixedPrecisionPolicy(reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype)
         return MixedPrecisionPolicy(self.param_dtype, reduce_dtype, torch.float32 if is_root else None)
 
-    def prepare(self, state: TrainState) -> None:
-        self._gathered = GatheredParameters(state.model)
-        self._used = UsedParameters(state.model, self._gathered, self.dist, self.timeout_s)
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        if self._used is not None:
-            self._used.finish()
-
-    def trained(self, model: nn.Module) -> list[Tensor]:
-        gathered = self._gathered.names if self._gathered is not None else ()  # without a reduction, in these
-        return [*super().trained(model), *(parameter for parameter in gathered if parameter.requires_grad)]
-
-    def _has_gradient(self, parameter: Tensor) -> bool:
-        # Those that torch was never told to reduce are still gathered, and no DTensors.
-        return isinstance(parameter, DTensor) and super()._has_gradient(parameter)
+    def prepare(self, state: "TrainState") -> None:
+        assert self._stale_check is not None
+        self._stale_check.after_first_pass()
+        if self.settings.find_unused_parameters:
+            self._used = UsedParameters(state.model, self.device)
 
     def aggregate(self, model: nn.Module) -> None:
         super().aggregate(model)
-        if self._stale_check is not None:
-            self._stale_check.after_first_step(self._gathered.names if self._gathered is not None else {})
-            self._stale_check = None
         if self._used is not None:
-            self._used.start()
+            self._used.drop_unused()
 
-    def finish_checks(self) -> None:
-        if self._used is not None:
-            self._used.look_again()
+    def explain(self, error: Exception, *, in_backward: bool) -> UserError | None:
+        return explained(error, in_backward, self.param_dtype)
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -181,33 +167,16 @@ class Fsdp(Strategy):
         kept = {*units} - {*torn, *apart}
         return sorted(kept, key=order.__getitem__, reverse=True)
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:  # the mixed precision policy casts parameters and inputs
-        with forward_errors(self.param_dtype):
-            yield
-            if self._gathered is not None:
-                self._gathered.compare_root()
+    def autocast(self) -> AbstractContextManager:
+        return nullcontext()  # the mixed precision policy casts parameters and inputs
 
-    def grad_scaler(self) -> torch.amp.GradScaler:
-        # Sharded: an overflow in one rank's shard must skip the step on all.
-        return ShardedGradScaler(self.device.type, enabled=self.computing.precision == "fp16")
-
-    @contextmanager
-    def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         sharded = cast(FSDPModule, model)
-        each = self.settings.reduce_every_micro_batch or self.order.by_leaves
-        if self._used is not None:
-            self._used.reduces = enabled or each
-        if not self.order.by_leaves:
-            self.sync_buffers(model)
-        if each:
+        if self.settings.reduce_every_micro_batch or self.order.by_leaves:
             sharded.set_requires_all_reduce(enabled)  # hybrid: shards are reduced over replicas once a step
         else:
             sharded.set_requires_gradient_sync(enabled)
-        with self.order.leaf(enabled), backward_errors():
-            yield
-            if self._gathered is not None:
-                self._gathered.end_backward()
+        return self.order.leaf(enabled)
 
     def _note_call(self, *_: object) -> None:
         self._may_hold_gathers = True
@@ -225,6 +194,45 @@ class Fsdp(Strategy):
     def replica_groups(self) -> list[tuple[int, ...]]:
         # Hybrid: the ranks of a mesh column hold the same shard.
         return [tuple(column) for column in self.mesh.mesh.T.tolist()] if self.mesh.ndim == 2 else []
+
+
+class UsedParameters:
+    """Finds which parameters no rank has used in a step: torch gives these a gradient of zeros.
+
+    An update by it would decay them, and move them by their momentum, which no update under ddp does.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        trained = [
+            (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
+        self._shards = [parameter for _, parameter in trained]
+        self._numbers = {name: number for number, (name, _) in enumerate(trained)}
+        self._flags = torch.zeros(len(trained))
+        self._device, self._followed = device, set[nn.Parameter]()
+        for prefix, unit in model.named_modules():
+            if isinstance(unit, FSDPModule):
+                cast(nn.Module, unit).register_forward_pre_hook(functools.partial(self._follow, prefix))
+
+    def _follow(self, prefix: str, module: nn.Module, *_: object) -> None:
+        """Called when a unit is gathered; torch keeps the gathered parameters as objects."""
+        for name, parameter in module.named_parameters(prefix):
+            if name in self._numbers and parameter not in self._followed and not is_dtensor(parameter):
+                self._followed.add(parameter)
+                note = functools.partial(self._note, self._numbers[name])
+                parameter.register_post_accumulate_grad_hook(note)
+
+    def _note(self, number: int, *_: object) -> None:
+        self._flags[number] = 1
+
+    def drop_unused(self) -> None:
+        """Called after the last backward pass of a step (a collective)."""
+        flags = self._flags.to(self._device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        for shard, used in zip(self._shards, flags.tolist(), strict=True):
+            if not used:
+                shard.grad = None
+        self._flags.zero_()
 
 
 def _reshard_without_gradient(root: nn.Module, *_: object) -> None:

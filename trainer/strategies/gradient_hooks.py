@@ -1,9 +1,10 @@
-"""Hooks that users register on gradients: which parameters have some, and what users should know of it."""
+"""What users should know of gradients: which parameters have hooks, and which a loss left out."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
+
+from trainer.errors import first_few
 
 
 def has_gradient_hook(tensor: Tensor) -> bool:
@@ -31,15 +32,10 @@ def hooks_per_micro_batch_note(names: Iterable[str]) -> str:
     )
 
 
-@contextlib.contextmanager
-def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Disable the gradient hooks of `tensors`; torch has no public way."""
-    hooks = [each for t in tensors for each in (t._backward_hooks, t._post_accumulate_grad_hooks) if each]
-    held = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, own in zip(hooks, held, strict=True):
-            each.update(own)
+def not_all(idle: Sequence[str]) -> str:
+    """That a loss left out the parameters of these names, if they are known, and the way out."""
+    return (
+        f"{'no ' + first_few(idle, 3) if idle else 'not all parameters'}, and DDP waits for the gradient of "
+        "each parameter; set strategy.find_unused_parameters=true, or remove what is never used from the "
+        "model, or freeze it (model.freeze)"
+    )

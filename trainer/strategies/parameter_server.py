@@ -1,29 +1,29 @@
 """A parameter server: workers compute gradients; servers own parameters, add gradients, update and send."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from trainer.comm.parameter_server import Exchange
 from trainer.config import ParameterServerConfig
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import broadcast_buffers, broadcast_tensors, gloo_group
 from trainer.distributed.process_group import Dist
-from trainer.errors import UserError, first_few
-from trainer.local_shard import same_bits
+from trainer.errors import UserError
 from trainer.nested import mapped
 from trainer.optim.combined import has_user_part
-from trainer.optim.plain_names import parameter_names
-from trainer.optim.train_state import TrainState
-from trainer.optim.trained import Trained
-from trainer.strategies.base import Computing, Fill, Strategy
+from trainer.strategies.base import Computing, Fill, Report, Strategy
 from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_rank_note
-from trainer.strategies.shardable import refuse_max_norm, refuse_several_devices
+from trainer.strategies.placement import refuse_several_devices
+from trainer.strategies.shardable import refuse_max_norm
+
+if TYPE_CHECKING:
+    from trainer.optim.train_state import TrainState
+    from trainer.optim.trained import Trained
 
 
 class ParameterServer(Strategy):
@@ -34,7 +34,9 @@ class ParameterServer(Strategy):
     alone. A rank that only serves is one whose share of the batch has no micro-batches.
     """
 
-    gradients_differ = True
+    name = "parameter_server"
+    gradients_differ = some_make_no_pass = True
+    shares_optimizer = False
     not_whole = "each server holds the optimizer's state of its own parameters"
 
     def __init__(
@@ -46,8 +48,6 @@ class ParameterServer(Strategy):
         self.num_replicas = len(self.workers)
         # The servers' numbers come after the workers': no share of the batch, and other random numbers.
         self.replica = [*self.workers, *self.servers].index(dist_.rank)
-        self._before_first: dict[str, Tensor] = {}  # copies of all parameters, during the first step
-        self._counted = (0, 0, 0.0)  # steps, bytes and seconds of the exchange, at the last call of `metrics`
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         refuse_several_devices(model, "strategy=parameter_server")
@@ -57,6 +57,7 @@ class ParameterServer(Strategy):
         model = super().wrap(model, fill)
         broadcast_tensors([*model.parameters(), *model.buffers()], src=0)
         self._exchange = self._connect([p for p in model.parameters() if p.requires_grad])
+        self.report = TrafficReport(self._exchange, self.servers, self.workers)
         busiest = max(map(self._exchange.bytes_of, self.servers))
         self.notes.append(
             f"parameter_server: {len(self.servers)} servers, {self.num_replicas} workers"
@@ -70,59 +71,33 @@ class ParameterServer(Strategy):
         bucket_bytes = int(self.settings.bucket_mb * 2**20)
         return Exchange(trained, self.servers, self.workers, self.dist.rank, self._group, bucket_bytes)
 
-    def prepare(self, state: TrainState) -> None:
+    def prepare(self, state: "TrainState") -> None:
         """Drop others' state of the optimizer, which a checkpoint gave to every rank."""
+        self._exchange.begin_counting()
         own = set(self._exchange.owned.get(self.dist.rank, ()))
         for parameter in [p for p in state.optimizer.state if isinstance(p, Tensor) and p not in own]:
             del state.optimizer.state[parameter]
-        self._before_first = {name: p.detach().clone() for name, p in state.model.named_parameters()}
         if len(self.servers) > 1 and has_user_part(state.optimizer):
             self.notes.append("parameter_server: each server's optimizer sees the gradients of its own alone")
         # Right after the update: averages follow it, on all ranks.
         state.optimizer.register_step_post_hook(lambda *_: self._exchange.pull())
 
-    def grad_scaler(self) -> torch.amp.GradScaler:
-        # Sharded: an overflow in what one server owns must skip the step on all.
-        scaler = ShardedGradScaler(self.device.type, enabled=self.computing.precision == "fp16")
-        scaler.scale(torch.zeros((), device=self.device))  # torch makes its scale at the first loss
-        return scaler
+    def share_buffers(self, model: nn.Module) -> None:
+        """All have those of the first worker since its last pass."""
 
     def aggregate(self, model: nn.Module) -> None:
-        if self._before_first:
-            self._check_first_passes(model)
-        broadcast_buffers(model, self.workers[0])  # a rank that only serves computes none itself
+        # Servers have made no forward pass, and hold the buffers that a save and an evaluation use.
+        broadcast_buffers(model, self.workers[0])
         self._exchange.push()
 
-    def _check_first_passes(self, model: nn.Module) -> None:
-        """Refuse what only workers would have (a collective)."""
-        named, before, self._before_first = model.named_parameters(), self._before_first, {}
-        own = [name for name, p in named if name not in before or not same_bits(p.detach(), before[name])]
-        buffers = {(name, str(b.dtype), tuple(b.shape)) for name, b in model.named_buffers()}
-        everyones = gather_objects((own, buffers))
-        made = {name for _, theirs in everyones for name, *_ in theirs ^ everyones[0][1]}
-        if names := sorted(made.union(*(changed for changed, _ in everyones))):
-            raise UserError(
-                "strategy=parameter_server: a forward or backward pass or the loss makes or changes "
-                f"{first_few(names)}: no server would hold that, nor a checkpoint. Make it in __init__, in "
-                "its final size, and change no parameter; or use strategy=ddp"
-            )
-
-    def _has_gradient(self, parameter: Tensor) -> bool:
-        # Whether any has one on this worker: only owners still have them.
-        pairs = zip(self._exchange.buckets, self._exchange.pushed, strict=True)
-        return any(bool(flat[bucket.numel :].any()) for bucket, flat in pairs)
-
-    def grad_norm(self, trained: Trained) -> Tensor:
+    def grad_norm(self, trained: "Trained") -> Tensor:
         # A rank that owns nothing has a norm of another dtype; the squares of doubles are added as such.
         square = super().grad_norm(trained).to(self.device, torch.float64) ** 2
         dist.all_reduce(square)
         return square.sqrt()
 
-    def is_to_blame(self) -> bool:
-        return not all(bool(flat.isfinite().all()) for flat in self._exchange.pushed)
-
     @contextmanager
-    def gathered(self, state: TrainState) -> Iterator[None]:
+    def gathered(self, state: "TrainState") -> Iterator[None]:
         """Rank 0 has, meanwhile, each server's state of the optimizer, and the first worker's extra state."""
         of_optimizer, borrowed = state.optimizer.state, list[Tensor]()
         for server, parameters in self._exchange.owned.items():
@@ -153,20 +128,23 @@ class ParameterServer(Strategy):
     def replica_groups(self) -> list[tuple[int, ...]]:
         return [tuple(range(self.dist.world_size))]
 
-    def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
-        return parameter_names(state.model)  # the optimizer's state is each server's own
+
+class TrafficReport(Report):
+    """MB that each server received and sent, and ms in which each worker waited, in a mean step."""
+
+    def __init__(self, exchange: Exchange, servers: Sequence[int], workers: Sequence[int]) -> None:
+        self._exchange, self._servers, self._workers = exchange, servers, workers
+        self._counted = (0, 0, 0.0)  # steps, bytes and seconds, at the last call of `metrics`
 
     def metrics(self) -> dict[str, float]:
-        """Means a step since the last call (a collective): MB of each server, ms in which a worker waited."""
         exchange, before = self._exchange, self._counted
         self._counted = (exchange.steps, exchange.moved, exchange.waited_s)
         own = [now - then for now, then in zip(self._counted, before, strict=True)]
         means = [(moved / max(1, n), waited_s / max(1, n)) for n, moved, waited_s in gather_objects(own)]
-        moved = {f"ps/megabytes/server_{server}": means[server][0] / 1e6 for server in self.servers}
-        return moved | {f"ps/waited_ms/worker_{worker}": 1e3 * means[worker][1] for worker in self.workers}
+        moved = {f"ps/megabytes/server_{server}": means[server][0] / 1e6 for server in self._servers}
+        return moved | {f"ps/waited_ms/worker_{worker}": 1e3 * means[worker][1] for worker in self._workers}
 
     def summary(self) -> str:
-        """The means of the whole run (a collective)."""
         self._counted = (0, 0, 0.0)
         return "\n".join(f"{name}  {value:.4g} a step" for name, value in self.metrics().items())
 

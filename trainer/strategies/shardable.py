@@ -1,19 +1,18 @@
 """Which parts of a model fully_shard supports, and a check for references to what it replaces."""
 
 import functools
-import itertools
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError, first_few
-from trainer.local_shard import is_dtensor, spanned_bytes, storage_of
+from trainer.local_shard import is_dtensor, storage_of
 from trainer.meta_init import named_tensors
 from trainer.optim.optimizer_checks import sparse_weights
 from trainer.strategies.gradient_hooks import has_gradient_hook
+from trainer.strategies.placement import refuse_several_devices, refuse_shared_memory
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -46,22 +45,13 @@ class StaleReferenceCheck:
         named = named_tensors(self._model) if self._names_of_views else ()
         self._views = [(name, weakref.ref(tensor)) for name, tensor in named if name in self._names_of_views]
 
-    def after_first_step(self, gathered: Mapping[Tensor, str]) -> None:
-        """Refuse views that are still there, as the old spectral norm replaces its own, and late hooks.
-
-        Args:
-            gathered: the names of gathered parameters, to which a forward pass may have given hooks.
-        """
+    def after_first_pass(self) -> None:
+        """Refuse views that are still there, as the old spectral norm replaces its own."""
         if held := sorted({name for name, view in self._views if view() is not None}):
             raise UserError(
                 f"strategy=fsdp: {first_few(held)} is a view of a trained parameter, which sharding moves: "
                 "it would keep its initial values. Take it from the parameter where it is used, or keep a "
                 ".clone() of it; or use strategy=ddp"
-            )
-        if hooked := [name for parameter, name in gathered.items() if has_gradient_hook(parameter)]:
-            raise UserError(
-                f"strategy=fsdp: the forward pass registers hooks on the gradients of {first_few(hooked)}, "
-                "which get each rank's own, before it is averaged; leave them out, or use strategy=ddp"
             )
 
 
@@ -114,19 +104,6 @@ def refuse_max_norm(
             )
 
 
-def devices_of(model: nn.Module) -> list[torch.device]:
-    """The devices of the parameters, in their order: more than one if the model has placed itself."""
-    return list(dict.fromkeys(parameter.device for parameter in model.parameters()))
-
-
-def refuse_several_devices(model: nn.Module, strategy: str) -> None:
-    if len(placed := devices_of(model)) > 1:
-        raise UserError(
-            f"{strategy} decides where the model is, but its constructor has placed it on "
-            f"{', '.join(map(str, placed))}; leave that out, or use strategy=ddp or single"
-        )
-
-
 def refuse_scripted(model: nn.Module, strategy: str) -> None:
     """Raise UserError, by name, for a module that takes no forward hook."""
     for name, module in model.named_modules():
@@ -135,24 +112,6 @@ def refuse_scripted(model: nn.Module, strategy: str) -> None:
                 f"{strategy} needs a hook on {name or 'the model'}, a ScriptModule, which takes none; use "
                 "strategy=ddp"
             )
-
-
-def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
-    """Raise UserError, by name, for a trained parameter that shares memory with another one, or a buffer."""
-    by_storage: dict[int, list[tuple[int, int, str, Tensor]]] = defaultdict(list)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.numel() and tensor.layout == torch.strided:
-            begin = int(tensor.storage_offset()) * tensor.itemsize
-            place = (begin, begin + spanned_bytes(tensor), name, tensor)
-            by_storage[storage_of(tensor)].append(place)
-    for there in by_storage.values():
-        for (_, end, name, one), (begin, _, other, two) in itertools.pairwise(sorted(there)):
-            if begin < end and (one.requires_grad or two.requires_grad):
-                raise UserError(
-                    f"{strategy} gives {name} and {other} separate memory, but they share it now, and "
-                    f"would no longer be tied. Make them one nn.Parameter ({name} = {other}), or separate "
-                    "ones (clone()); or use strategy=ddp on CPUs"
-                )
 
 
 def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import printable
 from trainer.sweep.search import SweepConfig
-from trainer.sweep.trials import Run, Trial, TrialLog, values_of
+from trainer.sweep.trials import RunFiles, Trial, TrialLog, values_of
 
 CSV, PICTURE, _HPARAMS = "results.csv", "results.png", ".hparams"
 
@@ -76,7 +76,7 @@ def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
         row: dict[str, Any] = {"trial": trial.number, "folder": trial.folder, "state": trial.state}
         row |= {"status": trial.status, **trial.swept}
         row |= {"metric": metric, "value": trial.value, "seconds": trial.seconds}
-        result = Run(folder / trial.folder).result.items()
+        result = RunFiles(folder / trial.folder).result.items()
         rows.append(row | {k: v for k, v in result if k not in row and not isinstance(v, dict)})
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)))

@@ -17,7 +17,7 @@ from trainer.launch import fresh
 from trainer.launch.signals import stop_signals_to
 from trainer.sweep import results, trials
 from trainer.sweep.search import SweepConfig
-from trainer.sweep.trials import Combination, Run, Trial, TrialLog
+from trainer.sweep.trials import Combination, RunFiles, Trial, TrialLog
 
 OUTPUT = "output.log"
 _POLL_S = 0.05
@@ -156,7 +156,7 @@ class Runner:
         self._running.remove(attempt)
         trial.status, trial.seconds = code, trial.seconds + round(time.monotonic() - attempt.began_s, 3)
         trial.state = _STATES.get(code, trials.STOPPED if self._ends else trials.DIED)
-        metric, metrics = self._wanted.metric, Run(folder).metrics
+        metric, metrics = self._wanted.metric, RunFiles(folder).metrics
         trial.value = metrics.get(metric)
         self._log.write()
         words = f"{trial.folder} {trial.state}"

@@ -28,7 +28,7 @@ def words_of(combination: Combination) -> list[str]:
     return [f"{key}={value}" for key, value in combination.items()]
 
 
-class Run:
+class RunFiles:
     """A run by its files. Before its end it has no `result`, and `scalars` until now."""
 
     def __init__(self, folder: Path) -> None:
@@ -79,7 +79,7 @@ class TrialLog:
         for trial in self.trials.values():
             if trial.state == RUNNING:  # when the sweep was killed, which kills its trials
                 trial.state = STOPPED
-            trial.value = Run(folder / trial.folder).metrics.get(metric)
+            trial.value = RunFiles(folder / trial.folder).metrics.get(metric)
 
     def trial(self, swept: Combination) -> Trial:
         """The trial with these values, which may have run before."""

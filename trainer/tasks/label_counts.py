@@ -1,35 +1,32 @@
-"""How many labels of each micro-batch count, and the divisors of losses that follow from it."""
+"""How many labels of each micro-batch count, and its part of the loss of a step that follows from it."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.data.device import Mirrored
 from trainer.errors import UserError
-from trainer.local_shard import to_local
 from trainer.nested import leaves
 from trainer.tasks import Task
-from trainer.tasks.base import refuse_own_parameters
 from trainer.tasks.cross_entropy import IGNORED
 
-Divisor = float | Tensor | None
-"""The divisor of a micro-batch's mean loss before losses are added; an int if all counts are equal. None: the
-micro-batch has no counted label, and adds nothing."""
+if TYPE_CHECKING:
+    from trainer.data.loading.batch import BatchSplit
+
 _LEAST, _MOST = 1e-30, 1e30  # ranks compare counts in fp32, where others become 0 or infinite
 
 
-def label_count(task: Task, batch: Any, num_samples: int, *, is_alone: bool = False) -> float:
+def label_count(task: Task, batch: Any, split: "BatchSplit") -> float:
     """The number of counted labels of a micro-batch, by the task's `weight`; of its samples without one.
 
     Called before the batch is moved to the device.
 
     Args:
-        num_samples: of which the micro-batch was made; data.collate may leave some out.
-        is_alone: whether a step has no other micro-batch.
+        split: of how many samples the micro-batch was made; data.collate may leave some out.
 
     Raises:
         UserError: it is not a number, or is neither 0 nor from 1e-30 to 1e30; or nothing tells how many
@@ -37,13 +34,14 @@ def label_count(task: Task, batch: Any, num_samples: int, *, is_alone: bool = Fa
     """
     batch = batch.batch if isinstance(batch, Mirrored) else batch
     if (weight := getattr(task, "weight", None)) is None:
-        return num_samples if is_alone else _samples_in(batch, num_samples, type(task).__name__)
+        size, is_alone = split.micro_batch_size, split.num_micro_batches == 1
+        return size if is_alone else _samples_in(batch, size, type(task).__name__)
     given = weight(batch)
     try:
         value = float(given)
         shown = str(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        value, shown = math.nan, _described(given)
+        value, shown = math.nan, described(given)
     if value != 0 and not _LEAST <= value <= _MOST:
         raise UserError(
             f"{type(task).__name__}.weight gives {shown}, but must give how many labels count: 0, or from "
@@ -76,80 +74,31 @@ def _samples_in(batch: Any, num_samples: int, task: str) -> int:
     return rows.pop()
 
 
-def divisors(counts: Sequence[float], total: float | Tensor) -> list[Divisor]:
-    """The divisor of each micro-batch; `total` is the sum of the `counts` of all ranks."""
-    return [total / count if count else None for count in counts]
-
-
-def divided(loss: Tensor, divisor: Divisor) -> Tensor:
-    """The contribution of a micro-batch's mean loss, a scalar, to the loss of the step.
+def divided(loss: Tensor, all_labels: float, label_count: float) -> Tensor:
+    """The part of a micro-batch's mean loss, a scalar, in the loss of the step.
 
     A mean over no labels is NaN. It adds 0 but is still differentiated, since other ranks wait for this
     rank's backward pass.
+
+    Args:
+        all_labels: counted labels of the step, over all ranks; where ranks are averaged, of the mean rank.
+        label_count: counted labels of the micro-batch.
     """
-    if divisor is None:
+    if not label_count:
         return loss.nan_to_num(0.0, 0.0, 0.0) * 0
-    if isinstance(divisor, int) and divisor == 1:  # as of one micro-batch a rank: saves two operations
+    if all_labels == label_count:  # as of one micro-batch a rank: saves two operations
         return loss
-    return loss / (divisor.to(loss) if isinstance(divisor, Tensor) else divisor)
+    return loss / (all_labels / label_count)
 
 
-def loss_of(
-    task: Task,
-    model: nn.Module,
-    batch: Any,
-    divisor: Divisor,
-    watched: Sequence[Tensor] = (),
-    *,
-    is_first: bool = False,
-    by_value: bool = False,
-) -> Tensor:
-    """The contribution of a micro-batch to the loss of the step, a scalar to be differentiated.
+def loss_of(task: Task, model: nn.Module, batch: Any, label_count: float) -> Tensor:
+    """The mean loss of a micro-batch, a scalar.
 
     Without counted labels the model's outputs get gradients of 0, also from a loss that is 0/0: the gradient
     of a division by 0 is NaN, whatever follows.
-
-    Args:
-        watched: parameters whose gradients `task.loss` must leave as they are. To look at one before and
-            after takes 3 to 7 us.
-        is_first: whether it is the first micro-batch of the run: no parameter may then have a gradient.
-        by_value: whether to compare sums of these gradients, too, since a change through `grad.data` leaves
-            no other trace. It waits for the device.
-
-    Raises:
-        UserError: `task.loss` does not return a scalar to differentiate, changed gradients itself, or made
-            parameters.
     """
-    before = _gradients(watched, by_value)
-    method = f"{type(task).__name__}.loss"
-    with _zero_gradients(model) if divisor is None else nullcontext():
-        loss = task.loss(model, batch)
-    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad or loss.is_complex():
-        raise UserError(
-            f"{method} returns {_described(loss)}, but must return a scalar to differentiate, a mean"
-        )
-    # FSDP gathers units in the first forward pass: only then `model` has these parameters.
-    after = _gradients(model.parameters() if is_first else watched, by_value)
-    if [key for _, *key in before] != [key for _, *key in after]:
-        raise UserError(
-            f"{method} changes the gradients of parameters, as backward() and zero_grad() do, but they are "
-            "the sum over micro-batches and ranks; return the loss, to which the trainer applies backward(), "
-            "and compute gradients within it by torch.autograd.grad"
-        )
-    if is_first:
-        refuse_own_parameters(task, {id(tensor) for tensor in (*model.parameters(), *watched)})
-    return divided(loss, divisor)
-
-
-def _gradients(trained: Iterable[Tensor], by_value: bool) -> list[tuple[Tensor, int, int, int, str]]:
-    """Of each gradient: itself, so that its id is not given again; its tensor's id, its own; version, sum."""
-    found = []
-    for tensor in trained:
-        if (gradient := tensor.grad) is not None:
-            own = gradient if type(gradient) is Tensor else to_local(gradient)
-            total = repr(own.sum().item()) if by_value else ""  # as text, in which NaN equals NaN
-            found.append((gradient, id(tensor), id(gradient), own._version, total))
-    return found
+    with nullcontext() if label_count else _zero_gradients(model):
+        return task.loss(model, batch)
 
 
 def scalar(value: Any, source: str, device: torch.device) -> Tensor:
@@ -163,7 +112,7 @@ def real_tensor(value: Any, source: str, shape: tuple[int, ...] | None = None) -
     """The tensor that a task gives, of `shape` if set. Raises UserError if it gives something else."""
     if not isinstance(value, Tensor) or value.is_complex() or shape not in (None, value.shape):
         of = "" if shape is None else f" of shape {tuple(shape)}"
-        raise UserError(f"{source} gives {_described(value)}, but must give a tensor{of} of real numbers")
+        raise UserError(f"{source} gives {described(value)}, but must give a tensor{of} of real numbers")
     return value
 
 
@@ -185,7 +134,7 @@ def _zero_gradients(model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     if value.ndim and not value.is_complex():

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from trainer.checkpoint import Checkpointer
+from trainer.checks.gradients import GradientCheck
+from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
 from trainer.config import EmaConfig, TrainConfig
 from trainer.data.loading.base import EvalLoader, TrainLoader
@@ -17,12 +17,9 @@ from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.optim.param_groups import Frozen
 from trainer.optim.train_state import TrainState
-from trainer.step import AfterStep
-from trainer.training.gradient_check import GradientCheck
 from trainer.training.meter import Meter
 from trainer.training.profiler import Profile
-from trainer.training.replica_check import ReplicaCheck
-from trainer.training.step_agreement import StepAgreement
+from trainer.training.step_agreement import AfterStep, StepAgreement
 from trainer.training.weight_statistics import WeightStatistics
 
 
@@ -36,7 +33,7 @@ class Checks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TrainingContext(ModelContext):
+class Run(ModelContext):
     """All of one process's parts of a run."""
 
     settings: TrainConfig
@@ -45,6 +42,7 @@ class TrainingContext(ModelContext):
     train_loader: TrainLoader
     eval_loader: EvalLoader | None  # None: never evaluate
     batch: BatchSplit
+    first_micro_batch: int  # of this rank: its number within a step, over all replicas
     num_parameters: int  # of the whole model
     steps_before: int  # made before this process began; 0 in a new run
     total_steps: int  # an upper limit: a stream may end before
@@ -65,12 +63,3 @@ class TrainingContext(ModelContext):
             return AfterStep.STOP
         time_is_up = self.dist.is_main and self.state.early_end.time_is_up()
         return AfterStep.END if time_is_up else AfterStep.CONTINUE
-
-    def count_step(self, losses: Tensor | None, data_left: bool) -> None:
-        """Count a step, with this rank's `losses`, or None if it was left out; without `data_left` the epoch
-        ends with it.
-        """
-        self.state.progress.advance(self.settings.global_batch_size, data_left)
-        self.gate.end_update(self.state.progress.step)
-        self.meter.count_step(losses)
-        self.run_log.advance()

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint import Checkpointer
+from trainer.checks.replicas import ReplicaCheck
 from trainer.config import Config
 from trainer.data.loading.base import TrainLoader
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.faults.gate import UPDATE_S, Gate, NoGate
-from trainer.local_shard import bit_sums, changed_bits
 from trainer.nested import mapped
 from trainer.optim.plain_names import named_modules
 from trainer.optim.train_state import TrainState
-from trainer.strategies import Strategy
+from trainer.strategies.base import Strategy
 from trainer.training.kept_buffers import KeptBuffers
-from trainer.training.replica_check import ReplicaCheck
 
 
 class KeptStep(Gate):
@@ -49,18 +48,10 @@ class KeptStep(Gate):
         self._shared_after = -1  # the step after which the kept buffers were those of rank 0
         self._keepers = _keepers_of_extra_state(state.model)
         self._extra_states = self._copied_extra_states()
-        self._weights = bit_sums(state.model.named_parameters()) if why_not is None else None
-        self._changed: list[str] = []  # by a forward pass
         self._data_state: dict[str, Any] = {}
         self._updated = torch.cuda.Event() if dist.device.type == "cuda" else None
         self._frozen = False
         self.why_not = why_not
-
-    def begin_update(self) -> None:
-        super().begin_update()
-        if self._weights is not None:  # of the first step
-            self._changed = changed_bits(self._weights, self._state.model.named_parameters())
-            self._weights = None
 
     def buffers_are_shared(self) -> None:
         if self._own_buffers and self._state.average is None:  # averages of buffers are not shared
@@ -88,8 +79,8 @@ class KeptStep(Gate):
                 if time.monotonic() > deadline:
                     raise UserError(f"{self._dist.device} has not finished step {self._state.progress.step}")
                 time.sleep(0.01)
-        if self._changed:
-            raise UserError(f"a forward pass changes {self._changed[0]}, and no copy is kept of weights")
+        if self.changed:
+            raise UserError(f"a forward pass changes {self.changed[0]}, and no copy is kept of weights")
         is_shared = not self._own_buffers or self._shared_after == self._state.progress.step
         if not is_shared and self._buffers.changed:
             raise UserError("the model's running statistics, or other buffers, are those of rank 0")
@@ -136,7 +127,7 @@ def build_gate(
         state,
         checkpointer,
         loader,
-        ReplicaCheck(dist, groups, every, strategy.replicated),  # its own: another thread uses it
+        ReplicaCheck(dist, groups, every, strategy.shares_optimizer),  # its own: another thread uses it
         why_not=strategy.not_whole,
         own_buffers=config.train.exact is None,
     )

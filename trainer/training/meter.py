@@ -2,17 +2,21 @@
 
 import resource
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trainer.distributed.process_group import Dist
-from trainer.exact.order import AS_THEY_COME, SumOrder
+from trainer.exact.sum_order import AS_THEY_COME, SumOrder
 from trainer.tasks import Task
-from trainer.tasks.label_counts import Divisor, divided, scalar
-from trainer.training.mfu import ModelFlops
+from trainer.tasks.label_counts import divided, scalar
+
+if TYPE_CHECKING:
+    from trainer.distributed.process_group import Dist
+    from trainer.training.mfu import ModelFlops
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Meter:
 
     def __init__(
         self,
-        dist: Dist,
-        flops: ModelFlops | None = None,
+        dist: "Dist",
+        flops: "ModelFlops | None" = None,
         order: SumOrder = AS_THEY_COME,
         num_replicas: int | None = None,
     ) -> None:
@@ -56,9 +60,12 @@ class Meter:
         self._tokens_of_step: list[Tensor] = []
         self._total_s = 0.0
         self._running_since: float | None = None
+        self.begin_window()
 
     def start(self) -> None:
-        self._running_since = time.perf_counter()
+        """Also called while it runs."""
+        if self._running_since is None:
+            self._running_since = time.perf_counter()
 
     def pause(self) -> None:
         if self._dist.device.type == "cuda":
@@ -66,29 +73,43 @@ class Meter:
         self._total_s = self._now_s()
         self._running_since = None
 
-    def count_batch(self, task: Task, batch: Any, divisor: Divisor) -> None:
-        """Add the task's metrics of a micro-batch, after its loss, over `divisor`, was computed."""
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around waiting for batches."""
+        begin = time.perf_counter()
+        yield
+        self.data_s += time.perf_counter() - begin
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Around what is no part of a step, such as logging."""
+        begin = time.perf_counter()
+        yield
+        self.rest_s += time.perf_counter() - begin
+
+    def count_batch(self, task: Task, batch: Any, all_labels: float, label_count: float) -> None:
+        """Add the task's metrics of a micro-batch, after its loss was computed; see `divided`."""
         plain = getattr(task, "plain_loss", None)
         if plain is not None:
             self._has_plain = True
             plain = scalar(plain, f"{type(task).__name__}.plain_loss", self._dist.device)
-            self._plain_of_step.append(divided(plain, divisor))
+            self._plain_of_step.append(divided(plain, all_labels, label_count))
         if (num_tokens := getattr(task, "num_tokens", None)) is not None:
             source = f"{type(task).__name__}.num_tokens"
             self._tokens_of_step.append(scalar(num_tokens(batch), source, self._dist.device))
         if self._flops is not None:
             self._flops.see(batch)
 
-    def count_step(self, losses: Tensor | None) -> None:
-        """Add a step of `losses`, detached and on the device, as `SumOrder.sum_of` gives them.
+    def count_step(self, losses: Sequence[Tensor] | None) -> None:
+        """Add a step of `losses`, scalars, detached and on the device, of this rank's micro-batches.
 
         None if the step was left out: a NaN would stay in the sums.
         """
         self.steps += 1
         if losses is None:
             self._left_out += 1
-        else:
-            self._losses += losses
+        elif losses:
+            self._losses += self._order.sum_of(losses)
             if self._plain_of_step:
                 self._plain_losses += self._order.sum_of(self._plain_of_step)
         if self._tokens_of_step:
@@ -99,6 +120,11 @@ class Meter:
     def mark(self) -> Mark:
         now = (self._now_s(), self.data_s, self.rest_s)
         return Mark(self.steps, self._left_out, self._sums.clone(), *now)
+
+    def begin_window(self) -> Mark:
+        """Called when an epoch begins, and after each line of the log: the next one is of what follows."""
+        self.window = self.mark()
+        return self.window
 
     def mean_loss(self, since: Mark) -> float:
         """Mean loss per step over all ranks (a collective); NaN when no step was made."""

@@ -25,7 +25,8 @@ from trainer.errors import UserError
 from trainer.meta_init import initial_model
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.trained import Trained
-from trainer.strategies import Strategy, build_strategy
+from trainer.strategies.base import Strategy, grad_scaler
+from trainer.strategies.build import build_strategy
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
     model = initial_model(partial(build_model, config.model, train_set), config.seed, sharded_over)
     freeze(model.module, config.model)
     module = wrap_model(config, model, strategy)
-    owned, scaler = strategy.unwrap(module), strategy.grad_scaler()
+    owned, scaler = strategy.unwrap(module), grad_scaler(strategy)
     trained = Trained(owned)
     optimizer = build_optimizer(trained, config.optim)
     # The buckets of DDP, unless gradients lie in them, and the moving average.
@@ -129,7 +130,7 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
         beside.append(torch.empty(int(_SPARED * free), dtype=torch.uint8, device=dist.device))
     module.train()
     for _ in range(2):
-        strategy.begin_step()
+        strategy.begin_step(module)
         for number in range(1, num_micro_batches + 1):
             with strategy.gradient_sync(module, enabled=number == num_micro_batches):
                 with strategy.autocast():

@@ -7,26 +7,26 @@ from trainer.config import Config
 from trainer.distributed import backend_flags
 from trainer.optim.param_groups import described
 from trainer.run_dir.console import table
-from trainer.training.context import TrainingContext
+from trainer.training.context import Run
 
 
-def start_table(config: Config, context: TrainingContext) -> str:
-    dist, train_loader, held_out = context.dist, context.train_loader, context.eval_loader
+def start_table(config: Config, run: Run) -> str:
+    dist, train_loader, held_out = run.dist, run.train_loader, run.eval_loader
     steps_per_epoch = "an unknown number" if (steps := train_loader.steps_per_epoch) is None else f"{steps:,}"
     processes = f"{layout(dist.hosts)} processes"
     return table(
         {
-            "strategy": f"{config.strategy.name}, comm {context.strategy.algorithm}",
+            "strategy": f"{config.strategy.name}, comm {run.strategy.algorithm}",
             "hosts": f"{processes} on {dist.device.type}, {dist.backend}",
             "precision": backend_flags.described(config.train, dist.device),
-            "model": f"{config.model['_target_']}, {context.num_parameters:,} parameters",
+            "model": f"{config.model['_target_']}, {run.num_parameters:,} parameters",
             "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
             + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),
-            "optim": _optimizer_words(config, context),
-            **described(context.state.optimizer, context.state.trained),
-            "batch": str(context.batch),
-            **_leaves(context),
-            "steps": f"{context.total_steps:,}, {steps_per_epoch} an epoch, from {context.steps_before:,}",
+            "optim": _optimizer_words(config, run),
+            **described(run.state.optimizer, run.state.trained),
+            "batch": str(run.batch),
+            **_leaves(run),
+            "steps": f"{run.total_steps:,}, {steps_per_epoch} an epoch, from {run.steps_before:,}",
             "seed": str(config.seed),
             "run": str(config.run_dir),
         }
@@ -40,17 +40,17 @@ def layout(hosts: Sequence[int]) -> str:
     return f"{len(sizes)} x {sizes[0]}" if alike else " + ".join(map(str, sizes))
 
 
-def _leaves(context: TrainingContext) -> dict[str, str]:
-    if (exact := context.exact) is None:
+def _leaves(run: Run) -> dict[str, str]:
+    if (exact := run.exact) is None:
         return {}
-    each, more = divmod(exact["leaves"], context.batch.num_replicas)
+    each, more = divmod(exact["leaves"], run.batch.num_replicas)
     words = f"{exact['leaves']} leaves, {each}{f' or {each + 1}' if more else ''} a rank"
     return {"exact": words + (f", since step {exact['since']:,}" if exact["since"] else "")}
 
 
-def _optimizer_words(config: Config, context: TrainingContext) -> str:
-    trained = sum(parameter.numel() for parameter in context.state.trained.whole.values())
-    frozen = context.num_parameters - trained
+def _optimizer_words(config: Config, run: Run) -> str:
+    trained = sum(parameter.numel() for parameter in run.state.trained.whole.values())
+    frozen = run.num_parameters - trained
     return f"{config.optim['_target_']}{f', {frozen:,} parameters frozen' * (frozen > 0)}"
 
 

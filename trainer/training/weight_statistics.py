@@ -1,7 +1,8 @@
 """The effect of a step on the model: the size of the update, and histograms of weights and gradients."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -30,14 +31,16 @@ class WeightStatistics:
     def __init__(self, model: nn.Module, dist_: Dist, histograms_every: int | None) -> None:
         self._model, self._dist, self._every = model, dist_, histograms_every
         self._trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-        self._before = torch.empty(0)
         self._moved = torch.zeros(2, dtype=torch.float64)
         self.histograms: dict[str, Histogram] = {}
 
-    def before_update(self, step: int) -> None:
-        """Between the backward pass, with unscaled gradients, and the update (a collective, if due)."""
-        self._before = self._weights()
-        self.histograms = {}
+    @contextmanager
+    def around_update(self, step: int, examines: bool) -> Iterator[None]:
+        """Between the backward pass, with unscaled gradients, and after the update (a collective, if due)."""
+        if not examines:
+            yield
+            return
+        before, self.histograms = self._weights(), {}
         if self._every is not None and step % self._every == 0:
             named = list(parameter_names(self._model))
             self.histograms = histograms(
@@ -47,11 +50,9 @@ class WeightStatistics:
                 ],
                 self._dist.device,
             )
-
-    def after_update(self) -> None:
-        norms = [torch.linalg.vector_norm(part) for part in (self._weights() - self._before, self._before)]
+        yield
+        norms = [torch.linalg.vector_norm(part) for part in (self._weights() - before, before)]
         self._moved = torch.stack(norms).double().square()
-        self._before = torch.empty(0)
 
     def update_to_weight(self) -> float:
         """Norm of the step over the norm of the weights before it (a collective); 0.001 is usual.

@@ -36,13 +36,19 @@ class Batches(Iterator[Any]):
 
     Attributes:
         data_left: whether this rank has data for another step.
+        accumulation: its micro-batches of a step.
     """
 
     data_left: bool
+    accumulation: int
 
     @abstractmethod
     def ahead(self) -> list[Any]:
-        """The micro-batches of the next step, read now. Called between steps."""
+        """The micro-batches of the next step, read now and kept. Called between steps."""
+
+    def take(self) -> list[Any]:
+        """The micro-batches of the next step; none if this rank's share of it has none."""
+        return [next(self) for _ in range(self.accumulation)]
 
 
 class TrainLoader(Protocol):

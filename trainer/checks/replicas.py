@@ -9,7 +9,7 @@ used wherever the model is evaluated or saved.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,15 +39,15 @@ class ReplicaCheck:
         dist_: Dist,
         groups: Sequence[tuple[int, ...]],
         every: int | None,
-        replicated: Callable[[TrainState], Iterable[tuple[str, Tensor]]] = TrainState.replicated,
+        with_optimizer: bool = True,
     ) -> None:
         """
         Args:
             groups: groups of ranks that hold the same; no two groups share a rank.
             every: steps between checks; None never checks.
-            replicated: yields the tensors that they share, by name.
+            with_optimizer: whether they share its state.
         """
-        self._dist, self._every, self._replicated = dist_, every, replicated
+        self._dist, self._every, self._with_optimizer = dist_, every, with_optimizer
         self._groups = groups
         self._weights: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._checked_at: int | None = None  # the last step at which all was equal
@@ -85,7 +85,7 @@ class ReplicaCheck:
 
     def _hashes(self, state: TrainState) -> dict[str, int]:
         """The hash of each tensor that this rank shares with others, by name."""
-        tensors = {name: to_local(tensor) for name, tensor in self._replicated(state)}
+        tensors = {name: to_local(tensor) for name, tensor in state.replicated(self._with_optimizer)}
         hashes = {name: self._hash(tensor) for name, tensor in tensors.items()}
         values: dict[str, int] = {}
         for device in {

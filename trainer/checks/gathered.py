@@ -1,0 +1,85 @@
+"""FSDP's gathered parameters are copies that it frees: what a forward pass changes in them is lost."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from trainer.errors import UserError, first_few
+from trainer.local_shard import is_dtensor, other_bits, own_rows, to_local
+from trainer.strategies.gradient_hooks import has_gradient_hook
+
+
+class GatheredParameters:
+    """Follows one pass of a sharded model.
+
+    After each unit's forward pass this rank's rows of its parameters are compared with its shard: together,
+    ranks compare all.
+
+    Attributes:
+        names: of the gathered parameters, the leaves of the graph.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: dict[Tensor, str] = {}
+        self._shards = dict(model.named_parameters(remove_duplicate=False))
+        self._changed: dict[str, Tensor] = {}  # whether, by name
+        self._model, self._handles = model, list[RemovableHandle]()
+        for prefix, unit in model.named_modules():
+            if isinstance(unit, FSDPModule):
+                module = cast(nn.Module, unit)
+                begin, end = partial(self._begin, prefix), partial(self._end, prefix)
+                self._handles += [
+                    module.register_forward_pre_hook(begin),
+                    # Before FSDP's hook, which frees the unit.
+                    module.register_forward_hook(end, prepend=True),
+                ]
+
+    def compare_root(self) -> None:
+        """Called after the loss, which may have changed the root's parameters since the root's call."""
+        self._end("", self._model)
+
+    def close(self) -> None:
+        """Called after the pass.
+
+        Raises:
+            UserError: on this rank: the pass has changed one, or given it a hook.
+        """
+        for handle in self._handles:
+            handle.remove()
+        if changed := sorted(name for name, flag in self._changed.items() if flag):
+            raise UserError(
+                f"strategy=fsdp: a forward pass or the loss changes {first_few(changed)} in a gathered copy "
+                "(its values or requires_grad), so that the change is lost. Compute with another tensor "
+                "(weight.clamp(-c, c)), or use strategy=ddp"
+            )
+        if hooked := [name for parameter, name in self.names.items() if has_gradient_hook(parameter)]:
+            raise UserError(
+                f"strategy=fsdp: the forward pass registers hooks on the gradients of {first_few(hooked)}, "
+                "which get each rank's own, before it is averaged; leave them out, or use strategy=ddp"
+            )
+        for parameter in self.names:
+            parameter.grad = None
+
+    def _begin(self, prefix: str, module: nn.Module, *_: Any) -> None:
+        self.names.update((parameter, name) for name, parameter in _gathered(prefix, module))
+
+    @torch.no_grad()
+    def _end(self, prefix: str, module: nn.Module, *_: Any) -> None:
+        for name, now in _gathered(prefix, module):
+            shard = self._shards[name]
+            if now not in self.names or now.requires_grad != shard.requires_grad:
+                self._changed[name] = torch.ones((), dtype=torch.bool)
+                continue
+            rows = now.detach()[slice(*own_rows(shard))]
+            self._changed[name] = other_bits(rows, to_local(shard).to(rows.device, rows.dtype))
+
+
+def _gathered(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a unit, and not those of units within it, while they are gathered."""
+    named = module.named_parameters(prefix)
+    return ((name, parameter) for name, parameter in named if not is_dtensor(parameter))

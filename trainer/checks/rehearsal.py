@@ -1,0 +1,292 @@
+"""A forward and backward pass before the first step: user code is looked at in it, and in no step.
+
+It leaves no trace: buffers, extra state, random generators and gradients are as before. DDP lays out its
+buckets after it, in the order in which the pass filled them, in new and in resumed runs alike: the place of
+an element decides the order in which an all-reduce adds the ranks' values, and so its last bit. Code that
+counts its own calls in plain attributes counts one more.
+"""
+
+import copy
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.checks.gathered import GatheredParameters
+from trainer.distributed.agreement import gather_objects
+from trainer.distributed.seeding import generators_kept, seed_micro_batch
+from trainer.errors import UserError, first_few
+from trainer.fingerprint import fingerprint, generators
+from trainer.local_shard import bit_sums, changed_bits, is_dtensor, same_bits, to_local
+from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_rank_note, not_all
+from trainer.tasks.base import refuse_own_parameters
+from trainer.tasks.label_counts import described, label_count, loss_of
+
+if TYPE_CHECKING:
+    from trainer.strategies.base import Strategy
+    from trainer.training.context import Run
+
+log = logging.getLogger(__name__)
+_NUM_MARKED = 8
+
+
+def rehearse(run: "Run", micro_batches: Sequence[Any]) -> None:
+    """Compute gradients of the first of `micro_batches`, which the next step takes (a collective).
+
+    With train.exact it is all of them, since leaves of all ranks are averaged.
+
+    Raises:
+        UserError: something in the model, the task or the loss cannot be trained as it is; most errors on
+            every rank alike.
+    """
+    strategy, begin = run.strategy, time.perf_counter()
+    is_exact = strategy.order.by_leaves
+    own = micro_batches if is_exact else micro_batches[:1]
+    model, heartbeat = run.state.model, run.dist.heartbeat
+    heartbeat.step = run.state.progress.step + 1
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    hooked = hooked_parameters(model)
+    is_sharded = any(map(is_dtensor, trained.values()))
+    gathered = GatheredParameters(model) if is_sharded else None
+    weights = {} if is_sharded else bit_sums(model.named_parameters())
+    with _without_trace(model) as trace:
+        for _ in range(strategy.num_rehearsed):
+            _drop_gradients(model)
+            strategy.begin_step(run.model)
+            for number, batch in enumerate(own):
+                _make_pass(run, batch, number, number + 1 == len(own), gathered)
+            heartbeat.skip(
+                ("forward", "backward"), run.batch.fewer if strategy.order.by_leaves else 1 - len(own)
+            )
+            changed = changed_bits(weights, model.named_parameters()) if weights else []
+            made = [name for name, _ in model.named_parameters() if weights and name not in weights]
+            _refuse_what_is_lost(run, changed + made)
+            if is_exact:
+                _refuse_what_leaves_find(changed, trace)
+            idle = [name for name, parameter in trained.items() if parameter.grad is None]
+            if strategy.uses == "all" and own and idle and not is_exact:
+                raise UserError(f"strategy=ddp: the loss used {not_all(idle)}")
+            strategy.aggregate(run.model)
+    has_gradients = any(parameter.grad is not None for parameter in trained.values())
+    if not any(gather_objects(has_gradients) if run.dist.world_size > 1 else [has_gradients]):
+        raise UserError(f"the first backward pass gave no parameter a gradient. {_no_gradients(is_sharded)}")
+    if gathered is not None:
+        gathered.close()
+    if (late := hooked_parameters(model) - hooked) and strategy.num_replicas > 1:
+        log.warning("%s", hooks_per_rank_note(late, strategy.name))
+    _drop_gradients(model)
+    run.gate.changed = changed
+    strategy.prepare(run.state)
+    log.info("rehearsed a pass in %.2f s", time.perf_counter() - begin)
+
+
+def _make_pass(run: "Run", batch: Any, number: int, last: bool, gathered: GatheredParameters | None) -> None:
+    """As `step.add_gradients`, with a look at what user code does."""
+    strategy, model, enter = run.strategy, run.state.model, run.dist.heartbeat.enter
+    count = label_count(run.task, batch, run.batch)
+    enter("forward")
+    seed_micro_batch(run.seed, run.state.progress.step + 1, run.first_micro_batch + number, strategy.devices)
+    marks = _marked(model) if not number else {}
+    with strategy.gradient_sync(run.model, enabled=last):
+        with strategy.autocast(), _explained(strategy, in_backward=False):
+            loss = loss_of(run.task, run.model, run.to_device(batch), count)
+        if not number:
+            names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+            if gathered is not None:
+                gathered.compare_root()
+                names |= gathered.names
+            _check_loss(run, loss, names, marks)
+            if strategy.uses != "any":
+                _compare_use(run, loss, names)
+        enter("backward")
+        with _explained(strategy, in_backward=True):
+            loss.backward()
+
+
+@contextmanager
+def _explained(strategy: "Strategy", *, in_backward: bool) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, AttributeError) as error:
+        if (explained := strategy.explain(error, in_backward=in_backward)) is not None:
+            raise explained from error
+        raise
+
+
+def _marked(model: nn.Module) -> dict[Tensor, Tensor]:
+    """Gradients of ones, of a few small parameters, which a loss must leave as they are."""
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    marks: dict[Tensor, Tensor] = {}
+    for parameter in sorted(trained, key=torch.numel)[:_NUM_MARKED]:
+        parameter.grad = marks[parameter] = torch.ones_like(parameter)
+    return marks
+
+
+def _check_loss(run: "Run", loss: Any, names: dict[Tensor, str], marks: dict[Tensor, Tensor]) -> None:
+    method = f"{type(run.task).__name__}.loss"
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad or loss.is_complex():
+        raise UserError(
+            f"{method} returns {described(loss)}, but must return a scalar to differentiate, a mean"
+        )
+    are_marks = all(parameter.grad is marks.get(parameter) for parameter in names)
+    # Through `grad.data` torch counts no version.
+    if not are_marks or any(m._version or bool((to_local(m) != 1).any()) for m in marks.values()):
+        raise UserError(
+            f"{method} changes the gradients of parameters, as backward() and zero_grad() do, but they are "
+            "the sum over micro-batches and ranks; return the loss, to which the trainer applies backward(), "
+            "and compute gradients within it by torch.autograd.grad"
+        )
+    for parameter in marks:
+        parameter.grad = None
+    refuse_own_parameters(run.task, set(map(id, names)))
+
+
+def _compare_use(run: "Run", loss: Tensor, names: dict[Tensor, str]) -> None:
+    """Refuse ranks that use different parameters, before they reduce anything (a collective).
+
+    The graph shows which ones a backward pass will reach. DDP would wait for a gradient for ever, and FSDP,
+    which reduces all gradients of a unit as one row, would add unrelated ones.
+    """
+    strategy = run.strategy
+    everyones = gather_objects({names[leaf] for leaf in _leaves(loss) if leaf in names})
+    num_users = Counter(name for used in everyones for name in used)
+    differ = [name for name in dict.fromkeys(names.values()) if 0 < num_users[name] < len(everyones)]
+    if not differ:
+        return
+    uses, others = (
+        ", ".join(str(rank) for rank, used in enumerate(everyones) if (differ[0] in used) is is_used)
+        for is_used in (True, False)
+    )
+    raise UserError(
+        f"strategy={strategy.name}: the loss uses {first_few(differ, 1)} on rank {uses} and not on {others}, "
+        "but ranks reduce their gradients together. Let all ranks use the same parameters in a step, or set "
+        "strategy.find_unused_parameters=true"
+    )
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The leaf tensors to which a backward pass from `loss` gives gradients."""
+    nodes = [loss.grad_fn]
+    seen = set(nodes)
+    while nodes:
+        if (node := nodes.pop()) is None:
+            continue
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        new = {following for following, _ in node.next_functions} - seen
+        seen |= new
+        nodes += new
+
+
+def _refuse_what_is_lost(run: "Run", changed: list[str]) -> None:
+    """Refuse what a pass makes or changes where only some ranks make passes (a collective there)."""
+    if not run.strategy.some_make_no_pass:
+        return
+    buffers = {(name, str(b.dtype), tuple(b.shape)) for name, b in run.state.model.named_buffers()}
+    everyones = gather_objects((changed, buffers))
+    made = {name for _, theirs in everyones for name, *_ in theirs ^ everyones[0][1]}
+    if names := sorted(made.union(*(theirs for theirs, _ in everyones))):
+        raise UserError(
+            f"strategy={run.strategy.name}: a forward or backward pass or the loss makes or changes "
+            f"{first_few(names)}: no server would hold that, nor a checkpoint. Make it in __init__, in "
+            "its final size, and change no parameter; or use strategy=ddp"
+        )
+
+
+def _no_gradients(is_sharded: bool) -> str:
+    """Why, and the way out."""
+    if is_sharded:
+        return (
+            "Either the loss depends on none of them, or the model returns an object: torch's fully_shard "
+            "finds outputs in tensors, tuples, lists, dicts and dataclasses; return one, or use strategy=ddp"
+        )
+    return (
+        "The loss depends on none of them, as behind detach(), item() or NumPy: return one that is computed "
+        "from the model's outputs by differentiable operations"
+    )
+
+
+def _drop_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _refuse_what_leaves_find(changed: Sequence[str], trace: "_Trace") -> None:
+    """With train.exact: a leaf must leave nothing to the next one, which may be on another rank."""
+    ways_out = dict.fromkeys(changed, "change weights in the optimizer alone, or compute with another tensor")
+    ways_out |= dict.fromkeys(trace.changed_extra_states(), "keep it in a buffer (register_buffer)")
+    ways_out |= dict.fromkeys(
+        trace.changed_generators(),
+        "draw from torch's, NumPy's or Python's global generator, which is seeded for each part",
+    )
+    for name, way_out in ways_out.items():
+        raise UserError(
+            f"train.exact: a forward or backward pass changes {name}, and each part of the batch would find "
+            f"what those before it on its rank have left; {way_out}, or set train.exact=null"
+        )
+
+
+@contextmanager
+def _without_trace(model: nn.Module) -> Iterator["_Trace"]:
+    """Put back what a pass leaves in `model`, and the random generators of this process."""
+    trace = _Trace(model)
+    with generators_kept():
+        yield trace
+    trace.put_back()
+
+
+class _Trace:
+    """Buffers, extra state and random generators of a model, as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        self._extra = {
+            name or type(module).__name__: (module, copy.deepcopy(module.get_extra_state()))
+            for name, module in model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+        held = generators(model)
+        self._held = {place: (generator, copy.deepcopy(generator)) for place, (generator, _) in held.items()}
+        self._states = {place: state for place, (_, state) in held.items()}
+
+    def changed_extra_states(self) -> list[str]:
+        return [
+            f"what get_extra_state() of {name} gives"
+            for name, (module, was) in self._extra.items()
+            if fingerprint(module.get_extra_state()) != fingerprint(was)
+        ]
+
+    def changed_generators(self) -> list[str]:
+        now = {place: state for place, (_, state) in generators(self._model).items()}
+        changed = [place for place, state in self._states.items() if now.get(place) != state]
+        return [f"the random generator {place.strip('.')}" for place in changed]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """A buffer that the pass made, or made larger, stays: its module may know its size."""
+        for name, buffer in self._model.named_buffers():
+            was = self._buffers.get(name)
+            if was is not None and was.shape == buffer.shape and not same_bits(was, buffer.detach()):
+                buffer.copy_(was)
+        for module, state in self._extra.values():
+            module.set_extra_state(state)
+        for generator, was in self._held.values():
+            _set_state(generator, was)
+
+
+def _set_state(generator: Any, of: Any) -> None:
+    """Give a random generator the state of another of its kind."""
+    if isinstance(generator, random.Random):
+        generator.setstate(of.getstate())
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = of.bit_generator.state
+    else:
+        generator.set_state(of.get_state())

@@ -1,0 +1,82 @@
+"""How numbers of micro-batches are added: here as they come; order.py adds them by leaves."""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.distributed.collectives import sum_over_ranks
+
+if TYPE_CHECKING:
+    from trainer.comm.leaf_sums import LeafSums
+    from trainer.comm.shard_sums import ShardSums
+    from trainer.optim.trained import Trained
+
+
+class SumOrder:
+    """As they come: each rank adds its micro-batches, and an all-reduce the ranks.
+
+    Attributes:
+        by_leaves: whether sums have the same bits however leaves are shared among ranks.
+        num_leaves: of a step, over all ranks.
+        limit: of the numbers in a gradient, beyond which it becomes NaN.
+        sums: what adds the gradients of leaves before they are reduced; None: autograd does.
+    """
+
+    by_leaves = False
+    num_leaves = 1
+    limit = math.inf
+    sums: "LeafSums | None" = None
+
+    def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
+        """The sum of `numbers`, of one shape, in a form to be added to others, and by `over_ranks`."""
+        return reduce(torch.add, numbers)
+
+    def numbers(self, sums: Tensor) -> Tensor:
+        """Sums of `sum_of` as numbers again."""
+        return sums
+
+    def over_ranks(self, sums: Tensor) -> Tensor:
+        """The sum over all ranks of sums of `sum_of`, as numbers again (a collective)."""
+        return self.numbers(sum_over_ranks(sums.contiguous()))
+
+    def mean_over(self, num_replicas: int) -> int:
+        """The number by which the sum over ranks, of losses and gradients, is divided afterwards."""
+        return num_replicas
+
+    def attach(self, model: nn.Module, shards: "Sequence[ShardSums]" = (), reduces: bool = False) -> None:
+        """Called once, with the unwrapped model, when its parameters and buffers are where they stay.
+
+        Args:
+            shards: what adds the units of FSDP, if a collective does.
+            reduces: whether the strategy itself adds the last leaf of a step and those of other ranks (DDP).
+        """
+
+    def check(self, optimizer: Optimizer, sharded: bool) -> None:
+        """Called once, before the first step; `sharded`: whether ranks update parts of the parameters.
+
+        Raises:
+            UserError: its update has other bits on a part of a tensor than on the whole.
+        """
+
+    def begin_step(self) -> None:
+        """Called when a step begins."""
+
+    def leaf(self, last: bool) -> AbstractContextManager:
+        """The context of one forward and backward pass of a step."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Called after the last backward pass of a step (a collective): the gradients are complete."""
+
+    def norm(self, trained: "Trained") -> Tensor:
+        """The norm of all gradients, a scalar (a collective over the ranks of sharded ones, if any)."""
+        return trained.gradient_norm()
+
+
+AS_THEY_COME = SumOrder()
