@@ -38,13 +38,13 @@ FLOORS: tuple[dict[str, str], ...] = (
         "distributed": "config errors faults files launch local_shard",
     },
     {
-        "comm": "config distributed errors files launch local_shard",
+        "comm": "config distributed errors launch local_shard",
     },
     {
-        "checkpoint": "comm config distributed errors faults files local_shard optim",
-        "exact": "comm distributed errors files fingerprint local_shard optim",
+        "checkpoint": "config distributed errors faults files local_shard optim",
+        "exact": "comm distributed errors files local_shard optim",
         "meta_init": "distributed errors local_shard nested",
-        "tasks": "data errors local_shard nested",
+        "tasks": "data errors nested",
     },
     {
         "run_dir": "checkpoint distributed errors files",
@@ -52,16 +52,16 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "loggers": "config distributed errors run_dir",
-        "strategies": "comm config distributed errors exact local_shard meta_init nested optim step tasks",
+        "strategies": "comm config distributed errors exact local_shard meta_init nested optim",
         "sweep": "config errors files launch run_dir",
     },
     {
         "checks": "distributed errors fingerprint local_shard nested optim strategies tasks",
-        "build": "checkpoint config data distributed errors meta_init nested optim strategies tasks",
+        "build": "checkpoint config data distributed errors meta_init optim strategies tasks",
         "compare": "config errors files sweep",
     },
     {
-        "inference": "build checkpoint config data distributed errors faults files launch loggers "
+        "inference": "build checkpoint config data distributed errors files launch "
         "meta_init optim run_dir strategies tasks",
     },
     {
@@ -69,7 +69,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
         "training": "build checkpoint checks config data distributed errors exact faults inference launch "
-        "local_shard loggers meta_init nested optim run_dir step strategies tasks",
+        "local_shard loggers meta_init nested optim run_dir strategies tasks",
     },
     {
         "loop": "checks errors inference step training",

@@ -8,9 +8,13 @@ import time
 import traceback
 
 import pytest
+import torch
 from torch.futures import Future
 
+from trainer import step
+from trainer.checks import gradients
 from trainer.faults.stacks import STACK_SIGNAL, StackReader, Stacks, ask, frames_of, waits, where
+from trainer.training import step_agreement
 
 
 def test_a_process_that_comes_or_goes_is_not_killed_by_the_question() -> None:
@@ -104,3 +108,14 @@ def test_who_waits_for_what_a_thread_moves_waits_for_others() -> None:
     moved.set_result(None)
     thread.join()
     assert waits(frames)
+
+
+@pytest.mark.parametrize("file", [step_agreement.__file__, gradients.__file__])
+@pytest.mark.parametrize("inner", [[], [(torch.cuda.streams.__file__, "7", "synchronize")]])
+def test_who_waits_in_a_step_for_all_ranks_waits_for_others(
+    file: str, inner: list[tuple[str, str, str]]
+) -> None:
+    """On CPUs for torch's C++ code, which has no frame; on a GPU for an event that all have to reach."""
+    caller = [(step.__file__, "63", "train_step")]
+    assert waits([*inner, (file, "85", "finish"), *caller])
+    assert not waits([*inner, *caller])

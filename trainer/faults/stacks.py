@@ -33,10 +33,10 @@ _WAITS: tuple[tuple[str, ...], ...] = (
     ("torch", "distributed"),
     ("torch", "autograd"),
     ("torch", "futures"),
-    ("trainer", "training", "maxima.py"),
+    ("trainer", "training", "step_agreement.py"),
+    ("trainer", "checks", "gradients.py"),  # on a GPU, for what the all-reduce of gradients gives
     ("trainer", "comm"),
     ("trainer", "distributed", "process_group.py"),
-    ("trainer", "checkpoint", "agreement.py"),
 )
 # The watch's threads look the same in every process, so they are skipped.
 _OWN = ("trainer", "faults", "watch.py")
@@ -190,9 +190,13 @@ def where(frames: Sequence[Frame]) -> str | None:
 
 
 def waits(frames: Sequence[Frame]) -> bool:
-    """Whether the innermost relevant frame waits for other ranks."""
+    """Whether the innermost relevant frame waits for other ranks.
+
+    One of torch.cuda, such as that of Event.synchronize, waits for what its caller has launched.
+    """
     for file, _, _ in frames:
-        if _within(file, _OWN) or (file.startswith(sys.prefix) and "torch" not in Path(file).parts):
+        is_librarys = file.startswith(sys.prefix) and "torch" not in Path(file).parts
+        if is_librarys or _within(file, _OWN) or _within(file, ("torch", "cuda")):
             continue
         return any(_within(file, parts) for parts in _WAITS)
     return False
