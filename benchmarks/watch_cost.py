@@ -76,7 +76,7 @@ def switch_gate(is_on: threading.Event) -> None:
     from trainer.faults.gate import NoGate
     from trainer.training.kept_step import KeptStep
 
-    for name in ("update", "buffers_are_shared"):
+    for name in ("update", "note_shared_buffers"):
         setattr(KeptStep, name, _one_of(is_on, getattr(KeptStep, name), getattr(NoGate, name)))
 
 

@@ -17,6 +17,7 @@ HOUSE = ROOT / "trainer"
 # the rooms that it may use; all of them are on lower floors.
 FLOORS: tuple[dict[str, str], ...] = (
     {
+        "bits": "",
         "errors": "",
         "local_shard": "",
         "nested": "",
@@ -24,7 +25,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "config": "errors",
         "files": "errors",
-        "fingerprint": "local_shard",
+        "fingerprint": "bits local_shard",
     },
     {
         "launch": "config errors files",
@@ -41,8 +42,8 @@ FLOORS: tuple[dict[str, str], ...] = (
         "comm": "config distributed errors launch local_shard",
     },
     {
-        "checkpoint": "config distributed errors faults files local_shard optim",
-        "exact": "comm distributed errors files local_shard optim",
+        "checkpoint": "bits config distributed errors faults files local_shard optim",
+        "exact": "bits comm distributed errors files local_shard optim",
         "meta_init": "distributed errors local_shard nested",
         "tasks": "data errors nested",
     },
@@ -56,7 +57,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "sweep": "config errors files launch run_dir",
     },
     {
-        "checks": "distributed errors fingerprint local_shard nested optim strategies tasks",
+        "checks": "bits distributed errors fingerprint local_shard nested optim strategies tasks",
         "build": "checkpoint config data distributed errors meta_init optim strategies tasks",
         "compare": "config errors files sweep",
     },
@@ -68,7 +69,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "evaluate": "config distributed files inference",
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
-        "training": "build checkpoint checks config data distributed errors exact faults inference launch "
+        "training": "bits build checkpoint checks config data distributed errors exact faults inference launch "
         "local_shard loggers meta_init nested optim run_dir strategies tasks",
     },
     {

@@ -1,5 +1,6 @@
 """What the attributes of an object hold: numbers, text, tensors, random generators, by their places."""
 
+import copy
 import itertools
 import random
 import sys
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from trainer.bits import same_bits
 from trainer.local_shard import is_dtensor
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -51,6 +53,58 @@ def generators(value: Any) -> dict[str, tuple[Any, Any]]:
     """The random generators that `value` holds, each with its state, by place."""
     held = _walk(value, known=())
     return {place: (leaf, _value_if_any(leaf)) for place, leaf in held if isinstance(leaf, _GENERATORS)}
+
+
+class Trace:
+    """Buffers, extra state and random generators of a model, as they are now, to compare and put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        self._extra = {
+            name or type(module).__name__: (module, copy.deepcopy(module.get_extra_state()))
+            for name, module in model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+        held = generators(model).items()
+        self._generators = {place: (each, copy.deepcopy(each), state) for place, (each, state) in held}
+
+    def changed_extra_states(self) -> list[str]:
+        return [
+            f"what get_extra_state() of {name} gives"
+            for name, (module, was) in self._extra.items()
+            if fingerprint(module.get_extra_state()) != fingerprint(was)
+        ]
+
+    def changed_generators(self) -> list[str]:
+        now = generators(self._model)
+        return [
+            f"the random generator {place.strip('.')}"
+            for place, (*_, state) in self._generators.items()
+            if now.get(place, (None, None))[1] != state
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """A buffer that the pass made, or made larger, stays: its module may know its size."""
+        for name, buffer in self._model.named_buffers():
+            was = self._buffers.get(name)
+            if was is not None and was.shape == buffer.shape and not same_bits(was, buffer.detach()):
+                buffer.copy_(was)
+        for module, state in self._extra.values():
+            module.set_extra_state(state)
+        for generator, was, _ in self._generators.values():
+            _set_state(generator, was)
+
+
+def _set_state(generator: Any, of: Any) -> None:
+    """Give a random generator the state of another of its kind."""
+    if isinstance(generator, random.Random):
+        generator.setstate(of.getstate())
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = of.bit_generator.state
+    else:
+        generator.set_state(of.get_state())
 
 
 def _walk(value: Any, known: Collection[int]) -> Iterator[tuple[str, Any]]:

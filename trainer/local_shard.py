@@ -1,7 +1,7 @@
 """This process's shard of a tensor that may be sharded over ranks."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -9,8 +9,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-_AS_INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
 def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
@@ -26,14 +24,6 @@ def to_local(tensor: Tensor) -> Tensor:
         with torch.no_grad():  # detaching a DTensor takes five times as long
             tensor = tensor.to_local()
     return tensor.detach()
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether both have the same dtype, shape and bits; a NaN equals itself."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    first, second = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(first, second)
 
 
 def spanned_bytes(tensor: Tensor) -> int:
@@ -76,33 +66,3 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     return rows_of_shard(rows, coordinate[-1], tensor.device_mesh.size(-1))
-
-
-def other_bits(one: Tensor, other: Tensor) -> Tensor:
-    """Whether any bit differs, as a bool scalar; as integers, since a NaN differs from itself."""
-    lanes = _AS_INTEGERS.get(one.itemsize, torch.int32)
-    return (one.view(lanes) != other.view(lanes)).any()
-
-
-def bit_sums(named: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """The sum of the bits of each tensor, by name: another one means other bits. Reads each tensor once."""
-    sums = {name: _bit_sum(tensor.detach()) for name, tensor in named}
-    found: dict[str, int] = {}
-    for device in {total.device for total in sums.values()}:  # one wait for each
-        names = [name for name, total in sums.items() if total.device == device]
-        found |= zip(names, torch.stack([sums[name] for name in names]).tolist(), strict=True)
-    return found
-
-
-def changed_bits(before: Mapping[str, int], named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names whose bits are others than when `bit_sums` gave `before`."""
-    now = bit_sums(named)
-    return [name for name, total in before.items() if now.get(name) != total]
-
-
-def _bit_sum(tensor: Tensor) -> Tensor:
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().reshape(-1)
-    lanes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]
-    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
-        lanes = torch.int64  # on a CPU in a fifteenth of the time
-    return flat.view(lanes).sum(dtype=torch.int64)

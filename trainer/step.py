@@ -41,7 +41,7 @@ def train_step(run: "Run", batches: "Batches") -> StepResult:
 
     checks.gradients.begin_step()
     strategy.begin_step(run.model)
-    run.gate.buffers_are_shared()
+    run.gate.note_shared_buffers()
     losses = [
         add_gradients(run, batch, count, step, number)
         for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True))
@@ -89,11 +89,12 @@ def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number:
     with strategy.gradient_sync(run.model, enabled=last):
         with strategy.autocast():
             loss = loss_of(run.task, run.model, run.to_device(batch), label_count)
+        # Of the mean replica where gradients are averaged, of all where they are only added.
         all_labels = run.agreement.finish().num_labels / strategy.order.mean_over(strategy.num_replicas)
         loss = divided(loss, all_labels, label_count)
         run.meter.count_batch(run.task, batch, all_labels, label_count)
         enter("backward")
         scaled = run.state.scaler.scale(loss)
-        # From NaN, if the loss is not finite: then gradients tell all ranks.
+        # Ones; from NaN if the loss is NaN or Inf, so that the gradients of all ranks become NaN, too.
         scaled.backward(scaled.detach() * 0 + 1)
     return loss.detach().float()

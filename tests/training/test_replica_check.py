@@ -13,6 +13,7 @@ from tests.fault_parts import flip
 from tests.ranks import run_ranks
 from tests.runs import context_of
 from tests.strategies.test_comm_hook import POWERSGD
+from trainer.bits import bit_hashes, words_of
 from trainer.errors import ReplicasDifferError
 from trainer.training.context import Run
 
@@ -152,11 +153,7 @@ def test_null_checks_nothing(tmp_path: Path) -> None:
 
 
 def hashes_of(*tensors: Tensor) -> list[int]:
-    from trainer.checks.replicas import ReplicaCheck
-    from trainer.distributed.process_group import Dist
-
-    check = ReplicaCheck(Dist(0, 0, 1, 1, (0,), torch.device("cpu"), "gloo"), [], 1)
-    return [int(check._hash(tensor)) for tensor in tensors]
+    return list(bit_hashes((str(number), tensor) for number, tensor in enumerate(tensors)).values())
 
 
 @pytest.mark.parametrize(
@@ -179,10 +176,8 @@ def test_the_hash_sees_what_a_sum_does_not() -> None:
 
 
 def test_the_hash_follows_memory_and_copies_no_dense_tensor() -> None:
-    from trainer.checks.replicas import _words
-
     images = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last).weight.detach()
-    assert _words(images).data_ptr() == images.data_ptr()
+    assert words_of(images).data_ptr() == images.data_ptr()
     contiguous = torch.empty(0)
     contiguous.set_(images.untyped_storage(), 0, (images.numel(),))  # type: ignore[call-overload]
     assert hashes_of(images) == hashes_of(contiguous)

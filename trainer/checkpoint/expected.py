@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.bits import same_bits
 from trainer.checkpoint.layout import DTYPES
 from trainer.checkpoint.matching import Shapes, compare_shapes, is_extra_state
 from trainer.checkpoint.tree import take_apart
 from trainer.errors import UserError
 from trainer.files.untrusted import first_five, printable, reason
-from trainer.local_shard import is_dtensor, same_bits, to_local
+from trainer.local_shard import is_dtensor, to_local
 from trainer.optim.plain_names import every_parameter, load_model_state, model_state, named_buffers
 from trainer.optim.train_state import TrainState
 

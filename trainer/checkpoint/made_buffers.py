@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from trainer.bits import same_bits
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, first_few
-from trainer.local_shard import is_dtensor, same_bits, spanned_bytes
+from trainer.local_shard import is_dtensor, spanned_bytes
 from trainer.optim.plain_names import every_parameter, named_buffers, named_modules
 
 

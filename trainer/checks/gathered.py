@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from trainer.bits import same_bits
 from trainer.errors import UserError, first_few
-from trainer.local_shard import is_dtensor, other_bits, own_rows, to_local
+from trainer.local_shard import is_dtensor, own_rows, to_local
 from trainer.strategies.gradient_hooks import has_gradient_hook
 
 
@@ -27,7 +28,7 @@ class GatheredParameters:
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[Tensor, str] = {}
         self._shards = dict(model.named_parameters(remove_duplicate=False))
-        self._changed: dict[str, Tensor] = {}  # whether, by name
+        self._changed: set[str] = set()
         self._model, self._handles = model, list[RemovableHandle]()
         for prefix, unit in model.named_modules():
             if isinstance(unit, FSDPModule):
@@ -51,7 +52,7 @@ class GatheredParameters:
         """
         for handle in self._handles:
             handle.remove()
-        if changed := sorted(name for name, flag in self._changed.items() if flag):
+        if changed := sorted(self._changed):
             raise UserError(
                 f"strategy=fsdp: a forward pass or the loss changes {first_few(changed)} in a gathered copy "
                 "(its values or requires_grad), so that the change is lost. Compute with another tensor "
@@ -72,11 +73,10 @@ class GatheredParameters:
     def _end(self, prefix: str, module: nn.Module, *_: Any) -> None:
         for name, now in _gathered(prefix, module):
             shard = self._shards[name]
-            if now not in self.names or now.requires_grad != shard.requires_grad:
-                self._changed[name] = torch.ones((), dtype=torch.bool)
-                continue
+            is_same = now in self.names and now.requires_grad == shard.requires_grad
             rows = now.detach()[slice(*own_rows(shard))]
-            self._changed[name] = other_bits(rows, to_local(shard).to(rows.device, rows.dtype))
+            if not is_same or not same_bits(rows, to_local(shard).to(rows.device, rows.dtype)):
+                self._changed.add(name)
 
 
 def _gathered(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -77,15 +77,9 @@ class GradientCheck:
             yield True
             return
         optimizer: Any = state.optimizer
-        if not norm.is_cuda:
-            finite = math.isfinite(norm)
-            if not finite:
-                self._leave_out(self._error(step, state, losses), step, state.progress)
-            yield finite
-            return
         flag = (~norm.isfinite()).float()
         read = self._reader(flag)
-        if self._may_skip or not _is_read_by(optimizer, flag):
+        if self._may_skip or not flag.is_cuda or not _is_read_by(optimizer, flag):
             if is_bad := read():
                 self._leave_out(self._error(step, state, losses), step, state.progress)
             yield not is_bad
@@ -113,7 +107,9 @@ class GradientCheck:
             )
 
     def _reader(self, flag: Tensor) -> Callable[[], bool]:
-        """A function that reads the flag on the host, without waiting for later work of the GPU."""
+        """A function that reads the flag on the host, without waiting for later work of a GPU."""
+        if not flag.is_cuda:
+            return lambda: bool(flag)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._on_host.copy_(flag, non_blocking=True)

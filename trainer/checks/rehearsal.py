@@ -1,4 +1,4 @@
-"""A forward and backward pass before the first step: user code is looked at in it, and in no step.
+"""The rehearsal: a forward and backward pass before the first step, the only one that looks at user code.
 
 It leaves no trace: buffers, extra state, random generators and gradients are as before. DDP lays out its
 buckets after it, in the order in which the pass filled them, in new and in resumed runs alike: the place of
@@ -6,25 +6,23 @@ an element decides the order in which an all-reduce adds the ranks' values, and 
 counts its own calls in plain attributes counts one more.
 """
 
-import copy
 import logging
-import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.bits import bit_sums, changed_bits
 from trainer.checks.gathered import GatheredParameters
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.seeding import generators_kept, seed_micro_batch
 from trainer.errors import UserError, first_few
-from trainer.fingerprint import fingerprint, generators
-from trainer.local_shard import bit_sums, changed_bits, is_dtensor, same_bits, to_local
+from trainer.fingerprint import Trace
+from trainer.local_shard import is_dtensor, to_local
 from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_rank_note, not_all
 from trainer.tasks.base import refuse_own_parameters
 from trainer.tasks.label_counts import described, label_count, loss_of
@@ -56,24 +54,24 @@ def rehearse(run: "Run", micro_batches: Sequence[Any]) -> None:
     is_sharded = any(map(is_dtensor, trained.values()))
     gathered = GatheredParameters(model) if is_sharded else None
     weights = {} if is_sharded else bit_sums(model.named_parameters())
-    with _without_trace(model) as trace:
+    trace = Trace(model)
+    with generators_kept():
         for _ in range(strategy.num_rehearsed):
             _drop_gradients(model)
             strategy.begin_step(run.model)
             for number, batch in enumerate(own):
                 _make_pass(run, batch, number, number + 1 == len(own), gathered)
-            heartbeat.skip(
-                ("forward", "backward"), run.batch.fewer if strategy.order.by_leaves else 1 - len(own)
-            )
+            heartbeat.skip(("forward", "backward"), run.batch.fewer if is_exact else 1 - len(own))
             changed = changed_bits(weights, model.named_parameters()) if weights else []
             made = [name for name, _ in model.named_parameters() if weights and name not in weights]
             _refuse_what_is_lost(run, changed + made)
             if is_exact:
-                _refuse_what_leaves_find(changed, trace)
+                _refuse_what_outlives_a_leaf(changed, trace)
             idle = [name for name, parameter in trained.items() if parameter.grad is None]
             if strategy.uses == "all" and own and idle and not is_exact:
                 raise UserError(f"strategy=ddp: the loss used {not_all(idle)}")
             strategy.aggregate(run.model)
+    trace.put_back()
     has_gradients = any(parameter.grad is not None for parameter in trained.values())
     if not any(gather_objects(has_gradients) if run.dist.world_size > 1 else [has_gradients]):
         raise UserError(f"the first backward pass gave no parameter a gradient. {_no_gradients(is_sharded)}")
@@ -88,7 +86,7 @@ def rehearse(run: "Run", micro_batches: Sequence[Any]) -> None:
 
 
 def _make_pass(run: "Run", batch: Any, number: int, last: bool, gathered: GatheredParameters | None) -> None:
-    """As `step.add_gradients`, with a look at what user code does."""
+    """As `step.add_gradients`, which must be changed with it; and look at what user code does."""
     strategy, model, enter = run.strategy, run.state.model, run.dist.heartbeat.enter
     count = label_count(run.task, batch, run.batch)
     enter("forward")
@@ -218,7 +216,7 @@ def _drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def _refuse_what_leaves_find(changed: Sequence[str], trace: "_Trace") -> None:
+def _refuse_what_outlives_a_leaf(changed: Sequence[str], trace: Trace) -> None:
     """With train.exact: a leaf must leave nothing to the next one, which may be on another rank."""
     ways_out = dict.fromkeys(changed, "change weights in the optimizer alone, or compute with another tensor")
     ways_out |= dict.fromkeys(trace.changed_extra_states(), "keep it in a buffer (register_buffer)")
@@ -231,62 +229,3 @@ def _refuse_what_leaves_find(changed: Sequence[str], trace: "_Trace") -> None:
             f"train.exact: a forward or backward pass changes {name}, and each part of the batch would find "
             f"what those before it on its rank have left; {way_out}, or set train.exact=null"
         )
-
-
-@contextmanager
-def _without_trace(model: nn.Module) -> Iterator["_Trace"]:
-    """Put back what a pass leaves in `model`, and the random generators of this process."""
-    trace = _Trace(model)
-    with generators_kept():
-        yield trace
-    trace.put_back()
-
-
-class _Trace:
-    """Buffers, extra state and random generators of a model, as they are now."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        self._extra = {
-            name or type(module).__name__: (module, copy.deepcopy(module.get_extra_state()))
-            for name, module in model.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        }
-        held = generators(model)
-        self._held = {place: (generator, copy.deepcopy(generator)) for place, (generator, _) in held.items()}
-        self._states = {place: state for place, (_, state) in held.items()}
-
-    def changed_extra_states(self) -> list[str]:
-        return [
-            f"what get_extra_state() of {name} gives"
-            for name, (module, was) in self._extra.items()
-            if fingerprint(module.get_extra_state()) != fingerprint(was)
-        ]
-
-    def changed_generators(self) -> list[str]:
-        now = {place: state for place, (_, state) in generators(self._model).items()}
-        changed = [place for place, state in self._states.items() if now.get(place) != state]
-        return [f"the random generator {place.strip('.')}" for place in changed]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """A buffer that the pass made, or made larger, stays: its module may know its size."""
-        for name, buffer in self._model.named_buffers():
-            was = self._buffers.get(name)
-            if was is not None and was.shape == buffer.shape and not same_bits(was, buffer.detach()):
-                buffer.copy_(was)
-        for module, state in self._extra.values():
-            module.set_extra_state(state)
-        for generator, was in self._held.values():
-            _set_state(generator, was)
-
-
-def _set_state(generator: Any, of: Any) -> None:
-    """Give a random generator the state of another of its kind."""
-    if isinstance(generator, random.Random):
-        generator.setstate(of.getstate())
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = of.bit_generator.state
-    else:
-        generator.set_state(of.get_state())

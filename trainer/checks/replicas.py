@@ -12,19 +12,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
+from trainer.bits import bit_hashes
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import all_gather_single
 from trainer.distributed.process_group import Dist
 from trainer.errors import ReplicasDifferError, first_few
 from trainer.local_shard import to_local
 from trainer.optim.train_state import TrainState
-
-# Words of 32 bits hashed at a time: 512 KiB of int64 stay in a core's cache, 32 MiB keep a GPU busy.
-_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
-_CHAIN = 0x2545F4914F6CDD1D  # odd; makes a chunk's hash depend on its place
-_LANES = {1: torch.int8, 2: torch.int16}
 
 
 class ReplicaCheck:
@@ -49,7 +44,6 @@ class ReplicaCheck:
         """
         self._dist, self._every, self._with_optimizer = dist_, every, with_optimizer
         self._groups = groups
-        self._weights: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._checked_at: int | None = None  # the last step at which all was equal
 
     @property
@@ -85,39 +79,8 @@ class ReplicaCheck:
 
     def _hashes(self, state: TrainState) -> dict[str, int]:
         """The hash of each tensor that this rank shares with others, by name."""
-        tensors = {name: to_local(tensor) for name, tensor in state.replicated(self._with_optimizer)}
-        hashes = {name: self._hash(tensor) for name, tensor in tensors.items()}
-        values: dict[str, int] = {}
-        for device in {
-            tensor.device for tensor in hashes.values()
-        }:  # one wait for each device, not each tensor
-            here = [name for name, tensor in hashes.items() if tensor.device == device]
-            values |= zip(here, torch.stack([hashes[name] for name in here]).tolist(), strict=True)
-        return {name: values[name] for name in tensors}
-
-    def _hash(self, tensor: Tensor) -> Tensor:
-        """64 bits (a scalar on the tensor's device) computed from its bits in memory order.
-
-        Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2012): the sum mod
-        2^64 of 32-bit words, each times a random 64-bit weight. Weights are odd, so a change of a single word
-        is always found; any other change is missed with a probability of 2^-32.
-        """
-        words = _words(tensor)
-        weights, products = self._weights_on(tensor.device)
-        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-        for chunk in words.split(len(weights)):
-            size = len(chunk)
-            total = total * _CHAIN + products[:size].copy_(chunk).mul_(weights[:size]).sum()
-        return total
-
-    def _weights_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Weights, the same on every rank for any seed, and a buffer of the same size for the products."""
-        if device not in self._weights:
-            generator = torch.Generator().manual_seed(0)
-            size = (_CHUNK.get(device.type, _CHUNK["cuda"]),)
-            weights = torch.randint(-(2**63), 2**63 - 1, size, generator=generator).bitwise_or_(1).to(device)
-            self._weights[device] = weights, torch.empty_like(weights)
-        return self._weights[device]
+        named = state.replicated(self._with_optimizer)
+        return bit_hashes((name, to_local(tensor)) for name, tensor in named)
 
     def _verdict(
         self, step: int, by_rank: Sequence[int], everyones: Sequence[Mapping[str, int]]
@@ -160,11 +123,3 @@ def _first_difference(theirs: Mapping[str, int], right: Mapping[str, int]) -> st
     names = [*right, *(theirs.keys() - right.keys())]
     different = [name for name in names if theirs.get(name) != right.get(name)]
     return first_few(different, 1)
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """The bits of `tensor` as one row of integers, in memory order: no copy if it is dense."""
-    if tensor.is_sparse:  # SGD's momentum of an embedding with sparse gradients
-        tensor = tensor.to_dense()
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return tensor.permute(order).reshape(-1).view(_LANES.get(tensor.element_size(), torch.int32))

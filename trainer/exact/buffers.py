@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from trainer.bits import same_bits
 from trainer.distributed.collectives import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.digits import from_digits, to_digits
-from trainer.local_shard import same_bits
 
 _CHUNK = 1 << 12  # numbers of all leaves at once, since each takes some 50 times its memory
 
@@ -75,8 +75,8 @@ class LeafBuffers:
             self._changing = self._changed_anywhere()
         elif new := self._changed.difference(self._changing):
             raise UserError(
-                f"train.exact: the buffer {min(new)} changed since the first step of this start, but not in "
-                "it, so it was not averaged; change it in each forward pass, or never"
+                f"train.exact: the buffer {min(new)} changes, but did not in the rehearsal before the first "
+                "step, so it was not averaged; change it in each forward pass, or never"
             )
         if self._changing:
             self._set_means(self._changing, made)

@@ -33,7 +33,7 @@ class Gate:
         self._heartbeat.finished = step
         self._lock.release()
 
-    def buffers_are_shared(self) -> None:
+    def note_shared_buffers(self) -> None:
         """Called once in each step, when all ranks have the buffers that rank 0 had after the step before."""
 
     def keep(self) -> None:

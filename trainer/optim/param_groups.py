@@ -54,9 +54,9 @@ class Frozen:
         self._trained = {name: p for name, p in named if p.requires_grad}
 
     def drop_gradients(self) -> None:
-        """Called after each backward pass: user code may have thawed some, which no step would clear.
+        """Drop those of frozen parameters that user code has thawed: no update would clear them.
 
-        Warns of the first that it thawed or froze.
+        Called after the last backward pass of a step. Warns of the first that was thawed or frozen.
         """
         thawed = [name for name, parameter in self._frozen.items() if parameter.grad is not None]
         for name in thawed:

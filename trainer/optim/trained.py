@@ -39,7 +39,7 @@ class Trained:
         if self._shards:
             mesh = self._shards[0][1].device_mesh
             self.group = mesh.get_group(mesh.ndim - 1)
-        self._is_looked_at = False
+        self._knows_memory = False
 
     @property
     def is_sharded(self) -> bool:
@@ -48,8 +48,8 @@ class Trained:
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Give the shards their gradients, not copied: after the last backward pass of a step."""
-        if not self._is_looked_at:
-            self._follow()
+        if not self._knows_memory:
+            self._find_memory()
         for own, whole in self._shards:
             gradient = whole.grad
             own.grad = None if gradient is None else gradient.to_local()
@@ -61,12 +61,12 @@ class Trained:
         for _, whole in self._shards:
             whole.grad = None
 
-    def _follow(self) -> None:
+    def _find_memory(self) -> None:
         """Use the memory that shards have now: FSDP's first pass may pad them, or pin them for a GPU."""
         for own, whole in self._shards:
             if own.data_ptr() != (shard := to_local(whole)).data_ptr():
                 own.data = shard
-        self._is_looked_at = True
+        self._knows_memory = True
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from trainer.bits import same_bits
 from trainer.errors import UserError
-from trainer.local_shard import same_bits
 from trainer.optim.plain_names import named_buffers
 
 _SMALL_BYTES = 1 << 20

@@ -53,7 +53,7 @@ class KeptStep(Gate):
         self._frozen = False
         self.why_not = why_not
 
-    def buffers_are_shared(self) -> None:
+    def note_shared_buffers(self) -> None:
         if self._own_buffers and self._state.average is None:  # averages of buffers are not shared
             with self.held():
                 self._buffers.keep()
