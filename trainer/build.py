@@ -70,12 +70,10 @@ def load_data(config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist)
     to_train = train_loader(train_set, config.data, batch, share, order)
     if not config.train.evaluates:
         return Data(train_set, to_train, None)
-    return Data(train_set, to_train, load_held_out(config, batch, strategy, dist)[1])
+    return Data(train_set, to_train, load_held_out(config, batch, dist)[1])
 
 
-def load_held_out(
-    config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist
-) -> tuple[Any, EvalLoader]:
+def load_held_out(config: Config, batch: BatchSplit, dist: Dist) -> tuple[Any, EvalLoader]:
     """The held-out data, and the loader of this process's part of it."""
     eval_set = build_dataset(config.data, "eval")
     every_rank = dataclasses.replace(batch, num_replicas=dist.world_size)  # also one without a training share

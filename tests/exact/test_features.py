@@ -58,7 +58,7 @@ class Following(nn.Module):
             self.passes += 1
             mean = rows.mean(dim=0)
             if self.how == "later" and self.passes > 6:
-                self.mean.data.mul_(0.9).add_(0.1 * mean)
+                self.mean.mul_(0.9).add_(0.1 * mean)
             elif self.how == "late" and self.passes > 2 and not hasattr(self, "made"):
                 self.register_buffer("made", mean, persistent=False)
             elif self.how == "frozen":

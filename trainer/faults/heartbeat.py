@@ -35,8 +35,8 @@ _NOTE = _RECORD_BYTES * (1 + MAX_WORKERS)  # where its end is recorded
 _RESCUE = _NOTE + _NOTE_BYTES  # what it does to save a step at a fault
 _SIZE = _RESCUE + _NOTE_BYTES
 # Words of a record, int64 each.
-_KIND, _PID, _POSITION, _PHASE, _STEP, _SINCE, _BUCKET, _BUCKETS, _INDEX, _PROGRESS, _TICK = range(11)
-_AT_DISK, _DISK_NS, _FINISHED = range(11, 14)
+_KIND, _PID, _POSITION, _PHASE, _STEP, _BUCKET, _BUCKETS, _INDEX, _PROGRESS, _TICK = range(10)
+_AT_DISK, _DISK_NS, _FINISHED = range(10, 13)
 _NONE = -1
 _CODES = {phase: code for code, phase in enumerate(PHASES)}
 
@@ -49,7 +49,6 @@ class Beat:
         position: phases entered so far. All ranks enter the same ones in the same order, so the others wait
             for the rank with the smallest.
         step: the current optimizer step, counted from 1; 0 before the first.
-        since_ns: when this phase was entered.
         bucket: the last bucket of gradients sent in this phase, if any; `buckets` counts them all.
         index: the sample being read, or the first one of the batch; None between batches.
         progress_ns: the last progress: the phase, a bucket, a sample, bytes of a checkpoint.
@@ -62,7 +61,6 @@ class Beat:
     position: int
     phase: str
     step: int
-    since_ns: int
     bucket: int | None
     buckets: int
     index: int | None
@@ -93,7 +91,7 @@ class Heartbeat:
     def _serve(self, slot: int) -> None:
         self._words = _words(self._memory, slot)
         self._words[_PID] = os.getpid()
-        self._words[_SINCE] = self._words[_PROGRESS] = time.monotonic_ns()
+        self._words[_PROGRESS] = time.monotonic_ns()
         self._words[_BUCKET] = self._words[_INDEX] = _NONE
         self._words[_KIND] = _MAGIC
 
@@ -117,14 +115,13 @@ class Heartbeat:
 
     def enter(self, phase: str, bucket: int = _NONE) -> None:
         """Record that this process begins `phase`, one of PHASES; or sends `bucket` to the all-reduce."""
-        words, now = self._words, time.monotonic_ns()
-        words[_PROGRESS] = now
+        words = self._words
+        words[_PROGRESS] = time.monotonic_ns()
         if phase == ALL_REDUCE:
             words[_BUCKET] = bucket
             words[_BUCKETS] += 1
             return
         words[_PHASE] = _CODES[phase]
-        words[_SINCE] = now
         words[_BUCKET] = _NONE
         words[_POSITION] += 1
 
@@ -135,9 +132,8 @@ class Heartbeat:
 
     def read(self, index: int) -> None:
         """Record that this process begins to read sample `index`."""
-        words = self._words
-        words[_INDEX] = index
-        words[_SINCE] = words[_PROGRESS] = time.monotonic_ns()
+        self._words[_INDEX] = index
+        self._words[_PROGRESS] = time.monotonic_ns()
 
     def rest(self) -> None:
         """Record that a data worker's batch is complete."""
@@ -259,7 +255,6 @@ def _beat(words: memoryview) -> Beat:
         position=words[_POSITION],
         phase=PHASES[words[_PHASE]],
         step=words[_STEP],
-        since_ns=words[_SINCE],
         bucket=words[_BUCKET] if words[_BUCKET] != _NONE else None,
         buckets=words[_BUCKETS],
         index=words[_INDEX] if words[_INDEX] != _NONE else None,

@@ -170,7 +170,7 @@ def held_out(restored: RestoredRun, by_leaves: bool = True) -> tuple[Any, EvalLo
     """
     config, dist, strategy = restored.config, restored.dist, restored.strategy
     train = config.train if by_leaves else dataclasses.replace(config.train, exact=None)
-    dataset, loader = load_held_out(config, _batch(train, strategy), strategy, dist)
+    dataset, loader = load_held_out(config, _batch(train, strategy), dist)
     compare_across_ranks({"the length of the evaluation data": loader.num_samples}, dist)
     return dataset, cast(EvalLoader, _WithProgress(loader, strategy.num_replicas, dist.is_main))
 
