@@ -175,7 +175,8 @@ def evaluate_now(run: "Run") -> dict[str, float]:
         with averages_in_place(run):
             metrics |= evaluate_as(run, run.eval_loader, "eval/" if instead else "eval/ema/")
     run.run_log.scalars(metrics, progress.step)
-    run.run_log.line(f"eval at step {progress.step}  {_words(metrics)}")
+    words = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
+    run.run_log.line(f"eval at step {progress.step}  {words}")
     with run.gate.held():
         run.state.after_evaluation(metrics)
         run.checkpointer.last_evaluation = progress.step, metrics
@@ -198,7 +199,3 @@ def averages_in_place(run: "Run") -> Iterator[None]:
         run.strategy.weights_changed(run.model)
         yield
     run.strategy.weights_changed(run.model)
-
-
-def _words(values: dict[str, float]) -> str:
-    return "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in values.items())

@@ -158,6 +158,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     if checkpoint is not None:
         _resume(checkpoint, checkpointer, state, data, train)
 
+    checks = _checks(strategy, task, data, wrapped, state, train, dist)
     return Run(
         dist=dist,
         strategy=strategy,
@@ -180,11 +181,11 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         run_log=RunLog(dist, config, run_id, total_steps, state.progress.step),
         weight_statistics=WeightStatistics(state.model, dist, train.histograms_every),
         agreement=StepAgreement(dist, strategy.order),
-        checks=_checks(strategy, task, data, wrapped, state, train, dist),
+        checks=checks,
         meter=Meter(dist, flops, strategy.order, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
-        gate=build_gate(config, state, checkpointer, data.train_loader, strategy, dist),
+        gate=build_gate(config, state, checkpointer, data.train_loader, checks.replicas, strategy, dist),
     )
 
 
@@ -251,17 +252,13 @@ def _checks(
         gradients=GradientCheck(
             dist,
             KeptBuffers(state.model) if train.skip_nonfinite else None,
-            partial(_bad_sample, data, state.progress),
+            data.train_loader.not_finite,
             order.limit,
             train.skip_nonfinite,
         ),
         unsaved=UnsavedState(model, task, state.optimizer, strategy.replica == 0),
         frozen=Frozen(model),
     )
-
-
-def _bad_sample(data: Data, progress: Progress) -> str | None:
-    return data.train_loader.not_finite(progress.epoch, progress.samples_in_epoch)
 
 
 def _log_start(config: Config, run_: Run) -> None:

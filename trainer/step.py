@@ -1,6 +1,6 @@
 """One optimizer step: gradients of the micro-batches, their mean over ranks, an update."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -13,18 +13,12 @@ if TYPE_CHECKING:
     from trainer.training.step_agreement import AfterStep
 
 
-class StepResult(NamedTuple):
-    """The result of a step for the loop."""
-
-    losses: list[Tensor] | None
-    """Of this rank's micro-batches, scalars, detached, which add up; None if the step was left out."""
-    grad_norm: Tensor
-    """Over the whole model."""
-    after: "AfterStep"
-
-
-def train_step(run: "Run", batches: "Batches") -> StepResult:
+def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Tensor, AfterStep]":
     """Make the step after `run.state.progress` (a collective).
+
+    Returns:
+        The losses of this rank's micro-batches, scalars, detached, which add up, or None if the step was left
+        out; the norm of the gradients of the whole model; and what all ranks do after the step.
 
     Raises:
         NonFiniteError: on all ranks, for a loss or a gradient, unless `train.skip_nonfinite` leaves the step
@@ -71,7 +65,7 @@ def train_step(run: "Run", batches: "Batches") -> StepResult:
                 seed_micro_batch(run.seed, step, -1 - updater, strategy.devices)
             strategy.update(state, finite)
         state.progress.advance(run.settings.global_batch_size, agreed.data_left)
-    return StepResult(losses if finite else None, norm, agreed.after)
+    return (losses if finite else None), norm, agreed.after
 
 
 def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number: int) -> Tensor:

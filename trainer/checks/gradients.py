@@ -32,14 +32,15 @@ class GradientCheck:
         limit: the numbers of a gradient beyond +-`limit` have become NaN; for the message.
         may_skip: how many steps in a row are left out, before one raises.
         buffers: of the model, to be restored then.
-        bad_sample: names a sample of this rank's part of the step with NaN or Inf, if it finds one.
+        bad_sample: given an epoch and the first sample of the step in it, names a sample with NaN or Inf in
+            this rank's part of the step, if it finds one.
     """
 
     def __init__(
         self,
         dist: "Dist",
         buffers: "KeptBuffers | None" = None,
-        bad_sample: Callable[[], str | None] = lambda: None,
+        bad_sample: Callable[[int, int], str | None] = lambda epoch, first_sample: None,
         limit: float = math.inf,
         may_skip: int = 0,
     ) -> None:
@@ -127,7 +128,8 @@ class GradientCheck:
         bad_loss = not all(math.isfinite(loss) for loss in losses)
         named = [(name, own.grad) for name, own in state.trained.own.items()]
         bad = [name for name, gradient in named if gradient is not None and not _is_finite(gradient)]
-        own = bad_loss, bad, self._bad_sample() if bad_loss else None
+        begin = state.progress.epoch, state.progress.samples_in_epoch
+        own = bad_loss, bad, self._bad_sample(*begin) if bad_loss else None
         everyones = gather_objects(own) if self._dist.world_size > 1 else [own]
         for rank, (is_bad, _, sample) in enumerate(everyones):
             if is_bad:

@@ -29,7 +29,7 @@ class KeptBuffers:
                 named_buffers(model), model.named_buffers(remove_duplicate=False), strict=True
             )
         }
-        live = self._live()
+        live = {name: self._buffer(name) for name in self._places}
         self._large = {name: buffer for name, buffer in live.items() if buffer.nbytes > _SMALL_BYTES}
         self._versions = {name: buffer._version for name, buffer in self._large.items()}
         self._large = {name: buffer.detach().clone() for name, buffer in self._large.items()}
@@ -98,6 +98,3 @@ class KeptBuffers:
         module, attribute = self._places[name]
         buffer: Tensor = getattr(module, attribute)
         return buffer
-
-    def _live(self) -> dict[str, Tensor]:
-        return {name: self._buffer(name) for name in self._places}

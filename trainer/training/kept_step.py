@@ -115,19 +115,19 @@ def build_gate(
     state: TrainState,
     checkpointer: Checkpointer,
     loader: TrainLoader,
+    replica_check: ReplicaCheck,
     strategy: Strategy,
     dist: Dist,
 ) -> Gate:
     """The gate of a run; with `checkpoint.at_fault` the watch is told what to save."""
     if not config.checkpoint.at_fault or dist.watch is None:
         return NoGate(dist.heartbeat)
-    groups, every = strategy.replica_groups(), config.train.check_replicas_every
     kept = KeptStep(
         dist,
         state,
         checkpointer,
         loader,
-        ReplicaCheck(dist, groups, every, strategy.shares_optimizer),  # its own: another thread uses it
+        replica_check,
         why_not=strategy.not_whole,
         own_buffers=config.train.exact is None,
     )

@@ -42,14 +42,13 @@ class StepAgreement:
     """
 
     def __init__(self, dist_: "Dist", order: SumOrder = AS_THEY_COME) -> None:
-        self._order, device = order, dist_.device
-        self._is_alone, self._on_gpu = dist_.world_size == 1, device.type == "cuda"
+        self._order, self._device = order, dist_.device
+        self._is_alone, self._on_gpu = dist_.world_size == 1, dist_.device.type == "cuda"
         self._work: dist.Work | None = None
         self._agreed: Agreed | None = None
         self._sums = torch.empty(0)
         if self._on_gpu:
-            self._device = device
-            self._stream, self._done = torch.cuda.Stream(device), torch.cuda.Event()
+            self._stream, self._done = torch.cuda.Stream(dist_.device), torch.cuda.Event()
 
     def start(self, label_counts: Sequence[float], asked: AfterStep, data_left: bool) -> None:
         """Send this rank's numbers.
