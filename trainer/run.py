@@ -22,7 +22,7 @@ from trainer.build import (
     start_from,
     wrap_model,
 )
-from trainer.checkpoint import Checkpointer, OpenCheckpoint, saved_settings_of
+from trainer.checkpoint import Checkpointer, saved_settings_of
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
@@ -156,7 +156,10 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     exact = exact_facts(train.exact, dist, saved, progress.step)
     checkpointer.expect(state, exact)
     if checkpoint is not None:
-        _resume(checkpoint, checkpointer, state, data, train)
+        checkpointer.restore(state, checkpoint)
+        data.train_loader.resume(checkpointer.restored_data_states)
+        if num_samples is not None:
+            state.progress.skip_short_rest(train.global_batch_size, num_samples)
 
     checks = _checks(strategy, task, data, wrapped, state, train, dist)
     return Run(
@@ -224,15 +227,6 @@ def _state(
     if config.ema.decay is not None:
         state.keep_average(config.ema.decay, config.ema.warmup)
     return state
-
-
-def _resume(
-    checkpoint: OpenCheckpoint, checkpointer: Checkpointer, state: TrainState, data: Data, train: TrainConfig
-) -> None:
-    checkpointer.restore(state, checkpoint)
-    data.train_loader.resume(checkpointer.restored_data_states)
-    if data.train_loader.num_samples is not None:
-        state.progress.skip_short_rest(train.global_batch_size, data.train_loader.num_samples)
 
 
 def _checks(

@@ -190,12 +190,10 @@ def where(frames: Sequence[Frame]) -> str | None:
 
 
 def waits(frames: Sequence[Frame]) -> bool:
-    """Whether the innermost relevant frame waits for other ranks.
-
-    One of torch.cuda, such as that of Event.synchronize, waits for what its caller has launched.
-    """
+    """Whether the innermost relevant frame waits for other ranks."""
     for file, _, _ in frames:
         is_librarys = file.startswith(sys.prefix) and "torch" not in Path(file).parts
+        # A frame of torch.cuda, such as Event.synchronize, waits for what its caller has launched.
         if is_librarys or _within(file, _OWN) or _within(file, ("torch", "cuda")):
             continue
         return any(_within(file, parts) for parts in _WAITS)

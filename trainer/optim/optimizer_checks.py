@@ -42,7 +42,8 @@ def check_optimizer(optimizer: Optimizer, trained: Trained) -> None:
             "leave it out"
         )
     sparse = sparse_weights(trained.model)
-    takes_sparse = isinstance(optimizer, SGD | SparseAdam | Adagrad) or not _is_torchs(optimizer)
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    takes_sparse = isinstance(optimizer, SGD | SparseAdam | Adagrad) or not is_torchs
     if isinstance(optimizer, SGD | Adagrad) and any(
         group["weight_decay"] for group in optimizer.param_groups
     ):
@@ -143,7 +144,3 @@ def _outside_of_state(optimizer: Optimizer, optimized: set[Tensor]) -> str | Non
     known = {"state", "param_groups", "defaults"}
     values = {name: value for name, value in vars(optimizer).items() if name not in known}
     return next((name for name, value in values.items() if any(map(is_own, leaves(value)))), None)
-
-
-def _is_torchs(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.")

@@ -98,7 +98,9 @@ class KeptStep(Gate):
 
     def _copied_extra_states(self) -> dict[str, Any]:
         return {
-            name: copy.deepcopy(mapped(module.get_extra_state(), _detached))
+            name: copy.deepcopy(
+                mapped(module.get_extra_state(), lambda v: v.detach() if isinstance(v, Tensor) else v)
+            )
             for name, module in self._keepers.items()
         }
 
@@ -142,7 +144,3 @@ def _keepers_of_extra_state(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in named_modules(model)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
