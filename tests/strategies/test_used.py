@@ -127,3 +127,11 @@ def test_ranks_may_use_different_parameters(tmp_path: Path) -> None:
     """What no rank uses stays as it is, with momentum and decay."""
     for ddp, fsdp in run_ranks(_both, 2, str(tmp_path), init=False)[0]:
         assert fsdp["train/loss"] == pytest.approx(ddp["train/loss"], rel=1e-6)
+
+
+def train_alone(run_dir: Path) -> Any:
+    return train(*PARTS, "strategy=ddp", "+model.rule=first on all", f"run_dir={run_dir}")["steps"]
+
+
+def test_a_single_rank_of_ddp_waits_for_no_gradient(tmp_path: Path) -> None:
+    assert run_ranks(train_alone, 1, tmp_path, init=False) == [6]

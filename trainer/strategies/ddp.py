@@ -46,7 +46,8 @@ class Ddp(Strategy):
         self.heartbeat = dist.heartbeat
         self.hook: CommHook | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
-        self.uses = "any" if settings.find_unused_parameters or settings.static_graph else "all"
+        is_free = settings.find_unused_parameters or settings.static_graph or dist.world_size == 1
+        self.uses = "any" if is_free else "all"
         # With a static graph torch lays out its buckets in the second pass.
         self.num_rehearsed = 2 if settings.static_graph else 1
         if settings.sync_batchnorm and dist.device.type != "cuda":
