@@ -45,11 +45,11 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
     if step < run.total_steps:
         with run.meter.reading():
             batches.ahead()  # while a GPU still computes
+
+    heartbeat.enter("optimizer")
     checks.frozen.drop_gradients()
     strategy.aggregate(run.model)
     agreed = run.agreement.finish()
-
-    heartbeat.enter("optimizer")
     state.take_gradients()
     norm = strategy.grad_norm(state.trained)
     run.checkpointer.wait_until_copied()

@@ -40,6 +40,7 @@ class Trained:
             mesh = self._shards[0][1].device_mesh
             self.group = mesh.get_group(mesh.ndim - 1)
         self._knows_memory = False
+        self._is_of_one_kind = len({(own.device, own.dtype) for own in self.own.values()}) == 1
 
     @property
     def is_sharded(self) -> bool:
@@ -72,10 +73,9 @@ class Trained:
     def gradient_norm(self) -> Tensor:
         """The norm of all gradients, a scalar (of shards, a collective of `group`)."""
         gradients = [own.grad for own in self.own.values() if own.grad is not None]
-        if not gradients or self.group is None:
-            kinds = {(gradient.device, gradient.dtype, gradient.layout) for gradient in gradients}
-            if len(kinds) == 1 and not gradients[0].is_sparse:  # a third of the time of the next
-                return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        if self.group is None and self._is_of_one_kind and gradients:  # a third of the time of torch's own
+            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        if self.group is None or not gradients:
             return nn.utils.get_total_norm(gradients)
         squares = torch.stack(torch._foreach_norm(gradients)) ** 2
         dist.all_reduce(squares, group=self.group)

@@ -61,10 +61,13 @@ class StepAgreement:
             self._agreed = Agreed(math.fsum(label_counts), asked, data_left)
             return
         asks = (asked is AfterStep.STOP, asked is AfterStep.END, not data_left)
-        numbers = torch.tensor(
-            [(0, *asks), *((count, 0, 0, 0) for count in label_counts)], dtype=torch.float64
+        numbers: list[tuple[float, ...]] = [(math.fsum(label_counts), *asks)]
+        if self._order.by_leaves:  # a sum of fractions would round
+            numbers = [(0, *asks), *((count, 0, 0, 0) for count in label_counts)]
+        self._agreed, self._sums = (
+            None,
+            self._order.sum_of(torch.tensor(numbers, dtype=torch.float64).unbind()),
         )
-        self._agreed, self._sums = None, self._order.sum_of(numbers.unbind())
         if not self._on_gpu:
             self._work = dist.all_reduce(self._sums, async_op=True)
             return
