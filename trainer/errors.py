@@ -3,6 +3,8 @@
 Any other exception is a fault: Python's own status 1, with its traceback.
 """
 
+import errno
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -28,6 +30,12 @@ class UserError(RunEndError, ValueError):
     """An error that the user can fix: its message has the value, the limit and the way out."""
 
     exit_code = 2
+
+
+class Fault(RunEndError):  # noqa: N818, it is one
+    """A disk, a network or a store has failed, told in a line: it may pass, so a restart is tried."""
+
+    exit_code = 1
 
 
 class NonFiniteError(RunEndError, ArithmeticError):
@@ -85,17 +93,42 @@ def _passes_through_others(error: BaseException | None) -> bool:
     return False
 
 
+_REFUSALS = {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+}
+
+
+def of_files(error: OSError, message: str) -> RunEndError:
+    """The end because of `error`: a UserError if a person must change a path or its rights, else a Fault."""
+    return (UserError if error.errno in _REFUSALS else Fault)(message)
+
+
 @contextmanager
 def writing(run_dir: Path | str) -> Iterator[None]:
     """Turn OSErrors of a run's own files (disk full, read-only or gone) into one message.
 
     Raises:
-        UserError: for an OSError.
+        UserError, Fault: for an OSError, as `of_files` says.
     """
     try:
         yield
     except OSError as error:
-        raise UserError(f"run_dir={run_dir} cannot be written: {error}") from error
+        raise of_files(error, f"run_dir={run_dir} cannot be written: {error}") from error
+
+
+def which_try() -> str:
+    """Which of its tries torchrun has made, to follow a message; empty if it makes only one."""
+    tries = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) + 1
+    number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + 1
+    return f"; this was try {number} of {tries}" if tries > 1 else ""
 
 
 class EndedBefore(RunEndError):  # noqa: N818, not an error

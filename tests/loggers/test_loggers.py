@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError
 from trainer.faults import exit_report
 from trainer.faults.verdict import Verdict
 from trainer.loggers import tensorboard
@@ -70,7 +70,7 @@ def refused(run_dir: Path, *overrides: str) -> str:
 
 @pytest.mark.slow
 def test_a_logger_that_cannot_end_takes_nothing_along(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"logger\.away of run_dir=.* cannot be written: no route"):
+    with pytest.raises(Fault, match=r"logger\.away of run_dir=.* cannot be written: no route"):
         train(*SHORT, "+logger.away._target_=tests.user_parts.Away", *NOTED, f"run_dir={tmp_path}")
     assert (tmp_path / "result.json").exists()
     assert '["close"]' in (tmp_path / "noted.jsonl").read_text()

@@ -186,17 +186,15 @@ def test_an_impossible_run_directory_is_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_in_mid_run_ends_it_for_good(small_disk: Path, tmp_path: Path) -> None:
-    """The same end again, at once, if torchrun restarts it: a full disk stays full for the next attempt."""
+def test_a_disk_that_fills_up_in_mid_run_ends_it_in_a_line(small_disk: Path, tmp_path: Path) -> None:
+    """As a fault, which torchrun may try again: somebody may make room."""
     subprocess.run(["mount", "-o", "remount,size=200k", str(small_disk)], check=True)
     launch = tmp_path / "launch"
     for_long = ("train.epochs=100000", "train.log_every_steps=1", "train.eval_every_epochs=0")
     run = (*TINY, *for_long, "checkpoint.every_epochs=null", f"run_dir={small_disk}/run")
     ended = attempt(0, launch, *run)
-    assert (ended.code, "Traceback" in ended.output) == (2, False), ended
+    assert (ended.code, "Traceback" in ended.output) == (1, False), ended
     assert (small_disk / "run" / "metrics.jsonl").read_text().count("\n") > 5, "it was under way"
     *_, message = ended.stderr.splitlines()
     assert f"run_dir={small_disk}/run cannot be written: [Errno 28] No space left" in message
     assert ended.output.count(message) == 1
-    again = attempt(1, launch, *run)
-    assert (again.code, again.stdout, again.stderr) == (2, "", message + "\n")

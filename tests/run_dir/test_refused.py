@@ -84,7 +84,7 @@ def broken(*overrides: str) -> None:
 
 @pytest.mark.slow
 def test_a_fault_of_the_set_up_is_written_down_in_a_used_directory_too(tmp_path: Path) -> None:
-    """A launcher that restarts sees from failure.json whether it was the same fault again."""
+    """failure.json and train.log say why, also if this attempt never owned the directory."""
     run_ranks(train, 1, *TINY, "train.max_steps=4", f"run_dir={tmp_path}", init=False)
     settings = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(RankFailure, match="the set-up is broken"):

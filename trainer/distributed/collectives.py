@@ -14,9 +14,20 @@ _TOGETHER_BYTES = 1 << 24
 _RENAMED = hasattr(dist, "all_gather_single")  # torch 2.14 warns of the former names
 
 
+_BACKSTOP_S = 3600.0
+
+
+def backstop(timeout_s: float) -> timedelta:
+    """The time-out of a group of torch's, beyond `timeout_s`, at which the watch ends a run and says why.
+
+    NCCL's watchdog would abort first and name nobody. And torch counts time in which a job was suspended.
+    """
+    return timedelta(seconds=timeout_s + _BACKSTOP_S)
+
+
 def gloo_group(timeout_s: float) -> dist.ProcessGroup:
     """A gloo group of all ranks, created by every rank (a collective)."""
-    return cast(dist.ProcessGroup, dist.new_group(None, timedelta(seconds=timeout_s), "gloo"))
+    return cast(dist.ProcessGroup, dist.new_group(None, backstop(timeout_s), "gloo"))
 
 
 def all_gather_single(

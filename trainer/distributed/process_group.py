@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import DistributedConfig
+from trainer.distributed.collectives import backstop
 from trainer.distributed.interfaces import address_towards, choose_interface, store_host
 from trainer.distributed.rendezvous import leave, meet, on_this_host
 from trainer.errors import UserError
@@ -131,7 +132,7 @@ def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dis
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=settings.timeout_s),
+            timeout=backstop(settings.timeout_s),
             device_id=device if "nccl" in backend else None,
         )
     return Dist(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
 
-from trainer.errors import StoppedBySignal, UserError
+from trainer.errors import StoppedBySignal, UserError, of_files
 from trainer.launch.place import LISTENING, Place
 from trainer.launch.signals import stop_signals_to
 
@@ -111,11 +111,15 @@ def _meet(
     store.set(f"arrived/{here.rank}", json.dumps([host, dict(introduction)]))
     arrivals = [f"arrived/{rank}" for rank in range(here.world_size)]
     try:
-        store.wait(arrivals, timeout)
+        if here.rank == 0:  # it alone reads them all: each rank makes a few calls, whatever their number
+            store.wait(arrivals, timeout)
+            store.set("met", json.dumps([json.loads(store.get(key)) for key in arrivals]))
+        else:
+            store.wait(["met"], timeout)
     except RuntimeError as error:
         missing = [rank for rank, key in enumerate(arrivals) if not store.check([key])]
         raise TimeoutError(f"waited {shown} for all {here.world_size} ranks; missing: {missing}") from error
-    names, introductions = zip(*(json.loads(store.get(key)) for key in arrivals), strict=True)
+    names, introductions = zip(*json.loads(store.get("met")), strict=True)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return store, [numbers[name] for name in names], list(introductions)
 
@@ -130,10 +134,10 @@ def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, over: t
     """
     name = secrets.token_hex(8)
     if here.rank == 0:
-        answer = (store.clone(), name, here.world_size, over)
+        answer = (store.clone(), name, over)
         threading.Thread(target=_answer, args=answer, daemon=True).start()
         return dist.PrefixStore(f"attempt/{name}", store)
-    store.set(f"asking/{here.rank}", name)
+    store.set(f"asking/{store.add('asked', 1)}", name)
     try:
         store.wait([f"answer/{name}"], timeout)
     except RuntimeError as error:
@@ -146,16 +150,17 @@ def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, over: t
     return dist.PrefixStore(f"attempt/{store.get(f'answer/{name}').decode()}", store)
 
 
-def _answer(store: dist.Store, name: str, world_size: int, over: threading.Event) -> None:
+def _answer(store: dist.Store, name: str, over: threading.Event) -> None:
     """Send `name` to all ranks that ask, until all have arrived or the run has given up: a thread that is in
     the store when Python ends takes the process down with SIGABRT."""
-    answered: set[bytes] = set()
+    seen, asking = 0, set[int]()
     with contextlib.suppress(RuntimeError):
         while not over.is_set():
-            for rank in range(1, world_size):
-                if store.check([f"asking/{rank}"]) and (asker := store.get(f"asking/{rank}")) not in answered:
-                    store.set(f"answer/{asker.decode()}", name)
-                    answered.add(asker)
+            before, seen = seen, store.add("asked", 0)
+            asking |= set(range(before + 1, seen + 1))
+            for number in [number for number in asking if store.check([f"asking/{number}"])]:
+                store.set(f"answer/{store.get(f'asking/{number}').decode()}", name)
+                asking.remove(number)
             time.sleep(0.01)
 
 
@@ -190,7 +195,7 @@ def _open(init_method: str, here: Place, timeout: timedelta) -> dist.Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
         except OSError as error:
-            raise UserError(f"distributed.init_method={init_method}: {error.strerror}") from error
+            raise of_files(error, f"distributed.init_method={init_method}: {error.strerror}") from error
         # Not told the number of ranks: it would delete the file after that many had closed it.
         return dist.FileStore(str(path))
     if url.scheme == "env":

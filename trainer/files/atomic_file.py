@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.errors import UserError
+from trainer.errors import UserError, of_files
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def output_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
     """`atomic_file` for a name given by a user: an existing file is kept, unless `replace`.
 
     Raises:
-        UserError: in place of an OSError, such as a full disk; or the file exists.
+        UserError, Fault: in place of an OSError, such as a full disk; or the file exists.
     """
     check_free(path, replace)
     try:
@@ -47,7 +47,7 @@ def output_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
             file.flush()
             check_free(path, replace)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise of_files(error, f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def check_free(path: Path, replace: bool = False) -> None:

@@ -16,13 +16,14 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.overrides import in_words
-from trainer.errors import EndedBefore, NonFiniteError, RunEndError, StoppedBySignal, UserError
+from trainer.errors import EndedBefore, NonFiniteError, RunEndError, StoppedBySignal, UserError, which_try
 from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import Fields, load_json
 from trainer.launch.fresh import launched_by
 from trainer.launch.place import place, told_rank
 from trainer.launch.signals import signal_at_parents_death
 
+PAUSES_S = (2, 10, 30)  # before the first restart after a fault, the second, and each further one
 _FINAL = {error.exit_code for error in (UserError, NonFiniteError, StoppedBySignal)}
 
 
@@ -84,9 +85,10 @@ def exits() -> Iterator[None]:
         if wants_traceback:
             raise
         if not (isinstance(error, StoppedBySignal) and told_rank()):  # rank 0 says the same
-            _say_once(message)
+            _say_once(message + (which_try() if status not in _FINAL else ""))
         sys.exit(status)
     except Exception as error:
+        _tell_next_attempt(1, str(error))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
@@ -95,24 +97,30 @@ def exits() -> Iterator[None]:
 
 
 def _end_as_before() -> None:
-    """Raise the error of the attempt before if a restart cannot help: torchrun restarts after any error."""
+    """Raise the error of the attempt before if a restart cannot help: torchrun restarts after any error.
+
+    After a fault, wait: the disk or the store that failed needs a moment.
+    """
     file_of_end, restarts = _end_file(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if file_of_end is not None and restarts:
         file_of_end = file_of_end.parents[1] / f"attempt_{restarts - 1}" / file_of_end.name
         with contextlib.suppress(OSError, UserError):
             end = Fields(str(file_of_end), load_json(file_of_end))
-            raise EndedBefore(end.count("status"), end.text("message"))
+            if end.count("status") in _FINAL:
+                raise EndedBefore(end.count("status"), end.text("message"))
+            time.sleep(PAUSES_S[min(restarts, len(PAUSES_S)) - 1])
 
 
 def _tell_next_attempt(status: int, message: str) -> None:
     file_of_end = _end_file()
-    if file_of_end is not None and status in _FINAL:
+    if file_of_end is not None:
         with contextlib.suppress(OSError), atomic_file(file_of_end) as file:
             file.write(json.dumps({"status": status, "message": message}).encode())
 
 
 def _end_file() -> Path | None:
-    """The file in which this attempt's ranks on this host record an end that a restart cannot help.
+    """The file in which this attempt's ranks on this host record an end: one that a restart cannot help
+    is final, and after a fault the next attempt waits.
 
     It lies in torchrun's directory for the attempt. torchrun creates a new one when it restarts all ranks
     only because hosts join or leave. Other launchers do not restart after such ends.

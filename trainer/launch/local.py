@@ -4,7 +4,6 @@ This file does not import torch: the launcher starts fast, and each rank is a fr
 that has used CUDA can launch too.
 """
 
-import contextlib
 import signal
 import socket
 import subprocess
@@ -19,22 +18,21 @@ from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.files.new_directory import new_run_dir
-from trainer.files.untrusted import load_json, printable
 from trainer.launch import fresh
+from trainer.launch.exits import PAUSES_S
 from trainer.launch.place import LISTENING, place
 from trainer.launch.signals import stop_signals_to
 
 _GRACE_S = 30.0  # for the other ranks, after one has failed: to report, or to finish a save
 _POLL_S = 0.05
-_OF_A_FAULT = ("status", "kind", "rank", "phase", "step", "where")
 _TOLD = (UserError.exit_code, NonFiniteError.exit_code)  # what rank 0 tells for all
 
 
 def launch(config: Config, argv: Sequence[str], module: str | None = None) -> int:
     """Run `argv` in `launch.processes` processes on this host; return the exit status of the run.
 
-    After a fault, up to `launch.max_restarts` further attempts start from the newest checkpoint. A UserError,
-    a loss that is not finite, a stop, and the same fault at the same step again are final.
+    After a fault, up to `launch.max_restarts` further attempts start from the newest checkpoint, each after
+    a pause. A UserError, a loss that is not finite, and a stop are final.
 
     Args:
         module: run this module once in place of train.py, as in python -m trainer.evaluate.
@@ -54,7 +52,6 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> in
         return _attempt(processes, argv, module)
     run_dir = Path(config.run_dir or new_run_dir())
     argv = [*argv, set_to("run_dir", str(run_dir))]
-    failure, fault = run_dir / "failure.json", dict[str, Any]()
     max_restarts = config.launch.max_restarts
     for attempt in range(max_restarts + 1):
         # The given resume holds until the run has saved; auto also before, since the directory is used now.
@@ -62,14 +59,13 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> in
         status = _attempt(processes, [*argv, *(["resume=auto"] if attempt and not is_told else [])])
         if status != 1 or attempt == max_restarts:
             break
-        with contextlib.suppress(OSError, UserError):
-            former, fault = fault, load_json(failure)
-            if all(fault.get(name) == former.get(name) for name in _OF_A_FAULT):
-                message = printable(fault.get("message"))
-                print(f"no restart: the same fault at the same step again ({message})", file=sys.stderr)
-                break
-            failure.unlink()  # a rank that is killed writes none
-        print(f"restart {attempt + 1} of {max_restarts}, from the newest checkpoint", file=sys.stderr)
+        pause_s = PAUSES_S[min(attempt, len(PAUSES_S) - 1)]
+        print(
+            f"that was try {attempt + 1} of {max_restarts + 1}; restart {attempt + 1} of {max_restarts} from "
+            f"the newest checkpoint in {pause_s} s",
+            file=sys.stderr,
+        )
+        time.sleep(pause_s)
     return status
 
 
