@@ -15,19 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
-from trainer.comm.algorithms.pipeline import SEGMENT_MB
+from trainer.comm.executor import Executor
 from trainer.comm.preflight_checks import GroupRank
-from trainer.comm.timeline import BucketRecord, GpuClock
-from trainer.comm.transport.executor import CpuExecutor
-from trainer.comm.transport.gloo import GlooLinks
-from trainer.comm.transport.nccl import NcclReducer
+from trainer.comm.shared_memory import SharedMemory
 from trainer.config import DistributedConfig
 from trainer.distributed.process_group import Dist, process_group
 from trainer.launch.exits import exits
@@ -56,16 +52,6 @@ class Row:
             f"{self.size / _UNITS[unit]:>8g} {unit}  {self.algorithm:<18}{self.seconds * 1e3:>9.3f} ms"
             f"{self.algbw_gb_s:>12.3f}{self.busbw_gb_s:>12.3f}{self.wrong:>8}"
         )
-
-
-@dataclass(frozen=True)
-class _TimedBucket:
-    """The part of a GradBucket that a reducer uses; only DDP can create a real one."""
-
-    tensor: Tensor
-
-    def buffer(self) -> Tensor:
-        return self.tensor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,13 +127,12 @@ def _wire(options: argparse.Namespace) -> torch.dtype | None:
 def _all_reduces(joined: Dist, me: GroupRank, options: argparse.Namespace) -> dict[str, AllReduce]:
     """The algorithms, ready to run (a collective of all ranks)."""
     wire = _wire(options)
-    on_gpu = me.device.type == "cuda"
-    segment_mb = options.segment_mb or (None if on_gpu else SEGMENT_MB)
-    segment_bytes = None if segment_mb is None else int(segment_mb * (1 << 20))
     timeout = timedelta(seconds=options.timeout_s)
-    group = dist.new_group(backend="gloo", timeout=timeout)  # shared: only one algorithm runs at a time
-    assert isinstance(group, dist.ProcessGroup)
-    links = GlooLinks(group, options.timeout_s)
+
+    def new_group(backend: str) -> dist.ProcessGroup:
+        group = dist.new_group(backend=backend, timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def native(bucket: Tensor) -> None:
         if wire is None:
@@ -159,19 +144,11 @@ def _all_reduces(joined: Dist, me: GroupRank, options: argparse.Namespace) -> di
 
     def ours(algorithm: str) -> AllReduce:
         schedule = build(algorithm, me.rank, joined.hosts)
-        if not on_gpu:
-            assert segment_bytes is not None
-            executor = CpuExecutor(links, schedule, joined.hosts, wire, segment_bytes)
-            return executor.run
-        nccl = dist.new_group(backend="nccl", timeout=timeout)
-        assert isinstance(nccl, dist.ProcessGroup)
-        reducer = NcclReducer(nccl, links, schedule, GpuClock(me.device), wire, segment_bytes)
-
-        def reduce(bucket: Tensor) -> object:
-            record = BucketRecord(0, bucket.nbytes, time.perf_counter())
-            return reducer.submit(cast(dist.GradBucket, _TimedBucket(bucket)), record).wait()
-
-        return reduce
+        group, shared = new_group("nccl" if me.device.type == "cuda" else "gloo"), None
+        if me.device.type == "cpu":
+            shared = SharedMemory(group, schedule, joined.hosts, options.timeout_s)
+        executor = Executor(group, schedule, me.device, wire, options.segment_mb, shared=shared)
+        return executor.run
 
     return {name: native if name == _NATIVE else ours(name) for name in options.algorithms}
 

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
 from trainer.comm.algorithms.all_reduce import build
-from trainer.comm.transport.executor import CpuExecutor
-from trainer.comm.transport.gloo import GlooLinks
+from trainer.comm.executor import Executor
+from trainer.comm.shared_memory import SharedMemory
 
 WIRE_DTYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def measure(
-    hosts: list[int], names: list[str], numel: int, repeat: int, segment_bytes: int, width: int
+    hosts: list[int], names: list[str], numel: int, repeat: int, segment_mb: float, width: int, shared: bool
 ) -> dict[str, tuple[float, ...]]:
     """Seconds, speed-up over gloo and processor seconds by name; `ring+bf16` is ring with that wire dtype."""
     rank = dist.get_rank()
@@ -36,7 +36,10 @@ def measure(
     for name in names:
         algorithm, _, wire = name.partition("+")
         group, schedule = dist.new_group(backend="gloo"), build(algorithm, rank, hosts)
-        executor = CpuExecutor(GlooLinks(group), schedule, hosts, WIRE_DTYPES[wire], segment_bytes, width)
+        memory = SharedMemory(group, schedule, hosts, 600.0) if shared else None
+        executor = Executor(
+            group, schedule, torch.device("cpu"), WIRE_DTYPES[wire], segment_mb, width, shared=memory
+        )
         runs[name] = partial(executor.run, bucket, len(hosts))
     gloo = partial(dist.all_reduce, bucket)
     times: dict[str, list[float]] = {name: [] for name in [*names, "gloo"]}
@@ -81,13 +84,21 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--segment-kb", type=int, default=2048)
     parser.add_argument("--width", type=int, default=2)
+    parser.add_argument("--no-shared", action="store_true", help="gloo between the ranks of a host, too")
     args = parser.parse_args()
     indices = [rank // args.per_host for rank in range(args.hosts * args.per_host)]
     work = (indices, args.algorithms, int(args.megabytes * 2**20 / 4), args.repeat)
     with network(args.hosts, args.rate) if args.hosts > 1 else nullcontext([0]) as places:
         at = [places[i] for i in indices]
         results = run_ranks(
-            measure, len(indices), *work, args.segment_kb << 10, args.width, hosts=at, timeout_s=600
+            measure,
+            len(indices),
+            *work,
+            args.segment_kb / 1024,
+            args.width,
+            not args.no_shared,
+            hosts=at,
+            timeout_s=600,
         )
     print(f"{args.hosts} x {args.per_host} ranks, {args.megabytes:g} MiB fp32, links {args.rate}")
     for name, (seconds, speedup, busy) in results[0].items():

@@ -64,15 +64,15 @@ class _Unconnected(ParameterServer):
     def _placed(self, model: nn.Module) -> nn.Module:
         return model
 
-    def _connect(self, trained: list[nn.Parameter]) -> Exchange:
+    def connect(self, trained: list[nn.Parameter]) -> Exchange:
         bucket_bytes = int(self.settings.bucket_mb * 2**20)
         return _WithoutValues(trained, self.servers, self.workers, self.dist.rank, None, bucket_bytes)
 
     def aggregate(self, model: nn.Module) -> None:
-        self._exchange.push()
-        self._exchange.pull()  # as much as after the update
+        self.exchange.push()
+        self.exchange.pull()  # as much as after the update
 
 
 class _WithoutValues(Exchange):
-    def _are_set(self, flags: Tensor) -> list[bool]:
+    def are_set(self, flags: Tensor) -> list[bool]:
         return [True] * len(flags)

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import allreduce as bench
 from tests.ranks import run_ranks
-from trainer.comm.transport.executor import CpuExecutor
+from trainer.comm.executor import Executor
 
 
 def _bench(*argv: str) -> tuple[int, str]:
@@ -26,14 +26,14 @@ def _bench(*argv: str) -> tuple[int, str]:
 
 def _with_zeros(*argv: str) -> tuple[int, str]:
     """Rank 1 has a faulty executor."""
-    right = CpuExecutor.run
+    right = Executor.run
 
-    def zeros(self: CpuExecutor, bucket: torch.Tensor, divisor: int = 1) -> Any:
+    def zeros(self: Executor, bucket: torch.Tensor, divisor: int = 1) -> Any:
         right(self, bucket, divisor)
         bucket[-3:] = 0
 
     if os.environ["RANK"] == "1":
-        CpuExecutor.run = zeros  # type: ignore[method-assign]
+        Executor.run = zeros  # type: ignore[method-assign]
     return _bench(*argv)
 
 

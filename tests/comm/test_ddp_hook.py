@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.ranks import RankFailure, run_ranks
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
 from trainer.comm.ddp_hook import CommHook, attach
-from trainer.comm.transport.blame import CommError
 
 
 def network(batch_norm: bool = False) -> nn.Module:
@@ -110,8 +109,8 @@ def test_compressed_training_goes_the_same_way() -> None:
             assert 0 < difference < limit * distance, f"{algorithm}: {difference} off, {distance} trained"
 
 
-def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str, int, float]:
-    """The error of a backward pass after `lost` has left, whom it blames, and after how many seconds.
+def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str, float]:
+    """The error of a backward pass after `lost` has left, and after how many seconds.
 
     The rank that hangs does so until the others have reported.
     """
@@ -123,48 +122,35 @@ def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str,
             os.kill(os.getpid(), signal.SIGKILL)
         while len(list(told.iterdir())) < len(hosts) - 1:
             time.sleep(0.05)
-        return "slept", lost, 0.0
+        return "slept", 0.0
     began = time.monotonic()
     try:
         with hook.plain_errors():
             train(model, steps=1)
-    except CommError as error:
-        return str(error), error.peer, time.monotonic() - began
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
     finally:
         (told / str(dist.get_rank())).touch()
-    return "no error", -1, 0.0
+    return "no error", 0.0
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_at_the_end_of_all_blame_after_the_deadline(tmp_path: Path) -> None:
-    results = run_ranks(lose_a_peer, 4, [0, 0, 0, 0], 2, "hangs", tmp_path)
-    blamed = {rank: results[rank][1] for rank in (0, 1, 3)}
-    for rank in blamed:
-        message, peer, seconds = results[rank]
-        assert f": rank {peer} on host" in message and "bucket" in message, message
-        assert end_of_blame(rank, blamed) == 2, blamed
-        assert seconds > 2.9
-    waiting_for_it = results[3][0]  # the others may see those go that gave up before them
-    assert "rank 2 on host" in waiting_for_it and "within 3 s: it was due to send a message" in waiting_for_it
-
-
-def end_of_blame(rank: int, blamed: dict[int, int]) -> int:
-    for _ in range(len(blamed)):
-        rank = blamed.get(rank, rank)
-    return rank
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 2]], ids=["shared memory", "gloo"])
+def test_a_rank_that_hangs_ends_the_others_waits_after_the_deadline(hosts: list[int], tmp_path: Path) -> None:
+    results = run_ranks(lose_a_peer, 3, hosts, 2, "hangs", tmp_path)
+    for message, seconds in results[:2]:
+        assert re.search(r"imed out|did not answer within 3 s|is gone|closed", message), message
+        assert 2.9 < seconds < 30
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_at_the_end_of_all_blame_before_the_deadline(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 2]], ids=["shared memory", "gloo"])
+def test_a_rank_that_dies_ends_the_others_waits_at_once(hosts: list[int], tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(lose_a_peer, 4, [0, 0, 1, 1], 2, "dies", tmp_path)
+        run_ranks(lose_a_peer, 3, hosts, 2, "dies", tmp_path)
     assert set(failure.value.reports) == {2}
-    blamed = {rank: failure.value.results[rank][1] for rank in (0, 1, 3)}
-    for rank, peer in blamed.items():
-        message = failure.value.results[rank][0]
-        assert end_of_blame(rank, blamed) == 2 and "bucket" in message, blamed
-        assert f": rank {peer} on host" in message, message
-        assert re.search(r"(closed its connection|is gone) \(.*\) [\d.]+ s into the wait", message), message
+    for message, seconds in failure.value.results.values():
+        assert message != "no error" and seconds < 30, message
 
 
 def refuse() -> None:

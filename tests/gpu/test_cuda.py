@@ -22,9 +22,9 @@ from tests.runs import context_of, steps_of, train
 from trainer.checks.gradients import GradientCheck
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.ddp_hook import attach
+from trainer.comm.executor import Executor
+from trainer.comm.overlap import SideStream
 from trainer.comm.timeline import BucketRecord, GpuClock
-from trainer.comm.transport.gloo import GlooLinks
-from trainer.comm.transport.nccl import NcclReducer
 from trainer.data.device import Normalise, ToDevice
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError
@@ -119,10 +119,15 @@ def test_every_hook_leaves_the_gradients_of_one_rank_as_they_are(algorithm: str,
 @pytest.mark.usefixtures("group")
 def test_the_reducer_and_the_clock_do_not_wait() -> None:
     clock = GpuClock(GPU)
-    gloo = dist.new_group(backend="gloo")
     nccl = dist.new_group(backend="nccl")
-    reducer = NcclReducer(nccl, GlooLinks(gloo), build("ring", 0, (0,)), clock, torch.bfloat16)
+    executor = Executor(nccl, build("ring", 0, (0,)), GPU, torch.bfloat16)
     bucket = torch.randn(1_000_000, device=GPU)
+
+    def all_reduce(given: Any, record: BucketRecord) -> torch.Tensor:
+        executor.run(given.buffer())
+        return bucket
+
+    reducer = SideStream(all_reduce, clock)
     expected = bucket.clone()
     given: Any = type("Bucket", (), {"buffer": lambda self: bucket, "index": lambda self: 0})()
     records = [BucketRecord(0, bucket.nbytes, 0.0) for _ in range(3)]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tests.faults.test_ends import TINY
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
+from trainer.comm.overlap import Worker
 from trainer.comm.timeline import BucketRecord
-from trainer.comm.transport.worker import Worker
 
 WORDS = (
     *("model._target_=tests.strategies.test_comm_hook.Words", "~model.input_shape", "~model.hidden"),

@@ -3,25 +3,34 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.comm.algorithms.all_reduce import build
+from trainer.comm.executor import Executor
 from trainer.comm.leaf_sums import LeafSums, Message
+from trainer.comm.overlap import SideStream, Worker
+from trainer.comm.shared_memory import SharedMemory
 from trainer.comm.timeline import BucketRecord, GpuClock, Timeline
-from trainer.comm.transport.members import Members
-from trainer.comm.transport.transport import Transport
-from trainer.comm.transport.worker import Worker
 
+WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes of chunks as sent; fp32 means uncompressed, in the dtype of the data."""
+
+_NATIVE = {"fp32": allreduce_hook, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 Reduce = Callable[[dist.GradBucket | Message, BucketRecord], Future[torch.Tensor]]
-UsersHook = Callable[[dist.GradBucket], Future[torch.Tensor]]
+Hook = Callable[[Any], Future[torch.Tensor]]  # takes a bucket, or a Message in place of it
 Enter = Callable[[str, int], None]
 
 
@@ -33,11 +42,15 @@ class CommHook:
     """
 
     def __init__(
-        self, timeline: Timeline, reduce: Reduce | Worker, enter: Enter, leaf_sums: LeafSums | None = None
+        self,
+        timeline: Timeline,
+        reduce: Reduce | Worker | SideStream,
+        enter: Enter,
+        leaf_sums: LeafSums | None = None,
     ) -> None:
         self.timeline, self._enter, self._leaf_sums = timeline, enter, leaf_sums
-        self._worker = reduce if isinstance(reduce, Worker) else None
-        self._reduce = reduce.submit if isinstance(reduce, Worker) else reduce
+        self._mover = reduce if isinstance(reduce, Worker | SideStream) else None
+        self._reduce = reduce.submit if isinstance(reduce, Worker | SideStream) else reduce
 
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Called by DDP when a bucket of gradients is complete."""
@@ -57,18 +70,18 @@ class CommHook:
 
     @contextmanager
     def plain_errors(self) -> Iterator[None]:
-        """Around a backward pass: raise the original error (a CommError), not what DDP makes of it."""
+        """Around a backward pass: raise the original error, not what DDP makes of it."""
         try:
             yield
         except RuntimeError:
-            if self._worker is not None and self._worker.error is not None:
-                raise self._worker.error from None
+            if self._mover is not None and self._mover.error is not None:
+                raise self._mover.error from None
             raise
 
     def close(self) -> None:
         """End the worker thread, and with it all backward passes. On error paths, exit without it."""
-        if self._worker is not None:
-            self._worker.close()
+        if self._mover is not None:
+            self._mover.close()
 
 
 def attach(
@@ -79,7 +92,7 @@ def attach(
     wire_dtype: str = "fp32",
     segment_mb: float | None = None,
     timeout_s: float = 600.0,
-    hook: UsersHook | None = None,
+    hook: Hook | None = None,
     enter: Enter = lambda phase, bucket: None,
     leaf_sums: LeafSums | None = None,
 ) -> CommHook:
@@ -93,11 +106,12 @@ def attach(
     it adds. Under `model.join`, a rank without data left adds zeros and is counted.
 
     Args:
-        algorithm: a schedule by name; `native`, the backend's own; or `hook`, the given one.
+        algorithm: a schedule by name; `native`, the backend's own by torch's default hooks; or `hook`, the
+            given one.
         hosts: host index of every rank, of the world or of the model's group, in the order of ranks.
         wire_dtype: fp32 | bf16 | fp16. A schedule always adds in fp32; `native` adds in the dtype of the
             wire, as the backend does. `hook` ignores it.
-        segment_mb: see `Transport`; schedules only.
+        segment_mb: see `Executor`; schedules only.
         timeout_s: the longest wait for a neighbour.
         hook: any communication hook of DDP, with its state; gives the mean of a bucket over ranks.
         enter: called with `("all_reduce", bucket)` before the all-reduce of each bucket starts.
@@ -107,33 +121,59 @@ def attach(
     Raises:
         ValueError: an unknown algorithm or wire dtype, or hosts for another number of ranks.
     """
-    device = next(model.parameters()).device
-    transport = Transport(model.process_group, hosts, device, wire_dtype, segment_mb, timeout_s)
-    divisor = len(transport.hosts) if leaf_sums is None else 1
-    reduce: Reduce | Worker
+    if wire_dtype not in WIRE_DTYPES:
+        raise ValueError(f"unknown wire dtype {wire_dtype!r}; choose from {', '.join(WIRE_DTYPES)}")
+    device, like = next(model.parameters()).device, model.process_group
+    hosts = _hosts_of_members(like, hosts)
+    group = _new_group(like, "gloo", timeout_s)
+    clock = GpuClock(device) if device.type == "cuda" else None
+    reduce: Reduce | Worker | SideStream
     if algorithm == "native":
-        reduce = _native(model.process_group, divisor, transport.wire, transport.clock)
+        native = partial(_NATIVE[wire_dtype], like) if leaf_sums is None else partial(_summed, like)
+        reduce = _by_hook(native, clock, one_at_a_time=False)
     elif hook is not None:
-        reduce = _by_hook(hook, transport.clock)
+        reduce = _by_hook(hook, clock, one_at_a_time=True)
     else:
-        reduce = _scheduled(transport, algorithm, divisor)
-    attached = CommHook(transport.timeline, reduce, enter, leaf_sums)
+        schedule = build(algorithm, dist.get_rank(group), hosts)
+        own = group if clock is None else _new_group(like, "nccl", timeout_s)
+        shared = SharedMemory(group, schedule, hosts, timeout_s) if clock is None else None
+        executor = Executor(own, schedule, device, WIRE_DTYPES[wire_dtype], segment_mb, shared=shared)
+        divisor = len(hosts) if leaf_sums is None else 1
+
+        def all_reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> torch.Tensor:
+            executor.run(bucket.buffer(), divisor)
+            return bucket.buffer()
+
+        reduce = Worker(all_reduce, executor.close) if clock is None else SideStream(all_reduce, clock)
+    attached = CommHook(Timeline(group, clock), reduce, enter, leaf_sums)
     model.register_comm_hook(None, attached.reduce)
-    model.join_hook = partial(_join_hook, model)  # type: ignore[method-assign]
     return attached
 
 
-def _join_hook(model: DistributedDataParallel, **settings: Any) -> JoinHook:
-    """DDP's own, unless gradients would have to be divided by the number of ranks that still have data.
-
-    DDP then divides by itself, and does not tell a communication hook the number.
-    """
-    if not settings.get("divide_by_initial_world_size", True):
+def _hosts_of_members(group: dist.ProcessGroup, hosts: Sequence[int]) -> Sequence[int]:
+    """The host index of every rank of `group`, given those of all ranks or of the group's."""
+    ranks = sorted(dist.get_process_group_ranks(group))
+    if len(hosts) == dist.get_world_size():
+        return [hosts[rank] for rank in ranks]
+    if len(hosts) != len(ranks):
         raise ValueError(
-            "join(divide_by_initial_world_size=False) needs DDP's own all-reduce: a communication hook "
-            "divides by all ranks of the model's group; leave the argument out, or train without a hook"
+            f"hosts has {len(hosts)} entries; the model's group has {len(ranks)} ranks, "
+            f"the world {dist.get_world_size()}"
         )
-    return DistributedDataParallel.join_hook(model, **settings)
+    return hosts
+
+
+def _new_group(like: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Create a group of the ranks of `like`, in global order; other ranks take no part."""
+    ranks = sorted(dist.get_process_group_ranks(like))
+    group = dist.new_group(
+        ranks,
+        timedelta(seconds=timeout_s),
+        backend,
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+    )
+    assert isinstance(group, dist.ProcessGroup), "this process is outside the group of its model"
+    return group
 
 
 def _decoded(message: Message, done: Future[torch.Tensor]) -> torch.Tensor:
@@ -141,55 +181,35 @@ def _decoded(message: Message, done: Future[torch.Tensor]) -> torch.Tensor:
     return message.decoded()
 
 
-def _native(
-    group: dist.ProcessGroup,
-    divisor: int,
-    wire_dtype: torch.dtype | None,
-    gpu_clock: GpuClock | None,
-) -> Reduce:
-    def reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:
-        gradients = bucket.buffer()
-        sent = gradients if wire_dtype is None else gradients.to(wire_dtype)
-        finish = _finisher(record, gpu_clock)
-        # Divide first, or half precision would overflow in the sum.
-        work = dist.all_reduce(sent.div_(divisor) if divisor != 1 else sent, group=group, async_op=True)
+def _summed(group: dist.ProcessGroup, message: Message) -> Future[torch.Tensor]:
+    """A hook for integers, which are added and not divided."""
+    work = dist.all_reduce(message.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
 
-        def take(done: Future[list[torch.Tensor]]) -> torch.Tensor:
-            received = done.value()[0]
-            if received is not gradients:
-                gradients.copy_(received)
+
+def _by_hook(hook: Hook, gpu_clock: GpuClock | None, one_at_a_time: bool) -> Reduce:
+    """Give buckets to a hook of DDP.
+
+    gloo runs what a hook starts in a callback when its first message is done, in an order that differs
+    between ranks; with two buckets in flight, ranks would mix them up. So a hook that may do that has
+    `one_at_a_time`.
+    """
+
+    def reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:
+        finish = _finisher(record, gpu_clock)
+        future = hook(bucket)
+        # After the last bucket DDP waits next. A callback would run on gloo's thread, which has to get the
+        # interpreter first.
+        if gpu_clock is None and (one_at_a_time or bucket.is_last()):
+            future.wait()
             finish()
-            return gradients
-
-        sum_ = work.get_future()
-        if gpu_clock is not None or not bucket.is_last():
-            return sum_.then(take)
-        # DDP would wait next. A callback would run on gloo's thread, which has to get the interpreter first.
-        sum_.wait()
-        mean: Future[torch.Tensor] = Future()
-        mean.set_result(take(sum_))
-        return mean
-
-    return reduce
-
-
-def _by_hook(hook: UsersHook, gpu_clock: GpuClock | None) -> Reduce:
-    def reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:
-        assert isinstance(bucket, dist.GradBucket), "the all-reduce of integers is another"
-        finish = _finisher(record, gpu_clock)
+            return future
 
         def take(done: Future[torch.Tensor]) -> torch.Tensor:
             finish()
             return done.value()
 
-        if gpu_clock is not None:
-            return hook(bucket).then(take)
-        # gloo runs what a hook starts in a callback when its first message is done, in an order that differs
-        # between ranks; with two buckets in flight, ranks would mix them up. So reduce one at a time.
-        future = hook(bucket)
-        future.wait()
-        finish()
-        return future
+        return future.then(take)
 
     return reduce
 
@@ -209,19 +229,3 @@ def _finisher(record: BucketRecord, gpu_clock: GpuClock | None) -> Callable[[], 
         record.read_gpu = gpu_clock.times(ready, ready, gpu_clock.mark())
 
     return finish_gpu
-
-
-def _scheduled(transport: Transport, algorithm: str, divisor: int) -> "Reduce | Worker":
-    schedule = build(algorithm, transport.rank, transport.hosts)
-    if transport.clock is not None:
-        return partial(transport.on_gpu(schedule).submit, divisor=divisor)
-    executor, timeline = transport.on_cpu(schedule), transport.timeline
-    members = Members(transport.group)
-
-    def all_reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> torch.Tensor:
-        what = f"the all-reduce ({algorithm}) of {record.label} in backward pass {timeline.num_passes}"
-        with members.named(what):
-            executor.run(bucket.buffer(), divisor)
-        return bucket.buffer()
-
-    return Worker(all_reduce, executor.close)

@@ -98,7 +98,7 @@ class Exchange:
         for number, bucket in enumerate(self.buckets):
             if bucket.owner == self._rank:
                 mean, flags = self._mean(number, bucket, pushed).split([bucket.numel, len(bucket.parameters)])
-                for (parameter, part), is_set in zip(bucket.parts(mean), self._are_set(flags), strict=True):
+                for (parameter, part), is_set in zip(bucket.parts(mean), self.are_set(flags), strict=True):
                     parameter.grad = part if is_set else None
         _wait(works)
         self.steps += 1
@@ -119,7 +119,8 @@ class Exchange:
             total += part
         return total.div_(len(parts))
 
-    def _are_set(self, flags: Tensor) -> list[bool]:
+    def are_set(self, flags: Tensor) -> list[bool]:
+        """Which of a bucket's parameters have a gradient, of the mean of all workers' flags."""
         return (flags != 0).tolist()
 
     @torch.no_grad()

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from trainer.comm.transport.bucket_layout import SUMMED_DTYPES
-from trainer.comm.transport.mailbox import reach
+from trainer.comm.executor import SUMMED_DTYPES
+from trainer.comm.shared_memory import reach
 from trainer.config import (
     AutoCommConfig,
     CommConfig,

@@ -56,9 +56,9 @@ class ParameterServer(Strategy):
             self.notes.append(hooks_per_rank_note(hooked, "parameter_server"))
         model = super().wrap(model, fill)
         broadcast_tensors([*model.parameters(), *model.buffers()], src=0)
-        self._exchange = self._connect([p for p in model.parameters() if p.requires_grad])
-        self.report = TrafficReport(self._exchange, self.servers, self.workers)
-        busiest = max(map(self._exchange.bytes_of, self.servers))
+        self.exchange = self.connect([p for p in model.parameters() if p.requires_grad])
+        self.report = TrafficReport(self.exchange, self.servers, self.workers)
+        busiest = max(map(self.exchange.bytes_of, self.servers))
         self.notes.append(
             f"parameter_server: {len(self.servers)} servers, {self.num_replicas} workers"
             + ("; every rank is both" if self.settings.servers == "all" else "")
@@ -66,21 +66,22 @@ class ParameterServer(Strategy):
         )
         return model
 
-    def _connect(self, trained: list[nn.Parameter]) -> Exchange:
+    def connect(self, trained: list[nn.Parameter]) -> Exchange:
+        """What moves gradients and values (a collective); planner/simulated.py has its own."""
         self._group = gloo_group(self.timeout_s)  # NCCL takes no tensors on the host
         bucket_bytes = int(self.settings.bucket_mb * 2**20)
         return Exchange(trained, self.servers, self.workers, self.dist.rank, self._group, bucket_bytes)
 
     def prepare(self, state: "TrainState") -> None:
         """Drop others' state of the optimizer, which a checkpoint gave to every rank."""
-        self._exchange.begin_counting()
-        own = set(self._exchange.owned.get(self.dist.rank, ()))
+        self.exchange.begin_counting()
+        own = set(self.exchange.owned.get(self.dist.rank, ()))
         for parameter in [p for p in state.optimizer.state if isinstance(p, Tensor) and p not in own]:
             del state.optimizer.state[parameter]
         if len(self.servers) > 1 and has_user_part(state.optimizer):
             self.notes.append("parameter_server: each server's optimizer sees the gradients of its own alone")
         # Right after the update: averages follow it, on all ranks.
-        state.optimizer.register_step_post_hook(lambda *_: self._exchange.pull())
+        state.optimizer.register_step_post_hook(lambda *_: self.exchange.pull())
 
     def share_buffers(self, model: nn.Module) -> None:
         """All have those of the first worker since its last pass."""
@@ -88,7 +89,7 @@ class ParameterServer(Strategy):
     def aggregate(self, model: nn.Module) -> None:
         # Servers have made no forward pass, and hold the buffers that a save and an evaluation use.
         broadcast_buffers(model, self.workers[0])
-        self._exchange.push()
+        self.exchange.push()
 
     def grad_norm(self, trained: "Trained") -> Tensor:
         # A rank that owns nothing has a norm of another dtype; the squares of doubles are added as such.
@@ -100,7 +101,7 @@ class ParameterServer(Strategy):
     def gathered(self, state: "TrainState") -> Iterator[None]:
         """Rank 0 has, meanwhile, each server's state of the optimizer, and the first worker's extra state."""
         of_optimizer, borrowed = state.optimizer.state, list[Tensor]()
-        for server, parameters in self._exchange.owned.items():
+        for server, parameters in self.exchange.owned.items():
             theirs = self._to_main(server, [of_optimizer.get(parameter) for parameter in parameters])
             for parameter, own in zip(parameters, theirs, strict=False):
                 if own is not None:
@@ -133,11 +134,11 @@ class TrafficReport(Report):
     """MB that each server received and sent, and ms in which each worker waited, in a mean step."""
 
     def __init__(self, exchange: Exchange, servers: Sequence[int], workers: Sequence[int]) -> None:
-        self._exchange, self._servers, self._workers = exchange, servers, workers
+        self.exchange, self._servers, self._workers = exchange, servers, workers
         self._counted = (0, 0, 0.0)  # steps, bytes and seconds, at the last call of `metrics`
 
     def metrics(self) -> dict[str, float]:
-        exchange, before = self._exchange, self._counted
+        exchange, before = self.exchange, self._counted
         self._counted = (exchange.steps, exchange.moved, exchange.waited_s)
         own = [now - then for now, then in zip(self._counted, before, strict=True)]
         means = [(moved / max(1, n), waited_s / max(1, n)) for n, moved, waited_s in gather_objects(own)]

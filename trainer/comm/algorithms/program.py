@@ -86,21 +86,10 @@ def _messages(schedule: Schedule, ops: Sequence[Op], segment: tuple[int, int]) -
             yield Move(op.kind, op.peer, begin, end)
 
 
-def chunks_in_flight(schedule: Schedule, width: int) -> int:
-    """Chunks of a rank needed to hold all those that a later visit reads.
-
-    A chunk sent at one visit is read at the next visit of its segment. So each segment in flight has the
-    chunks of at most one round, and no more than `width` segments are in the same round.
-    """
-    per_round = [{(op.begin, op.end) for op in ops if op.kind is Kind.SEND} for ops in schedule.rounds()]
-    if per_round and schedule.num_reduce_rounds < len(per_round):
-        per_round[schedule.num_reduce_rounds].add(schedule.owned)
-    sizes = [len(chunks) for chunks in per_round]
-    most = max(sizes, default=0)
-    return min(width * sum(sizes), IN_FLIGHT * most) + most
-
-
 def messages_in_flight(schedule: Schedule) -> int:
-    """Messages from a rank to one peer that the peer's later visits read; see `chunks_in_flight`."""
+    """Messages from a rank to one peer that the peer's later visits read.
+
+    A message is read at the next visit of its segment, so each segment in flight has those of one round.
+    """
     per_round = (Counter(op.peer for op in ops if op.kind is Kind.SEND) for ops in schedule.rounds())
     return IN_FLIGHT * max((max(peers.values(), default=0) for peers in per_round), default=0)

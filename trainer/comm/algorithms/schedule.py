@@ -1,10 +1,12 @@
 """An all-reduce as data: what one rank sends, receives, adds and copies, round by round.
 
 A schedule contains no tensors and no network. The executor runs it, the simulator proves it, the traffic
-counter and the cost model read it. Three rules make a family of schedules (one per rank) valid:
+counter and the cost model read it. Four rules make a family of schedules (one per rank) valid:
 
 - a message sent in round k is received in round k, so every rank's schedule has the same number of rounds;
 - a send reads the chunk as the rounds before left it;
+- a rank adds nothing to parts that it has sent, so that a message may be read where it stands, until the
+  finished sum comes;
 - one rank, the part's owner, computes the final sum of each part in one fixed order, and the others copy it,
   so that all ranks end with the same bits.
 """
@@ -90,11 +92,6 @@ class Schedule:
     def peers(self, *kinds: Kind) -> list[int]:
         """The ranks with which this one has moves of the given kinds, in order."""
         return sorted({op.peer for op in self._ops() if op.kind in kinds})
-
-    @property
-    def widest(self) -> int:
-        """Parts in the longest message."""
-        return max((op.end - op.begin for op in self._ops()), default=0)
 
     def _ops(self) -> Iterator[Op]:
         return (op for phase in (*self.reduce, *self.gather) for op in phase.ops)

@@ -20,8 +20,8 @@ def simulate(schedules: Sequence[Schedule]) -> None:
 
     Raises:
         ScheduleError: a message without its receive or the reverse (which would hang), a value added twice,
-            a sum copied twice, an incomplete sum, parts with two owners, or ranks that disagree on rounds
-            or parts.
+            or to what was sent, a sum copied twice, an incomplete sum, parts with two owners, or ranks that
+            disagree on rounds or parts.
     """
     shapes = {(s.parts, s.num_reduce_rounds, s.num_rounds) for s in schedules}
     if len(shapes) != 1:
@@ -29,11 +29,12 @@ def simulate(schedules: Sequence[Schedule]) -> None:
     parts, num_reduce_rounds, _ = shapes.pop()
     everyone = (1 << len(schedules)) - 1
     held = [[1 << rank] * parts for rank in range(len(schedules))]  # bit sets of ranks, by rank and part
+    sent: list[set[int]] = [set() for _ in schedules]  # parts, by rank
 
     if num_reduce_rounds == 0:
         _check_owners(schedules, held, everyone)
     for number, ops in enumerate(zip_longest(*(s.rounds() for s in schedules), fillvalue=())):
-        _run_round(number, ops, held, everyone)
+        _run_round(number, ops, held, sent, everyone)
         if number + 1 == num_reduce_rounds:
             _check_owners(schedules, held, everyone)
     for rank, sums in enumerate(held):
@@ -44,13 +45,16 @@ def simulate(schedules: Sequence[Schedule]) -> None:
                 )
 
 
-def _run_round(number: int, ops: Sequence[Sequence[Op]], held: list[list[int]], everyone: int) -> None:
+def _run_round(
+    number: int, ops: Sequence[Sequence[Op]], held: list[list[int]], sent: list[set[int]], everyone: int
+) -> None:
     in_flight: dict[tuple[int, int], list[tuple[Op, list[int]]]] = {}
     for rank, rank_ops in enumerate(ops):
         for op in rank_ops:
             if op.kind is Kind.SEND:
                 message = (op, held[rank][op.begin : op.end])
                 in_flight.setdefault((rank, op.peer), []).append(message)
+                sent[rank].update(range(op.begin, op.end))
     for rank, rank_ops in enumerate(ops):
         for op in rank_ops:
             if op.kind is Kind.SEND:
@@ -59,9 +63,11 @@ def _run_round(number: int, ops: Sequence[Sequence[Op]], held: list[list[int]], 
             queue = in_flight.get((op.peer, rank), [])
             if not queue:
                 raise ScheduleError(f"{where}: it would wait forever, since nothing is sent")
-            sent, values = queue.pop(0)
-            if (sent.begin, sent.end) != (op.begin, op.end):
-                raise ScheduleError(f"{where}: parts [{sent.begin}, {sent.end}) are sent instead")
+            send, values = queue.pop(0)
+            if (send.begin, send.end) != (op.begin, op.end):
+                raise ScheduleError(f"{where}: parts [{send.begin}, {send.end}) are sent instead")
+            if op.kind is Kind.ADD and not sent[rank].isdisjoint(range(op.begin, op.end)):
+                raise ScheduleError(f"{where}: adds to what it has sent, which may not have been read")
             for part, ranks in zip(range(op.begin, op.end), values, strict=True):
                 if op.kind is Kind.ADD and held[rank][part] & ranks:
                     twice = _names(held[rank][part] & ranks)

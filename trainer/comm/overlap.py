@@ -1,4 +1,4 @@
-"""A thread that moves buckets one after another during the backward pass; the caller may move the last."""
+"""What moves buckets during the backward pass: a thread on CPUs, a stream on a GPU."""
 
 import threading
 import time
@@ -9,24 +9,58 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from trainer.comm.timeline import BucketRecord
+from trainer.comm.timeline import BucketRecord, GpuClock
+
+AllReduce = Callable[[Any, BucketRecord], torch.Tensor]
+"""Takes a bucket as submitted; returns its mean over all ranks."""
 
 Task = tuple[Any, BucketRecord, Future[torch.Tensor]]
 
 
+class SideStream:
+    """Queues the all-reduce of each bucket on a stream beside the backward pass; the host waits for nothing.
+
+    The backward pass may reuse a bucket's memory when the gradients have been read, so the bucket is recorded
+    as used by the stream.
+    """
+
+    def __init__(self, all_reduce: AllReduce, clock: GpuClock) -> None:
+        self.error: Exception | None = None
+        self._all_reduce, self._clock = all_reduce, clock
+        self._stream = torch.cuda.Stream(clock.device)
+
+    def submit(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
+        """Queue the all-reduce behind the work now on the current stream.
+
+        Whoever waits for the Future has its stream wait for the side stream.
+        """
+        future: Future[torch.Tensor] = Future(devices=[self._clock.device])
+        ready = self._clock.mark()
+        self._stream.wait_event(ready)
+        bucket.buffer().record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            start = self._clock.mark()
+            mean = self._all_reduce(bucket, record)
+            record.read_gpu = self._clock.times(ready, start, self._clock.mark())
+            future.set_result(mean)  # records the current stream
+        return future
+
+    def close(self) -> None:
+        """NCCL's group ends what is queued."""
+
+
 class Worker:
-    """Processes buckets in the given order and answers each with a Future.
+    """A thread that processes buckets in the given order and answers each with a Future.
 
     After one failure every later bucket fails with the same error: its peers are no longer in step.
 
     Args:
-        all_reduce: takes a bucket as submitted; returns its mean over all ranks.
         release: called at the end, after the last `all_reduce`.
     """
 
     def __init__(
         self,
-        all_reduce: Callable[[Any, BucketRecord], torch.Tensor],
+        all_reduce: AllReduce,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         self.error: Exception | None = None

@@ -1,1 +1,0 @@
-"""Runs schedules on real tensors: over shared memory, gloo or NCCL."""
