@@ -5,8 +5,9 @@ queued and the host goes on. On CPUs the calling thread waits.
 
 Why no rank waits forever. All ranks process the buckets in one order and the visits of a bucket in one order,
 at each visit first the receives, then the sends. A message sent at one visit is received at the next visit of
-its segment, and a rank waits for nothing but such messages, sent at an earlier visit. So each wait is for something earlier in that order, and waits cannot form a cycle, at any number of ranks,
-buckets and segments. Shared memory adds two waits: see shared_memory.py.
+its segment, and a rank waits for nothing but such messages, sent at an earlier visit. So each wait is for
+something earlier in that order, and waits cannot form a cycle, at any number of ranks, buckets and segments.
+Shared memory adds two waits: see shared_memory.py.
 
 Two conventions keep messages apart. A group has one user, and the messages of a pair of ranks arrive in the
 order in which they were sent. A chunk is sent from the bucket itself and a finished sum is received in it,
