@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ class PlainStream(IterableDataset[Any]):
 def _rates(path: str, block_size: int, numbers_of_workers: Sequence[int]) -> None:
     folder = Path(path).parent
     (folder / "train.bin").symlink_to(path)
-    kinds: dict[str, tuple[type, Callable[[int], Iterator[Any]], Callable[[], Any], bool]] = {
+    kinds: dict[str, tuple[type, Callable[[int], Iterable[Any]], Callable[[], Any], bool]] = {
         "tokens": (
             np.uint16,
             lambda workers: _loader(
@@ -164,12 +164,12 @@ def _in_a_process(make: Callable[[], Iterator[Any]], num_batches: int = 1500) ->
     return windows / (many[0] - few[0]), windows / (many[1] - few[1])
 
 
-def _used(make: Callable[[], Iterator[Any]], num_batches: int) -> tuple[float, float]:
+def _used(make: Callable[[], Iterable[Any]], num_batches: int) -> tuple[float, float]:
     """Seconds, and seconds of processor time, of a process that takes so many batches, and of its workers."""
 
     def take() -> None:
         torch.set_num_threads(1)
-        batches = make()
+        batches = iter(make())
         for _ in range(num_batches):
             next(batches)
 
@@ -198,10 +198,10 @@ def _limit(path: str, dtype: type, block_size: int) -> float:
 
 def _time(make: Callable[[], Any], num_batches: int) -> float:
     batches = make().epoch(0)
-    next(batches)
+    batches.take()
     began = time.perf_counter()
     for _ in range(num_batches):
-        next(batches)
+        batches.take()
     return time.perf_counter() - began
 
 
@@ -209,12 +209,12 @@ def _resumes(path: str, block_size: int) -> None:
     writer = _loader(TextStream("train", path, block_size))
     batches, num_batches = writer.epoch(0), 2000
     for _ in range(num_batches):
-        next(batches)
+        batches.take()
     for name, states in (("from its state", [writer.state_dict()]), ("by reading again", [])):
         loader = _loader(TextStream("train", path, block_size))
         loader.resume(states)
         began = time.perf_counter()
-        next(loader.epoch(0, num_batches * GLOBAL_BATCH))
+        loader.epoch(0, num_batches * GLOBAL_BATCH).take()
         seconds = time.perf_counter() - began
         print(f"resume     {name}, at sample {num_batches * GLOBAL_BATCH:,}: {seconds:.2f} s")
 

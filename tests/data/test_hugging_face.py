@@ -46,7 +46,7 @@ def test_rows_are_read_once_in_one_order_resumed_or_not(options: dict, sharded: 
     writers = [loader(2, rank) for rank in (0, 1)]
     for writer in writers:
         batches = writer.epoch(1)
-        next(batches), next(batches)
+        batches.take(), batches.take()
     for workers in (0, 2):
         readers = [loader(2, rank, workers) for rank in (0, 1)]
         for reader in readers:

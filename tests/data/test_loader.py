@@ -91,7 +91,7 @@ def test_augmentation_does_not_depend_on_the_world_size_nor_on_a_resume() -> Non
 def test_an_epoch_left_half_way_does_not_show_in_the_next(workers: int) -> None:
     loader, fresh = (train_loader(Noisy(), 4, num_workers=workers) for _ in range(2))
     left = loader.epoch(0)
-    next(left)
+    left.take()
     assert torch.equal(torch.stack(epoch(loader, 1)), torch.stack(epoch(fresh, 1)))
 
 
@@ -254,8 +254,8 @@ def test_an_empty_evaluation_set_is_refused() -> None:
 def started_workers() -> Iterator[Any]:
     """The rest of an epoch of ten batches after the first from each of the two workers."""
     batches = train_loader(Noisy(80), 8, num_workers=2).epoch(0)
-    next(batches)
-    next(batches)
+    batches.take()
+    batches.take()
     return batches
 
 
@@ -310,7 +310,7 @@ def _told_of_a_worker(report: Path, is_killed: bool) -> None:
     if is_killed:
         _once_workers_live(1, lambda: os.kill(active_children()[0].pid, signal.SIGKILL))
     try:
-        next(batches)
+        batches.take()
     except RuntimeError as error:
         report.write_text(str(error))
         for worker in active_children():
@@ -340,7 +340,7 @@ def _abandoned_workers(pids: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     _once_workers_live(2, die)
-    next(train_loader(Stuck(), 8, num_workers=2).epoch(0))
+    train_loader(Stuck(), 8, num_workers=2).epoch(0).take()
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_a_state_spares_the_reading_of_what_came_before(workers: int, sharded: b
         writer = loader(2, rank, Stateful())
         batches = writer.epoch(0)
         for _ in range(3):
-            next(batches)
+            batches.take()
         saved.append(writer.state_dict())
     for world in (1, 4):
         streams = [Stateful() for _ in range(world)]
@@ -101,7 +101,7 @@ def test_more_says_whether_another_step_follows() -> None:
     """7 samples on two ranks in batches of 2: rank 0 alone has a fourth sample."""
     for rank, left in ((0, [True, True, True, False]), (1, [True, True, False])):
         batches = train_loader(Numbers(num_samples=7), 2, 2, rank).epoch(0)
-        assert ids(batches.ahead()[0]) == ids(next(batches)) == [rank]
+        assert ids(batches.ahead()[0]) == ids(batches.take()[0]) == [rank]
         found = [batches.data_left]
         for _ in batches:
             found.append(batches.data_left)
@@ -145,7 +145,7 @@ def test_settings_that_do_not_fit_the_kind_of_data_are_refused() -> None:
         list(eval_loader(Numbers(num_samples=0), 8))
     other = train_loader(Stateful(), 8, sharded=True)
     batches = other.epoch(0)
-    next(batches)
+    batches.take()
     with pytest.raises(
         UserError, match="read as 4 shards when the checkpoint was saved, and is now read as 1"
     ):

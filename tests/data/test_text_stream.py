@@ -93,7 +93,7 @@ def test_ranks_resumed_read_what_one_would_have(folder: Path, sharded: bool) -> 
     writer = loader(1, 0)
     batches = writer.epoch(2)
     for _ in range(7):
-        next(batches)
+        batches.take()
     for world, workers in ((2, 0), (4, 1)):
         readers = [loader(world, rank, workers) for rank in range(world)]
         for reader in readers:
@@ -115,7 +115,7 @@ def _peak_mib(path: Path) -> float:
     loader = train_loader(TextStream("train", str(path), 1024), 32, sharded=True)
     batches = loader.epoch(0)
     for _ in range(200):
-        next(batches)
+        batches.take()
     state = loader.state_dict()
     far = {
         shard: (2**20, {"file": 0, "offset": there[1]["offset"] + 2**28, "tokens": 0})
@@ -125,7 +125,7 @@ def _peak_mib(path: Path) -> float:
     again.resume([{**state, "shards": far}])
     batches = again.epoch(0, 2**24)
     for _ in range(50):
-        next(batches)
+        batches.take()
     list(eval_loader(TextStream("eval", str(path), 1024), 32))
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
@@ -161,8 +161,8 @@ def test_generators_are_seeded_for_what_draws(kind: type[TextStream], collate: C
         torch.manual_seed(seed)
         before = torch.get_rng_state()
         batches = train_loader(kind("train", str(folder), 8), 4, collate=collate).epoch(0)
-        found.append([next(batches)[0] for _ in range(5)])
+        found.append([batches.take()[0][0] for _ in range(5)])
         assert torch.equal(torch.get_rng_state(), before)
     assert all(map(torch.equal, *found))
     plain = train_loader(TextStream("train", str(folder), 8), 4).epoch(0)
-    assert not all(torch.equal(rows, next(plain)[0]) for rows in found[0])
+    assert not all(torch.equal(rows, plain.take()[0][0]) for rows in found[0])

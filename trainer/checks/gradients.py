@@ -48,7 +48,7 @@ class GradientCheck:
         self._buffers = buffers
         if dist.device.type == "cuda":
             self._stream, self._done = torch.cuda.Stream(dist.device), torch.cuda.Event()
-            self._on_host = torch.zeros((), pin_memory=True)
+            self._on_host = torch.zeros((), dtype=torch.float64, pin_memory=True)
 
     def begin_step(self) -> None:
         """Called before the first forward pass of each step."""
@@ -78,19 +78,18 @@ class GradientCheck:
             yield True
             return
         optimizer: Any = state.optimizer
-        flag = (~norm.isfinite()).float()
-        read = self._reader(flag)
-        if self._may_skip or not flag.is_cuda or not _is_read_by(optimizer, flag):
-            if is_bad := read():
+        read = self._reader(norm)
+        if self._may_skip or not norm.is_cuda or not _is_read_by(optimizer, norm.device):
+            if is_bad := not math.isfinite(read()):
                 self._leave_out(self._error(step, state, losses), step, state.progress)
             yield not is_bad
             return
         # Kept for the message, since the update frees them.
         held = [(own, own.grad) for own in state.trained.own.values()]
-        optimizer.found_inf, optimizer.grad_scale = flag, None
+        optimizer.found_inf, optimizer.grad_scale = (~norm.isfinite()).float(), None
         yield True
         del optimizer.found_inf, optimizer.grad_scale
-        if read():
+        if not math.isfinite(read()):
             for own, gradient in held:
                 own.grad = gradient
             raise self._error(step, state, losses)
@@ -107,19 +106,19 @@ class GradientCheck:
                 *(step, progress.skipped_in_a_row + 1, self._may_skip, error),
             )
 
-    def _reader(self, flag: Tensor) -> Callable[[], bool]:
-        """A function that reads the flag on the host, without waiting for later work of a GPU."""
-        if not flag.is_cuda:
-            return lambda: bool(flag)
+    def _reader(self, norm: Tensor) -> Callable[[], float]:
+        """A function that returns the norm on the host, without waiting for later work of a GPU."""
+        if not norm.is_cuda:
+            return norm.item
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._on_host.copy_(flag, non_blocking=True)
+            self._on_host.copy_(norm, non_blocking=True)
             self._done.record()
-        flag.record_stream(self._stream)
+        norm.record_stream(self._stream)
 
-        def read() -> bool:
+        def read() -> float:
             self._done.synchronize()
-            return bool(self._on_host)
+            return self._on_host.item()
 
         return read
 
@@ -154,13 +153,13 @@ class GradientCheck:
         )
 
 
-def _is_read_by(optimizer: Any, flag: Tensor) -> bool:
-    """Whether a fused step of `optimizer` reads the flag on the device; torch has no public check."""
+def _is_read_by(optimizer: Any, device: torch.device) -> bool:
+    """Whether a fused step of `optimizer` reads the flag on `device`; torch has no public check."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     # Also without gradients: all ranks look at the same time, a parameter server's workers, too.
     return all(
-        p.grad.device == flag.device
+        p.grad.device == device
         for group in optimizer.param_groups
         for p in group["params"]
         if p.grad is not None

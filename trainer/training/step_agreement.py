@@ -64,10 +64,8 @@ class StepAgreement:
         numbers: list[tuple[float, ...]] = [(math.fsum(label_counts), *asks)]
         if self._order.by_leaves:  # a sum of fractions would round
             numbers = [(0, *asks), *((count, 0, 0, 0) for count in label_counts)]
-        self._agreed, self._sums = (
-            None,
-            self._order.sum_of(torch.tensor(numbers, dtype=torch.float64).unbind()),
-        )
+        self._agreed = None
+        self._sums = self._order.sum_of([torch.tensor(row, dtype=torch.float64) for row in numbers])
         if not self._on_gpu:
             self._work = dist.all_reduce(self._sums, async_op=True)
             return

@@ -1,7 +1,7 @@
 """The contract of data loaders, which live for the whole run; loaders.py has them."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ class Share:
     mirrors: bool = False
 
 
-class Batches(Iterator[Any]):
+class Batches(Iterable[Any]):
     """The rest of an epoch: micro-batches that make up whole steps.
 
     Attributes:
@@ -46,9 +46,14 @@ class Batches(Iterator[Any]):
     def ahead(self) -> list[Any]:
         """The micro-batches of the next step, read now and kept. Called between steps."""
 
+    @abstractmethod
     def take(self) -> list[Any]:
         """The micro-batches of the next step; none if this rank's share of it has none."""
-        return [next(self) for _ in range(self.accumulation)]
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches one by one, taken a step at a time."""
+        while self.data_left and (step := self.take()):
+            yield from step
 
 
 class TrainLoader(Protocol):

@@ -7,7 +7,6 @@ it is.
 import copy
 import itertools
 import logging
-from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -220,7 +219,7 @@ class _Steps(Batches):
     """The answers of a reader, as many to a step as it has micro-batches.
 
     Attributes:
-        position: of a stream, after the micro-batches returned so far.
+        position: of a stream, after the micro-batches taken so far.
     """
 
     def __init__(
@@ -232,8 +231,7 @@ class _Steps(Batches):
     ) -> None:
         """``left``: how many micro-batches follow; None: only the next step itself tells, as of a stream."""
         self._answers, self.accumulation, self._left, self.position = answers, accumulation, left, position
-        self._now: deque[Any] = deque()
-        self._next: deque[Any] = deque()
+        self._next: list[Any] = []
 
     @property
     def data_left(self) -> bool:  # type: ignore[override]
@@ -242,23 +240,20 @@ class _Steps(Batches):
 
     def ahead(self) -> list[Any]:
         if not self._next:
-            self._next.extend(itertools.islice(self._answers, self.accumulation))
+            self._next = list(itertools.islice(self._answers, self.accumulation))
         return [batch for batch, _ in self._next]
 
-    def __next__(self) -> Any:
-        if not self._now and self.data_left:
-            self.ahead()
-            self._now, self._next = self._next, deque()
-        if not self._now:
-            raise StopIteration
-        batch, shards = self._now.popleft()
-        if shards:
-            self.position = self.position.moved_on(shards)
+    def take(self) -> list[Any]:
+        batches = self.ahead()
+        read, self._next = self._next, []
+        for _, shards in read:
+            if shards:
+                self.position = self.position.moved_on(shards)
         if self._left is not None:
-            self._left -= 1
-        elif not self._now:
+            self._left -= len(read)
+        else:
             self.ahead()  # while it is known that this rank waits for data
-        return batch
+        return batches
 
 
 def _batches_of(
