@@ -134,10 +134,11 @@ class SharedMemory:
             arrived[_READ] += read.count(_READ)
         arrived[what] -= 1
 
-    def _lost(self, peer: int, error: OSError) -> RuntimeError:
+    def _lost(self, peer: int, error: OSError) -> dist.DistNetworkError:
+        """An error that another rank may have caused: the watch looks for the rank that has."""
         if isinstance(error, BlockingIOError):  # the deadline of the socket
-            return RuntimeError(f"rank {peer} of the model did not answer within {self._timeout_s:g} s")
-        return RuntimeError(f"rank {peer} of the model is gone: {error.strerror or error}")
+            return dist.DistNetworkError(f"rank {peer} did not answer within {self._timeout_s:g} s")
+        return dist.DistNetworkError(f"rank {peer} is gone: {error.strerror or error}")
 
     def _connected(
         self, rank: int, addresses: Sequence[bytes], listener: socket.socket
