@@ -109,8 +109,6 @@ def _print(tokens: Iterator[int], prompt: Sequence[int], tokenizer: Any, cache: 
 
     Invalid UTF-8 is shown as U+FFFD, also a character that the end cuts in two.
     """
-    # Characters outside the terminal's encoding are escaped: \\u00e9.
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     text = codecs.getincrementaldecoder("utf-8")(errors="replace")
     began = time.perf_counter()
     at_s = []

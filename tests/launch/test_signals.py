@@ -40,6 +40,18 @@ def test_a_signal_sets_the_flag_and_its_echo_does_no_harm() -> None:
     assert run_ranks(_raise_flags, 1, init=False) == [[]]
 
 
+def _ignore(number: signal.Signals) -> bool:
+    signal.signal(number, signal.SIG_IGN)
+    with StopRequest() as request, signals.stop_signals_to(lambda _: None):
+        os.kill(os.getpid(), number)
+        return request.is_set or signal.getsignal(number) is not signal.SIG_IGN
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_arrives_ignored_stays_ignored(number: signal.Signals) -> None:
+    assert run_ranks(_ignore, 1, number, init=False) == [False]
+
+
 def _ask_twice() -> None:
     with StopRequest():
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,5 +1,6 @@
 """Starts this program in a new process and session, which ends with the process that started it."""
 
+import io
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import UserError
 from trainer.launch.place import TELLING, Place
 from trainer.launch.signals import signal_at_parents_death
 
@@ -73,6 +75,28 @@ def die_with_parent() -> None:
         signal_at_parents_death()
         if os.getppid() != int(parent):  # it ended before the call above
             os._exit(1)
+
+
+def take_streams() -> None:
+    """Make the standard streams usable however they arrive.
+
+    A closed one (`>&-`, some daemons) becomes the null device: the next file would get its number, and with
+    that all that is printed. What an ASCII terminal has no letter for is escaped.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so this stream's
+            os.set_inheritable(descriptor, descriptor == number)
+            setattr(sys, name, os.fdopen(descriptor, "w" if number else "r", encoding="utf-8"))
+        elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    for word in sys.argv:
+        if any("\udc80" <= letter <= "\udcff" for letter in word):
+            raise UserError(
+                f"{word.encode(errors='surrogateescape').decode(errors='backslashreplace')} is not "
+                f"{sys.getfilesystemencoding()}, the encoding of this locale; set PYTHONUTF8=1, or "
+                "LC_ALL=C.UTF-8"
+            )
 
 
 def extend_path() -> None:

@@ -116,8 +116,9 @@ def _print(pipe: IO[bytes], out: IO[str], rank: int) -> None:
     prefix = f"[rank {rank}] " if rank else ""
     for line in pipe:
         text = line.decode(errors="replace")
-        out.write(text if text.startswith(prefix) else prefix + text)
-        out.flush()
+        with contextlib.suppress(OSError):  # without a reader go on: a full pipe would stop the rank
+            out.write(text if text.startswith(prefix) else prefix + text)
+            out.flush()
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:

@@ -12,6 +12,12 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
+
+def not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """Those of `numbers` that nobody ignores: nohup ignores SIGHUP, a shell SIGINT for a job behind `&`."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 # A separate signal for the death of the launcher, sent by nothing else: a launcher that first passes SIGTERM
 # on and then dies has asked only once.
@@ -26,8 +32,9 @@ class StopRequest:
     launcher, if there is one; a second signal ends the process.
 
     The flag is local to this process: ranks agree on it in each step, by `StepAgreement`. Enter it in the
-    main thread, since Python delivers signals there. A handler only runs between two bytecodes, so a rank
-    that waits inside a collective answers when the collective returns.
+    main thread, since Python delivers signals there. A signal that arrives ignored, as SIGHUP under nohup,
+    stays ignored. A handler only runs between two bytecodes, so a rank that waits inside a collective answers
+    when the collective returns.
 
     Args:
         launched: by a process that this one must not outlive, such as torchrun's agent.
@@ -44,7 +51,8 @@ class StopRequest:
         return self.signal is not None
 
     def __enter__(self) -> "StopRequest":
-        self._previous = {int(number): signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        heard = not_ignored(STOP_SIGNALS)
+        self._previous = {int(number): signal.signal(number, self._on_signal) for number in heard}
         if self._launched:
             self._previous[_LAUNCHER_DIED] = signal.signal(_LAUNCHER_DIED, self._on_death)
             signal_at_parents_death(_LAUNCHER_DIED)
@@ -87,12 +95,13 @@ def stop_signals_to(
 ) -> Iterator[None]:
     """Call `act` with each of `numbers`, signals that ask for a stop, while the ``with`` block runs.
 
-    Does nothing outside the main thread, the only one to which Python delivers signals.
+    Those that arrive ignored stay ignored. Does nothing outside the main thread, the only one to which Python
+    delivers signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, lambda got, _: act(got)) for number in numbers}
+    previous = {number: signal.signal(number, lambda got, _: act(got)) for number in not_ignored(numbers)}
     try:
         yield
     finally:

@@ -159,7 +159,7 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
     It ends with the process, in any way and, unlike flock's, is not inherited by forked data workers,
     which might outlive it. NFS supports it too.
     """
-    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if _lock(descriptor, path, wait_s):
             owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%F %T}"}
