@@ -4,6 +4,7 @@ This file does not import torch: the launcher starts fast, and each rank is a fr
 that has used CUDA can launch too.
 """
 
+import contextlib
 import signal
 import socket
 import subprocess
