@@ -223,3 +223,27 @@ def test_savers_at_a_fault_take_turns(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(store_module, "_TURN_S", 0.1)  # the other may be stopped
     with Store(tmp_path, "run").turn(), Store(tmp_path, "run").turn():
         pass
+
+
+def test_a_save_parses_no_kept_manifest_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of this process, those of one before once; a manifest that has changed is read anew."""
+    parsed: list[str] = []
+
+    def counted(directory: Path) -> Manifest:
+        parsed.append(directory.name)
+        return read_manifest(directory)
+
+    monkeypatch.setattr("trainer.checkpoint.store.read_manifest", counted)
+    before = Store(tmp_path, "one")
+    for step in (1, 2, 3):
+        _save(before, step)
+        before.prune(Retention(last=3))
+    assert parsed == []
+    store = Store(tmp_path, "one")
+    for step in (4, 5):
+        _save(store, step)
+        store.prune(Retention(last=3))
+    assert sorted(parsed) == ["step_00000001", "step_00000002", "step_00000003"]
+    file = tmp_path / "step_00000005" / "manifest.json"
+    file.write_text(file.read_text().replace('"step": 5', '"step": 6'))
+    assert [manifest.step for manifest in store.own().values()] == [4, 3]

@@ -42,6 +42,10 @@ class Listing(Generic[P]):
         self.root: P = root
         self.run_id = run_id
 
+    def manifest(self, path: P) -> Manifest:
+        """That of the checkpoint at ``path``; raises as `read_manifest`."""
+        return read_manifest(path)
+
     def directories(self) -> list[P]:
         """Every ``step_N`` directory that is not a link, lowest step first; of any run.
 
@@ -82,7 +86,7 @@ class Listing(Generic[P]):
         """
         for path in self.directories():
             try:
-                manifest = read_manifest(path)
+                manifest = self.manifest(path)
             except UnreachableError:
                 raise
             except UserError:
@@ -106,7 +110,7 @@ class Listing(Generic[P]):
         found = []
         for path in self.directories():
             with contextlib.suppress(UserError):
-                if read_manifest(path).run_id != self.run_id:
+                if self.manifest(path).run_id != self.run_id:
                     found.append(path)
         return found
 
