@@ -23,6 +23,7 @@ from trainer.build import (
     wrap_model,
 )
 from trainer.checkpoint import Checkpointer, saved_settings_of
+from trainer.checks.frozen import Frozen
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
@@ -42,7 +43,7 @@ from trainer.loggers import RunLog
 from trainer.loop import fit
 from trainer.meta_init import initial_model
 from trainer.optim.early_end import EarlyEnd
-from trainer.optim.param_groups import Frozen, build_optimizer, freeze
+from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.progress import planned_steps
 from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule
 from trainer.optim.train_state import Progress, TrainState

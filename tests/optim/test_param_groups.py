@@ -15,7 +15,6 @@ from trainer.config import load
 from trainer.errors import UserError
 from trainer.loop import fit
 from trainer.optim.param_groups import (
-    Frozen,
     build_optimizer,
     freeze,
     keep_frozen_statistics,
@@ -321,49 +320,3 @@ def test_groups_and_frozen_parameters_under_each_strategy(tmp_path: Path) -> Non
     for strategy in ("ddp", "fsdp"):
         for name, value in ends[strategy].items():
             torch.testing.assert_close(value, ends["single"][name], rtol=1e-4, atol=1e-5)
-
-
-class Thaws(nn.Module):
-    """Digits; a layer that is frozen, and that the third pass thaws on request."""
-
-    def __init__(self, thaws: bool) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(64, 32).requires_grad_(False), nn.Linear(32, 10)
-        self.thaws, self.passes = thaws, 0
-
-    def forward(self, images: Tensor) -> Tensor:
-        self.passes += 1
-        self.layer.requires_grad_(self.thaws and self.passes >= 3)
-        return self.head(torch.tanh(self.layer(images.flatten(1))))
-
-
-def _thawing(root: str) -> list[str]:
-    """The hashes of a model without and with a thawed layer."""
-    options = ("logger=jsonl", "optim=sgd", "train.max_steps=6", "train.clip_grad_norm=0.01")
-    options += ("model._target_=tests.optim.test_param_groups.Thaws", "train.eval_every_epochs=0")
-    options += ("~model.input_shape", "~model.hidden", "~model.num_classes", "data=digits")
-    return [
-        runs.train(*options, f"+model.thaws={thaws}", f"run_dir={root}/{thaws}")["param_sha256"]
-        for thaws in (False, True)
-    ]
-
-
-@pytest.mark.slow
-def test_what_is_thawed_in_mid_run_leaves_the_rest_alone(tmp_path: Path) -> None:
-    frozen, thawed = run_ranks(_thawing, 2, str(tmp_path), init=False)[0]
-    assert frozen == thawed
-
-
-def test_what_is_thawed_or_frozen_in_mid_run_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = Thaws(thaws=True)
-    begun = Frozen(model)
-    for _ in range(4):
-        model(torch.ones(2, 64)).sum().backward()
-        begun.drop_gradients()
-        assert model.layer.weight.grad is None
-    model.head.requires_grad_(False)
-    for _ in range(2):
-        begun.drop_gradients()
-    thawed, frozen = (record.getMessage() for record in caplog.records)
-    assert thawed.startswith("layer.weight (and 1 more) was frozen when the run began and now requires a gr")
-    assert frozen.startswith("head.weight (and 1 more) was trained when the run began and now requires no gr")

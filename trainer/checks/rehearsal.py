@@ -22,7 +22,7 @@ from trainer.distributed.agreement import gather_objects
 from trainer.distributed.seeding import generators_kept, seed_micro_batch
 from trainer.errors import UserError, first_few
 from trainer.fingerprint import Trace
-from trainer.local_shard import is_dtensor, to_local
+from trainer.local_shard import to_local
 from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_rank_note, not_all
 from trainer.tasks.base import refuse_own_parameters
 from trainer.tasks.label_counts import described, label_count, loss_of
@@ -49,9 +49,8 @@ def rehearse(run: "Run", micro_batches: Sequence[Any]) -> None:
     own = micro_batches if is_exact else micro_batches[:1]
     model, heartbeat = run.state.model, run.dist.heartbeat
     heartbeat.step = run.state.progress.step + 1
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained, is_sharded = run.state.trained.whole, run.state.trained.is_sharded
     hooked = hooked_parameters(model)
-    is_sharded = any(map(is_dtensor, trained.values()))
     gathered = GatheredParameters(model) if is_sharded else None
     weights = {} if is_sharded else bit_sums(model.named_parameters())
     trace = Trace(model)

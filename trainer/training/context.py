@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trainer.checkpoint import Checkpointer
+from trainer.checks.frozen import Frozen
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
@@ -15,7 +16,6 @@ from trainer.faults.gate import Gate
 from trainer.inference.evaluation import ModelContext
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
-from trainer.optim.param_groups import Frozen
 from trainer.optim.train_state import TrainState
 from trainer.training.meter import Meter
 from trainer.training.profiler import Profile
