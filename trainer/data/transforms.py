@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer.data.loading.collation import name_of
-from trainer.data.loading.reader import generators_kept, sample_of
+from trainer.data.loading.reader import cpu_generators_kept, sample_of
 from trainer.errors import UserError
 from trainer.nested import leaves
 
@@ -47,7 +47,7 @@ class Transformed(Dataset[Any]):
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of the first tensor in a transformed sample."""
-        with generators_kept():
+        with cpu_generators_kept():
             values = leaves(self[0])
         shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
         if not shapes:

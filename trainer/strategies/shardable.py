@@ -104,12 +104,12 @@ def refuse_max_norm(
             )
 
 
-def refuse_scripted(model: nn.Module, strategy: str) -> None:
+def refuse_scripted(model: nn.Module) -> None:
     """Raise UserError, by name, for a module that takes no forward hook."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UserError(
-                f"{strategy} needs a hook on {name or 'the model'}, a ScriptModule, which takes none; use "
+                f"strategy=fsdp needs a hook on {name or 'the model'}, a ScriptModule, which takes none; use "
                 "strategy=ddp"
             )
 
@@ -118,7 +118,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
     """Raise UserError, by name, for parameters that fully_shard would refuse later or less clearly."""
     refuse_several_devices(model, "strategy=fsdp")
     refuse_max_norm(model, "strategy=fsdp")
-    refuse_scripted(model, "strategy=fsdp")
+    refuse_scripted(model)
     refuse_shared_memory(model, "strategy=fsdp")
     reasons = {
         "no dimension; give them one, of size 1": lambda parameter: parameter.ndim == 0,

@@ -174,7 +174,7 @@ class TrainReader(IndexReader):
                 fetched = self.dataset.__getitems__(indices)
             batch = collated_batch(fetched, self.dataset, indices, self.collate)
         else:
-            with generators_kept():
+            with cpu_generators_kept():
                 samples = [self._read_or_next(epoch, index) for index in indices]
                 batch = collated(samples, self.dataset, indices, self.collate)
         return self.to_train_on(batch, request), {}
@@ -195,7 +195,7 @@ class EvalReader(IndexReader):
             self.heartbeat.read(indices[0])
             fetched = self.dataset.__getitems__(indices)
             return collated_batch(fetched, self.dataset, indices, self.collate), asked
-        with generators_kept():
+        with cpu_generators_kept():
             read = [(index, sample) for index in asked if (sample := self._read(0, index)) is not None]
             samples = [sample for _, sample in read] or [self._read_or_next(0, 0)]
             return collated(samples, self.dataset, indices, self.collate), [index for index, _ in read]
@@ -236,7 +236,7 @@ def seed_generators(seed: int, epoch: int, index: int) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
+def cpu_generators_kept() -> Iterator[None]:
     """Restore the three generators afterwards. Costs 0.1 ms, so use it once a batch, not for each sample."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from trainer.data.loading.base import Share
 from trainer.data.loading.collation import collated
-from trainer.data.loading.reader import BROKEN_DATA, Reader, Request, generators_kept, seed_generators
+from trainer.data.loading.reader import BROKEN_DATA, Reader, Request, cpu_generators_kept, seed_generators
 from trainer.data.stream import has_state
 from trainer.errors import UserError
 
@@ -129,7 +129,7 @@ class StreamReader(Reader):
     def _answer(self, request: Request) -> Any:
         if request.reading != self._reading:
             self._reading, self._cursors = request.reading, {}
-        with generators_kept() if self._draws else nullcontext():
+        with cpu_generators_kept() if self._draws else nullcontext():
             with self._reading_alone():
                 read = self._read(request)
             if read is None:
