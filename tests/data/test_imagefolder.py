@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +10,7 @@ pytest.importorskip("torchvision")
 from PIL import Image
 
 from tests.data.settings import eval_loader, message_of, train_loader
-from trainer.data.imagefolder import ImageFolder
+from trainer.data.imagefolder import ImageFolder, read_rgb
 from trainer.errors import UserError
 
 COLOURS = {"blue": (0, 0, 255), "red": (255, 0, 0)}
@@ -86,3 +87,26 @@ def test_folders_that_do_not_fit_are_named(root: Path, tmp_path: Path) -> None:
     (root / "val").rename(root / "test")
     with pytest.raises(UserError, match=r"no folder .*/val or .*/eval"):
         ImageFolder("eval", str(root))
+
+
+def test_an_image_is_upright_and_keeps_its_shades(tmp_path: Path) -> None:
+    shades = np.arange(0, 65536, 512, dtype=np.uint16).reshape(8, 16)
+    for name in ("grey.png", "grey.tif"):
+        Image.fromarray(shades).save(tmp_path / name)
+        assert np.array_equal(np.asarray(read_rgb(str(tmp_path / name)))[..., 0], shades >> 8)
+    Image.fromarray(shades.astype(np.float32)).save(tmp_path / "float.tif")
+    with pytest.raises(OSError, match=r"float.tif: .*pixels of 32 bits \(mode F\)"):
+        read_rgb(str(tmp_path / "float.tif"))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: show it a quarter turn clockwise
+    sideways = Image.fromarray((shades >> 8).astype(np.uint8))
+    sideways.save(tmp_path / "turned.png", exif=exif)
+    assert np.array_equal(np.asarray(read_rgb(str(tmp_path / "turned.png")))[..., 0], np.rot90(sideways, -1))
+
+
+def test_what_programs_hide_is_neither_class_nor_image(root: Path) -> None:
+    (root / "train/.ipynb_checkpoints").mkdir()
+    Image.new("RGB", (8, 8)).save(root / "train/.ipynb_checkpoints/0-checkpoint.png")
+    (root / "train/red/._0.png").write_bytes(b"of macOS")
+    train = ImageFolder("train", str(root), 16)
+    assert (train.classes, len(train)) == (["blue", "red"], 8)

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageOps
 from torchvision import datasets
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from trainer.data.images import check_at_least_one, check_split
@@ -13,7 +15,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 
 
 class ImageFolder(datasets.ImageFolder):
-    """``root/train/<class>/*`` and ``root/val/<class>/*``, or ``root/eval``.
+    """``root/train/<class>/*`` and ``root/val/<class>/*``, or ``root/eval``, without names that begin with a dot.
 
     Images are uint8, (3, image_size, image_size). They are normalised on the device, and mirrored there by
     ``data.images.flip``. Training takes a random crop of 8 to 100 % of the area; evaluation takes the centre,
@@ -36,7 +38,7 @@ class ImageFolder(datasets.ImageFolder):
         crop = _crop(split, image_size) if image_size is not None else None
         folder = _folder_of(split, Path(root))
         try:
-            super().__init__(folder, transform=crop, loader=read_rgb)
+            super().__init__(folder, crop, loader=read_rgb, is_valid_file=_is_image)
             train_classes, _ = self.find_classes(Path(root, "train"))
         except FileNotFoundError as error:
             raise UserError(f"data.dataset.root={root}: {error}") from error
@@ -49,6 +51,17 @@ class ImageFolder(datasets.ImageFolder):
         self.num_classes = len(self.classes)
         if image_size is not None:
             self.input_shape = (3, image_size, image_size)
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        """All folders but those that programs hide, such as .ipynb_checkpoints."""
+        names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
+        return names, {name: number for number, name in enumerate(names)}
+
+
+def _is_image(path: str) -> bool:
+    """Also for macOS, which keeps a file ._1.jpg beside 1.jpg on other disks."""
+    name = Path(path)
+    return name.suffix.lower() in IMG_EXTENSIONS and not name.name.startswith(".")
 
 
 def _crop(split: str, size: int) -> v2.Transform:
@@ -68,9 +81,18 @@ def _folder_of(split: str, root: Path) -> Path:
 
 
 def read_rgb(path: str) -> Image.Image:
-    """Decode the whole image. Raises OSError, which names the path, if it cannot be decoded."""
+    """Decode the whole image, upright as its EXIF data says, with 8 bits a channel.
+
+    Raises:
+        OSError: it cannot be decoded, or its numbers have no largest value to scale by; names the path.
+    """
     try:
-        with Image.open(path) as image:
+        with Image.open(path) as opened:
+            image = ImageOps.exif_transpose(opened)
+            if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PNG"):
+                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+            if image.mode in ("I", "F"):  # Pillow would cut all above 255 off
+                raise ValueError(f"pixels of 32 bits (mode {image.mode}): save it with 8 or 16 bits")
             return image.convert("RGB")
     except Exception as error:
         raise OSError(f"{path}: {type(error).__name__}: {error}") from error
