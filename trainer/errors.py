@@ -4,11 +4,13 @@ Any other exception is a fault: Python's own status 1, with its traceback.
 """
 
 import errno
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -122,6 +124,18 @@ def writing(run_dir: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         raise of_files(error, f"run_dir={run_dir} cannot be written: {error}") from error
+
+
+def tell_torchrun(message: str, file: str | None = None) -> None:
+    """Have torchrun show `message` as the root cause, unless its file for a rank (this one's) has a reason.
+
+    Of several ranks it shows the first to end, so this end has a time a little before.
+    """
+    path = file or os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None and not Path(path).exists():
+        told = {"py_callstack": message, "timestamp": str(int(time.time()) - 2)}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": told}}))
 
 
 def which_try() -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,14 @@ class Held:
 
     def get(self, key: str) -> bytes:
         return self.held[key]
+
+    def add(self, key: str, amount: int) -> int:
+        number = int(self.held.get(key, b"0")) + amount
+        self.held[key] = str(number).encode()
+        return number
+
+    def has_extended_api(self) -> bool:
+        return False
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.held for key in keys)
@@ -103,21 +112,40 @@ def test_who_holds_the_store_leaves_its_last_report_before_it_goes(tmp_path: Pat
 
 
 def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hosts read each other's reports every few seconds: at the first suspicion all of them are old."""
+    """Hosts read each other's reports only on a suspicion: then all of them are old."""
     then = Observed(1, 1, "there", 7)
     store = Held(json.dumps({"id": "7/3", "ranks": [asdict(then)]}))
     there = Reports(lambda: store, 0, [then])  # type: ignore[arg-type, return-value]
-    there.tell([], eager=False)
-    deadline = time.monotonic() + 100
-    while there.counts[1] != 1:
-        assert time.monotonic() < deadline, "it has not read the report"
-        time.sleep(0.01)
-    monkeypatch.setattr("trainer.faults.reports._EVERY_S", 900.0)
     there._heard_at[1] -= 6000.0
-    there.tell([], eager=True)
+    there.tell([then], eager=True)
+    wait_until(lambda: there.counts[1] == 1)
     (before,) = there.others()
     assert before.heard_s < 500
     there._eager_since -= 6000.0  # an hour and a half of asking without an answer
+    there._heard_at[1] -= 6000.0
     (after,) = there.others()
     assert after.heard_s > 5000
+    there.resumed()  # nor is the time of a suspension
+    assert there.others()[0].heard_s < 500
     there.close()
+
+
+def test_a_healthy_host_asks_for_a_number_and_reads_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it reports at once when another asks."""
+    monkeypatch.setattr(reports, "_EVERY_S", 0.01)
+    store, calls = Held(), list[str]()
+
+    def counted(name: str) -> Callable[..., Any]:
+        real = getattr(store, name)
+        return lambda *arguments: (calls.append(name), real(*arguments))[1]
+
+    for name in ("set", "get", "check", "add"):
+        monkeypatch.setattr(store, name, counted(name))
+    one = Reports(lambda: store, 0, [THERE])  # type: ignore[arg-type, return-value]
+    one.tell([HERE], eager=False)
+    wait_until(lambda: calls.count("add") > 50)
+    assert calls.count("set") <= 1 and not {"get", "check"} & set(calls)
+    first = store.held.get("report/0")
+    store.add("news", 1)
+    wait_until(lambda: store.held.get("report/0") not in (None, first))
+    one.close()

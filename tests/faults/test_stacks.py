@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.futures import Future
 
 from trainer import step
 from trainer.checks import gradients
+from trainer.faults import stacks as watched
 from trainer.faults.stacks import STACK_SIGNAL, StackReader, Stacks, ask, frames_of, waits, where
 from trainer.training import step_agreement
 
@@ -119,3 +121,11 @@ def test_who_waits_in_a_step_for_all_ranks_waits_for_others(
     caller = [(step.__file__, "63", "train_step")]
     assert waits([*inner, (file, "85", "finish"), *caller])
     assert not waits([*inner, *caller])
+
+
+def test_what_waits_exists() -> None:
+    """A module that moved would count as busy."""
+    homes = {"torch": Path(torch.__file__).parents[1], "trainer": Path(watched.__file__).parents[2]}
+    for parts in (*watched._WAITS, watched._OWN):
+        path = homes[parts[0]].joinpath(*parts)
+        assert path.exists(), path

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ def process_group(
         heartbeat,
         stacks,
         here.rank,
-        [RankIdentity(host=host, **other) for host, other in zip(hosts, members, strict=True)],
+        _identities(hosts, members),
         partial(_another_connection, store),
         settings.timeout_s,
         launched=is_watched(here),
@@ -106,6 +106,13 @@ def process_group(
         raise
     dist.destroy_process_group()
     watch.ended_well()
+
+
+def _identities(hosts: list[int], members: list[dict[str, Any]]) -> list[RankIdentity]:
+    """For the watch, ranks of one host that do not see each other's processes are on hosts of their own."""
+    apart = [(host, member["namespace"]) for host, member in zip(hosts, members, strict=True)]
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(apart))}
+    return [RankIdentity(host=numbers[at], **member) for at, member in zip(apart, members, strict=True)]
 
 
 def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dist.Store) -> Dist:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.errors import RunEndError
+from trainer.errors import RunEndError, tell_torchrun
 from trainer.faults import exit_report, processes
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour, RankIdentity
@@ -135,6 +135,10 @@ class Ending:
         writing.start()
         writing.join(timeout=1.0)  # the disk may hang on the host that is lost
         exit_report.say(verdict, len(self._members), self._written_to)
+        culprits = (self._members[rank].error_file for rank in verdict.ranks if rank in self._here)
+        for file in (*culprits, self._own.error_file):
+            if file is not None and verdict.kind != "orderly":
+                tell_torchrun(verdict.message, file)
         if verdict.kind in ("raised", "died") and verdict.ranks[0] in self._here:
             exit_report.let_torchrun_look()
         self.send_last_report(

@@ -36,7 +36,8 @@ _RESCUE = _NOTE + _NOTE_BYTES  # what it does to save a step at a fault
 _SIZE = _RESCUE + _NOTE_BYTES
 # Words of a record, int64 each.
 _KIND, _PID, _POSITION, _PHASE, _STEP, _BUCKET, _BUCKETS, _INDEX, _PROGRESS, _TICK = range(10)
-_AT_DISK, _DISK_NS, _FINISHED = range(10, 13)
+_AT_DISK, _DISK_NS, _FINISHED, _RESUMED = range(10, 14)
+_PAUSE_NS = 2_000_000_000  # without a tick for longer, the process was suspended, or blocked
 _NONE = -1
 _CODES = {phase: code for code, phase in enumerate(PHASES)}
 
@@ -55,6 +56,7 @@ class Beat:
         tick_ns: when the process's own watch was last awake; 0 if it has none.
         disk_ns: how long a thread may wait for the disk; 0 if none does.
         finished: the last step whose state is whole in memory; 0 if that is not known.
+        resumed_ns: when its watch was awake again after a pause; 0 if it has had none.
     """
 
     pid: int
@@ -68,6 +70,7 @@ class Beat:
     tick_ns: int
     disk_ns: int
     finished: int
+    resumed_ns: int
 
 
 class Heartbeat:
@@ -177,7 +180,10 @@ class Heartbeat:
             self.progress()
 
     def tick(self) -> None:
-        self._words[_TICK] = time.monotonic_ns()
+        now, words = time.monotonic_ns(), self._words
+        if words[_TICK] and now - words[_TICK] > _PAUSE_NS:
+            words[_RESUMED] = now
+        words[_TICK] = now
 
     def note(self, facts: dict[str, Any]) -> None:
         """Record how this process ends (plain values), for others to read afterwards."""
@@ -262,4 +268,5 @@ def _beat(words: memoryview) -> Beat:
         tick_ns=words[_TICK],
         disk_ns=words[_DISK_NS] if words[_AT_DISK] else 0,
         finished=words[_FINISHED],
+        resumed_ns=words[_RESUMED],
     )

@@ -3,11 +3,13 @@
 import contextlib
 import os
 import re
+import select
 import signal
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer.faults import processes, stacks
@@ -31,6 +33,8 @@ class RankIdentity:
     stacks_fd: int
     attempt: int  # the number of restarts, from its launcher
     address: str | None = None  # of its host, on the route to the store
+    namespace: str = ""  # in which `pid` counts; ranks in containers of one host may have one pid
+    error_file: str | None = None  # torchrun's
 
 
 def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> dict[str, Any]:
@@ -42,7 +46,15 @@ def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> 
         "heartbeat_fd": heartbeat.fd,
         "stacks_fd": own_stacks.fd,
         "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        "namespace": _pid_namespace(),
+        "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE"),
     }
+
+
+def _pid_namespace() -> str:
+    with contextlib.suppress(OSError):
+        return str(Path("/proc/self/ns/pid").readlink())
+    return ""
 
 
 class Neighbour:
@@ -62,6 +74,9 @@ class Neighbour:
         self.frames: tuple[int, list[stacks.Frame]] | None = None  # the position at which they were taken,
         self.frames_at_s = 0.0  # and the time
         self.worker_words: str | None = None
+        self._poll = select.poll()
+        if self.death_fd != -1:
+            self._poll.register(self.death_fd, select.POLLIN)
 
     def close(self) -> None:
         self.stacks.close()
@@ -69,13 +84,19 @@ class Neighbour:
             os.close(self.death_fd)
 
     def look_for_death(self) -> None:
-        if self.died_at_ns is None and processes.state(self.member.pid) == "dead":
+        lives = self.death_fd != -1 and not self._poll.poll(0)
+        if not lives and self.died_at_ns is None and processes.state(self.member.pid) == "dead":
             self.died_at_ns = time.monotonic_ns()
-            self.ending = processes.ending(self.member.pid)
+            self.ending = processes.ending(self.member.pid, self.death_fd)
             if self.ending is None and "Fatal Python error: Aborted" in self.stacks.read():
                 self.ending = "died of SIGABRT"  # its parent has collected it first
 
-    def observe(self) -> Observed:
+    def observe(self, since_ns: int = 0) -> Observed:
+        """What can be seen of it now.
+
+        Args:
+            since_ns: when all ranks of this host were awake again after a suspension: no silence is longer.
+        """
         beat, note, now = self.records.main(), self.records.note() or {}, time.monotonic_ns()
         member, frames = self.member, None
         if self.frames is not None and self.frames[0] == beat.position:
@@ -87,7 +108,9 @@ class Neighbour:
             frames = stacks.frames_of(text) if crash else None
         elif now - beat.tick_ns > 2e9 * TICK_S:
             state = processes.state(member.pid)
-        progress_ns = max([beat.progress_ns, *(worker.progress_ns for worker in self.busy_workers(beat))])
+        progress_ns = max(
+            [beat.progress_ns, *(worker.progress_ns for worker in self.busy_workers(beat)), since_ns]
+        )
         ended_at_ns = note.get("at_ns") or self.died_at_ns
         return Observed(
             rank=member.rank,
@@ -100,7 +123,7 @@ class Neighbour:
             buckets=beat.buckets,
             bucket=beat.bucket,
             silent_s=(now - progress_ns) / 1e9,
-            asleep_s=(now - beat.tick_ns) / 1e9 if beat.tick_ns else 0.0,
+            asleep_s=(now - max(beat.tick_ns, since_ns)) / 1e9 if beat.tick_ns else 0.0,
             state=state,
             ended_s=(now - ended_at_ns) / 1e9 if ended_at_ns else None,
             ending=self.ending,

@@ -1,8 +1,10 @@
 """The state of other processes of this host: stopped, dead and why, or killed for lack of memory."""
 
 import contextlib
+import fcntl
 import os
 import signal
+import struct
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,18 +29,33 @@ def parent(pid: int) -> int | None:
     return None if fields is None else int(fields[1])
 
 
-def ending(pid: int) -> str | None:
-    """How a process that just died has ended; None once its parent has collected it."""
+def ending(pid: int, pidfd: int = -1) -> str | None:
+    """How a process that just died has ended; None once its parent has collected it, before Linux 6.15."""
     fields = _stat(pid)
-    if fields is None or fields[0] not in "ZX":
+    if fields is not None and fields[0] in "ZX":
+        code: int | None = int(fields[49])  # as from wait(2)
+    else:
+        code = _kept_status(pidfd)
+    if code is None:
         return None
-    code = int(fields[49])  # as from wait(2)
     number = code & 0x7F
     if not number:
         return f"left with exit status {code >> 8}"
     with contextlib.suppress(ValueError):
         return f"died of {signal.Signals(number).name}"
     return f"died of signal {number}"
+
+
+_GET_INFO, _INFO_EXIT, _INFO = 0xC040FF0B, 8, struct.Struct("=QQ11Ii")  # from <linux/pidfd.h>
+
+
+def _kept_status(pidfd: int) -> int | None:
+    """The status that the kernel keeps for who has a descriptor of the process; None if it does not."""
+    with contextlib.suppress(OSError):
+        answer = fcntl.ioctl(pidfd, _GET_INFO, _INFO.pack(_INFO_EXIT, *[0] * 13)) if pidfd != -1 else b""
+        if answer and _INFO.unpack(answer)[0] & _INFO_EXIT:
+            return int(_INFO.unpack(answer)[-1])
+    return None
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -16,14 +16,21 @@ from trainer.faults.verdict import Observed, Verdict
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_EVERY_S, _EAGER_EVERY_S, _OTHERS_EVERY_S = 1.0, 0.2, 5.0
+_EVERY_S, _EAGER_EVERY_S = 1.0, 0.2
+_HEALTHY_EVERY_S = 10.0  # a report that nobody has asked for
+_PER_HOST_S = 0.005  # eager hosts take at least this long for each of them: the store has one thread
+_ASKED_S = 5.0  # for which a host reports eagerly because another asks
 _ENDED_S = 5.0  # for the store to accept a host's last report
 _HEARD_S = 2.0  # for the other hosts to read it
-_VERDICT = "verdict"
+_VERDICT, _NEWS, _ENDS = "verdict", "news", "ends"
 
 
 class Reports:
     """The reports of this host and of the others.
+
+    While all is well, a host asks for one number a second, and reports at times; it reads nothing. The number
+    grows with a verdict, with a bad end, and with a host that suspects something: then all report often, and
+    those that suspect read what the others report, all in one call.
 
     Args:
         connect: opens a separate connection to the store, with the keys of this attempt.
@@ -43,6 +50,9 @@ class Reports:
         self._hosts = sorted(self._known)
         self.counts = dict.fromkeys(self._hosts, 0)
         self._last_read = dict[int, str]()
+        self._present = set[int]()
+        self._eager_s = max(_EAGER_EVERY_S, _PER_HOST_S * (len(self._hosts) + 1))
+        self._news, self._ends, self._asked_until, self._asks_at = 0, 0, 0.0, 0.0
         now = time.monotonic()
         self._heard_at = dict.fromkeys(self._hosts, now)
         self._answered_at = self._eager_since = now
@@ -65,6 +75,12 @@ class Reports:
             self._asked.set()
         self._eager = eager
 
+    def resumed(self) -> None:
+        """This host was suspended: it could not hear others in the meantime, and they may have been, too."""
+        now = time.monotonic()
+        self._heard_at = dict.fromkeys(self._hosts, now)
+        self._answered_at = self._eager_since = now
+
     def rest(self) -> None:
         """Stop reporting: another rank reports for this host now, and this rank must not contradict it."""
         self._own, self._eager = [], False
@@ -75,9 +91,9 @@ class Reports:
         answer_age = now - self._answered_at
         observed = []
         for host in self._hosts:
-            # Before, reports were read only at times: an old one then does not mean silence.
-            heard_at = max(self._heard_at[host], self._eager_since)
-            age = max(now - heard_at, answer_age if answer_age > 1.5 * _EVERY_S else 0.0)
+            # Before, nothing was read: an old report then does not mean silence.
+            heard_at = max(self._heard_at[host], self._eager_since) + self._eager_s - _EAGER_EVERY_S
+            age = max(now - heard_at, answer_age if answer_age > 1.5 * _EVERY_S + self._eager_s else 0.0)
             if all(rank.status == 0 for rank in self._known[host]):
                 age = 0.0  # no further report will come
             observed += [dataclasses.replace(rank, heard_s=age) for rank in self._known[host]]
@@ -107,7 +123,7 @@ class Reports:
         self._thread.join(within_s)
 
     def _run(self) -> None:
-        count, next_others, store = 0, 0.0, None
+        count, next_report, store = 0, 0.0, None
         while True:
             try:
                 store = store or self._connect()
@@ -115,43 +131,66 @@ class Reports:
                     self._send_last_report(store)
                     return
                 count += 1
-                if own := self._own:
+                now = time.monotonic()
+                if (own := self._own) and (self._eager or now < self._asked_until or now >= next_report):
                     # Another rank may have reported for this host before, with its own count.
                     store.set(f"report/{self._host}", _report(f"{os.getpid()}/{count}", own))
+                    next_report = now + _HEALTHY_EVERY_S
                 self._exchange_verdicts(store)
-                if self._eager or self.verdict is not None or time.monotonic() >= next_others:
+                if self._eager or self.verdict is not None:
                     self._read_others(store)
-                    next_others = time.monotonic() + _OTHERS_EVERY_S
                 self._tell_that_it_knows(store)
                 self._answered_at = time.monotonic()
             except RuntimeError:  # DistStoreError and DistNetworkError of torch are such
                 if self._over:
                     return
                 store = None
-            self._asked.wait(_EAGER_EVERY_S if self._eager else _EVERY_S)
+            is_asked = self._eager or time.monotonic() < self._asked_until
+            self._asked.wait(self._eager_s if is_asked else _EVERY_S)
             self._asked.clear()
 
     def _exchange_verdicts(self, store: "Store") -> None:
         if self._proposed is not None:
             text = json.dumps(dataclasses.asdict(self._proposed))
+            is_new = self.verdict is None
             self.verdict = _verdict(store.compare_set(_VERDICT, "", text))
             self._agreed.set()
-        elif self.verdict is None and store.check([_VERDICT]):
-            self.verdict = _verdict(store.get(_VERDICT))
+            if is_new:
+                store.add(_NEWS, 1)
+            return
+        now = time.monotonic()
+        asks = self._eager and now >= self._asks_at
+        if asks:
+            self._asks_at = now + _ASKED_S / 2
+        if (news := store.add(_NEWS, int(asks))) != self._news:
+            self._news, self._asked_until = news, now + _ASKED_S
+            self._read_ends(store)
+            if self.verdict is None and store.check([_VERDICT]):
+                self.verdict = _verdict(store.get(_VERDICT))
+
+    def _read_ends(self, store: "Store") -> None:
+        if (ends := store.add(_ENDS, 0)) == self._ends:
+            return
+        for host in self._hosts:
+            if host not in self._ended and store.check([f"ended/{host}"]):
+                self._receive(host, store.get(f"ended/{host}"))
+                self._ended.add(host)
+        self._ends = ends
 
     def _read_others(self, store: "Store") -> None:
+        self._read_ends(store)
         for host in self._hosts:
-            if host in self._ended:
-                continue
-            if store.check([f"ended/{host}"]):
-                self._receive(host, f"ended/{host}", store)
-                self._ended.add(host)
-            elif store.check([f"report/{host}"]):
-                self._receive(host, f"report/{host}", store)
+            if host not in self._present and store.check([f"report/{host}"]):
+                self._present.add(host)
+        hosts = sorted(self._present - self._ended)
+        keys = [f"report/{host}" for host in hosts]
+        texts = store.multi_get(keys) if keys and store.has_extended_api() else map(store.get, keys)
+        for host, text in zip(hosts, texts, strict=True):
+            self._receive(host, text)
 
-    def _receive(self, host: int, key: str, store: "Store") -> None:
-        """Read the report of the host under `key`, if it is a new one."""
-        report = json.loads(store.get(key))
+    def _receive(self, host: int, text: bytes) -> None:
+        """Take in the report of the host, if it is a new one."""
+        report = json.loads(text)
         if report["id"] != self._last_read.get(host):
             self._last_read[host] = report["id"]
             self.counts[host] += 1
@@ -168,6 +207,9 @@ class Reports:
     def _send_last_report(self, store: "Store") -> None:
         if self._last_report:
             store.set(f"ended/{self._host}", _report("last", self._last_report))
+            store.add(_ENDS, 1)
+            if any(rank.status != 0 for rank in self._last_report):
+                store.add(_NEWS, 1)
             store.set(f"told/{self._host}", "")
         deadline = time.monotonic() + _HEARD_S
         while self._awaited and not store.check(self._awaited) and time.monotonic() < deadline:

@@ -28,7 +28,7 @@ _HEADERS = re.compile(r"^(?=Stack |Thread 0x|Current thread )", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+|\?\?\?) in (.+)$', re.MULTILINE)
 _ROOT = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = {"site-packages", "dist-packages"}  # in any of several environments
-# A thread in one of these functions waits for another rank, or for the results of a backward pass.
+# A thread in one of these modules waits for another rank, or for the results of a backward pass.
 _WAITS: tuple[tuple[str, ...], ...] = (
     ("torch", "distributed"),
     ("torch", "autograd"),

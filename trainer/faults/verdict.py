@@ -7,8 +7,9 @@ UNHEARD_S = 2.0  # a host whose reports stop for this long is lost or cut off
 ASLEEP_S = 3.0  # a watch that has not run for this long is blocked: its process holds the interpreter
 _FAR = 10  # batches of an evaluation: see _stuck
 _MISMATCH = (
-    "gloo aborts a rank that is sent another size than it waits for: then the fault is that ranks, perhaps "
-    "others, call different collectives, or with different dtypes or shapes"
+    "gloo aborts a rank that is sent another size than it waits for, and NCCL one whose collective fails: "
+    "then the fault may be that ranks, perhaps others, call different collectives, or with different dtypes or "
+    "shapes"
 )
 _WORDS = {
     "set_up": "the set-up",
@@ -168,7 +169,8 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
         # No rank waits in the middle of an evaluation, which may be long.
         return last.phase == "evaluate" and any(rank.position > last.position + _FAR for rank in ahead)
     unheard = any(rank.heard_s >= timeout_s for rank in alive)
-    return (last.step > 1 or unheard) and all(rank.is_late(timeout_s) for rank in alive)
+    waits = all(rank.waits for rank in alive)  # none compiles
+    return (last.step > 1 or unheard or waits) and all(rank.is_late(timeout_s) for rank in alive)
 
 
 def _of_those_that_wait(ranks: Sequence[Observed]) -> Verdict:

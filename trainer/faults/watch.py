@@ -8,6 +8,7 @@ import contextlib
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from trainer.faults.debounce import Debounce
 from trainer.faults.disk_progress import set_mine
 from trainer.faults.ending import ALONE_S, Ending
 from trainer.faults.heartbeat import Heartbeat
-from trainer.faults.kill_timer import KillTimer
 from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity, take_stacks
 from trainer.faults.rescue import SAVE_S
 from trainer.faults.verdict import ASLEEP_S, Observed, judge, slow, stand_still
@@ -25,10 +25,12 @@ from trainer.faults.verdict import ASLEEP_S, Observed, judge, slow, stand_still
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_SUSPICIOUS_S = 1.0  # without progress: then look at the other hosts too
+_SUSPICIOUS_S = 1.0  # without progress, at least: then look at the other hosts too
+_LONGER = 2.0  # than the longest of the last _SILENCES without progress, which all ended well
+_SILENCES = 64
+_SETTLE_S = 2.0  # after a suspension, until all ranks are awake
 _GRACE_S = 2.2  # from a failed communication until the others' reports are in, or missing
 _FRESH_S = 2.0  # a stack is current for at least this long
-_KILL_TIMER_S = 4.0  # beyond timeout_s
 
 
 class Watch:
@@ -59,12 +61,12 @@ class Watch:
         own = next(member for member in members if member.rank == rank)
         self._here: dict[int, Neighbour] = {}
         for member in members:
-            if member.host == own.host:
-                with contextlib.suppress(OSError):  # in another container: known only from reports
+            if member.host == own.host:  # and in one pid namespace
+                with contextlib.suppress(OSError):  # gone, or of another user: known only from reports
                     self._here[member.rank] = Neighbour(member)
         self._alone = len(members) == 1
         self.ending = Ending(heartbeat, rank, members, self._here, connect, timeout_s, self._tick)
-        self._kill_timer = KillTimer(timeout_s + _KILL_TIMER_S)
+        self._silences, self._silent_s = deque[float](maxlen=_SILENCES), 0.0
         self._named_slow: tuple[int, int] | None = None
         self._suspicion, self._slowness = Debounce(), Debounce()
         self._closed = threading.Event()
@@ -107,8 +109,7 @@ class Watch:
 
     def _stop_looking(self) -> None:
         self._closed.set()
-        self._thread.join()  # wait until it no longer postpones the timer; it runs every TICK_S
-        self._kill_timer.cancel()
+        self._thread.join()
 
     def failed(self, error: BaseException, symptom: bool) -> None:
         """Record that this rank ends with `error`, for the others.
@@ -165,9 +166,6 @@ class Watch:
 
     def _tick(self) -> None:
         self._heartbeat.tick()
-        # Not in the set-up, where torch waits for peers while it holds the interpreter.
-        if not self._alone and self._heartbeat.step:
-            self._kill_timer.put_off()
 
     def _look(self) -> None:
         if self._launched:
@@ -186,11 +184,14 @@ class Watch:
             if self.ending.reports is not None:  # it led while a lower rank was asleep
                 self.ending.reports.rest()
             return
-        here = [neighbour.observe() for neighbour in self._here.values()]
-        suspicious = any(
-            rank.silent_s > _SUSPICIOUS_S or rank.status or rank.state == "dead" for rank in here
-        )
+        here = self._observe()
         reports = self.ending.reports_of_other_hosts()
+        if time.monotonic_ns() - self._here[self._rank].records.main().resumed_ns < _SETTLE_S * 1e9:
+            if reports is not None:
+                reports.resumed()
+            return
+        suspicious_s = self._suspicious_after(max(rank.silent_s for rank in here))
+        suspicious = any(rank.silent_s > suspicious_s or rank.status or rank.state == "dead" for rank in here)
         if reports is not None:
             reports.tell(here, eager=suspicious)
             if reports.verdict is not None and not self.ending.prints_traceback(reports.verdict):
@@ -200,6 +201,19 @@ class Watch:
         else:
             self._suspicion.clear()
             self._slowness.clear()
+
+    def _observe(self) -> list[Observed]:
+        """The ranks of this host. Time in which none of them ran has not passed: a suspension."""
+        left = [each for each in self._here.values() if each.died_at_ns is None and not each.records.note()]
+        since_ns = min((each.records.main().resumed_ns for each in left), default=0)
+        return [neighbour.observe(since_ns) for neighbour in self._here.values()]
+
+    def _suspicious_after(self, silent_s: float) -> float:
+        """How long the longest silence may be, in view of this run's own steps and phases."""
+        if silent_s < self._silent_s:  # it has ended
+            self._silences.append(self._silent_s)
+        self._silent_s = silent_s
+        return min(max(_SUSPICIOUS_S, _LONGER * max(self._silences, default=0.0)), self.timeout_s / 2)
 
     def _judge(self, here: list[Observed], elsewhere: list[Observed]) -> None:
         everyone = sorted(here + elsewhere, key=lambda rank: rank.rank)

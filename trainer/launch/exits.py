@@ -16,7 +16,15 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.overrides import in_words
-from trainer.errors import EndedBefore, NonFiniteError, RunEndError, StoppedBySignal, UserError, which_try
+from trainer.errors import (
+    EndedBefore,
+    NonFiniteError,
+    RunEndError,
+    StoppedBySignal,
+    UserError,
+    tell_torchrun,
+    which_try,
+)
 from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import Fields, load_json
 from trainer.launch.fresh import launched_by
@@ -82,6 +90,7 @@ def exits() -> Iterator[None]:
         # Before the ranks have met, the stop may be torchrun's, which is about to restart after a death.
         if not (isinstance(error, StoppedBySignal) and error.step is None):
             _tell_next_attempt(status, message)
+        tell_torchrun(message)
         if wants_traceback:
             raise
         if not (isinstance(error, StoppedBySignal) and told_rank()):  # rank 0 says the same
