@@ -184,7 +184,8 @@ class Reports:
                 self._present.add(host)
         hosts = sorted(self._present - self._ended)
         keys = [f"report/{host}" for host in hosts]
-        texts = store.multi_get(keys) if keys and store.has_extended_api() else map(store.get, keys)
+        has_many = store.has_extended_api()  # type: ignore[attr-defined]  # its stub lacks it
+        texts = store.multi_get(keys) if keys and has_many else map(store.get, keys)
         for host, text in zip(hosts, texts, strict=True):
             self._receive(host, text)
 

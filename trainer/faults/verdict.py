@@ -8,8 +8,8 @@ ASLEEP_S = 3.0  # a watch that has not run for this long is blocked: its process
 _FAR = 10  # batches of an evaluation: see _stuck
 _MISMATCH = (
     "gloo aborts a rank that is sent another size than it waits for, and NCCL one whose collective fails: "
-    "then the fault may be that ranks, perhaps others, call different collectives, or with different dtypes or "
-    "shapes"
+    "then the fault may be that ranks, perhaps others, call different collectives, or with different dtypes "
+    "or shapes"
 )
 _WORDS = {
     "set_up": "the set-up",

@@ -90,7 +90,8 @@ def exits() -> Iterator[None]:
         # Before the ranks have met, the stop may be torchrun's, which is about to restart after a death.
         if not (isinstance(error, StoppedBySignal) and error.step is None):
             _tell_next_attempt(status, message)
-        tell_torchrun(message)
+        if not isinstance(error, StoppedBySignal):  # perhaps by torchrun, because of another rank
+            tell_torchrun(message)
         if wants_traceback:
             raise
         if not (isinstance(error, StoppedBySignal) and told_rank()):  # rank 0 says the same

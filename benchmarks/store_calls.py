@@ -1,0 +1,77 @@
+"""What the leaders of many hosts ask of the store while all is well: calls a second, and CPU time.
+
+All leaders are threads of this process, which also holds the store, so CPU time is an upper bound for each:
+it includes its share of the store's. Each host has one rank that makes a step every --step seconds.
+
+    python -m benchmarks.store_calls [--hosts 64] [--step 3] [--seconds 20]
+"""
+
+import argparse
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from trainer.faults import reports
+from trainer.faults.verdict import Observed
+
+CALLS = Counter[str]()
+
+
+class Counted:
+    """A store that counts the calls; a call for several keys is one."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:
+            CALLS[name] += 1
+            return real(*arguments)
+
+        return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, default=64)
+    parser.add_argument("--step", type=float, default=3.0)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--after", type=float, default=None, help="s of silence that are suspicious")
+    options = parser.parse_args()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    suspicious_s = options.after or max(1.0, 2 * options.step)
+
+    def connect() -> Any:
+        own = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=30))
+        return Counted(dist.PrefixStore("watch", own))
+
+    ranks = [Observed(host, host, f"node{host}", 7) for host in range(options.hosts)]
+    leaders = [reports.Reports(connect, own.host, [r for r in ranks if r is not own]) for own in ranks]
+
+    def live(seconds: float) -> None:
+        began = time.monotonic()
+        while time.monotonic() < began + seconds:
+            eager = time.monotonic() % options.step > suspicious_s
+            for leader, own in zip(leaders, ranks, strict=True):
+                leader.tell([own], eager=eager)
+            time.sleep(0.2)
+
+    live(5)
+    CALLS.clear()
+    began, cpu = time.monotonic(), time.process_time()
+    live(options.seconds)
+    wall, used = time.monotonic() - began, time.process_time() - cpu
+    total = sum(CALLS.values()) / wall
+    print(
+        f"{options.hosts} hosts, steps of {options.step:g} s: {total:.0f} calls/s, "
+        f"{total / options.hosts:.2f} a host; {1e2 * used / wall / options.hosts:.3f} % of a core a host"
+    )
+
+
+if __name__ == "__main__":
+    main()
