@@ -127,7 +127,9 @@ def test_mistakes_are_refused_with_a_way_out(
 def test_a_mistake_is_printed_once_under_torchrun(tmp_path: Path) -> None:
     ended = finish(*torchrun(2), "train.global_batch_size=2001", f"run_dir={tmp_path}")
     assert ended.code != 0
-    assert ended.output.count("train.global_batch_size") == 1
+    said, table = ended.output.split("Root Cause")  # of torchrun
+    assert said.count("train.global_batch_size") == 1, ended.output
+    assert "train.global_batch_size is 2001, which does not divide over 2 replicas" in table, ended.output
 
 
 def test_what_another_rank_has_said_rank_0_does_not_repeat(

@@ -82,11 +82,6 @@ CASES = {
         True,
         (2, "hangs", "hangs in backward"),
     ),
-    "whom all blame, directly or not": (
-        [rank(0, **SYMPTOM, peer=1), rank(1, **SYMPTOM, peer=2), rank(2, **SYMPTOM), rank(3, **SYMPTOM, peer=0)],
-        True,
-        (2, "hangs", "rank 2"),
-    ),
     "a cut link": (
         four({2: {"heard_s": 10.3}, 3: {"heard_s": 10.3}}, **silent(WAITING, 10.1)),
         False,

@@ -162,7 +162,7 @@ def _is_of_communication(error: BaseException) -> bool:
     seen: BaseException | None = error
     while seen is not None:
         in_words = any(words in str(seen) for words in _GLOO_WORDS)
-        if in_words or isinstance(seen, dist.DistError) or hasattr(seen, "peer"):
+        if in_words or isinstance(seen, dist.DistError):
             return True
         seen = seen.__cause__
     return False

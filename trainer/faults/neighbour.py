@@ -131,7 +131,6 @@ class Neighbour:
             error=note.get("error"),
             orderly=note.get("orderly", False),
             symptom=note.get("symptom", False),
-            peer=note.get("peer"),
             where=note.get("where") or (stacks.where(frames) if frames else None),
             waits=stacks.waits(frames or []),
             worker=note.get("worker") or self.worker_words,

@@ -36,7 +36,7 @@ class Observed:
         status: the exit status that it recorded; None: none.
         error: the last line of the exception that it recorded.
         orderly: that exception is an end with a complete message, which usually all ranks have.
-        symptom: that exception is of communication: others may have caused it. `peer` is whom it blames.
+        symptom: that exception is of communication: others may have caused it.
         where: file, line and function of the innermost frame of the user's code, else of the innermost.
         waits: its stack shows that it waits in communication.
         worker: the state of its data worker, if that is stuck.
@@ -63,7 +63,6 @@ class Observed:
     error: str | None = None
     orderly: bool = False
     symptom: bool = False
-    peer: int | None = None
     where: str | None = None
     waits: bool = False
     worker: str | None = None
@@ -187,8 +186,6 @@ def _of_those_that_wait(ranks: Sequence[Observed]) -> Verdict:
         behind = _first_of(quiet)
         if len(behind) == 1:
             return _hangs(behind[0])
-    if culprit := _blamed(ranks):
-        return _hangs(culprit)
     if quiet and len(quiet) < len(silent):
         return _hangs(min(quiet, key=_progress))
     return _unknown(ranks)
@@ -204,19 +201,6 @@ def _first_of(quiet: Sequence[Observed]) -> Sequence[Observed]:
     at_disk = [rank for rank in behind if rank.patience_s]
     busy = [rank for rank in behind if not rank.waits]
     return at_disk or busy or behind
-
-
-def _blamed(ranks: Sequence[Observed]) -> Observed | None:
-    """Follow the blame from rank to rank, to the one that blames none; None if it forms a cycle."""
-    by_rank = {rank.rank: rank for rank in ranks}
-    for start in ranks:
-        seen, at = set(), start
-        while at.peer is not None and at.peer in by_rank and at.rank not in seen:
-            seen.add(at.rank)
-            at = by_rank[at.peer]
-        if seen and at.peer is None:
-            return at
-    return None
 
 
 def stand_still(ranks: Sequence[Observed], for_s: float) -> bool:

@@ -17,7 +17,8 @@ from trainer.faults import exit_report, stacks
 from trainer.faults.debounce import Debounce
 from trainer.faults.disk_progress import set_mine
 from trainer.faults.ending import ALONE_S, Ending
-from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.heartbeat import TICK_OFFSET, Heartbeat
+from trainer.faults.kill_timer import KillTimer
 from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity, take_stacks
 from trainer.faults.rescue import SAVE_S
 from trainer.faults.verdict import ASLEEP_S, Observed, judge, slow, stand_still
@@ -31,6 +32,7 @@ _SILENCES = 64
 _SETTLE_S = 2.0  # after a suspension, until all ranks are awake
 _GRACE_S = 2.2  # from a failed communication until the others' reports are in, or missing
 _FRESH_S = 2.0  # a stack is current for at least this long
+_KILL_TIMER_S = 4.0  # beyond timeout_s
 
 
 class Watch:
@@ -64,8 +66,9 @@ class Watch:
             if member.host == own.host:  # and in one pid namespace
                 with contextlib.suppress(OSError):  # gone, or of another user: known only from reports
                     self._here[member.rank] = Neighbour(member)
-        self._alone = len(members) == 1
+        self._num_ranks, self._alone = len(members), len(members) == 1
         self.ending = Ending(heartbeat, rank, members, self._here, connect, timeout_s, self._tick)
+        self._kill_timer: KillTimer | None = None
         self._silences, self._silent_s = deque[float](maxlen=_SILENCES), 0.0
         self._named_slow: tuple[int, int] | None = None
         self._suspicion, self._slowness = Debounce(), Debounce()
@@ -110,6 +113,9 @@ class Watch:
     def _stop_looking(self) -> None:
         self._closed.set()
         self._thread.join()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+            self._kill_timer = None
 
     def failed(self, error: BaseException, symptom: bool) -> None:
         """Record that this rank ends with `error`, for the others.
@@ -124,7 +130,6 @@ class Watch:
             "where": in_worker or stacks.where(stacks.frames_of_exception(error)),
             "orderly": isinstance(error, RunEndError),
             "symptom": symptom and not self._alone,
-            "peer": getattr(error, "peer", None),
             "worker": None
             if in_worker
             else self._here[self._rank].stuck_worker(self.ending.memory_kills, str(error)),
@@ -155,6 +160,9 @@ class Watch:
             if neighbour.death_fd != -1:
                 poll.register(neighbour.death_fd, select.POLLIN)
         while not self._closed.is_set():
+            # Not in the set-up, where torch waits for peers while it holds the interpreter.
+            if self._kill_timer is None and not self._alone and self._heartbeat.step:
+                self._start_kill_timer()
             for fd, _ in poll.poll(TICK_S * 1e3):
                 poll.unregister(fd)
             self._tick()
@@ -163,6 +171,11 @@ class Watch:
             except Exception as error:  # a bug in here must not end a healthy run
                 exit_report.print_line(f"[rank {self._rank}] the watch cannot look: {error!r}")
                 time.sleep(ALONE_S)
+
+    def _start_kill_timer(self) -> None:
+        after_s, elsewhere = self.timeout_s + _KILL_TIMER_S, len(self._here) < self._num_ranks
+        with contextlib.suppress(OSError):  # no further process: then launchers end such a rank
+            self._kill_timer = KillTimer(self._heartbeat.fd, TICK_OFFSET, after_s, counts_stops=elsewhere)
 
     def _tick(self) -> None:
         self._heartbeat.tick()
