@@ -21,6 +21,7 @@ def four(changed: dict[int, dict[str, object]], **others: object) -> list[Observ
 
 
 WAITING = {"phase": "backward", "position": 41, "bucket": 0, "buckets": 9}
+SET_UP = {"phase": "set_up", "step": 0, "position": 0, "silent_s": 10.2}
 SYMPTOM = {**WAITING, "status": 1, "symptom": True, "error": "RuntimeError: gloo", "ended_s": 2.3}
 
 
@@ -82,6 +83,11 @@ CASES = {
         True,
         (2, "hangs", "hangs in backward"),
     ),
+    "in the set-up, for which the others have waited": (
+        four({1: {**SET_UP, "where": "mine.py:3 in f"}}, **SET_UP, waits=True, waited_s=8.5),
+        False,
+        (1, "hangs", "hangs in the set-up before the first step for 10.2 s, at mine.py:3 in f"),
+    ),
     "a cut link": (
         four({2: {"heard_s": 10.3}, 3: {"heard_s": 10.3}}, **silent(WAITING, 10.1)),
         False,
@@ -142,6 +148,7 @@ NO_REASON = {
     "one is still at its end, and the others have ended": four(
         {0: {"phase": "end", "silent_s": 100.0}}, status=0, position=39, heard_s=0.0, silent_s=100.0
     ),
+    "one is a little later in the set-up": four({1: SET_UP}, **SET_UP, waits=True, waited_s=5.0),
     "set-up takes long": four({}, phase="set_up", step=0, position=0, silent_s=100.0),
     "communication has only just failed": four({1: silent(WAITING, 1.0)}, **{**SYMPTOM, "ended_s": 0.5}),
     "others have ended well": four({1: {"silent_s": 0.1}}, status=0, silent_s=50.0),

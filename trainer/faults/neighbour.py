@@ -73,6 +73,7 @@ class Neighbour:
         self.ending: str | None = None
         self.frames: tuple[int, list[stacks.Frame]] | None = None  # the position at which they were taken,
         self.frames_at_s = 0.0  # and the time
+        self.frames_since_s = 0.0  # of the first of these that were equal
         self.worker_words: str | None = None
         self._poll = select.poll()
         if self.death_fd != -1:
@@ -111,6 +112,7 @@ class Neighbour:
         progress_ns = max(
             [beat.progress_ns, *(worker.progress_ns for worker in self.busy_workers(beat)), since_ns]
         )
+        waits = stacks.waits(frames or [])
         ended_at_ns = note.get("at_ns") or self.died_at_ns
         return Observed(
             rank=member.rank,
@@ -132,7 +134,8 @@ class Neighbour:
             orderly=note.get("orderly", False),
             symptom=note.get("symptom", False),
             where=note.get("where") or (stacks.where(frames) if frames else None),
-            waits=stacks.waits(frames or []),
+            waits=waits,
+            waited_s=now / 1e9 - self.frames_since_s if waits else 0.0,
             worker=note.get("worker") or self.worker_words,
             patience_s=beat.disk_ns / 1e9 if beat.phase in _MAY_WRITE else 0.0,
             finished=beat.finished,
@@ -194,7 +197,9 @@ def take_stacks(neighbours: Sequence[Neighbour], fresh_s: float, memory_kills: p
         return False
     texts = stacks.ask([(neighbour.member.pid, neighbour.stacks) for neighbour, _ in wanted])
     for (neighbour, position), text in zip(wanted, texts, strict=True):
+        before, neighbour.frames_at_s = neighbour.frames, time.monotonic()
         neighbour.frames = (position, stacks.frames_of(text) if text else [])
-        neighbour.frames_at_s = time.monotonic()
+        if neighbour.frames != before:
+            neighbour.frames_since_s = neighbour.frames_at_s
         neighbour.worker_words = neighbour.stuck_worker(memory_kills)
     return True

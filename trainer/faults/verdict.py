@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 UNHEARD_S = 2.0  # a host whose reports stop for this long is lost or cut off
 ASLEEP_S = 3.0  # a watch that has not run for this long is blocked: its process holds the interpreter
+_MOST = 0.8  # of timeout_s: who waits is asked from a tenth of it on
 _FAR = 10  # batches of an evaluation: see _stuck
 _MISMATCH = (
     "gloo aborts a rank that is sent another size than it waits for, and NCCL one whose collective fails: "
@@ -39,6 +40,7 @@ class Observed:
         symptom: that exception is of communication: others may have caused it.
         where: file, line and function of the innermost frame of the user's code, else of the innermost.
         waits: its stack shows that it waits in communication.
+        waited_s: for how long its stacks have shown that at one place.
         worker: the state of its data worker, if that is stuck.
         patience_s: how long it may wait for the disk, while it does: its silence is then no failure.
         finished: the last step whose state is whole in its memory; 0 if that is not known.
@@ -65,6 +67,7 @@ class Observed:
     symptom: bool = False
     where: str | None = None
     waits: bool = False
+    waited_s: float = 0.0
     worker: str | None = None
     patience_s: float = 0.0
     finished: int = 0
@@ -154,7 +157,8 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
 
     Its own silence is not enough: a phase may take long on all ranks (the set-up, a save to a slow
     disk), and slightly longer on one. A rank behind all others waits for none. If no rank is behind,
-    only a silence of all counts, and not before the first step, when torch may compile for that long.
+    only a silence of all counts; before the second step, when torch may compile for that long on all ranks,
+    only if one has waited in the same place for most of that time.
     """
     alive = [rank for rank in ranks if rank.status is None or rank.symptom]
     if len(alive) < 2:
@@ -168,7 +172,7 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
         # No rank waits in the middle of an evaluation, which may be long.
         return last.phase == "evaluate" and any(rank.position > last.position + _FAR for rank in ahead)
     unheard = any(rank.heard_s >= timeout_s for rank in alive)
-    waits = all(rank.waits for rank in alive)  # none compiles
+    waits = any(rank.waited_s >= _MOST * timeout_s for rank in alive)  # for one that compiles, or hangs
     return (last.step > 1 or unheard or waits) and all(rank.is_late(timeout_s) for rank in alive)
 
 
