@@ -108,9 +108,15 @@ _REFUSALS = {
 }
 
 
-def of_files(error: OSError, message: str) -> RunEndError:
+def kind_of(error: BaseException) -> "type[UserError] | type[Fault]":
+    """What an end because of `error` is: a UserError if a person must change something, else a Fault."""
+    refused = error.errno in _REFUSALS if isinstance(error, OSError) else isinstance(error, UserError)
+    return UserError if refused else Fault
+
+
+def of_files(error: OSError, message: str) -> UserError | Fault:
     """The end because of `error`: a UserError if a person must change a path or its rights, else a Fault."""
-    return (UserError if error.errno in _REFUSALS else Fault)(message)
+    return kind_of(error)(message)
 
 
 @contextmanager

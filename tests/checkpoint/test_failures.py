@@ -16,7 +16,7 @@ from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint import Checkpointer, manifest, saved_settings_of, store, writing
 from trainer.config import KeepBest
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError
 
 TENSORS = "model-00000-of-00001.safetensors"
 
@@ -37,7 +37,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
                 file.write(bytes(4096))
         os.truncate(ballast, ballast.stat().st_size - 12288)  # room to begin, not to finish
     tiny.train(state, 1)
-    with pytest.raises(UserError) as failure:
+    with pytest.raises(Fault) as failure:
         checkpointer.save(state)
         checkpointer.finish_saving()
     torch_dist.barrier()

@@ -7,15 +7,15 @@ import torch.distributed as torch_dist
 from tests.ranks import RankFailure, run_ranks
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
 from trainer.distributed.process_group import Dist
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError
 
 
 def fail(error: Exception) -> None:
     raise error
 
 
-def told(action: object) -> str:
-    with pytest.raises(UserError) as raised:
+def told(action: object, kind: type[Exception] = UserError) -> str:
+    with pytest.raises(kind) as raised:
         action()  # type: ignore[operator]
     return str(raised.value)
 
@@ -31,10 +31,13 @@ def heard() -> dict[str, object]:
         "one acts": on_main(lambda: here, dist),
         "one errs": told(lambda: on_main(lambda: fail(UserError(f"{here} errs")), dist)),
         "one acts on a file": files.on_main(lambda: here),
-        "one meets a full disk": told(lambda: files.on_main(lambda: fail(OSError(f"{here} is full")))),
+        "one meets a full disk": told(lambda: files.on_main(lambda: fail(OSError(f"{here} is full"))), Fault),
+        "one may not": told(lambda: files.on_main(lambda: fail(PermissionError(13, "no right")))),
         "all act": files.everywhere(lambda: here),
         "all err": told(lambda: files.everywhere(lambda: fail(UserError("the same")))),
-        "the last errs": told(lambda: files.everywhere(lambda: dist.rank == 1 and fail(KeyError("x")))),
+        "the last errs": told(
+            lambda: files.everywhere(lambda: dist.rank == 1 and fail(KeyError("x"))), Fault
+        ),
         "differ": told(lambda: compare_across_ranks({"seed": dist.rank}, dist, "say seed=0")),
     }
 
@@ -50,6 +53,7 @@ def test_every_rank_hears_how_an_action_ended() -> None:
             "one errs": "rank 0 errs",
             "one acts on a file": "rank 0",
             "one meets a full disk": "OSError: rank 0 is full",
+            "one may not": "PermissionError: [Errno 13] no right",
             "all err": "the same",
             "the last errs": "rank 1: KeyError: 'x'",
             "differ": "rank 1 (host 0) differs from rank 0 in seed: 1 against 0; say seed=0",

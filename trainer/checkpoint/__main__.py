@@ -15,7 +15,7 @@ from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
 from trainer.distributed.backend_flags import DTYPES
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, Location, location
 from trainer.files.untrusted import printable
 
@@ -65,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _report(path, chosen.command == "show", is_listed=path != chosen.directory)
             for path in _checkpoints(chosen.directory)
         ]
-    except (UserError, OSError) as error:
+    except (UserError, Fault, OSError) as error:
         print(error, file=sys.stderr)
-        return UserError.exit_code
+        return kind_of(error).exit_code
     return 0 if all(reports) else UserError.exit_code
 
 
@@ -96,19 +96,19 @@ def _report(directory: Location, in_full: bool, is_listed: bool) -> bool:
     try:
         source: OpenCheckpoint | None = verified(directory)
         health = "intact"
-    except UserError as error:
+    except (UserError, Fault) as error:
         if is_listed and _is_in_change(directory):
             print(
                 f"{printable(directory)}: incomplete: its run is just copying or deleting it, or was killed"
             )
             return True
-        source, health = None, f"DAMAGED: {error}"
+        source, health = None, f"{'UNREADABLE' if isinstance(error, Fault) else 'DAMAGED'}: {error}"
     print(f"{printable(directory)}: {health}")
     if in_full:
         try:
             for name, value in _facts(source or OpenCheckpoint.open(directory)).items():
                 print(f"  {printable(name):13s} {printable(value)}")
-        except UserError as error:
+        except (UserError, Fault) as error:
             print(f"  {error}")
     return source is not None
 

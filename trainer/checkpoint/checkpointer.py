@@ -27,7 +27,7 @@ from trainer.checkpoint.writing import Contents, SaveLayout, layout_of, write_ch
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement, Alone
 from trainer.distributed.process_group import Dist
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError, kind_of
 from trainer.faults.disk_progress import at_disk
 from trainer.files.address import Address
 from trainer.files.untrusted import first_five
@@ -165,7 +165,7 @@ class Checkpointer:
         which waits for the previous one, or ``finish_saving`` then raises a failure.
 
         Raises:
-            UserError: on every rank alike, with the rank that failed and why; the attempt is deleted.
+            UserError, Fault: on every rank alike, with the rank that failed and why; the attempt is deleted.
             NonFiniteError: on every rank alike: a number is NaN or Inf; nothing is saved of this step.
         """
         step, metrics = state.progress.step, dict(metrics or {})
@@ -210,7 +210,7 @@ class Checkpointer:
             False: the newest checkpoint of this run is of this step already.
 
         Raises:
-            UserError: a number is NaN or Inf, or the disk fails; what was saved before is unchanged.
+            UserError, Fault: a number is NaN or Inf, or the disk fails; what was saved before is unchanged.
         """
         step = state.progress.step
         own = [data_state if rank == self._dist.rank else {} for rank in range(self._dist.world_size)]
@@ -249,7 +249,7 @@ class Checkpointer:
         """Wait for what is still being written: at each save, and at the good end of a run.
 
         Raises:
-            UserError: it could not be written; on every rank alike.
+            UserError, Fault: it could not be written; on every rank alike.
         """
         if self._in_flight is None:
             return
@@ -275,9 +275,9 @@ class Checkpointer:
         step = contents.step
         try:
             write_checkpoint(self._store, contents, self._agreement, clears=self._dist.local_rank == 0)
-        except UserError as error:
+        except (UserError, Fault) as error:
             self._last_saved = None
-            raise UserError(f"the checkpoint of step {step} could not be saved: {error}") from error
+            raise kind_of(error)(f"the checkpoint of step {step} could not be saved: {error}") from error
         self._agreement.on_main(lambda: self._written(step))
 
     def _written(self, step: int) -> None:

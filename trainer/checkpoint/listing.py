@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from trainer.checkpoint.manifest import STEP_NAME, Manifest, read_manifest
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError, of_files
 from trainer.files.address import Address, Location, UnreachableError
 from trainer.files.untrusted import printable
 
@@ -50,7 +50,8 @@ class Listing(Generic[P]):
         """Every ``step_N`` directory that is not a link, lowest step first; of any run.
 
         Raises:
-            UserError: ``root`` cannot be read, or is not a directory.
+            UserError: ``root`` is not a directory, or may not be read.
+            Fault: it cannot be read now.
         """
         try:
             if not self.root.is_dir():
@@ -65,7 +66,8 @@ class Listing(Generic[P]):
                 if (match := STEP_NAME.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink()
             ]
         except OSError as error:
-            raise UserError(f"{printable(self.root)} is unreadable ({error.strerror or error})") from error
+            message = f"{printable(self.root)} is unreadable ({error.strerror or error})"
+            raise of_files(error, message) from error
         return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
 
     def newest_first(self) -> list[P]:
@@ -82,7 +84,7 @@ class Listing(Generic[P]):
         A damaged one has no manifest.
 
         Raises:
-            UnreachableError: an address does not answer; which is the newest there is not known.
+            Fault: a disk or an address does not answer; which is the newest there is not known.
         """
         for path in self.directories():
             try:
@@ -94,8 +96,6 @@ class Listing(Generic[P]):
                     saved_at = path.stat().st_mtime if isinstance(path, Path) else 0.0
                 except FileNotFoundError:  # its run has just deleted it
                     continue
-                except OSError:
-                    saved_at = 0.0
                 yield saved_at, path, None
             else:
                 if self.run_id in (manifest.run_id, None):  # None: those of all runs
@@ -135,13 +135,13 @@ def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[
     """The checkpoints of ``own`` and ``others``, newest first; of two copies, that of ``own`` comes first.
 
     Raises:
-        UserError: one of ``others`` cannot be reached, and ``own`` has none.
+        UserError, Fault: one of ``others`` cannot be reached, and ``own`` has none.
     """
     found: list[tuple[float, Location, Manifest | None]] = list(own.dated())
     for other in others:
         try:
             found += list(other.dated())  # all of it, or nothing
-        except UserError as error:
+        except (UserError, Fault) as error:
             if not found:
                 raise
             log.warning("%s; going by what is in %s", error, own.root)

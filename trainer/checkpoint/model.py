@@ -14,7 +14,7 @@ from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, ver
 from trainer.checkpoint.tree import put_together
 from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError
 from trainer.files.address import Location, location
 from trainer.optim.plain_names import buffers_outside, load_model_state, model_state
 
@@ -55,7 +55,7 @@ def read_model(
         try:
             source = first_intact(found, read, agreement.rank == 0) if which == "newest" else read(found[0])
             agreement.everywhere(partial(_read, model, source, device))
-        except UserError:
+        except (UserError, Fault):
             if not left or agreement.on_main(partial(_are_there, found)):
                 raise
         else:

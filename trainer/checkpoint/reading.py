@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.gather_shards import as_bytes
-from trainer.errors import UserError
+from trainer.errors import UserError, of_files
 from trainer.files.address import Address, Location
 from trainer.files.untrusted import printable, reason
 
@@ -32,7 +32,8 @@ class PlainFile:
 
     Raises:
         MissingFileError: there is none.
-        UserError: it is a directory, or unreadable.
+        UserError: it is a directory, or may not be read.
+        Fault: it cannot be read now: what it holds is not known.
     """
 
     chunk_bytes = 1 << 20
@@ -46,7 +47,7 @@ class PlainFile:
         except FileNotFoundError as error:
             raise MissingFileError(f"{printable(path)} does not exist") from error
         except OSError as error:
-            raise UserError(f"{printable(path)} is unreadable ({_cause(error)})") from error
+            raise of_files(error, f"{printable(path)} is unreadable ({_cause(error)})") from error
         self.size = os.fstat(self._file.fileno()).st_size
 
     @property
@@ -71,7 +72,7 @@ class PlainFile:
         try:
             return os.preadv(self._file.fileno(), [buffer], offset)
         except OSError as error:
-            raise UserError(f"{printable(self.path)} is unreadable ({_cause(error)})") from error
+            raise of_files(error, f"{printable(self.path)} is unreadable ({_cause(error)})") from error
 
     def read_at(self, offset: int, count: int) -> bytes:
         """Exactly ``count`` bytes from ``offset`` on. UserError if the file is too short."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from trainer.checkpoint.listing import Listing, Retention, newest_run_id
 from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_text, read_manifest
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, UnreachableError
 from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import Fields, printable, read_json, reason
@@ -152,7 +152,9 @@ class Remote(NoRemote):
 
     def _note_failure(self, error: Exception) -> None:
         """Warn of the first failure since a success; keep later ones for `finish`."""
-        words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
+        words = (
+            str(error) if isinstance(error, UserError | Fault) else f"{type(error).__name__}: {reason(error)}"
+        )
         if self._problem is None:
             more = "tried again, and training continues"
             log.warning("checkpoint.remote: %s; %s. It holds step %d", words, more, self._safe_step)
@@ -264,13 +266,13 @@ def run_at(address: str) -> str | None:
     """The id of the run to which `address` belongs; None if it is free.
 
     Raises:
-        UserError: the address could not be reached.
+        UserError, Fault: the address could not be reached.
     """
     try:
         there = Address(address)
         return _run_of(_owner_if_readable(there), there)
-    except UserError as error:
-        raise UserError(f"checkpoint.remote: {error}") from error
+    except (UserError, Fault) as error:
+        raise kind_of(error)(f"checkpoint.remote: {error}") from error
 
 
 def _run_of(owner: Mapping[str, str] | None, address: Address) -> str | None:

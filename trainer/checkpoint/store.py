@@ -18,7 +18,7 @@ from pathlib import Path
 from trainer.checkpoint.hashing import FileDigest, fsync_directory, write_text
 from trainer.checkpoint.listing import Listing, Retention
 from trainer.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
-from trainer.errors import UserError, first_few
+from trainer.errors import Fault, UserError, first_few
 from trainer.faults.disk_progress import at_disk
 from trainer.files.new_directory import unused_path
 
@@ -32,12 +32,13 @@ def seal(temporary: Path, manifest: Manifest) -> None:
     """Write the manifest into ``temporary``, which has all files, fsynced. Then only a rename is left to do.
 
     Raises:
-        OSError: its files are not those of the manifest; or the disk fails.
+        UserError: its files are not those of the manifest.
+        OSError: the disk fails.
     """
     present = {entry.name for entry in temporary.iterdir()}
     if present != set(manifest.files):
         missing, foreign = sorted(set(manifest.files) - present), sorted(present - set(manifest.files))
-        raise OSError(
+        raise UserError(
             f"{temporary} lacks {first_few(missing) or 'nothing'}, and holds "
             f"{first_few(foreign) or 'nothing'} besides: is run_dir on a file system that all hosts share?"
         )
@@ -271,10 +272,10 @@ class Store(Listing[Path]):
         return self._delete(temporary)
 
     def _saved_at(self, directory: Path) -> float:
-        """When it was saved, in seconds since 1970; its directory's time if the manifest is damaged."""
+        """When it was saved, in seconds since 1970; its directory's time if its manifest cannot tell."""
         try:
             return self.manifest(directory).saved_at
-        except UserError:
+        except (UserError, Fault):
             return directory.lstat().st_mtime
 
 

@@ -17,7 +17,7 @@ from trainer.checkpoint.matching import is_extra_state
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
 from trainer.checkpoint.reading import PlainFile, opened
 from trainer.checkpoint.safetensors_files import INDEX, SINGLE, tensors_in
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, Location, location
 from trainer.files.untrusted import Fields, first_five, printable, read_json, reason
 
@@ -122,8 +122,8 @@ def _read(path: Location) -> dict[str, Tensor]:
         if (path / INDEX).exists():
             return _read_index(path)
         return _checkpoint_in(path).read("model.") if path.is_dir() else _read_file(path)
-    except UserError as error:
-        raise UserError(f"model.init_from={printable(path)}: {error}") from error
+    except (UserError, Fault) as error:
+        raise kind_of(error)(f"model.init_from={printable(path)}: {error}") from error
 
 
 def _read_file(path: Location) -> dict[str, Tensor]:

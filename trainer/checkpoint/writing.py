@@ -18,7 +18,7 @@ from trainer.checkpoint.state_file import STATE
 from trainer.checkpoint.store import Store
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.gather_shards import gather_shards_to_rank0
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError
 from trainer.local_shard import num_rows, to_local
 
 
@@ -117,7 +117,7 @@ def write_checkpoint(store: Store, contents: Contents, agreement: Agreement, cle
             disk in common.
 
     Raises:
-        UserError: on every rank alike; what was there before is unchanged.
+        UserError, Fault: on every rank alike; what was there before is unchanged.
     """
     directory = None
     try:
@@ -129,7 +129,7 @@ def write_checkpoint(store: Store, contents: Contents, agreement: Agreement, cle
                 contents.step, contents.layout.format, files, contents.metrics, check=contents.read_back
             )
         )
-    except UserError:
+    except (UserError, Fault):
         if directory is not None and clears:
             store.delete_failed(directory)
         raise

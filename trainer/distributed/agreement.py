@@ -1,21 +1,25 @@
 """How ranks act together: an error of one rank is sent to all before any raises it."""
 
-import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as torch_dist
 
 from trainer.distributed.collectives import gloo_group
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError, kind_of
 from trainer.files.untrusted import reason
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import Dist
 
-log = logging.getLogger(__name__)
-
 _T = TypeVar("_T")
+
+
+class _Failure(NamedTuple):
+    """How an action failed, as all ranks raise it."""
+
+    kind: type[UserError] | type[Fault]
+    message: str
 
 
 def compare_across_ranks(
@@ -49,15 +53,19 @@ def on_main(action: Callable[[], _T], dist: "Dist") -> _T:
     """Call `action` on rank 0 only, and return its result on every rank (a collective).
 
     Raises:
-        UserError: the one that `action` raised, on every rank. Any other error is a fault of rank 0 only.
+        UserError, Fault: the one that `action` raised, on every rank. Any other error is of rank 0 only.
     """
-    return _from_main(action, UserError, dist.rank, None)
+    return _from_main(action, (UserError, Fault), dist.rank, None)
 
 
 class Agreement:
-    """All ranks acting on files: any error becomes a UserError. All methods are collectives.
+    """All ranks acting on files: what one raises, all raise. All methods are collectives.
 
     They use a separate gloo group, with a timeout of `timeout_s`.
+
+    Raises:
+        UserError: from each method, a person must change something: see `kind_of`.
+        Fault: any other error, of a disk, a store or unknown: it may pass.
     """
 
     def __init__(self, dist: "Dist", timeout_s: float) -> None:
@@ -71,17 +79,17 @@ class Agreement:
         return gather_objects(value, self.group)
 
     def on_main(self, action: Callable[[], _T]) -> _T:
-        """Rank 0's result of `action` on every rank; its error is a UserError on every rank."""
-        return _from_main(action, Exception, self.rank, self.group)
+        """Rank 0's result of `action` on every rank, or its error."""
+        return _from_main(action, (Exception,), self.rank, self.group)
 
     def everywhere(self, action: Callable[[], _T]) -> _T:
-        """This rank's result of `action`, once all have one; an error of one rank is a UserError on all."""
-        value, error = _attempt(action, Exception)
-        errors = self.gather(error)
-        failed = {rank: message for rank, message in enumerate(errors) if message is not None}
-        if failed:
-            rank, first = next(iter(failed.items()))
-            raise UserError(first if all(message == first for message in errors) else f"rank {rank}: {first}")
+        """This rank's result of `action`, once all have one, or the error of the first rank that has none."""
+        value, failure, cause = _attempt(action, (Exception,))
+        failures = self.gather(failure)
+        for rank, first in enumerate(failures):
+            if first is not None:
+                alike = all(other == first for other in failures)
+                raise first.kind(first.message if alike else f"rank {rank}: {first.message}") from cause
         return cast(_T, value)
 
 
@@ -101,25 +109,30 @@ class Alone(Agreement):
 
 def _from_main(
     action: Callable[[], _T],
-    expected: type[Exception],
+    expected: tuple[type[Exception], ...],
     rank: int,
     group: torch_dist.ProcessGroup | None,
 ) -> _T:
-    box = [_attempt(action, expected) if rank == 0 else None]
+    cause = None
+    box: list[tuple[_T | None, _Failure | None] | None] = [None]
+    if rank == 0:
+        value, failure, cause = _attempt(action, expected)
+        box = [(value, failure)]
     torch_dist.broadcast_object_list(box, src=0, group=group)
     assert box[0] is not None
-    value, error = box[0]
-    if error is not None:
-        raise UserError(error)
+    value, failure = box[0]
+    if failure is not None:
+        raise failure.kind(failure.message) from cause
     return cast(_T, value)
 
 
-def _attempt(action: Callable[[], _T], expected: type[Exception]) -> tuple[_T | None, str | None]:
-    """The result of `action`, or the message of an `expected` error."""
+def _attempt(
+    action: Callable[[], _T], expected: tuple[type[Exception], ...]
+) -> tuple[_T | None, _Failure | None, Exception | None]:
+    """The result of `action`, or how it failed with an `expected` error, and that error."""
     try:
-        return action(), None
+        return action(), None, None
     except expected as error:
-        if isinstance(error, UserError):
-            return None, str(error)
-        log.debug("while reading or writing a checkpoint", exc_info=True)
-        return None, f"{type(error).__name__}: {reason(error)}"
+        is_told = isinstance(error, UserError | Fault)
+        message = str(error) if is_told else f"{type(error).__name__}: {reason(error)}"
+        return None, _Failure(kind_of(error), message), error

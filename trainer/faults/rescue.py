@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from trainer.errors import UserError, in_a_line
+from trainer.errors import RunEndError, UserError, in_a_line
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour
 from trainer.faults.verdict import ASLEEP_S, UNHEARD_S, Observed, Verdict
@@ -157,7 +157,7 @@ class Rescue:
     def _answer(self, ask: dict[str, Any]) -> None:
         try:
             words = self._save(ask)
-        except UserError as error:
+        except RunEndError as error:
             words = f"{_NOTHING}: {error}"
         except Exception as error:
             words = f"{_NOTHING}: {in_a_line(error)}"

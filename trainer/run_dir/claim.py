@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from trainer.checkpoint import fetch_history, is_run_id, newest_run_id, read_manifest, run_at
-from trainer.errors import UserError, writing
+from trainer.errors import Fault, UserError, writing
 from trainer.files.address import Address, Location
 from trainer.files.atomic_file import atomic_file
 from trainer.files.new_directory import new_run_dir, unused_path
@@ -118,7 +118,7 @@ def _refuse_remote_within(path: Path, remote: str) -> None:
 def _run_at(remote: str, may_fail: bool) -> str | None:
     try:
         return run_at(remote)
-    except UserError as error:
+    except (UserError, Fault) as error:
         if not may_fail:
             raise
         log.warning("%s; continuing with what is here", error)
@@ -134,7 +134,7 @@ def _is_of(path: Path, run_id: str | None, resume: str) -> bool:
 
 def run_id_of(path: Location) -> str | None:
     """The recorded id, or else that of the newest checkpoint; None for runs older than ids."""
-    with contextlib.suppress(OSError, UserError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, UserError):
         run_id = Fields(str(path / RUN), load_json(path / RUN)).text("run_id")
         if is_run_id(run_id):
             return run_id
