@@ -13,8 +13,9 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         where = f"gloo listens at {_address()}; the interfaces are {interfaces}"
         print(f"preflight: {socket.gethostname()}: {where}", file=sys.stderr, flush=True)
     with exits(), process_group(_settings(options)) as dist:
-        reports = gather_objects(_report(dist))
+        reports = gather_objects(_report(dist, options.timeout_s))
         faults = [
             f"{dist.describe(rank)} on {report.host_name}: {operation}: {fault}"
             for rank, report in enumerate(reports)
@@ -79,12 +80,17 @@ def _settings(options: argparse.Namespace) -> DistributedConfig:
     return DistributedConfig(device, None, options.timeout_s, "env://", None, None)
 
 
-def _report(dist: Dist) -> RankReport:
+def _report(dist: Dist, timeout_s: float) -> RankReport:
     """Run everything (a collective)."""
-    me, operations = GroupRank(dist.rank, dist.world_size, dist.device), {}
+    # The default group waits an hour longer, for the watch. It cannot tell who is behind before step 1, but
+    # if the operation fails on all other ranks, it can.
+    in_time = torch.distributed.new_group(None, timedelta(seconds=timeout_s), "gloo")
+    groups = {"cpu": cast(torch.distributed.ProcessGroup, in_time)}
+    me = GroupRank(dist.rank, dist.world_size, dist.device, groups.get(dist.device.type))
+    operations = {}
     ranks_by_host = [[r for r, h in enumerate(dist.hosts) if h == host] for host in sorted({*dist.hosts})]
     for device in dict.fromkeys((dist.device, torch.device("cpu"))):  # beside NCCL the trainer uses gloo
-        group = GroupRank(dist.rank, dist.world_size, device)
+        group = GroupRank(dist.rank, dist.world_size, device, groups.get(device.type))
         for name in OPERATIONS if dist.world_size > 1 else OPERATIONS[1:]:  # the first needs a peer
             dist.heartbeat.enter("set_up")  # so that a rank that hangs in an operation is behind the others
             try:
