@@ -31,7 +31,7 @@ def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
     """The named runs, and the finished runs of each named sweep, by short names.
 
     Raises:
-        UserError: there are less than two, or one is not a finished run.
+        UserError: there are less than two, or one is not a finished run, or has a broken result.json.
     """
     folders: list[Path] = []
     for folder in map(Path, named):
@@ -43,6 +43,9 @@ def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
             raise UserError(f"{folder} is not a finished run: it has no result.json")
     short = len({folder.name for folder in folders}) == len(folders)
     runs = {printable(folder.name if short else folder): RunFiles(folder) for folder in folders}
+    for name, run in runs.items():
+        if not run.result:
+            raise UserError(f"{name} is not comparable: its result.json is broken")
     if len(runs) < 2:
         raise UserError(f"{' '.join(named)}: {len(runs)} finished run, but two are needed to compare")
     return runs
