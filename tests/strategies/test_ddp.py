@@ -45,10 +45,16 @@ class Idle(nn.Module):
 
 
 class Parts(Classification):
-    """Calls a part of the model."""
+    """Calls a part of the model, or takes the model for a container."""
+
+    def __init__(self, label_smoothing: float = 0.0, how: str = "") -> None:
+        super().__init__(label_smoothing)
+        self.how = how
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        return cast(Tensor, model.head(batch[0]).sum())
+        if self.how == "index":
+            return cast(Tensor, model[0](batch[0]).sum())
+        return cast(Tensor, model.head(batch[0]).sum() if self.how != "len" else len(model))
 
 
 def idle(*options: str) -> tuple[str, ...]:
@@ -71,6 +77,10 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
         idle(
             f"data.task._target_={__name__}.Parts"
         ): r"the loss uses model\.head, but .* a call of the model",
+        idle(
+            f"data.task._target_={__name__}.Parts", "+data.task.how=index"
+        ): r"the loss uses model\[\.\.\.\]",
+        idle(f"data.task._target_={__name__}.Parts", "+data.task.how=len"): r"or the like, but gradients",
         idle("+model.hook=true", "train.micro_batch_size=6"): layer,
     }
     mistakes = [(*options, f"run_dir={tmp_path}/{number}") for number, options in enumerate(expected)]

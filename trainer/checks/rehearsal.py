@@ -111,7 +111,7 @@ def _make_pass(run: "Run", batch: Any, number: int, last: bool, gathered: Gather
 def _explained(strategy: "Strategy", *, in_backward: bool) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, AttributeError) as error:
+    except (RuntimeError, AttributeError, TypeError) as error:
         if (explained := strategy.explain(error, in_backward=in_backward)) is not None:
             raise explained from error
         raise

@@ -125,10 +125,14 @@ class Ddp(Strategy):
 
     def explain(self, error: Exception, *, in_backward: bool) -> UserError | None:
         wrapper, name = getattr(error, "obj", None), str(getattr(error, "name", None))
-        if not isinstance(wrapper, DistributedDataParallel) or not hasattr(wrapper.module, name):
+        if isinstance(wrapper, DistributedDataParallel) and hasattr(wrapper.module, name):
+            used = f"model.{name}"
+        elif isinstance(error, TypeError) and f"'{DistributedDataParallel.__name__}'" in str(error):
+            used = "model[...], len(model) or the like"  # it has nothing of a container
+        else:
             return None
         return UserError(
-            f"strategy=ddp: the loss uses model.{name}, but gradients are averaged over ranks only in a call "
+            f"strategy=ddp: the loss uses {used}, but gradients are averaged over ranks only in a call "
             "of the model itself: let its forward() do so and call model(...), or return the loss from "
             "forward(), for data.task._target_=trainer.tasks.OwnLoss"
         )
