@@ -50,8 +50,8 @@ def build_state(gigabytes: float, shard: Callable[[nn.Module], object] = lambda 
 
 def checkpointer(state: TrainState, run_dir: Path, format: str, async_: bool) -> Checkpointer:
     settings = CheckpointConfig(
-        format=format, every_steps=1, every_epochs=None, keep_last=1, keep_best=None, keep_every=None,
-        async_=async_, timeout_s=600.0,
+        format=format, every_steps=1, every_minutes=None, every_epochs=None, keep_last=1,
+        keep_best=None, keep_every=None, async_=async_, timeout_s=600.0,
     )  # fmt: skip
     dist = Dist(0, 0, 1, 1, (0,), torch.device("cpu"), "gloo")
     config = {"strategy.name": "single"}

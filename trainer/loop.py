@@ -57,7 +57,7 @@ def fit(run: "Run") -> dict[str, float]:
             run.checkpointer.finish_saving()
             run.checkpointer.finish_remote()
             raise StoppedBySignal(progress.step)
-        save_due = run.checkpointer.due(progress, end_of_epoch=batches is None)
+        save_due = run.checkpointer.due(progress, end_of_epoch=batches is None) or after is AfterStep.SAVE
         if batches is None or save_due or evaluation_due(run):
             meter.pause()
         if evaluation_due(run):

@@ -28,6 +28,7 @@ def settings(**changes: Any) -> CheckpointConfig:
         "format": "full",
         "every_steps": None,
         "every_epochs": 1,
+        "every_minutes": None,
         "keep_last": 2,
         "keep_best": None,
         "keep_every": None,

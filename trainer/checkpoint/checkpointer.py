@@ -1,6 +1,7 @@
 """Saving and resuming a run, agreed among all ranks."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -40,8 +41,9 @@ log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves a ``TrainState`` under ``run_dir/checkpoints`` and restores it.
 
-    Every method but ``due`` is collective. It uses a separate gloo group with a long timeout, so that a slow
-    disk does not look like a failed network. All ranks know how each action ended before one of them raises.
+    Every method but ``due`` and ``minutes_are_over`` is collective. It uses a separate gloo group with a long
+    timeout, so that a slow disk does not look like a failed network. All ranks know how each action ended
+    before one of them raises.
 
     Attributes:
         restored_metrics: those saved with the checkpoint that ``restore`` went on from.
@@ -86,6 +88,7 @@ class Checkpointer:
         self._parts: StateParts  # from `expect` on
         self._checked = False
         self._last_saved: int | None = None
+        self._last_save_s = time.monotonic()  # or the start
         self._layout: SaveLayout | None = None
         self.restored_metrics: dict[str, float] = {}
         self.restored_data_states: list[dict[str, Any]] = []
@@ -145,6 +148,11 @@ class Checkpointer:
             return True
         return end_of_epoch and every_epochs is not None and progress.epoch % every_epochs == 0
 
+    def minutes_are_over(self) -> bool:
+        """Whether `checkpoint.every_minutes` asks for one. Asked on one rank alone: clocks differ."""
+        every = self._settings.every_minutes
+        return every is not None and time.monotonic() - self._last_save_s >= 60 * every
+
     def evaluation_of(self, step: int) -> dict[str, float]:
         """The metrics of `last_evaluation` if it was after this step, and else none."""
         of_step, metrics = self.last_evaluation
@@ -169,6 +177,7 @@ class Checkpointer:
             NonFiniteError: on every rank alike: a number is NaN or Inf; nothing is saved of this step.
         """
         step, metrics = state.progress.step, dict(metrics or {})
+        self._last_save_s = time.monotonic()
         if self._last_saved == step:
             return
         self._dist.heartbeat.enter("checkpoint")

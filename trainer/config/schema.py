@@ -139,6 +139,7 @@ class KeepBest:
 class CheckpointConfig:
     format: str = one_of("full", "sharded")
     every_steps: int | None = at_least(1)
+    every_minutes: float | None = above(0)
     every_epochs: int | None = at_least(1)
     at_fault: bool = MISSING
     keep_last: int = at_least(1)

@@ -61,5 +61,8 @@ class Run(ModelContext):
         """What this rank asks of all after the step; of the time only rank 0, since clocks differ."""
         if self.stop_request.is_set:
             return AfterStep.STOP
-        time_is_up = self.dist.is_main and self.state.early_end.time_is_up()
-        return AfterStep.END if time_is_up else AfterStep.CONTINUE
+        if not self.dist.is_main:
+            return AfterStep.CONTINUE
+        if self.state.early_end.time_is_up():
+            return AfterStep.END
+        return AfterStep.SAVE if self.checkpointer.minutes_are_over() else AfterStep.CONTINUE

@@ -18,9 +18,11 @@ class AfterStep(IntEnum):
     """What follows a step: the largest that any rank asks for."""
 
     CONTINUE = 0
-    END = 1
+    SAVE = 1
+    """The time between two checkpoints is up."""
+    END = 2
     """The time of the run is up: it ends as after its last step."""
-    STOP = 2
+    STOP = 3
     """A signal came: save and stop."""
 
 
@@ -35,7 +37,7 @@ class Agreed(NamedTuple):
 
 
 class StepAgreement:
-    """One sum over ranks, of four numbers, in each step.
+    """One sum over ranks, of five numbers, in each step.
 
     `start` is called when the micro-batches of a step have been read, and `finish` when its first loss is
     computed, so that the numbers travel meanwhile, and every rank leaves the loop after the same step.
@@ -60,10 +62,10 @@ class StepAgreement:
         if self._is_alone:
             self._agreed = Agreed(math.fsum(label_counts), asked, data_left)
             return
-        asks = (asked is AfterStep.STOP, asked is AfterStep.END, not data_left)
+        asks = (*(asked is each for each in (AfterStep.STOP, AfterStep.END, AfterStep.SAVE)), not data_left)
         numbers: list[tuple[float, ...]] = [(math.fsum(label_counts), *asks)]
         if self._order.by_leaves:  # a sum of fractions would round
-            numbers = [(0, *asks), *((count, 0, 0, 0) for count in label_counts)]
+            numbers = [(0, *asks), *((count, 0, 0, 0, 0) for count in label_counts)]
         self._agreed = None
         self._sums = self._order.sum_of([torch.tensor(row, dtype=torch.float64) for row in numbers])
         if not self._on_gpu:
@@ -85,8 +87,9 @@ class StepAgreement:
                 self._work.wait()
             elif self._on_gpu:
                 self._done.synchronize()
-            num_labels, stops, ends, without_data = self._order.numbers(self._sums).tolist()
-            after = AfterStep.STOP if stops else AfterStep.END if ends else AfterStep.CONTINUE
+            num_labels, stops, ends, saves, without_data = self._order.numbers(self._sums).tolist()
+            on = AfterStep.SAVE if saves else AfterStep.CONTINUE
+            after = AfterStep.STOP if stops else AfterStep.END if ends else on
             self._agreed = Agreed(num_labels, after, not without_data)
         return self._agreed
 

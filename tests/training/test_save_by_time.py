@@ -1,0 +1,30 @@
+"""checkpoint.every_minutes: the clock of rank 0 alone asks, and all ranks save after the same step."""
+
+from pathlib import Path
+
+from tests.checkpoint import tiny
+from tests.ranks import run_ranks
+from trainer.training.step_agreement import AfterStep, Agreed, StepAgreement
+
+
+def _asked_by_the_clock(run_dir: Path) -> list[Agreed]:
+    state, dist = tiny.train_state(), tiny.facts()
+    checkpointer = tiny.checkpointer(run_dir, state=state, every_minutes=5.0)
+    agreement, found = StepAgreement(dist), []
+    for minutes in (4, 2, 4, 2):
+        checkpointer._last_save_s -= 60 * minutes
+        is_due = dist.is_main and checkpointer.minutes_are_over()
+        agreement.start((1.0,), AfterStep.SAVE if is_due else AfterStep.CONTINUE, True)
+        found.append(agreement.finish())
+        state.progress.step += 1
+        if found[-1].after is AfterStep.SAVE:
+            checkpointer.save(state)
+    return found
+
+
+def test_all_save_when_the_minutes_of_rank_0_are_over(tmp_path: Path) -> None:
+    first, second = run_ranks(_asked_by_the_clock, 2, tmp_path)
+    none, save = Agreed(2.0, AfterStep.CONTINUE, True), Agreed(2.0, AfterStep.SAVE, True)
+    assert first == second == [none, save, none, save]
+    steps = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert steps == ["step_00000002", "step_00000004"]
