@@ -201,8 +201,10 @@ def _no_gradients(is_sharded: bool) -> str:
     """Why, and the way out."""
     if is_sharded:
         return (
-            "Either the loss depends on none of them, or the model returns an object: torch's fully_shard "
-            "finds outputs in tensors, tuples, lists, dicts and dataclasses; return one, or use strategy=ddp"
+            "Either the loss depends on none of them; or the model returns an object: torch's fully_shard "
+            "finds outputs in tensors, tuples, lists, dicts and dataclasses; return one; or the loss uses "
+            "parameters of a unit, but not its output, which strategy.reshard_after_forward=false trains; or "
+            "use strategy=ddp"
         )
     return (
         "The loss depends on none of them, as behind detach(), item() or NumPy: return one that is computed "

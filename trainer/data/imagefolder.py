@@ -15,7 +15,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 
 
 class ImageFolder(datasets.ImageFolder):
-    """``root/train/<class>/*`` and ``root/val/<class>/*``, or ``root/eval``, without names that begin with a dot.
+    """``root/train/<class>/*`` and ``root/val/<class>/*`` (or eval), without names that begin with a dot.
 
     Images are uint8, (3, image_size, image_size). They are normalised on the device, and mirrored there by
     ``data.images.flip``. Training takes a random crop of 8 to 100 % of the area; evaluation takes the centre,
