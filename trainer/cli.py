@@ -21,7 +21,7 @@ from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, in_words
 from trainer.errors import UserError
 from trainer.launch import local, slurm
 from trainer.launch.exits import ends_its_threads, exits
-from trainer.launch.fresh import die_with_parent, extend_path, launched_by, take_streams
+from trainer.launch.fresh import die_with_parent, extend_path, launched_by, take_script, take_streams
 from trainer.launch.place import place, publish
 
 LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
@@ -31,6 +31,7 @@ LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
 def main() -> None:
     """Run the command line `sys.argv`, like every Hydra program, and exit with the status of the run."""
     die_with_parent()
+    take_script()
     extend_path()
     with exits():
         take_streams()

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -190,3 +191,19 @@ def test_a_launch_within_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="launch=local inside ranks would start 2 runs"):
         local.launch(settings("launch=local"), [])
+
+
+def test_the_script_that_called_main_is_what_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fresh, "_own_script", [])
+    ours = fresh.program()
+    script = SimpleNamespace(__file__=str(tmp_path / "go.py"), __spec__=None)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    monkeypatch.setattr(sys, "argv", ["pytest", "a=1"])
+    fresh.take_script()
+    assert fresh.program() == ours
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["go.py", "a=1"])
+    fresh.take_script()
+    assert fresh.program() == [sys.executable, str(tmp_path / "go.py")]

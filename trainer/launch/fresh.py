@@ -14,6 +14,7 @@ from trainer.launch.signals import signal_at_parents_death
 
 _PARENT, _LAUNCHER, _PATH = "RINGMASTER_PARENT", "RINGMASTER_LAUNCHER", "RINGMASTER_PATH"
 _ROOT = Path(__file__).resolve().parents[2]
+_own_script: list[str] = []  # the user's script, once it has called main
 
 
 def start(
@@ -120,8 +121,19 @@ def _own_folders() -> list[str]:
     ]
 
 
+def take_script() -> None:
+    """Have `program` start the script that runs, which may register resolvers before it calls main."""
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None)
+    is_module = getattr(main, "__spec__", None) is not None  # python -m
+    if script and not is_module and Path(script).resolve() == Path(sys.argv[0]).resolve():
+        _own_script[:] = [str(Path(script).resolve())]
+
+
 def program() -> list[str]:
-    """The command of this program, from its source tree or installed, in any current directory."""
+    """The command of this program in any current directory: the script that called main, or else ours."""
+    if _own_script:
+        return [sys.executable, *_own_script]
     script = _ROOT / "train.py"
     return [sys.executable, str(script)] if script.exists() else [sys.executable, "-P", "-m", "ringmaster"]
 
