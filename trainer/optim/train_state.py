@@ -1,5 +1,6 @@
 """The state of a run at a step boundary: its progress, and everything that training changes."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -8,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import NonFiniteError
+from trainer.errors import NonFiniteError, UserError
 from trainer.local_shard import is_dtensor, to_local
 from trainer.nested import mapped
-from trainer.optim.combined import has_user_part
+from trainer.optim.combined import has_user_part, parts_of
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.ema import MovingAverage
 from trainer.optim.layout import laid_out_as
@@ -24,7 +25,7 @@ from trainer.optim.plain_names import (
     plain_name,
 )
 from trainer.optim.progress import Progress
-from trainer.optim.schedules import after_evaluation, after_step
+from trainer.optim.schedules import after_evaluation, after_step, continue_schedule
 from trainer.optim.trained import Trained
 
 _MAX_OVERFLOWS = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
@@ -184,7 +185,8 @@ class TrainState:
             for name, value in saved.get("buffers", {}).items():  # there may be fewer, or none
                 buffers[name].copy_(value)
         self._load_optimizer_state(saved["optimizer"])
-        self.schedule.load_state_dict(saved["schedule"])
+        groups, step = saved["optimizer"]["param_groups"], saved["progress"]["step"]
+        continue_schedule(self.schedule, saved["schedule"], groups, step)
         # A disabled scaler saves nothing; one that is enabled in this run keeps its initial state.
         self._loss_scale = None
         if saved["scaler"]:
@@ -224,6 +226,8 @@ class TrainState:
 
     def _load_optimizer_state(self, saved: dict[str, Any]) -> None:
         optimizer, names = self.optimizer, self._optimizer_names()
+        parts = parts_of(optimizer)
+        settings = [_settings(*pair) for pair in zip(optimizer.param_groups, parts, strict=True)]
         state = mapped(saved["state"], lambda value: to_local(value) if is_dtensor(value) else value)
         numbers = {name: index for index, name in enumerate(names)}
         optimizer.load_state_dict(
@@ -231,11 +235,17 @@ class TrainState:
             | {
                 "state": {numbers.get(name, name): of_one for name, of_one in state.items()},
                 "param_groups": [
-                    group | _how(here) | {"params": [numbers[name] for name in group["params"]]}
-                    for group, here in zip(saved["param_groups"], optimizer.param_groups, strict=True)
+                    group | own | {"params": [numbers[name] for name in group["params"]]}
+                    for group, own in zip(saved["param_groups"], settings, strict=True)
                 ],
             }
         )
+        for group, own, part in zip(optimizer.param_groups, settings, parts, strict=True):
+            if other := [key for key, value in own.items() if group[key] != value]:
+                raise UserError(
+                    f"the load_state_dict of {type(part).__name__} sets {other[0]} to {group[other[0]]}, but "
+                    f"this run's settings say {own[other[0]]}; let it restore state only"
+                )
         # Torch casts state to the parameter's dtype. An optimizer with a method of its own knows its state.
         casts = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -253,9 +263,12 @@ class TrainState:
         return [self.trained.names[parameter] for group in groups for parameter in group["params"]]
 
 
-def _how(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group that choose its kernels: those of this run, not of the saved one."""
-    return {key: group[key] for key in ("fused", "foreach") if key in group}
+def _settings(group: dict[str, Any], part: torch.optim.Optimizer) -> dict[str, Any]:
+    """What this run's settings say of a group, in which an optimizer of the user's may keep state, too."""
+    state = {"params"}
+    if has_user_part(part):
+        state |= part.defaults.keys() - inspect.signature(type(part)).parameters.keys()
+    return {key: value for key, value in group.items() if key not in state}
 
 
 def _uncast(saved: Any, loaded: Any) -> Any:

@@ -1,5 +1,7 @@
 """A model that computes its own loss, as Hugging Face's do when given labels."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -8,9 +10,11 @@ from trainer.tasks.cross_entropy import counted
 
 
 class OwnLoss:
-    """Batches are dicts of tensors (B, ...), the model's keywords; it returns an object with ``loss``.
+    """Batches are dicts of tensors (B, ...), the model's keywords; it returns its loss.
 
-    That must be the mean over the batch's counted ``labels``: integers other than -100. In a batch
+    As the trainer of Hugging Face takes it: in ``loss``, an attribute or a key, first in a tuple, or alone.
+
+    It must be the mean over the batch's counted ``labels``: integers other than -100. In a batch
     without labels, or with floats, each sample counts.
 
     Evaluation: the mean of the loss over all counted labels.
@@ -26,7 +30,17 @@ class OwnLoss:
         self.shifted = shifted
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = model(**batch).loss
+        output = model(**batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            loss = output[0] if isinstance(output, tuple | list) and output else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+            raise UserError(
+                f"the model returned a {type(output).__name__}, and in the place of its loss a "
+                f"{type(loss).__name__}{shape}; OwnLoss needs one number: loss as attribute or key, first in "
+                "a tuple, or alone. Another output is for a task of your own (data.task)"
+            )
         return loss
 
     def weight(self, batch: dict[str, Tensor]) -> int | Tensor:
