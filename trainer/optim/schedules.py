@@ -169,17 +169,19 @@ def after_step(schedule: LRScheduler) -> None:
 def continue_schedule(
     schedule: LRScheduler, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], step: int
 ) -> None:
-    """Bring `schedule`, new and of an optimizer with this run's settings, to `step`.
+    """Bring `schedule`, new and of an optimizer with this run's settings, to where `saved` was, at `step`.
 
     One of torch's follows from its settings and the step, so it is stepped there, in microseconds a step:
     changed settings act from the next update on. ReduceLROnPlateau and a user's own continue from `saved`,
     and what they made of the rates in `groups`, the saved ones, is made of this run's.
     """
     here = schedule.optimizer.param_groups
+    if "num_bad_epochs" not in saved:  # else it counted evaluations
+        step = saved.get("last_epoch", step)
     if type(schedule) is LambdaLR:  # at once
         schedule.last_epoch, schedule._step_count = step, step + 1
-        for group, rate in zip(here, schedule.get_lr(), strict=True):
-            _set_rate(group, rate)
+        for group, base, factor in zip(here, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            _set_rate(group, base * factor(step))
         schedule._last_lr = [group["lr"] + 0 for group in here]
         return
     watches = type(schedule) is ReduceLROnPlateau
