@@ -45,7 +45,7 @@ from trainer.meta_init import initial_model
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.progress import planned_steps
-from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule
+from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule, settings_of
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 from trainer.run_dir.claim import RunDir, claim
@@ -220,11 +220,20 @@ def _state(
     trained = Trained(strategy.unwrap(wrapped))
     fused_on_cpu = config.train.exact is None and config.train.precision != "fp16"
     optimizer = build_optimizer(trained, config.optim, fused_on_cpu)
-    schedule = build_schedule(config.schedule, optimizer, ScheduleFacts(total_steps, steps_per_epoch))
+    facts = ScheduleFacts(total_steps, steps_per_epoch)
+    schedule = build_schedule(config.schedule, optimizer, facts)
     check_schedule(schedule, evaluates=config.train.evaluates)
     strategy.order.check(optimizer, strategy.gradients_differ)
     early_end = EarlyEnd(config.train.stop, config.train.max_hours)
-    state = TrainState(trained, optimizer, schedule, grad_scaler(strategy), Progress(), early_end=early_end)
+    state = TrainState(
+        trained,
+        optimizer,
+        schedule,
+        grad_scaler(strategy),
+        Progress(),
+        settings_of(config.schedule, facts),
+        early_end=early_end,
+    )
     if config.ema.decay is not None:
         state.keep_average(config.ema.decay, config.ema.warmup)
     return state

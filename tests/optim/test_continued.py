@@ -1,26 +1,63 @@
-"""A schedule and an optimizer after a resume: this run's settings, at the saved run's place."""
+"""Optimizer and schedule after a resume: what was saved, and what follows from settings that are others now."""
+
+import copy
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.optim.schedules import (
-    ScheduleFacts,
-    after_evaluation,
-    after_step,
-    build_schedule,
-    continue_schedule,
-)
+from trainer.errors import UserError
+from trainer.optim.param_groups import build_optimizer
+from trainer.optim.schedules import ScheduleFacts, build_schedule, settings_of
+from trainer.optim.train_state import Progress, TrainState
+from trainer.optim.trained import Trained
 
 TORCH = "torch.optim.lr_scheduler."
-NODES = [
-    {"_target_": "trainer.optim.schedules.constant", "warmup_steps": 9},
+
+
+class Doubling(LRScheduler):
+    """Moves the momentum, too, as a user's may."""
+
+    def __init__(self, optimizer: Any, every: int = 3) -> None:
+        self.every = every
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        for group in self.optimizer.param_groups:
+            group["momentum"] = 0.5 + 0.01 * min(self.last_epoch, 20)
+        doubles = self.last_epoch > 0 and self.last_epoch % self.every == 0
+        return [group["lr"] * (2 if doubles else 1) for group in self.optimizer.param_groups]
+
+
+class Adapting(torch.optim.SGD):
+    """Moves its own options as it trains."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["dampening"] += 0.01
+            group["weight_decay"] *= 0.9
+
+
+class Stubborn(torch.optim.SGD):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group["momentum"] = 0.9
+
+
+CONSTANT = {"_target_": "trainer.optim.schedules.constant", "warmup_steps": 9}
+NODES: list[dict[str, Any]] = [
+    CONSTANT,
     {"_target_": "trainer.optim.schedules.cosine", "total_steps": "auto"},
-    {"_target_": "trainer.optim.schedules.wsd", "total_steps": "auto"},
     {"_target_": "trainer.optim.schedules.one_cycle", "total_steps": "auto"},
     {"_target_": TORCH + "StepLR", "step_size": 2, "gamma": 0.5},
     {"_target_": TORCH + "CosineAnnealingLR", "T_max": "auto", "eta_min": 1e-3},
     {"_target_": TORCH + "OneCycleLR", "max_lr": 0.3, "total_steps": "auto"},
+    {"_target_": TORCH + "CyclicLR", "base_lr": 0.01, "max_lr": 0.3, "step_size_up": 3},
+    {"_target_": __name__ + ".Doubling"},
     {
         "_target_": TORCH + "SequentialLR",
         "milestones": [3],
@@ -32,35 +69,101 @@ NODES = [
 ]
 
 
-def _built(node: dict, lr: float, total: int = 20) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr, momentum=0.9)
-    return optimizer, build_schedule(node, optimizer, ScheduleFacts(total, 5))
+def _state(node: dict[str, Any], total: int = 20, **optim: Any) -> TrainState:
+    torch.manual_seed(0)
+    trained, facts = Trained(nn.Linear(2, 2)), ScheduleFacts(total, 5)
+    chosen = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "undecayed": None, "groups": []}
+    optimizer = build_optimizer(trained, chosen | optim)
+    schedule = build_schedule(node, optimizer, facts)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return TrainState(trained, optimizer, schedule, scaler, Progress(), settings_of(node, facts))
+
+
+def _train(state: TrainState, steps: int) -> list[Any]:
+    """The options of the first group at each update."""
+    seen = []
+    for _ in range(steps):
+        for parameter in state.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        seen.append({key: value for key, value in state.optimizer.param_groups[0].items() if key != "params"})
+        state.update()
+        state.progress.advance(1, 99)
+    return seen
+
+
+def _resumed(saver: TrainState, state: TrainState, steps: int = 7) -> TrainState:
+    _train(saver, steps)
+    state.load_state_dict(copy.deepcopy(saver.state_dict()))
+    return state
 
 
 @pytest.mark.filterwarnings("ignore:Detected call")
 @pytest.mark.parametrize("node", NODES, ids=lambda node: node["_target_"].rpartition(".")[2])
 @pytest.mark.parametrize(("lr", "total"), [(0.1, 20), (0.01, 20), (0.1, 40)])
-def test_a_continued_schedule_is_where_a_run_of_its_settings_would_be(node, lr, total):
-    (saver, saved), (wanted, whole) = _built(node, 0.1), _built(node, lr, total)
-    optimizer, schedule = _built(node, lr, total)
-    for _ in range(7):
-        after_step(saved)
-        after_step(whole)
-    continue_schedule(schedule, saved.state_dict(), saver.param_groups, 7)
-    for _ in range(5):
-        mine, theirs = optimizer.param_groups[0], wanted.param_groups[0]
-        assert {**mine, "params": 0} == {**theirs, "params": 0}
-        after_step(schedule)
-        after_step(whole)
+def test_a_continued_schedule_is_where_a_run_of_its_settings_would_be(
+    node: dict[str, Any], lr: float, total: int
+) -> None:
+    resumed, whole = _resumed(_state(node), _state(node, total, lr=lr)), _state(node, total, lr=lr)
+    assert _train(resumed, 5) == _train(whole, 12)[7:]
+
+
+def test_another_schedule_begins_where_it_would_be_and_gives_the_momentum_back() -> None:
+    cycles = {"_target_": TORCH + "OneCycleLR", "max_lr": 0.3, "total_steps": "auto", "max_momentum": 0.9}
+    for was, node in (
+        (cycles, CONSTANT),
+        (CONSTANT, cycles),
+        ({"_target_": __name__ + ".Doubling"}, CONSTANT),
+    ):
+        assert _train(_resumed(_state(was), _state(node)), 5) == _train(_state(node), 12)[7:]
+    slower = {"_target_": __name__ + ".Doubling", "every": 5}
+    assert _train(_resumed(_state(NODES[7]), _state(slower)), 5) == _train(_state(slower), 12)[7:]
+
+
+def test_what_an_optimizer_makes_of_its_options_stays_unless_their_setting_changed() -> None:
+    adapts = {"_target_": __name__ + ".Adapting", "weight_decay": 0.5}
+    whole, resumed = (
+        _state(CONSTANT, **adapts),
+        _resumed(_state(CONSTANT, **adapts), _state(CONSTANT, **adapts)),
+    )
+    assert _train(whole, 12)[7:] == _train(resumed, 5)
+    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
+    other = _resumed(_state(CONSTANT, **adapts), _state(CONSTANT, **adapts | {"weight_decay": 0.2}))
+    (options,) = _train(other, 1)
+    assert options["weight_decay"] == 0.2 and options["dampening"] == pytest.approx(0.07)
+
+
+def test_groups_may_be_others_and_keep_their_state() -> None:
+    undecayed = {"undecayed": {"match": None, "below_dims": 2}}
+    one, two = {"weight_decay": 0.0}, {"weight_decay": 0.1}
+    for was, now, decays in ((one, two, [0.1, 0.0]), (two, one, [0.0])):
+        saver = _state(CONSTANT, **was, **undecayed)
+        resumed = _resumed(saver, _state(CONSTANT, **now, **undecayed))
+        assert [group["weight_decay"] for group in resumed.optimizer.param_groups] == decays
+        kept = [
+            state.optimizer.state[parameter]["momentum_buffer"]
+            for state in (saver, resumed)
+            for parameter in state.model.parameters()
+        ]
+        assert all(map(torch.equal, kept[:2], kept[2:]))
+
+
+def test_what_is_held_after_a_resume_is_compared_with_the_settings() -> None:
+    stubborn = {"_target_": __name__ + ".Stubborn"}
+    _resumed(_state(CONSTANT, **stubborn), _state(CONSTANT, **stubborn))
+    with pytest.raises(
+        UserError, match=r"momentum should be 0.5 after this resume, .* but is 0.9: let load_"
+    ):
+        _resumed(_state(CONSTANT, **stubborn), _state(CONSTANT, **stubborn, momentum=0.5))
 
 
 @pytest.mark.parametrize("lr", [0.1, 0.02])
-def test_a_plateau_keeps_what_it_lowered_and_takes_new_settings(lr):
+def test_a_plateau_keeps_what_it_lowered_and_takes_new_settings(lr: float) -> None:
     node = {"_target_": TORCH + "ReduceLROnPlateau", "patience": 0, "factor": 0.5}
-    (saver, saved), (optimizer, schedule) = _built(node, 0.1), _built(node | {"factor": 0.1}, lr)
+    saver, state = _state(node), _state(node | {"factor": 0.1}, lr=lr)
     for _ in range(3):
-        after_evaluation(saved, {"eval/loss": 1.0})
-    continue_schedule(schedule, saved.state_dict(), saver.param_groups, 7)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(lr / 4) and schedule.factor == 0.1
-    after_evaluation(schedule, {"eval/loss": 1.0})
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(lr / 40)
+        saver.after_evaluation({"eval/loss": 1.0})
+    _resumed(saver, state)
+    (rate,) = (group["lr"] for group in state.optimizer.param_groups)
+    assert rate == pytest.approx(lr / 4)
+    state.after_evaluation({"eval/loss": 1.0})
+    assert state.optimizer.param_groups[0]["lr"] == pytest.approx(lr / 40)

@@ -293,7 +293,7 @@ def _train_and_resume(root: Path, strategy: str, foreign: str | None) -> dict[st
             assert context.state.progress.step == 5
             next(runs.steps_of(context))
     # The last, since its process group is not let go of.
-    other = runs.context_of(*once, "optim.undecayed=null", f"run_dir={root / 'other'}")
+    other = runs.context_of(*once, "model.freeze=null", f"run_dir={root / 'other'}")
     with pytest.raises(UserError) as refused, other:
         pass
     return {"begin": begin, "end": end, "resumed": resumed, "trained": trained, "refused": str(refused.value)}
@@ -314,8 +314,8 @@ def test_groups_and_frozen_parameters_under_each_strategy(tmp_path: Path) -> Non
             assert unchanged == {name for name in begin if name.startswith("layers.1.")} | {"layers.0.bias"}
             assert result["trained"] == 4
             assert all(end[name].equal(result["resumed"][name]) for name in end)
-            assert "groups of [1, 1, 1, 1] parameters, this run's has 3 of [1, 2, 1]" in result["refused"]
-            assert "layers.3.bias (head/undecayed there, head here)" in result["refused"]
+            assert "layers.1.weight (not trained there, " in result["refused"]
+            assert "model, model.freeze must be those of the checkpoint" in result["refused"]
         ends[strategy] = results[0]["end"]
     for strategy in ("ddp", "fsdp"):
         for name, value in ends[strategy].items():

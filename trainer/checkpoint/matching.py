@@ -1,6 +1,6 @@
 """Whether a checkpoint fits this run: decided from names, shapes and dtypes, before any tensor is read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from trainer.checkpoint.tree import put_together
 from trainer.errors import UserError
 from trainer.files.untrusted import first_five
 from trainer.local_shard import is_dtensor
+from trainer.optim.combined import has_user_part
+from trainer.optim.continued import OF_SCHEDULES
 from trainer.optim.train_state import TrainState
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -32,7 +34,7 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
     """
     ours = state.state_dict()
     targets = model_targets(ours["model"], shapes)
-    _compare_optimizers(ours["optimizer"], plain["optimizer"])
+    _compare_optimizers(ours["optimizer"], plain["optimizer"], has_user_part(state.optimizer))
     targets |= {
         f"buffers.{name}": value for name, value in ours["buffers"].items() if _fits(name, value, shapes)
     }
@@ -130,34 +132,37 @@ def compare_shapes(
         raise UserError(f"{words}: {'; '.join(problems)}{way_out}")
 
 
-def _compare_optimizers(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise UserError unless both have the same groups of parameters, and ``saved`` all options of these."""
+def _compare_optimizers(ours: Mapping[str, Any], saved: Mapping[str, Any], is_users: bool) -> None:
+    """Raise UserError unless both train the same parameters, and `saved` has all options of our groups.
+
+    Groups may be others, by new settings; not of an optimizer of the user's, which may keep state in them.
+    """
     mine, theirs = ours["param_groups"], saved["param_groups"]
-    if [group["params"] for group in mine] != [group["params"] for group in theirs]:
-        raise UserError(_other_groups(mine, theirs))
-    for my_group, their_group in zip(mine, theirs, strict=True):
-        if missing := sorted(set(my_group) - set(their_group)):
+    there = {name: group for group in theirs for name in group["params"]}
+    here = {name: group for group in mine for name in group["params"]}
+    members = [[group["params"] for group in groups] for groups in (mine, theirs)]
+    if here.keys() != there.keys() or (is_users and members[0] != members[1]):
+        moved = [
+            f"{name} ({_group(there, name)} there, {_group(here, name)} here)"
+            for name in {**there, **here}
+            if _group(there, name) != _group(here, name)
+        ]
+        raise UserError(
+            f"the checkpoint's optimizer has {len(there)} parameters in {len(theirs)} groups, this run's "
+            f"{len(here)} in {len(mine)}: {first_five(moved) or 'in another order'}; model, model.freeze"
+            + ", optim.groups, optim.weight_decay and optim.undecayed" * is_users
+            + " must be those of the checkpoint"
+        )
+    for group in mine:
+        theirs_of_it = set(there[group["params"][0]])
+        if missing := sorted(set(group) - theirs_of_it - OF_SCHEDULES - {"name"}):
             raise UserError(
                 f"the checkpoint is of another optimizer, without {first_five(missing)}; set optim as it was"
             )
 
 
-def _other_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> str:
-    """The differences, and what to set: groups come from the settings, not from a checkpoint."""
-    here = {name: group.get("name", "base") for group in mine for name in group["params"]}
-    there = {name: group.get("name", "base") for group in theirs for name in group["params"]}
-    moved = [
-        f"{name} ({there.get(name, 'not trained')} there, {here.get(name, 'not trained')} here)"
-        for name in {**there, **here}
-        if there.get(name) != here.get(name)
-    ]
-    sizes = [[len(group["params"]) for group in groups] for groups in (theirs, mine)]
-    undo = "; set optim.undecayed=null, as it had one group for all" if len(theirs) == 1 < len(mine) else ""
-    return (
-        f"the checkpoint's optimizer has {len(theirs)} groups of {sizes[0]} parameters, this run's has "
-        f"{len(mine)} of {sizes[1]}: {first_five(moved) or 'in another order'}; model, model.freeze, "
-        f"optim.groups and optim.undecayed must be those of the checkpoint{undo}"
-    )
+def _group(groups: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    return str(groups[name].get("name", "base")) if name in groups else "not trained"
 
 
 def _new_target(name: str, shape: torch.Size, dtype: torch.dtype, parameters: Mapping[str, Tensor]) -> Tensor:

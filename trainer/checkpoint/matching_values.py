@@ -1,6 +1,6 @@
 """Whether this run can load a checkpoint's values: none is missing, and each replaces one of its kind."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,15 +28,16 @@ def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str
         )
     for name in saved["optimizer"]["state"].keys() & state.trained.whole.keys():
         _compare_kinds(saved["optimizer"]["state"][name], {}, f"optimizer.state.{name}")
-    _check_optimizer_state(state, saved["optimizer"])
+    _check_optimizer_state(state, ours["optimizer"]["param_groups"], saved["optimizer"])
     _compare_kinds(saved["optimizer"]["param_groups"], ours["optimizer"]["param_groups"], "param_groups")
     if state.scaler.is_enabled() and saved["scaler"]:
         _compare_kinds(saved["scaler"], ours["scaler"], "scaler", required=ours["scaler"].keys())
-    schedule = {"last_epoch", "_step_count", "base_lrs"} & ours["schedule"].keys()
-    _compare_kinds(saved["schedule"], ours["schedule"], "schedule", required=schedule)
-    own = set(dir(type(state.schedule))) | {"optimizer"}
-    if hidden := sorted(own & (saved["schedule"].keys() - ours["schedule"].keys())):
-        raise UserError(f"the checkpoint's schedule would replace {first_five(hidden)}")
+    if saved["settings"] == ours["settings"]:  # else it is not loaded: it follows from the new ones
+        schedule = {"last_epoch", "_step_count", "base_lrs"} & ours["schedule"].keys()
+        _compare_kinds(saved["schedule"], ours["schedule"], "schedule", required=schedule)
+        own = set(dir(type(state.schedule))) | {"optimizer"}
+        if hidden := sorted(own & (saved["schedule"].keys() - ours["schedule"].keys())):
+            raise UserError(f"the checkpoint's schedule would replace {first_five(hidden)}")
     _compare_kinds(saved["progress"], ours["progress"], "progress", required=ours["progress"].keys())
     _compare_kinds(saved.get("early_end", {}), ours["early_end"], "early_end")
 
@@ -49,13 +50,15 @@ def check_resumable(state: TrainState, tensors: Mapping[str, Tensor], facts: Map
     check_fits(state, facts["state"], tensors)
 
 
-def _check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
+def _check_optimizer_state(
+    state: TrainState, ours: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
+) -> None:
     """Raise UserError if a parameter's state lacks what a step of the optimizer creates, or has other shapes.
 
     A step on a small parameter, of size 2 in each dimension, shows what it creates. Only for torch's own
     optimizers: others may treat parameters differently.
     """
-    for part, group in zip(parts_of(state.optimizer), saved["param_groups"], strict=True):
+    for part, group in zip(parts_of(state.optimizer), ours, strict=True):
         kind = Muon if isinstance(part, WholeMatrices) else type(part)
         if not kind.__module__.startswith("torch.optim."):
             continue
@@ -69,7 +72,10 @@ def _check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
             for key, value in made[len(shape)].items():
                 where = f"optimizer.state.{name}.{key}"
                 if key not in found:
-                    raise UserError(f"the checkpoint lacks {printable(where)}")
+                    raise UserError(
+                        f"the checkpoint lacks {printable(where)}, which {kind.__name__} keeps with this "
+                        "run's settings; set optim as it was"
+                    )
                 _compare_kinds(found[key], value, where)
                 like_parameter = getattr(value, "shape", ()) == (2,) * len(shape)
                 if like_parameter and getattr(found[key], "shape", None) != shape:

@@ -34,12 +34,16 @@ def read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any],
     facts = Fields(str(path), read_json(path, bytes(data)))
     facts.text("strategy"), facts.text("torch_version"), facts.mapping("config")
     state, data_states = facts.mapping("state"), facts.sequence(DATA_STATES, of=dict)
-    for section in ("model", "schedule", "scaler", "buffers", "ema"):
+    for section in ("model", "schedule", "scaler", "buffers", "ema", "settings"):
         state.mapping(section)
     optimizer = state.mapping("optimizer")
     optimizer.mapping("state")
     for index, group in enumerate(optimizer.sequence("param_groups")):
         Fields(f"{path}: param_groups.{index}", group).sequence("params", of=str)
+    settings = state.mapping("settings")
+    settings.mapping("schedule")
+    if len(settings.sequence("groups", of=dict)) != len(optimizer.sequence("param_groups")):
+        raise UserError(f"{printable(path)} has the settings of other groups than the optimizer's")
     saved = state.mapping("progress")
     progress = Progress(**{name: saved.count(name) for name in asdict(Progress())})
     if state.has("early_end"):

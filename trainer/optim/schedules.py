@@ -4,12 +4,10 @@ Every schedule here warms up linearly over its first `warmup_steps` steps; step 
 """
 
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
@@ -152,6 +150,13 @@ def build_schedule(node: dict[str, Any], optimizer: Optimizer, facts: ScheduleFa
     return instantiate("schedule", rest, facts=facts, optimizer=optimizer, schedulers=parts)
 
 
+def settings_of(node: dict[str, Any], facts: ScheduleFacts) -> dict[str, Any]:
+    """`node` with the values that its `auto` stand for."""
+    if isinstance(nodes := node.get("schedulers"), list):
+        node = node | {"schedulers": [settings_of(part, facts) for part in nodes]}
+    return {key: getattr(facts, key) if value == "auto" else value for key, value in node.items()}
+
+
 def after_step(schedule: LRScheduler) -> None:
     """Advance `schedule` by an optimizer step; ReduceLROnPlateau counts evaluations instead.
 
@@ -164,50 +169,6 @@ def after_step(schedule: LRScheduler) -> None:
         schedule.step()
     except ValueError as error:
         raise UserError(f"schedule: {type(schedule).__name__} has no further step: {error}") from error
-
-
-def continue_schedule(
-    schedule: LRScheduler, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], step: int
-) -> None:
-    """Bring `schedule`, new and of an optimizer with this run's settings, to where `saved` was, at `step`.
-
-    One of torch's follows from its settings and the step, so it is stepped there, in microseconds a step:
-    changed settings act from the next update on. ReduceLROnPlateau and a user's own continue from `saved`,
-    and what they made of the rates in `groups`, the saved ones, is made of this run's.
-    """
-    here = schedule.optimizer.param_groups
-    if "num_bad_epochs" not in saved:  # else it counted evaluations
-        step = saved.get("last_epoch", step)
-    if type(schedule) is LambdaLR:  # at once
-        schedule.last_epoch, schedule._step_count = step, step + 1
-        for group, base, factor in zip(here, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-            _set_rate(group, base * factor(step))
-        schedule._last_lr = [group["lr"] + 0 for group in here]
-        return
-    watches = type(schedule) is ReduceLROnPlateau
-    if not watches and type(schedule).__module__ == LRScheduler.__module__:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch misses the updates of the saved run
-            for _ in range(step):
-                after_step(schedule)
-        return
-    if watches and "num_bad_epochs" not in saved:
-        return  # it begins here, after another
-    kept = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")
-    schedule.load_state_dict({key: saved[key] for key in kept} if watches else dict(saved))
-    for group, was in zip(here, groups, strict=True):
-        now, then = group["initial_lr"], was.get("initial_lr", group["initial_lr"])
-        _set_rate(group, was["lr"] if now == then else now * (was["lr"] / then))
-        if not watches:  # it may move these, too
-            group |= {key: was[key] for key in ("momentum", "betas") if key in was}
-    schedule._last_lr = [group["lr"] + 0 for group in here]
-
-
-def _set_rate(group: dict[str, Any], rate: Any) -> None:
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def after_evaluation(schedule: LRScheduler, metrics: Mapping[str, float]) -> None:

@@ -1,6 +1,5 @@
 """The state of a run at a step boundary: its progress, and everything that training changes."""
 
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -9,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import NonFiniteError, UserError
+from trainer.errors import NonFiniteError
 from trainer.local_shard import is_dtensor, to_local
 from trainer.nested import mapped
 from trainer.optim.combined import has_user_part, parts_of
+from trainer.optim.continued import begun, check_continued, continue_groups
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.ema import MovingAverage
 from trainer.optim.layout import laid_out_as
@@ -25,7 +25,7 @@ from trainer.optim.plain_names import (
     plain_name,
 )
 from trainer.optim.progress import Progress
-from trainer.optim.schedules import after_evaluation, after_step, continue_schedule
+from trainer.optim.schedules import after_evaluation, after_step
 from trainer.optim.trained import Trained
 
 _MAX_OVERFLOWS = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
@@ -37,7 +37,8 @@ class TrainState:
 
     All names in a state dict are those of the plain module, so that any strategy can read it. Sharded tensors
     are DTensors there, those of the optimizer too, though it has plain ones.
-    ``average`` is the moving average of the model's weights, if there is one.
+    ``average`` is the moving average of the model's weights, if there is one. ``settings`` is what optimizer
+    and schedule were built with, by which a resume finds what has changed.
     """
 
     trained: Trained
@@ -45,12 +46,16 @@ class TrainState:
     schedule: torch.optim.lr_scheduler.LRScheduler
     scaler: torch.amp.GradScaler
     progress: Progress
+    schedule_settings: Mapping[str, Any] = field(default_factory=dict)
     average: MovingAverage | None = None
     early_end: EarlyEnd = field(default_factory=EarlyEnd)
     rates: list[Any] = field(default_factory=list)  # learning rates of the last update, by parameter group
     skipped_updates: int = 0  # of fp16, in this process
     _overflows_in_a_row: int = 0  # likewise
     _loss_scale: float | None = None  # after the last update
+
+    def __post_init__(self) -> None:
+        self.settings = {"groups": begun(self.optimizer), "schedule": dict(self.schedule_settings)}
 
     @property
     def model(self) -> nn.Module:
@@ -156,6 +161,7 @@ class TrainState:
             "buffers": buffers_outside(self.model, set(model)),
             "optimizer": self._optimizer_state(),
             "schedule": self.schedule.state_dict(),
+            "settings": self.settings,
             "scaler": self.scaler.state_dict(),
             "progress": asdict(self.progress),
             "ema": self.average.state_dict() if self.average is not None else {},
@@ -184,9 +190,7 @@ class TrainState:
         with torch.no_grad():
             for name, value in saved.get("buffers", {}).items():  # there may be fewer, or none
                 buffers[name].copy_(value)
-        self._load_optimizer_state(saved["optimizer"])
-        groups, step = saved["optimizer"]["param_groups"], saved["progress"]["step"]
-        continue_schedule(self.schedule, saved["schedule"], groups, step)
+        self._load_optimizer_and_schedule(saved)
         # A disabled scaler saves nothing; one that is enabled in this run keeps its initial state.
         self._loss_scale = None
         if saved["scaler"]:
@@ -224,28 +228,27 @@ class TrainState:
         dense = value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
         return self.trained.as_rows(name, dense)
 
-    def _load_optimizer_state(self, saved: dict[str, Any]) -> None:
-        optimizer, names = self.optimizer, self._optimizer_names()
-        parts = parts_of(optimizer)
-        settings = [_settings(*pair) for pair in zip(optimizer.param_groups, parts, strict=True)]
+    def _load_optimizer_and_schedule(self, everything: Mapping[str, Any]) -> None:
+        optimizer, names, saved = self.optimizer, self._optimizer_names(), everything["optimizer"]
+        group_of = {name: index for index, of in enumerate(saved["param_groups"]) for name in of["params"]}
+        firsts = [group["params"][0] for group in optimizer.param_groups]
+        earlier = [group_of[self.trained.names[first]] for first in firsts]
+        step = everything["progress"]["step"]
+        groups, own = continue_groups(self.schedule, everything, self.settings, step, earlier)
         state = mapped(saved["state"], lambda value: to_local(value) if is_dtensor(value) else value)
         numbers = {name: index for index, name in enumerate(names)}
+        packed = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(
             saved
             | {
                 "state": {numbers.get(name, name): of_one for name, of_one in state.items()},
                 "param_groups": [
-                    group | own | {"params": [numbers[name] for name in group["params"]]}
-                    for group, own in zip(saved["param_groups"], settings, strict=True)
+                    group | {"params": here["params"]} for group, here in zip(groups, packed, strict=True)
                 ],
             }
         )
-        for group, own, part in zip(optimizer.param_groups, settings, parts, strict=True):
-            if other := [key for key, value in own.items() if group[key] != value]:
-                raise UserError(
-                    f"the load_state_dict of {type(part).__name__} sets {other[0]} to {group[other[0]]}, but "
-                    f"this run's settings say {own[other[0]]}; let it restore state only"
-                )
+        for part, group, options in zip(parts_of(optimizer), optimizer.param_groups, own, strict=True):
+            check_continued(part, group, options, self.schedule)
         # Torch casts state to the parameter's dtype. An optimizer with a method of its own knows its state.
         casts = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -261,14 +264,6 @@ class TrainState:
     def _optimizer_names(self) -> list[str]:
         groups = self.optimizer.param_groups
         return [self.trained.names[parameter] for group in groups for parameter in group["params"]]
-
-
-def _settings(group: dict[str, Any], part: torch.optim.Optimizer) -> dict[str, Any]:
-    """What this run's settings say of a group, in which an optimizer of the user's may keep state, too."""
-    state = {"params"}
-    if has_user_part(part):
-        state |= part.defaults.keys() - inspect.signature(type(part)).parameters.keys()
-    return {key: value for key, value in group.items() if key not in state}
 
 
 def _uncast(saved: Any, loaded: Any) -> Any:
