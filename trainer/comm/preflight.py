@@ -13,15 +13,15 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from trainer.comm.preflight_checks import OPERATIONS, GroupRank, check, measure_costs, measure_links
 from trainer.config import DistributedConfig
 from trainer.distributed.agreement import gather_objects
+from trainer.distributed.collectives import gloo_group
 from trainer.distributed.process_group import Dist, process_group
 from trainer.errors import UserError, first_line
 from trainer.launch.exits import exits
@@ -84,8 +84,7 @@ def _report(dist: Dist, timeout_s: float) -> RankReport:
     """Run everything (a collective)."""
     # The default group waits an hour longer, for the watch. It cannot tell who is behind before step 1, but
     # if the operation fails on all other ranks, it can.
-    in_time = torch.distributed.new_group(None, timedelta(seconds=timeout_s), "gloo")
-    groups = {"cpu": cast(torch.distributed.ProcessGroup, in_time)}
+    groups = {"cpu": gloo_group(timeout_s, in_time=True)}
     me = GroupRank(dist.rank, dist.world_size, dist.device, groups.get(dist.device.type))
     operations = {}
     ranks_by_host = [[r for r, h in enumerate(dist.hosts) if h == host] for host in sorted({*dist.hosts})]

@@ -61,17 +61,17 @@ def on_main(action: Callable[[], _T], dist: "Dist") -> _T:
 class Agreement:
     """All ranks acting on files: what one raises, all raise. All methods are collectives.
 
-    They use a separate gloo group, with a timeout of `timeout_s`.
+    They use a separate gloo group, with a timeout of `timeout_s`; see `gloo_group`.
 
     Raises:
         UserError: from each method, a person must change something: see `kind_of`.
         Fault: any other error, of a disk, a store or unknown: it may pass.
     """
 
-    def __init__(self, dist: "Dist", timeout_s: float) -> None:
+    def __init__(self, dist: "Dist", timeout_s: float, in_time: bool = False) -> None:
         # Creating the group may wait for `timeout_s`, too: first check that all ranks are there.
         torch_dist.barrier()
-        self.group = gloo_group(timeout_s)
+        self.group = gloo_group(timeout_s, in_time)
         self.rank, self.world_size = dist.rank, dist.world_size
 
     def gather(self, value: _T) -> list[_T]:

@@ -25,9 +25,14 @@ def backstop(timeout_s: float) -> timedelta:
     return timedelta(seconds=timeout_s + _BACKSTOP_S)
 
 
-def gloo_group(timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of all ranks, created by every rank (a collective)."""
-    return cast(dist.ProcessGroup, dist.new_group(None, backstop(timeout_s), "gloo"))
+def gloo_group(timeout_s: float, in_time: bool = False) -> dist.ProcessGroup:
+    """A gloo group of all ranks, created by every rank (a collective).
+
+    Args:
+        in_time: whether its operations fail after `timeout_s` themselves, and leave nothing to the watch.
+    """
+    timeout = timedelta(seconds=timeout_s) if in_time else backstop(timeout_s)
+    return cast(dist.ProcessGroup, dist.new_group(None, timeout, "gloo"))
 
 
 def all_gather_single(

@@ -78,7 +78,8 @@ def _first_without_memory(config: Config, dist: Dist, size: int, most: int, smal
     strategy, is_sharded, fits = build_strategy(config, dist), config.strategy.name == "fsdp", True
     groups = strategy.mesh.get_all_groups() if is_sharded else []  # type: ignore[attr-defined]
     # A group of its own, made before: no collective of the model waits in it.
-    agreement = Agreement(dist, _PATIENCE * config.distributed.timeout_s) if is_sharded else None
+    patience = _PATIENCE * config.distributed.timeout_s
+    agreement = Agreement(dist, patience, in_time=True) if is_sharded else None
     if not is_sharded and dist.world_size > 1:
         strategy = Strategy(dist.device, strategy.computing)  # the whole model, without the other ranks
     try:
