@@ -32,7 +32,7 @@ class SideStream:
     def submit(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
         """Queue the all-reduce behind the work now on the current stream.
 
-        Whoever waits for the Future has its stream wait for the side stream.
+        To wait for the Future makes the current stream wait for the side stream.
         """
         future: Future[torch.Tensor] = Future(devices=[self._clock.device])
         ready = self._clock.mark()

@@ -34,10 +34,10 @@ def continue_groups(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Bring `schedule` to `step`; return each group's options, and those among them that a setting changed.
 
-    An option whose setting is the same has its saved value, whoever moved it: a resume without new settings
-    is exact. A schedule with the same settings has its saved state. Another one is stepped to where it is, in
-    microseconds a step, since it follows from its settings and the step; ReduceLROnPlateau follows from
-    evaluations, so what it made of the saved rates is made of this run's.
+    An option whose setting is the same keeps its saved value, even if a schedule or the optimizer changed
+    it: a resume without new settings is exact. A schedule with the same settings has its saved state. Another
+    one is stepped to where it is, in microseconds a step, since it follows from its settings and the step;
+    ReduceLROnPlateau follows from evaluations, so what it made of the saved rates is made of this run's.
 
     Args:
         schedule: new, of an optimizer with this run's settings.
