@@ -20,6 +20,7 @@ from trainer.launch.signals import STOP_SIGNALS, StopRequest
 
 def _raise_flags() -> list[str]:
     """Each signal sets the flag, and the former handlers are restored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would stay ignored
     problems = []
     signals.time.monotonic = lambda: 1000.0  # both in one moment, however busy the machine
     for number in STOP_SIGNALS:
