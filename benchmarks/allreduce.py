@@ -23,7 +23,6 @@ from torch import Tensor
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.executor import Executor
 from trainer.comm.preflight_checks import GroupRank
-from trainer.comm.shared_memory import SharedMemory
 from trainer.config import DistributedConfig
 from trainer.distributed.process_group import Dist, process_group
 from trainer.launch.exits import exits
@@ -144,10 +143,16 @@ def _all_reduces(joined: Dist, me: GroupRank, options: argparse.Namespace) -> di
 
     def ours(algorithm: str) -> AllReduce:
         schedule = build(algorithm, me.rank, joined.hosts)
-        group, shared = new_group("nccl" if me.device.type == "cuda" else "gloo"), None
-        if me.device.type == "cpu":
-            shared = SharedMemory(group, schedule, joined.hosts, options.timeout_s)
-        executor = Executor(group, schedule, me.device, wire, options.segment_mb, shared=shared)
+        group = new_group("nccl" if me.device.type == "cuda" else "gloo")
+        executor = Executor(
+            group,
+            schedule,
+            me.device,
+            wire,
+            options.segment_mb,
+            hosts=joined.hosts,
+            timeout_s=options.timeout_s,
+        )
         return executor.run
 
     return {name: native if name == _NATIVE else ours(name) for name in options.algorithms}

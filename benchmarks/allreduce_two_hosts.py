@@ -21,7 +21,6 @@ from tests.hosts import hosts as network
 from tests.ranks import run_ranks
 from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.executor import Executor
-from trainer.comm.shared_memory import SharedMemory
 
 WIRE_DTYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,9 +35,9 @@ def measure(
     for name in names:
         algorithm, _, wire = name.partition("+")
         group, schedule = dist.new_group(backend="gloo"), build(algorithm, rank, hosts)
-        memory = SharedMemory(group, schedule, hosts, 600.0) if shared else None
         executor = Executor(
-            group, schedule, torch.device("cpu"), WIRE_DTYPES[wire], segment_mb, width, shared=memory
+            *(group, schedule, torch.device("cpu"), WIRE_DTYPES[wire], segment_mb, width),
+            hosts=hosts if shared else None,
         )
         runs[name] = partial(executor.run, bucket, len(hosts))
     gloo = partial(dist.all_reduce, bucket)

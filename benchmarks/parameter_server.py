@@ -29,7 +29,6 @@ from trainer.comm import preflight
 from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.executor import Executor
 from trainer.comm.parameter_server import Exchange
-from trainer.comm.shared_memory import SharedMemory
 from trainer.distributed.collectives import gloo_group
 from trainer.strategies.parameter_server import roles
 
@@ -59,9 +58,7 @@ def time_all_reduces(
     bucket, found = torch.zeros(num_bytes // 4), {}
     for name in names:
         group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-        schedule = build(name, rank, hosts)
-        shared = SharedMemory(group, schedule, hosts, 600.0)
-        executor = Executor(group, schedule, torch.device("cpu"), shared=shared)
+        executor = Executor(group, build(name, rank, hosts), torch.device("cpu"), hosts=hosts)
         times = [timed(lambda run=executor: run.run(bucket)) for _ in range(repeat + 1)]
         found[name] = statistics.median(times[1:])
     return found

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from tests.ranks import RankFailure, run_ranks
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.executor import Executor
-from trainer.comm.shared_memory import SharedMemory
 
 WIRES = [None, torch.bfloat16, torch.float16]
 # Relative to the sum of magnitudes: some roundings of the coarsest dtype on the way; a lost rank is 1/6.
@@ -32,8 +32,7 @@ def executor_of(
 ) -> Executor:
     group = dist.new_group(backend="gloo")
     schedule = build(algorithm, dist.get_rank(), hosts)
-    shared = SharedMemory(group, schedule, hosts, 20.0)
-    return Executor(group, schedule, torch.device("cpu"), wire, segment_mb, shared=shared)
+    return Executor(group, schedule, torch.device("cpu"), wire, segment_mb, hosts=hosts, timeout_s=20.0)
 
 
 def check(algorithms: Sequence[str], hosts: list[int], sizes: Sequence[int]) -> dict[str, int]:
@@ -85,7 +84,7 @@ def first_sum(folder: str) -> tuple[list[float], list[int]]:
     tempfile.tempdir = folder
     strangers, gather = list[int](), dist.all_gather_object
 
-    def exchange(told: list[tuple[str, bytes]], mine: tuple[str, bytes], group: dist.ProcessGroup) -> None:
+    def exchange(told: list[Any], mine: tuple[str, bytes, int], group: dist.ProcessGroup) -> None:
         """A process of another user connects before the other rank can."""
         if os.getuid() == 0 and dist.get_rank() == 1:
             if (pid := os.fork()) == 0:

@@ -11,7 +11,7 @@ import pytest
 
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, Schedule, build
 from trainer.comm.algorithms.pipeline import IN_FLIGHT, WIDTH
-from trainer.comm.algorithms.program import lay_out, messages_in_flight
+from trainer.comm.algorithms.program import chunks_in_flight, lay_out, messages_in_flight
 
 Channel = tuple[int, int]  # (sender, receiver)
 
@@ -28,24 +28,31 @@ class Room:
         self.read: Counter[Channel] = Counter()
         self.most_unread = 0
 
-    def play(self, rank: int, schedule: Schedule, buckets: Sequence[int], window: int) -> Iterator[None]:
+    def play(
+        self, rank: int, schedule: Schedule, buckets: Sequence[int], num_slots: int, window: int
+    ) -> Iterator[None]:
         """One rank's execution of `buckets` with these numbers of elements; yields where it must wait."""
+        slots: deque[list[tuple[Channel, int]]] = deque([[]] * num_slots)  # each with who has to read it
         for numel in buckets:
-            # The peers have read the bucket before.
-            while any(self.sent[rank, peer] > self.read[rank, peer] for peer in range(self.world_size)):
-                yield
             for visit in (v for sweep in lay_out(schedule, numel, 1, self.world_size, WIDTH) for v in sweep):
                 for move in visit.receives:
                     channel = (move.peer, rank)
                     while self.sent[channel] == self.read[channel]:
                         yield
                     self.read[channel] += 1
+                copies: dict[tuple[int, int], list[tuple[Channel, int]]] = {}
                 for move in visit.sends:
-                    channel = (rank, move.peer)
+                    channel, chunk = (rank, move.peer), (move.begin, move.end)
+                    if chunk not in copies:
+                        while not all(self.read[channel] >= number for channel, number in slots[0]):
+                            yield
+                        slots.popleft()
+                        slots.append(copies.setdefault(chunk, []))
                     while self.sent[channel] - self.read[channel] >= window:
                         yield
                     self.sent[channel] += 1
                     self.most_unread = max(self.most_unread, self.sent[channel] - self.read[channel])
+                    copies[chunk].append((channel, self.sent[channel]))
 
 
 def ends(
@@ -53,6 +60,7 @@ def ends(
     hosts: list[int],
     buckets: Sequence[int],
     room: Room,
+    num_slots: int = 0,
     window: int = 0,
 ) -> bool:
     """Whether all ranks finish; each runs as far as it can before the next one does."""
@@ -62,6 +70,7 @@ def ends(
             rank,
             schedule,
             buckets,
+            num_slots or chunks_in_flight(schedule, WIDTH),
             window or messages_in_flight(schedule),
         )
         for rank, schedule in enumerate(schedules)
@@ -99,3 +108,4 @@ def test_with_less_room_somebody_would() -> None:
     buckets = [segment * IN_FLIGHT]
     assert ends("ring", ring, buckets, Room(18), window=IN_FLIGHT)
     assert not ends("ring", ring, buckets, Room(18), window=IN_FLIGHT - 1)
+    assert not ends("ring", ring, buckets, Room(18), num_slots=IN_FLIGHT - 1)

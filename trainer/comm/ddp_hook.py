@@ -22,7 +22,6 @@ from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.executor import Executor
 from trainer.comm.leaf_sums import LeafSums, Message
 from trainer.comm.overlap import SideStream, Worker
-from trainer.comm.shared_memory import SharedMemory
 from trainer.comm.timeline import BucketRecord, GpuClock, Timeline
 
 WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -136,8 +135,8 @@ def attach(
     else:
         schedule = build(algorithm, dist.get_rank(group), hosts)
         own = group if clock is None else _new_group(like, "nccl", timeout_s)
-        shared = SharedMemory(group, schedule, hosts, timeout_s) if clock is None else None
-        executor = Executor(own, schedule, device, WIRE_DTYPES[wire_dtype], segment_mb, shared=shared)
+        wire = WIRE_DTYPES[wire_dtype]
+        executor = Executor(own, schedule, device, wire, segment_mb, hosts=hosts, timeout_s=timeout_s)
         divisor = len(hosts) if leaf_sums is None else 1
 
         def all_reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> torch.Tensor:

@@ -49,7 +49,8 @@ class Executor:
         wire_dtype: the dtype of chunks as sent; None: the dtype of the bucket. Half precision and integers
             are sent as they are.
         segment_mb: MiB per segment; None: 2 on a CPU, a whole bucket on a GPU.
-        shared: moves messages between the ranks of this host.
+        hosts: host index of every rank; on CPUs, ranks of one host then share memory. None: all are apart.
+        timeout_s: the longest wait for a peer on this host.
     """
 
     def __init__(
@@ -60,13 +61,19 @@ class Executor:
         wire_dtype: torch.dtype | None = None,
         segment_mb: float | None = None,
         width: int | None = None,
-        shared: SharedMemory | None = None,
+        hosts: Sequence[int] | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         self._group, self._schedule, self._wire_dtype = group, schedule, wire_dtype
         self._by_visit = device.type == "cpu"
         self._segment_mb = segment_mb or (SEGMENT_MB if self._by_visit else None)
         self._width = width or (WIDTH if self._by_visit else 1)
-        self._shared, self._sends = shared, bool(schedule.peers(Kind.SEND))
+        self._sends = bool(schedule.peers(Kind.SEND))
+        self._shared: SharedMemory | None = None
+        if self._by_visit and hosts is not None:
+            segment_bytes = int((segment_mb or SEGMENT_MB) * 2**20)
+            self._shared = SharedMemory(group, schedule, hosts, segment_bytes, self._width, timeout_s)
+        self._near = set[int]() if self._shared is None else self._shared.peers
         self._programs: dict[tuple[int, int], tuple[list[list[Visit]], int]] = {}
         # The first call on an NCCL group must come from all its ranks; a batch may involve only some.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -120,14 +127,11 @@ class Executor:
         return self._programs[numel, itemsize]
 
     def _remote(self, moves: Sequence[Move]) -> Sequence[Move]:
-        shared = self._shared
-        return moves if shared is None else [move for move in moves if move.peer not in shared.peers]
+        return [move for move in moves if move.peer not in self._near]
 
     def _run(self, sums: Tensor, wire: torch.dtype, divisor: int) -> None:
         steps, ahead = self._program(sums.numel(), wire.itemsize)
         compressed = wire != sums.dtype and self._sends
-        if self._shared is not None:
-            self._shared.begin(sums.numel() * wire.itemsize)
         posted: deque[Posted] = deque()
         sending: list[dist.Work] = []
 
@@ -169,16 +173,14 @@ class Executor:
                 remote = self._remote(visit.sends)
                 sends += [(move.chunk(sums).to(wire), move.peer) for move in remote]
                 if self._shared is not None:
-                    self._shared.send([m for m in visit.sends if m.peer in self._shared.peers], sums, wire)
+                    self._shared.send([move for move in visit.sends if move.peer in self._near], sums, wire)
             post(sends, index + 1 + ahead)
         for work in sending:
             work.wait()
-        if self._shared is not None:
-            self._shared.end()
 
     def _receive(self, visit: Visit, sums: Tensor, wire: torch.dtype, arrived: dict[Move, Tensor]) -> None:
         for move in visit.receives:
-            if self._shared is not None and move.peer in self._shared.peers:
-                move.take(sums, self._shared.receive(move, wire))
+            if self._shared is not None and move.peer in self._near:
+                self._shared.receive(move, sums, wire)
             elif move in arrived:
                 move.take(sums, arrived.pop(move))

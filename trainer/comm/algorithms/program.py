@@ -11,6 +11,8 @@ from trainer.comm.algorithms.schedule import Kind, Op, Schedule
 if TYPE_CHECKING:
     from torch import Tensor
 
+_MOST_ITEMSIZE = 8  # bytes of an element
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -93,3 +95,19 @@ def messages_in_flight(schedule: Schedule) -> int:
     """
     per_round = (Counter(op.peer for op in ops if op.kind is Kind.SEND) for ops in schedule.rounds())
     return IN_FLIGHT * max((max(peers.values(), default=0) for peers in per_round), default=0)
+
+
+def chunks_in_flight(schedule: Schedule, width: int) -> int:
+    """Different chunks of a rank that later visits of its peers read, with those of one more visit.
+
+    Each segment in flight has those of one round, and at most `width` segments are in the same round.
+    """
+    sizes = [len({(op.begin, op.end) for op in ops if op.kind is Kind.SEND}) for ops in schedule.rounds()]
+    most = max(sizes, default=0)
+    return min(width * sum(sizes), IN_FLIGHT * most) + most
+
+
+def largest_chunk(schedule: Schedule, segment_bytes: int) -> int:
+    """Bytes that hold any chunk of a segment: segments and parts are equal but for an element each."""
+    widest = max((op.end - op.begin for ops in schedule.rounds() for op in ops), default=0)
+    return (segment_bytes + _MOST_ITEMSIZE) * widest // schedule.parts + 2 * _MOST_ITEMSIZE
