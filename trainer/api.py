@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer.cli import launcher
 from trainer.config import Config, flatten, load
+from trainer.config.of_hydra import split_off_hydra
 from trainer.config.overrides import CONF, in_words, set_to
 from trainer.config.saved_run import saved_settings
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
@@ -69,10 +70,9 @@ def composed(overrides: list[str]) -> Config:
     """The settings of conf/ with `overrides`. UserError: they cannot be composed, or are invalid."""
     try:
         with _composing, initialize_config_dir(str(CONF), version_base="1.3"):
-            settings = compose("train", overrides=overrides)
+            return load(split_off_hydra(compose("train", overrides=overrides, return_hydra_config=True)))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(in_words(error)) from error
-    return load(settings)
 
 
 def _in_main_thread() -> bool:

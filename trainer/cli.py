@@ -12,11 +12,13 @@ from importlib import import_module
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer import config
+from trainer.config.of_hydra import take_hydra
 from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, in_words
 from trainer.errors import UserError
 from trainer.launch import local, slurm
@@ -48,9 +50,11 @@ def compose() -> list[DictConfig]:
     They are only collected: Hydra would report errors of code inside it, and cut their tracebacks.
     """
     composed: list[DictConfig] = []
+    shown: list[Any] = []
 
     def ringmaster(settings: DictConfig) -> None:
         composed.append(settings)
+        shown.append(HydraConfig.instance().cfg)
 
     wanted = os.environ.get("HYDRA_FULL_ERROR")
     if any(re.match(r"--(help|hydra-help|cfg|info|version)|-[hci]", word) for word in sys.argv[1:]):
@@ -69,6 +73,8 @@ def compose() -> list[DictConfig]:
         os.environ.pop("HYDRA_FULL_ERROR")
         if wanted is not None:
             os.environ["HYDRA_FULL_ERROR"] = wanted
+    for settings, of_hydra in zip(composed, shown, strict=True):
+        take_hydra(settings, of_hydra)
     return composed
 
 

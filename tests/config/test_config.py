@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from tests.runs import CONF, composed, settings
+from trainer import api
 from trainer.cli import compose
 from trainer.config import flatten, load
 from trainer.config.overrides import in_words
@@ -75,6 +76,10 @@ def test_null_means_never_where_it_can_mean_nothing_else() -> None:
     ("override", "words"),
     [
         ("+foo=1", "foo is not a setting"),
+        (
+            "+width=1",
+            "width is not a setting; did you mean model.width? (a value of your own goes under vars: +vars.width=",
+        ),
         ("+train.batch_size=8", "train.batch_size is not a setting; did you mean train.global_batch_size?"),
         ("+train.seed=8", "train.seed is not a setting; did you mean seed?"),
         ("+train.colour=red", "train.colour is not a setting; `python train.py --cfg job` prints"),
@@ -143,6 +148,7 @@ def test_refuses(override: str, words: str) -> None:
             "data.dataset.root=x",
             "under data=cifar10, data=fashion_mnist, data=imagefolder, data=mnist (+data.dataset.root=VALUE passes",
         ),
+        ("vars.width=1", "vars.width has no place yet: +vars.width=VALUE gives it one"),
         ("trian.epochs=1", "trian is not a setting; did you mean train?"),
         ("data.collate._target_=mine.f", "has no place yet: +data.collate._target_=VALUE gives it one"),
         ("optim.groups={match:fc}", "optim.groups must be a list: [...]"),
@@ -181,6 +187,57 @@ def test_a_tab_in_a_file_of_settings_is_told_with_its_place(
     monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(tmp_path), "model=mine"])
     with pytest.raises(UserError, match=r"^model=mine cannot be composed: .*mine\.yaml\", line 2"):
         compose()
+
+
+def test_own_values_are_shared_and_those_of_hydra_resolved(tmp_path: Path) -> None:
+    own = ["+vars.width=24", "model.hidden=['${vars.width}']", "+vars.cwd=${hydra:runtime.cwd}"]
+    own += [
+        "+vars.job=${hydra:job.name}",
+        "+vars.model=${hydra:runtime.choices.model}",
+        f"run_dir={tmp_path}",
+    ]
+    config = api.composed([*own, "+vars.out=${hydra:runtime.output_dir}/samples"])
+    assert config.model["hidden"] == [24]
+    there = {"cwd": str(Path.cwd()), "job": "train", "model": "mlp", "out": f"{tmp_path}/samples"}
+    assert config.vars == {"width": 24, **there}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("hydra.run.dir=x", "hydra.run.dir is x, which has no effect; leave it out: run_dir=..."),
+        ("hydra.job.chdir=true", "hydra.job.chdir is True, which has no effect"),
+        ("+vars.out=${hydra:runtime.output_dir}", "is run_dir, which is null and chosen later; set run_dir"),
+        _slow("run_dir=${hydra:runtime.output_dir}", "is run_dir, which is null and chosen later"),
+    ],
+)
+def test_what_hydra_would_do_for_others_raises_here(override: str, words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        api.composed([override])
+    assert words in str(refused.value)
+
+
+_SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+from omegaconf import OmegaConf
+from ringmaster import main
+OmegaConf.register_new_resolver("double", lambda value: 2 * int(value))
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_resolvers_of_a_script_are_known_in_each_trial_and_each_rank(tmp_path: Path) -> None:
+    (tmp_path / "go.py").write_text(_SCRIPT.format(root=str(CONF.parent)))
+    words = ["-m", "model.hidden=['${double:4}','${vars.own}']", "+vars.own=3,5", "train.max_steps=1"]
+    words += ["launch=local", "launch.processes=1", "hydra.sweep.dir=D", "train.eval_every_epochs=0"]
+    command = [sys.executable, "go.py", *words, "logger=jsonl", "checkpoint.every_epochs=null"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    hidden = [OmegaConf.load(path).model.hidden for path in sorted(tmp_path.glob("D/*/config.yaml"))]
+    assert hidden == [[8, 3], [8, 5]]
 
 
 def test_zero_and_null_are_values() -> None:

@@ -4,7 +4,6 @@ from trainer.config.choices import (
     SCHEDULES,
     CommConfig,
     DdpConfig,
-    FsdpConfig,
     HookCommConfig,
     NativeCommConfig,
     ScheduleCommConfig,
@@ -82,36 +81,28 @@ def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
 def _check_exact(config: Config) -> None:
     """Refuse what cannot have the same bits everywhere."""
     strategy, comm, train = config.strategy, config.comm, config.train
-    wire_dtype = getattr(comm, "wire_dtype", "fp32")
-    refused = ""
+    wire_dtype, options = getattr(comm, "wire_dtype", "fp32"), vars(strategy)
     if strategy.name not in ("single", "ddp", "fsdp"):
-        refused = (
-            f"strategy={strategy.name}, whose sums depend on the ranks; use strategy=single, ddp or fsdp"
-        )
+        words = f"strategy={strategy.name}, whose sums depend on the ranks; use strategy=single, ddp or fsdp"
     elif not isinstance(comm, NativeCommConfig | ScheduleCommConfig):
-        refused = f"comm={comm.algorithm}, which is not a sum; use comm=native, {', '.join(SCHEDULES)}"
+        words = f"comm={comm.algorithm}, which is not a sum; use comm=native, {', '.join(SCHEDULES)}"
     elif wire_dtype != "fp32":
-        refused = f"comm.wire_dtype={wire_dtype}, but sends gradients as integers; set comm.wire_dtype=fp32"
+        words = f"comm.wire_dtype={wire_dtype}, but sends gradients as integers; set comm.wire_dtype=fp32"
     elif train.precision == "fp16":
-        refused = "train.precision=fp16, whose scale follows the ranks; use bf16 or fp32"
+        words = "train.precision=fp16, whose scale follows the ranks; use bf16 or fp32"
     elif train.compile:
-        refused = "train.compile=true, which fuses a model differently in each strategy; set it to false"
-    elif isinstance(strategy, DdpConfig) and strategy.sync_batchnorm:
-        refused = (
-            "strategy.sync_batchnorm=true, which depends on the ranks; set it to false: leaves' statistics "
-        )
-        refused += "are averaged"
-    elif isinstance(strategy, DdpConfig) and strategy.static_graph:
-        refused = "strategy.static_graph=true, with which DDP cannot add leaves; set it to false"
-    elif isinstance(strategy, FsdpConfig) and strategy.shard_group != "world":
-        refused = f"strategy.shard_group={strategy.shard_group}, whose replicas add sums of their own; use "
-        refused += "strategy.shard_group=world"
-    elif isinstance(strategy, FsdpConfig) and train.channels_last:
-        refused = (
-            "train.channels_last=true, which strategy=fsdp gathers in another layout; set it to false, or "
-        )
-        refused += "use strategy=ddp"
-    elif isinstance(strategy, FsdpConfig) and strategy.reduce_dtype != "fp32":
-        refused = f"strategy.reduce_dtype={strategy.reduce_dtype}, but adds integers; set it to fp32"
-    if refused:
-        raise UserError(f"train.exact={train.exact} does not go with {refused}")
+        words = "train.compile=true, which fuses a model differently in each strategy; set it to false"
+    elif options.get("sync_batchnorm"):
+        words = "strategy.sync_batchnorm=true, which depends on the ranks; set it to false: statistics of "
+        words += "leaves are averaged"
+    elif options.get("static_graph"):
+        words = "strategy.static_graph=true, with which DDP cannot add leaves; set it to false"
+    elif (group := options.get("shard_group", "world")) != "world":
+        words = f"strategy.shard_group={group}, whose replicas add sums of their own; set it to world"
+    elif strategy.name == "fsdp" and train.channels_last:
+        words = "train.channels_last=true, gathered in another layout by strategy=fsdp; use strategy=ddp"
+    elif (dtype := options.get("reduce_dtype", "fp32")) != "fp32":
+        words = f"strategy.reduce_dtype={dtype}, but adds integers; set it to fp32"
+    else:
+        return
+    raise UserError(f"train.exact={train.exact} does not go with {words}")

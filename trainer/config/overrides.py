@@ -60,7 +60,7 @@ def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
     """The message that ``key`` is unknown, with what may be meant: a setting, a group, another option."""
     node, _, word = key.rpartition(".")
     keys = dict(mapping_settings(Config)).get(node)
-    if keys == []:  # the arguments of a class
+    if keys == [] or key.startswith("vars."):  # the arguments of a class, or a user's own
         return f"{key} has no place yet: +{key}=VALUE gives it one"
     if keys:
         if word in keys:
@@ -75,6 +75,8 @@ def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
     if known.get(key):
         return f"{key} is not a setting here, but under {', '.join(known[key])}{_for_a_class(key, known)}"
     hint = _nearest(key, {*known, *nodes}) or "; `python train.py --cfg job` prints all settings"
+    if composed is not None and not node:  # it was added to the root
+        hint += f" (a value of your own goes under vars: +vars.{key}=VALUE, used as ${{vars.{key}}})"
     return f"{key} is not a setting{hint}{_for_a_class(key, known)}"
 
 

@@ -162,6 +162,7 @@ class Config:
     seed: int | None = limited(lambda value: 0 <= value < 2**64, "from 0 to 2**64 - 1")
     run_dir: str | None = limited(bool, "a path, or null for a new one under runs/: '.' is this directory")
     resume: str | None = limited(bool, "auto, the path of a checkpoint, or null")
+    vars: dict[str, Any] = MISSING
     model: dict[str, Any] = MISSING
     data: DataConfig = field(default_factory=DataConfig)
     optim: dict[str, Any] = MISSING

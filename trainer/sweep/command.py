@@ -9,9 +9,10 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from trainer import config
+from trainer.config.of_hydra import split_off_hydra
 from trainer.config.overrides import EACH_TRIAL_LAUNCHES
 from trainer.errors import UserError
 from trainer.launch.exits import refuse_sweep_in_ranks
@@ -52,9 +53,8 @@ def sweep(
 
     def compose(combination: Combination) -> config.Config:
         trial = loader.load_sweep_config(composed, [*common, *words_of(combination)])
-        with open_dict(trial):
-            del trial["hydra"]
-        loaded = config.load(trial)
+        trial.run_dir = composed.hydra.sweep.dir  # where, in place of the trial's own folder in it
+        loaded = config.load(split_off_hydra(trial))
         if not loaded.launch.leaves_result:
             raise UserError(
                 "a sweep waits for each trial: launch.dry_run=true and launch.wait=false are for single "
@@ -65,7 +65,7 @@ def sweep(
     # Other options of the command line, such as --config-dir, are for each trial.
     of_hydra = list(composed.hydra.overrides.hydra)
     options = [word for word in sys.argv[1:] if word not in (*arguments, *of_hydra, "-m", "--multirun")]
-    options += [word for word in of_hydra if word.startswith("hydra.searchpath=")]
+    options += [word for word in of_hydra if word.startswith(("hydra.searchpath=", "hydra.job."))]
     planned = []
     if wanted.search == "grid":  # all are composed before the first runs, to show a mistake at once
         planned = list(with_settings(itertools.islice(grid(swept), wanted.trials), compose))
