@@ -73,11 +73,10 @@ def switch_watch(is_on: threading.Event) -> None:
 
 
 def switch_gate(is_on: threading.Event) -> None:
-    from trainer.faults.gate import NoGate
-    from trainer.training.kept_step import KeptStep
+    from trainer.training.kept_step import Gate, KeptStep
 
     for name in ("update", "note_shared_buffers"):
-        setattr(KeptStep, name, _one_of(is_on, getattr(KeptStep, name), getattr(NoGate, name)))
+        setattr(KeptStep, name, _one_of(is_on, getattr(KeptStep, name), getattr(Gate, name)))
 
 
 def _one_of(is_on: threading.Event, on: Callable[..., Any], off: Callable[..., Any]) -> Callable[..., Any]:

@@ -189,7 +189,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         meter=Meter(dist, flops, strategy.order, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
-        gate=build_gate(config, state, checkpointer, data.train_loader, checks.replicas, strategy, dist),
+        gate=build_gate(config, state, checkpointer, data.train_loader, strategy, dist),
     )
 
 

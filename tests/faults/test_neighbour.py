@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour, RankIdentity
-from trainer.faults.processes import MemoryKills
 from trainer.faults.stacks import Stacks
 
 
@@ -44,12 +43,11 @@ def test_workers_in_the_middle_of_a_batch_are_blamed_and_ended() -> None:
         ):
             assert time.monotonic() < deadline
         heartbeat.enter("optimizer")
-        kills = MemoryKills([])
-        assert neighbour.stuck_worker(kills) is None, "it is not waited for"
+        assert neighbour.stuck_worker() is None, "it is not waited for"
         neighbour.end_workers()
         assert os.waitstatus_to_exitcode(os.waitpid(busy, 0)[1]) == -signal.SIGKILL
         assert os.waitpid(idle, os.WNOHANG) == (0, 0), "a worker between two batches hears torch itself"
-        words = neighbour.stuck_worker(kills, f"DataLoader worker (pid {busy}) is killed by signal: Killed.")
+        words = neighbour.stuck_worker(f"DataLoader worker (pid {busy}) is killed by signal: Killed.")
         assert words == f"its data worker {busy} is gone without a message while it read sample 7"
     signal.signal(signal.SIGCHLD, before)
     neighbour.close()

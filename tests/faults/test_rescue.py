@@ -18,7 +18,7 @@ from tests.programs import Ended, finish_ranks
 from tests.ranks import run_ranks
 from tests.runs import train
 from trainer.faults.heartbeat import Heartbeat
-from trainer.faults.rescue import Rescue, choose
+from trainer.faults.rescue import Rescue, savers
 from trainer.faults.verdict import Observed, Verdict
 from trainer.training.kept_buffers import KeptBuffers
 
@@ -147,12 +147,13 @@ def rank(number: int, finished: int, **more: Any) -> Observed:
     return Observed(number, host=number // 2, hostname="h", pid=number, finished=finished, **more)
 
 
-def test_the_saver_has_the_largest_step_and_is_near_rank_0() -> None:
-    assert choose([rank(0, 7), rank(1, 8), rank(2, 8)], [3]) == 1
-    assert choose([rank(1, 8), rank(0, 8, state="dead")], [0]) == 1
-    assert choose([rank(0, 8, status=1), rank(1, 8, status=1, symptom=True)], [0]) == 1
-    assert choose([rank(0, 8, heard_s=3.0), rank(1, 8, asleep_s=4.0), rank(2, 7)], []) == 2
-    assert choose([rank(0, 0), rank(1, 8, state="stopped")], []) is None
+def test_one_rank_a_host_saves_that_of_the_largest_step_and_near_rank_0_first() -> None:
+    assert savers([rank(0, 7), rank(1, 8), rank(2, 8), rank(3, 8)], [3]) == (1, 2)
+    assert savers([rank(0, 8, state="dead"), rank(1, 8)], [0]) == (1,)
+    assert savers([rank(0, 8, status=1), rank(1, 8, status=1, symptom=True)], [0]) == (1,)
+    assert savers([rank(0, 8, heard_s=3.0), rank(1, 8, asleep_s=4.0), rank(2, 7)], []) == (2,)
+    assert savers([rank(0, 0), rank(1, 8, state="stopped")], []) == ()
+    assert savers([rank(number, 8) for number in range(20)], []) == (0, 2, 4)
 
 
 class Here:
@@ -173,40 +174,41 @@ class Here:
 class Kept:
     """A last step, 8, that can be saved at once."""
 
-    why_not = None
-
     def freeze(self, failed: bool) -> int:
         return 8
-
-    def fingerprint(self) -> int | None:
-        return None
 
     def save(self) -> bool:
         return True
 
 
-def test_if_a_saver_that_does_not_lead_dies_the_leader_saves() -> None:
-    heartbeat, own, dying = Heartbeat(), Here(), Here()
+@pytest.mark.parametrize("said", [{}, {"words": "no step is saved: it may not", "is_saved": False}])
+def test_if_a_saver_that_does_not_lead_dies_or_may_not_the_leader_saves(said: dict[str, Any]) -> None:
+    heartbeat, own, other = Heartbeat(), Here(), Here(**said)
     own.records = heartbeat.records()
-    dying.died_at_ns = 1
-    dying.records.main = lambda: Heartbeat().records().main()
+    other.died_at_ns = None if said else 1
+    other.records.main = lambda: Heartbeat().records().main()
     heartbeat.step, heartbeat.finished = 9, 8
-    rescue = Rescue(heartbeat, 0, {0: own, 1: dying})  # type: ignore[dict-item]
+    rescue = Rescue(heartbeat, 0, {0: own, 1: other})  # type: ignore[dict-item]
     rescue.last_step = Kept()
-    words = rescue.lead(Verdict((2,), "died", 1, "", saver=1), lambda seconds: None)
+    asked = Verdict((2,), "died", 1, "", savers=(1,))
+    words = rescue.lead(asked, lambda seconds: None, is_at_work=lambda rank: False)
     assert words.startswith("step 8 is saved, by rank 0")
 
 
-@pytest.mark.parametrize(("hashes", "differ"), [([6], True), ([5, 6], False), ([6, 6], True)])
-def test_a_minority_saves_nothing(hashes: list[int], differ: bool) -> None:
-    here: Any = {n + 1: Here(step=8, hash=h, words="-") for n, h in enumerate(hashes)}
-    here[9] = Here(step=7, hash=4, words="-")  # of another step, it says nothing of this one
-    rescue = Rescue(Heartbeat(), 0, here)
-    if differ:
-        with pytest.raises(ValueError, match="replicas differ: rank 0 from rank 1"):
-            rescue._compare(5, 8, list(here))
-    else:
-        rescue._compare(5, 8, list(here))
+def test_a_host_stands_by_until_the_one_before_it_has_ended_or_fallen_silent() -> None:
+    heartbeat, own = Heartbeat(), Here()
+    own.records = heartbeat.records()
+    heartbeat.step, heartbeat.finished = 9, 8
+    rescue, waits, saved = Rescue(heartbeat, 2, {2: own}), [], []  # type: ignore[dict-item, var-annotated]
+    kept = rescue.last_step = Kept()
+    kept.save = lambda: not saved.append(len(waits))  # type: ignore[method-assign, func-returns-value]
+    asked = Verdict((3,), "died", 1, "", savers=(0, 2))
+    assert not rescue.has_begun
+    is_at_work = iter([True, True, False])
+    words = rescue.lead(asked, waits.append, lambda rank: rank == 0 and next(is_at_work))
+    assert words.startswith("step 8 is saved, by rank 2") and saved == [2] and rescue.has_begun
+    elsewhere = Verdict((3,), "died", 1, "", savers=(0, 4))
+    assert rescue.lead(elsewhere, waits.append, lambda rank: False) == "rank 0 saves the last step"
 
 
 class Masked(nn.Module):

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.faults.debounce import Debounce
-from trainer.faults.verdict import Observed, judge, slow, stand_still
+from trainer.faults.verdict import Debounce, Observed, judge, slow, stand_still
 
 T = 10.0
 
@@ -34,11 +33,6 @@ CASES = {
         four({1: {"state": "dead", "ended_s": 2.4, "ending": "died of SIGKILL"}}, **SYMPTOM),
         True,
         (1, "died", "rank 1 (host 0, node0, pid 101) died of SIGKILL, in forward of step 7"),
-    ),
-    "aborted by gloo, which hits whom a wrong message reaches": (
-        four({1: {"state": "dead", "ended_s": 2.4, "ending": "died of SIGABRT"}}, **SYMPTOM),
-        True,
-        (1, "died", "ranks, perhaps others, call different collectives, or with different dtypes or shapes"),
     ),
     "killed, and its parent asked first": (
         four({1: {"state": "dead", "ended_s": 0.1}}, **WAITING),

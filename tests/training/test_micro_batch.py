@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import yaml
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import settings
 from trainer.errors import UserError
-from trainer.faults.processes import numbers_in
 from trainer.run import run
 from trainer.training import micro_batch
 
@@ -33,7 +33,9 @@ def ran(free: list[int], *overrides: str) -> dict[str, Any]:
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     micro_batch.log.addHandler(handler)
     config = settings(*RUN, *overrides)
-    most = (numbers_in(Path("/proc/self/status"))["VmData"] << 10) + free[int(os.environ["RANK"])]
+    most = (int(re.findall(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[0]) << 10) + free[
+        int(os.environ["RANK"])
+    ]
     resource.setrlimit(resource.RLIMIT_DATA, (most, -1))
     result = run(config)
     written = yaml.safe_load((Path(str(config.run_dir)) / "config.yaml").read_text())

@@ -73,10 +73,6 @@ class ReplicaCheck:
             raise self._verdict(step, by_rank, gather_objects(hashes))
         self._checked_at = step
 
-    def fingerprint(self, state: TrainState) -> int | None:
-        """64 bits of all that this rank shares with others; None if nothing is compared. Not a collective."""
-        return _overall(self._hashes(state)) if self.is_on else None
-
     def _hashes(self, state: TrainState) -> dict[str, int]:
         """The hash of each tensor that this rank shares with others, by name."""
         named = state.replicated(self._with_optimizer)

@@ -120,7 +120,7 @@ class DataConfig:
 @dataclass
 class DistributedConfig:
     device: str = one_of("auto", "cpu", "cuda")
-    backend: str | None = one_of("gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl")
+    backend: str | None = one_of("gloo", "nccl", "cpu:gloo,cuda:nccl")
     timeout_s: float = seconds()
     init_method: str = like(
         r"env://|tcp://(\[[0-9a-fA-F:.]+\]|[^/:]+):\d+|file:///.+", "env://, tcp://HOST:PORT or file:///PATH"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from trainer.config import DistributedConfig
 from trainer.distributed.collectives import backstop
 from trainer.distributed.interfaces import address_towards, choose_interface, store_host
-from trainer.distributed.rendezvous import leave, meet, on_this_host
+from trainer.distributed.rendezvous import meet, on_this_host
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import RankIdentity, introduction
@@ -93,7 +93,6 @@ def process_group(
         choose_interface(here.rank, hosts, [member["address"] for member in members])
         joined = _join(settings, here, hosts, store)
         yield replace(joined, heartbeat=heartbeat, watch=watch)
-        leave(here, watch.let_go_of_store)
     except GeneratorExit:
         raise
     except BaseException as caught:
@@ -125,23 +124,14 @@ def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dis
         # Before any use of a GPU: otherwise every rank opens a context on GPU 0.
         torch.cuda.set_device(device)
     rank, world_size = here.rank, here.world_size
-    if backend == "mpi":
-        dist.init_process_group("mpi")
-        counted = dist.get_rank(), dist.get_world_size()
-        if counted != (rank, world_size):
-            raise UserError(
-                f"MPI counts this process as rank {counted[0]} of {counted[1]}, but it was told to be rank "
-                f"{rank} of {world_size}; start the ranks with mpirun, and leave out distributed.rank"
-            )
-    else:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=backstop(settings.timeout_s),
-            device_id=device if "nccl" in backend else None,
-        )
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=backstop(settings.timeout_s),
+        device_id=device if "nccl" in backend else None,
+    )
     return Dist(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)
 
 
@@ -188,12 +178,7 @@ def _device(wanted: str, local_rank: int, here: Place) -> torch.device:
 
 
 def _check_backend(backend: str, device: torch.device) -> None:
-    if backend == "mpi" and not dist.is_mpi_available():
-        raise UserError(
-            "distributed.backend=mpi, but this torch was built without MPI, as the wheels of the package "
-            "registry are; build torch from source with an MPI library, or use distributed.backend=gloo"
-        )
     if "nccl" in backend and not (dist.is_nccl_available() and device.type == "cuda"):
         raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; use gloo")
-    if "nccl" not in backend and device.type == "cuda" and backend != "mpi":
+    if "nccl" not in backend and device.type == "cuda":
         log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)

@@ -172,21 +172,6 @@ def on_this_host(here: Place, hosts: list[int]) -> tuple[int, int]:
     return beside.index(here.rank), len(beside)
 
 
-def leave(here: Place, let_go: Callable[[], None]) -> None:
-    """At the end, remove the file in which the ranks met (a collective).
-
-    Args:
-        let_go: ends all other use of the store in this process: writing to it would create the file again.
-    """
-    if here.init_method is not None and here.init_method.startswith("file:"):
-        let_go()
-        dist.barrier()  # no rank needs it any more
-        if here.rank == 0:
-            with contextlib.suppress(OSError):  # the next run can use it as it is
-                _file(here.init_method).unlink(missing_ok=True)
-        dist.barrier()  # no rank uses it again before it is removed
-
-
 def _open(init_method: str, here: Place, timeout: timedelta) -> dist.Store:
     url = urlsplit(init_method)
     if url.scheme == "file":

@@ -6,18 +6,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.errors import RunEndError, tell_torchrun
-from trainer.faults import exit_report, processes
+from trainer.faults import exit_report
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour, RankIdentity
 from trainer.faults.reports import Reports
-from trainer.faults.rescue import LastStep, Rescue, choose, with_words
-from trainer.faults.verdict import ASLEEP_S, Observed, Verdict, judge
+from trainer.faults.rescue import HOSTS, Rescue, savers
+from trainer.faults.verdict import ASLEEP_S, UNHEARD_S, Observed, Verdict, judge
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -58,7 +58,6 @@ class Ending:
         self._written_to: Path | None = None
         self._refusals = True
         self._parent, self._orphan_since = os.getppid(), 0.0
-        self.memory_kills = processes.MemoryKills(neighbour.member.pid for neighbour in here.values())
         self.reports: Reports | None = None
         self.rescue = Rescue(heartbeat, rank, here)
 
@@ -70,16 +69,6 @@ class Ending:
         """
         self._run_dir, self._refusals = run_dir, refusals
 
-    def saves(self, last_step: LastStep) -> None:
-        """Set what saves the last finished step at a fault."""
-        self.rescue.last_step = last_step
-
-    def let_go_of_store(self) -> None:
-        """Disconnect: a store in a file must be removed before another run uses it."""
-        self._connect = None
-        if self.reports is not None:
-            self.reports.close()
-
     def reports_of_other_hosts(self) -> Reports | None:
         others = [member for member in self._members if member.rank not in self._here]
         if self.reports is None and others and self._connect is not None:
@@ -90,11 +79,11 @@ class Ending:
             self.reports = Reports(self._connect, self._own.host, first)
         return self.reports
 
-    def send_last_report(self, lost: Container[int] = ()) -> None:
+    def send_last_report(self) -> None:
         """Send the other hosts a last report: no rank of this host can report later."""
         if reports := self.reports_of_other_hosts():
             self._heartbeat.tick()  # it may take a moment, in which no neighbour should take over
-            reports.close([neighbour.observe() for neighbour in self._here.values()], lost)
+            reports.close([neighbour.observe() for neighbour in self._here.values()])
 
     def give(self, verdict: Verdict, everyone: Sequence[Observed]) -> None:
         """Give this host's verdict, unless another's was earlier."""
@@ -103,22 +92,20 @@ class Ending:
             return  # all ranks reach such an end by themselves, if they can
         if self.prints_traceback(verdict):
             return
-        if verdict.kind == "died" and "SIGKILL" in (culprit.ending or "SIGKILL"):
-            words = self.memory_kills.words() if culprit.rank in self._here else None
-            verdict = replace(verdict, message=verdict.message + (f"; {words}" if words else ""))
-        self.end(self._agreed(replace(verdict, saver=choose(everyone, verdict.ranks))))
+        self.end(self._agreed(replace(verdict, savers=savers(everyone, verdict.ranks))))
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """The first verdict that a host has given; if the store does not answer, this one.
 
-        Behind a cut link another rank may save then, so none here does.
+        The store's host may be lost then, so the first few others save: one at a time, since the disk has a
+        lock, and who comes later finds the step. Behind a cut link both sides may, which does no harm.
         """
         reports = self.reports_of_other_hosts()
         if reports is None and len(self._here) == len(self._members):
             return verdict
         if reports is not None and (agreed := reports.agree(verdict, timeout_s=1.0)) is not None:
             return agreed
-        return replace(verdict, saver=None)
+        return verdict if self._own.host <= HOSTS else replace(verdict, savers=())
 
     def prints_traceback(self, verdict: Verdict) -> bool:
         """Whether the verdict is about a rank of this host that is exiting: its traceback comes first."""
@@ -130,7 +117,9 @@ class Ending:
     def end(self, verdict: Verdict) -> None:
         """Save, print the verdict, write it, and exit; kill the ranks of this host that cannot exit."""
         if verdict.kind != "orderly":
-            verdict = with_words(verdict, self.rescue.lead(verdict, self._wait))
+            if (reports := self.reports_of_other_hosts()) is not None:
+                reports.tell([neighbour.observe() for neighbour in self._here.values()], eager=True)
+            verdict = verdict.followed_by(self.rescue.lead(verdict, self._wait, self._is_at_work))
         writing = threading.Thread(target=self._write, args=(verdict,), daemon=True)
         writing.start()
         writing.join(timeout=1.0)  # the disk may hang on the host that is lost
@@ -141,9 +130,7 @@ class Ending:
                 tell_torchrun(verdict.message, file)
         if verdict.kind in ("raised", "died") and verdict.ranks[0] in self._here:
             exit_report.let_torchrun_look()
-        self.send_last_report(
-            lost={self._members[rank].host for rank in verdict.ranks if verdict.kind == "lost"}
-        )
+        self.send_last_report()
         self._heartbeat.note({"verdict": verdict.status, "status": verdict.status})
         others = (neighbour for rank, neighbour in self._here.items() if rank != self._rank)
         for neighbour in others:
@@ -157,6 +144,13 @@ class Ending:
         self._tick()
         time.sleep(seconds)
 
+    def _is_at_work(self, rank: int) -> bool:
+        """Whether the host of `rank`, another than this, has neither ended nor fallen silent."""
+        reports = self.reports_of_other_hosts()
+        if reports is None or self._members[rank].host in reports.ended:
+            return False
+        return any(each.rank == rank and each.heard_s < UNHEARD_S for each in reports.others())
+
     def _write(self, verdict: Verdict) -> None:
         self._record(verdict)
         taken = {rank: neighbour.stacks.read() for rank, neighbour in self._here.items()}
@@ -165,7 +159,8 @@ class Ending:
     def _record(self, verdict: Verdict) -> None:
         """Write the verdict, if it is to be written, and if the disk takes it."""
         run_dir = self._run_dir if self._refusals or verdict.kind != "orderly" else None
-        if run_dir is not None and exit_report.write(verdict, run_dir, self._attempt):
+        facts = {"status": verdict.status, **verdict.facts, "message": verdict.message, "kind": verdict.kind}
+        if run_dir is not None and exit_report.write_failure(run_dir, facts | {"attempt": self._attempt}):
             self._written_to = run_dir
 
     def leave_when_orphaned(self) -> None:
@@ -197,10 +192,10 @@ class Ending:
         if verdict is None:
             return
         reports = self.reports_of_other_hosts()
-        elsewhere = choose(reports.others(), ()) if reports is not None else None
-        verdict = self._agreed(replace(verdict, saver=self._rank if elsewhere is None else elsewhere))
-        words = self.rescue.save_alone() if verdict.saver in self._here else ""
-        verdict = with_words(verdict, words)
+        elsewhere = savers(reports.others(), ()) if reports is not None else ()
+        verdict = self._agreed(replace(verdict, savers=elsewhere or (self._rank,)))
+        words = self.rescue.save_alone() if self._rank in verdict.savers else ""
+        verdict = verdict.followed_by(words)
         self._write(verdict)
         if len(self._members) > 1 or own.worker:
             atexit.register(exit_report.say, verdict, len(self._members), self._written_to)

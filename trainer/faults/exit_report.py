@@ -82,12 +82,6 @@ def print_line(line: str) -> None:
         os.write(2, f"{shown}\n".encode())
 
 
-def write(verdict: Verdict, run_dir: Path, attempt: int) -> bool:
-    """Write the verdict into failure.json; return whether that succeeded."""
-    facts = {"status": verdict.status, **verdict.facts, "message": verdict.message}
-    return write_failure(run_dir, facts | {"kind": verdict.kind, "attempt": attempt})
-
-
 def keep(verdict: Verdict, run_dir: Path | None, stacks: Mapping[int, str]) -> None:
     """Write the verdict to train.log, and the stacks, by rank."""
     if run_dir is None or not run_dir.is_dir():

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 PHASES = (
     "set_up",
@@ -72,6 +72,8 @@ class Beat:
     disk_ns: int
     finished: int
     resumed_ns: int
+
+    PLACE: ClassVar = ("phase", "step", "position", "bucket", "buckets", "finished")
 
 
 class Heartbeat:

@@ -88,9 +88,7 @@ class Neighbour:
         lives = self.death_fd != -1 and not self._poll.poll(0)
         if not lives and self.died_at_ns is None and processes.state(self.member.pid) == "dead":
             self.died_at_ns = time.monotonic_ns()
-            self.ending = processes.ending(self.member.pid, self.death_fd)
-            if self.ending is None and "Fatal Python error: Aborted" in self.stacks.read():
-                self.ending = "died of SIGABRT"  # its parent has collected it first
+            self.ending = processes.ending(self.member.pid)
 
     def observe(self, since_ns: int = 0) -> Observed:
         """What can be seen of it now.
@@ -114,31 +112,21 @@ class Neighbour:
         )
         waits = stacks.waits(frames or [])
         ended_at_ns = note.get("at_ns") or self.died_at_ns
+        facts: dict[str, Any] = {name: getattr(member, name) for name in ("rank", "host", "hostname", "pid")}
+        facts |= {name: getattr(beat, name) for name in Beat.PLACE}
+        facts |= {name: note[name] for name in ("status", "error", "orderly", "symptom") if name in note}
         return Observed(
-            rank=member.rank,
-            host=member.host,
-            hostname=member.hostname,
-            pid=member.pid,
-            phase=note.get("phase") or beat.phase,
-            step=beat.step,
-            position=beat.position,
-            buckets=beat.buckets,
-            bucket=beat.bucket,
+            **facts,
             silent_s=(now - progress_ns) / 1e9,
             asleep_s=(now - max(beat.tick_ns, since_ns)) / 1e9 if beat.tick_ns else 0.0,
             state=state,
             ended_s=(now - ended_at_ns) / 1e9 if ended_at_ns else None,
             ending=self.ending,
-            status=note.get("status"),
-            error=note.get("error"),
-            orderly=note.get("orderly", False),
-            symptom=note.get("symptom", False),
             where=note.get("where") or (stacks.where(frames) if frames else None),
             waits=waits,
             waited_s=now / 1e9 - self.frames_since_s if waits else 0.0,
             worker=note.get("worker") or self.worker_words,
             patience_s=beat.disk_ns / 1e9 if beat.phase in _MAY_WRITE else 0.0,
-            finished=beat.finished,
         )
 
     def busy_workers(self, beat: Beat, blamed: str = "") -> list[Beat]:
@@ -150,7 +138,7 @@ class Neighbour:
             return busy
         return [worker for worker in busy if str(worker.pid) in re.findall(r"\d+", blamed)]
 
-    def stuck_worker(self, memory_kills: processes.MemoryKills, error: str = "") -> str | None:
+    def stuck_worker(self, error: str = "") -> str | None:
         """The data worker that this rank waits for, and why: one that is dead, or has read the longest.
 
         torch raises in any phase when it learns of a worker's death; `error` contains the pid then.
@@ -161,8 +149,7 @@ class Neighbour:
         dead = [worker for worker in busy if processes.state(worker.pid) == "dead"]
         if dead:
             how = processes.ending(dead[0].pid) or "is gone without a message"
-            because = f", {words}" if (words := memory_kills.words()) else ""
-            return f"its data worker {dead[0].pid} {how} while it read sample {dead[0].index}{because}"
+            return f"its data worker {dead[0].pid} {how} while it read sample {dead[0].index}"
         worker = min(busy, key=lambda beat: beat.progress_ns)
         (text,) = stacks.ask([(worker.pid, self.stacks)])
         seconds = (time.monotonic_ns() - worker.progress_ns) / 1e9
@@ -183,7 +170,7 @@ class Neighbour:
                     os.kill(worker.pid, signal.SIGKILL)
 
 
-def take_stacks(neighbours: Sequence[Neighbour], fresh_s: float, memory_kills: processes.MemoryKills) -> bool:
+def take_stacks(neighbours: Sequence[Neighbour], fresh_s: float) -> bool:
     """Ask ranks, and their busy data workers, for their stacks; False if all are known since `fresh_s`."""
     wanted = []
     for neighbour in neighbours:
@@ -201,5 +188,5 @@ def take_stacks(neighbours: Sequence[Neighbour], fresh_s: float, memory_kills: p
         neighbour.frames = (position, stacks.frames_of(text) if text else [])
         if neighbour.frames != before:
             neighbour.frames_since_s = neighbour.frames_at_s
-        neighbour.worker_words = neighbour.stuck_worker(memory_kills)
+        neighbour.worker_words = neighbour.stuck_worker()
     return True

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from trainer.faults.verdict import Observed, Verdict
@@ -21,7 +21,7 @@ _HEALTHY_EVERY_S = 10.0  # a report that nobody has asked for
 _PER_HOST_S = 0.005  # eager hosts take at least this long for each of them: the store has one thread
 _ASKED_S = 5.0  # for which a host reports eagerly because another asks
 _ENDED_S = 5.0  # for the store to accept a host's last report
-_HEARD_S = 2.0  # for the other hosts to read it
+_HEARD_S = 2.0  # for the other hosts to read of a bad end: the store may end with this process
 _VERDICT, _NEWS, _ENDS = "verdict", "news", "ends"
 
 
@@ -39,6 +39,7 @@ class Reports:
     Attributes:
         verdict: that of the run, once a host has given one.
         counts: the number of reports read, by host.
+        ended: the hosts whose last report has been read.
     """
 
     def __init__(self, connect: Callable[[], "Store"], host: int, first: Iterable[Observed]) -> None:
@@ -60,10 +61,9 @@ class Reports:
         self._eager, self._asked = False, threading.Event()
         self._proposed: Verdict | None = None
         self._agreed = threading.Event()
-        self._over, self._told = False, False
+        self._over = False
         self._last_report: list[Observed] = []
-        self._awaited = list[str]()
-        self._ended = set[int]()
+        self.ended = set[int]()
         self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
         self._thread.start()
 
@@ -106,21 +106,12 @@ class Reports:
         self._agreed.wait(timeout_s)
         return self.verdict
 
-    def close(self, last_report: Sequence[Observed] = (), lost: Container[int] = ()) -> None:
-        """Stop reporting; a `last_report` stays in the store, if the store accepts it in time.
-
-        After a failure, the other hosts get a moment to read it, except those that are
-        `lost`: the store may end with this process, and they would take this host for lost.
-        """
-        within_s = 2 * _EAGER_EVERY_S
-        if last_report and all(rank.status == 0 for rank in last_report):
-            self._last_report, within_s = list(last_report), _ENDED_S
-        elif last_report and (others := [host for host in self._hosts if host not in lost]):
-            self._last_report, within_s = list(last_report), _HEARD_S + within_s
-            self._awaited = [f"told/{host}" for host in others]
-        self._over = True
+    def close(self, last_report: Sequence[Observed] = ()) -> None:
+        """Stop reporting; a `last_report` stays in the store, if the store accepts it in time."""
+        self._last_report, self._over = list(last_report), True
+        is_bad = any(rank.status != 0 for rank in last_report)
         self._asked.set()
-        self._thread.join(within_s)
+        self._thread.join(_HEARD_S + 2 * _EAGER_EVERY_S if is_bad else _ENDED_S if last_report else 1.0)
 
     def _run(self) -> None:
         count, next_report, store = 0, 0.0, None
@@ -139,7 +130,6 @@ class Reports:
                 self._exchange_verdicts(store)
                 if self._eager or self.verdict is not None:
                     self._read_others(store)
-                self._tell_that_it_knows(store)
                 self._answered_at = time.monotonic()
             except RuntimeError:  # DistStoreError and DistNetworkError of torch are such
                 if self._over:
@@ -172,9 +162,9 @@ class Reports:
         if (ends := store.add(_ENDS, 0)) == self._ends:
             return
         for host in self._hosts:
-            if host not in self._ended and store.check([f"ended/{host}"]):
+            if host not in self.ended and store.check([f"ended/{host}"]):
                 self._receive(host, store.get(f"ended/{host}"))
-                self._ended.add(host)
+                self.ended.add(host)
         self._ends = ends
 
     def _read_others(self, store: "Store") -> None:
@@ -182,7 +172,7 @@ class Reports:
         for host in self._hosts:
             if host not in self._present and store.check([f"report/{host}"]):
                 self._present.add(host)
-        hosts = sorted(self._present - self._ended)
+        hosts = sorted(self._present - self.ended)
         keys = [f"report/{host}" for host in hosts]
         has_many = store.has_extended_api()  # type: ignore[attr-defined]  # its stub lacks it
         texts = store.multi_get(keys) if keys and has_many else map(store.get, keys)
@@ -198,23 +188,13 @@ class Reports:
             self._heard_at[host] = time.monotonic()
             self._known[host] = [Observed(**rank) for rank in report["ranks"]]
 
-    def _tell_that_it_knows(self, store: "Store") -> None:
-        """Tell hosts that wait for it that this host knows of their end; done by the host's leader."""
-        bad_ends = (rank for host in self._ended for rank in self._known[host] if rank.status != 0)
-        if self._own and not self._told and (self.verdict is not None or any(bad_ends)):
-            store.set(f"told/{self._host}", "")
-            self._told = True
-
     def _send_last_report(self, store: "Store") -> None:
         if self._last_report:
             store.set(f"ended/{self._host}", _report("last", self._last_report))
             store.add(_ENDS, 1)
             if any(rank.status != 0 for rank in self._last_report):
                 store.add(_NEWS, 1)
-            store.set(f"told/{self._host}", "")
-        deadline = time.monotonic() + _HEARD_S
-        while self._awaited and not store.check(self._awaited) and time.monotonic() < deadline:
-            time.sleep(0.05)
+                time.sleep(_HEARD_S)
 
 
 def _report(name: str, ranks: Sequence[Observed]) -> str:
@@ -223,4 +203,4 @@ def _report(name: str, ranks: Sequence[Observed]) -> str:
 
 def _verdict(text: bytes) -> Verdict:
     values = json.loads(text)
-    return Verdict(**{**values, "ranks": tuple(values["ranks"])})
+    return Verdict(**{**values, "ranks": tuple(values["ranks"]), "savers": tuple(values["savers"])})

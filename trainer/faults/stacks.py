@@ -2,8 +2,8 @@
 
 The handler needs no interpreter lock, so it works while the process is stuck. But it walks the main thread's
 frames at any moment. While that thread executes Python, one walk in about 30,000 meets the code of a function
-that is just being freed, which is a SIGSEGV. So a main thread that executes is asked to answer in Python
-first. If it does not within the time for it, it is most likely in C code, and its frames stay as they are.
+that is just being freed, which is a SIGSEGV. So a main thread is asked to answer in Python first. If it does
+not within the time for it, it is most likely in C code, and its frames stay as they are.
 """
 
 import contextlib
@@ -19,8 +19,6 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-
-from trainer.faults import processes
 
 STACK_SIGNAL = signal.SIGUSR2  # answered by C code
 _QUESTION = signal.SIGURG  # answered by Python code; by default a process ignores it
@@ -38,8 +36,6 @@ _WAITS: tuple[tuple[str, ...], ...] = (
     ("trainer", "comm"),
     ("trainer", "distributed", "process_group.py"),
 )
-# The watch's threads look the same in every process, so they are skipped.
-_OWN = ("trainer", "faults", "watch.py")
 
 Frame = tuple[str, str, str]  # file, line, function
 _asking = threading.Lock()
@@ -53,7 +49,6 @@ class Stacks:
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.memfd_create("ringmaster-stacks"), "r+b", buffering=0)
-        self._size = 0
         self.fd = self._file.fileno()
         self._crashes = False
         # A neighbour may ask before `open`, and during this process's exit: the signal must not kill it.
@@ -69,15 +64,6 @@ class Stacks:
         self._before = signal.signal(_QUESTION, self._answer)
         signal.siginterrupt(_QUESTION, False)  # as faulthandler's: system calls of users' C code go on
 
-    def add_other_threads(self) -> None:
-        """Add the stacks of all threads if the main thread's was asked for.
-
-        Called regularly by a thread that holds the interpreter, so that no other thread changes its frames.
-        """
-        if os.fstat(self.fd).st_size != self._size:
-            faulthandler.dump_traceback(self._file, all_threads=True)
-            self._size = os.fstat(self.fd).st_size
-
     def _answer(self, number: int, frame: FrameType | None) -> None:
         """Write the main thread's stack, in faulthandler's words.
 
@@ -88,7 +74,6 @@ class Stacks:
                 f'  File "{at.f_code.co_filename}", line {line or "???"} in {at.f_code.co_name}\n'
                 for at, line in traceback.walk_stack(frame)
             )
-            # It begins a line, also in the middle of what another thread is writing.
             text = "".join([f"\nStack of process {os.getpid()} (most recent call first):\n", *lines])
             os.write(self.fd, text.encode(errors="backslashreplace"))
 
@@ -121,11 +106,10 @@ def ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float = 0.4) -> l
     A rank and its data workers write to one file, so processes of a rank are asked one at a time.
 
     Args:
-        timeout_s: for the answers in Python, if some process executes; and once more for those in C.
+        timeout_s: for the answers in Python, and once more for those in C.
     """
     with _asking:
-        executing = [(pid, reader) for pid, reader in readers if processes.executes(pid)]
-        texts = _ask(executing, _QUESTION, timeout_s)
+        texts = _ask(readers, _QUESTION, timeout_s)
         silent = [(pid, reader) for pid, reader in readers if not texts.get(pid)]
         texts |= _ask(silent, STACK_SIGNAL, timeout_s)
     return [texts[pid] for pid, _ in readers]
@@ -176,7 +160,7 @@ def frames_of_exception(error: BaseException) -> list[Frame]:
 def where(frames: Sequence[Frame]) -> str | None:
     """The innermost frame of the user's own code; else of this trainer's; else the innermost."""
     users = [frame for frame in frames if not _is_others(frame[0]) and not frame[0].startswith(_ROOT)]
-    ours = [frame for frame in frames if frame[0].startswith(_ROOT) and not _within(frame[0], _OWN)]
+    ours = [frame for frame in frames if frame[0].startswith(_ROOT)]
     # train.py, a test and the like call the trainer: their frames are the outermost, and are skipped.
     if users and ours and frames.index(users[0]) > frames.index(ours[0]):
         users = []
@@ -194,7 +178,7 @@ def waits(frames: Sequence[Frame]) -> bool:
     for file, _, _ in frames:
         is_librarys = file.startswith(sys.prefix) and "torch" not in Path(file).parts
         # A frame of torch.cuda, such as Event.synchronize, waits for what its caller has launched.
-        if is_librarys or _within(file, _OWN) or _within(file, ("torch", "cuda")):
+        if is_librarys or _within(file, ("torch", "cuda")):
             continue
         return any(_within(file, parts) for parts in _WAITS)
     return False

@@ -1,17 +1,12 @@
 """Which rank stopped first, from what is known of every rank. Uses no clock and no process."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 UNHEARD_S = 2.0  # a host whose reports stop for this long is lost or cut off
 ASLEEP_S = 3.0  # a watch that has not run for this long is blocked: its process holds the interpreter
 _MOST = 0.8  # of timeout_s: who waits is asked from a tenth of it on
 _FAR = 10  # batches of an evaluation: see _stuck
-_MISMATCH = (
-    "gloo aborts a rank that is sent another size than it waits for, and NCCL one whose collective fails: "
-    "then the fault may be that ranks, perhaps others, call different collectives, or with different dtypes "
-    "or shapes"
-)
 _WORDS = {
     "set_up": "the set-up",
     "evaluate": "the evaluation",
@@ -107,7 +102,7 @@ class Observed:
 class Verdict:
     """The ranks to look at first. `status` is the exit status of every rank of the run.
 
-    `saver` is the rank that saves the last finished step, if one does.
+    `savers` are the ranks that save the last finished step, if the one before has not.
     """
 
     ranks: tuple[int, ...]
@@ -115,7 +110,10 @@ class Verdict:
     status: int
     message: str
     facts: Mapping[str, object] = field(default_factory=dict)  # rank, host, phase, where, step, silent_s
-    saver: int | None = None
+    savers: tuple[int, ...] = ()
+
+    def followed_by(self, words: str) -> "Verdict":
+        return replace(self, message=f"{self.message}; {words}") if words else self
 
 
 def judge(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Verdict | None:
@@ -146,9 +144,6 @@ def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
         worker = f"; {first.worker}" if first.worker else ""
         return _verdict(first, "raised", f"failed in {first.doing}{at}: {first.error}{worker}")
     ending = first.ending or "is gone without a message"
-    if ending.endswith("SIGABRT"):
-        others = [f"rank {rank.rank} at {rank.where}" for rank in ranks if rank is not first and rank.where]
-        at += "; ".join(["", _MISMATCH, *others])
     return _verdict(first, "died", f"{ending}, in {first.doing}{at}")
 
 
@@ -275,3 +270,28 @@ def _facts(rank: Observed) -> dict[str, object]:
         "step": rank.step,
         "silent_s": round(rank.silent_s + rank.heard_s, 1),
     }
+
+
+class Debounce:
+    """A rank of another host is blamed only when two more reports of it have come.
+
+    One that was read when all was well, or late on a busy machine, may show where a rank was a while ago: it
+    then seems to block others that it has long since served.
+    """
+
+    def __init__(self) -> None:
+        self._of: Hashable | None = None
+        self._counts: Mapping[int, int] = {}
+
+    def clear(self) -> None:
+        self._of = None
+
+    def confirmed(self, of: Hashable, host: int, counts: Mapping[int, int]) -> bool:
+        """Whether the suspicion `of` a rank of `host` has outlived them.
+
+        Args:
+            counts: the number of reports read, by host; this one, which is seen as it is, has no entry.
+        """
+        if of != self._of:
+            self._of, self._counts = of, dict(counts)
+        return host not in counts or counts[host] >= self._counts[host] + 2

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import RunEndError, in_a_line
 from trainer.faults import exit_report, stacks
-from trainer.faults.debounce import Debounce
 from trainer.faults.disk_progress import set_mine
 from trainer.faults.ending import ALONE_S, Ending
 from trainer.faults.heartbeat import TICK_OFFSET, Heartbeat
 from trainer.faults.kill_timer import KillTimer
 from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity, take_stacks
 from trainer.faults.rescue import SAVE_S
-from trainer.faults.verdict import ASLEEP_S, Observed, judge, slow, stand_still
+from trainer.faults.verdict import ASLEEP_S, Debounce, Observed, judge, slow, stand_still
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -88,14 +87,11 @@ class Watch:
     def close(self) -> None:
         """End the watch after a success, or when the end is reported in another way."""
         self._stop_looking()
-        self.let_go_of_store()
+        if self.ending.reports is not None:
+            self.ending.reports.close()
         self._stacks.close()
         for neighbour in self._here.values():
             neighbour.close()
-
-    def let_go_of_store(self) -> None:
-        """As `Ending.let_go_of_store`."""
-        self.ending.let_go_of_store()
 
     def ended_well(self) -> None:
         """Record that this rank is done, so that ranks still at work do not miss it."""
@@ -130,9 +126,7 @@ class Watch:
             "where": in_worker or stacks.where(stacks.frames_of_exception(error)),
             "orderly": isinstance(error, RunEndError),
             "symptom": symptom and not self._alone,
-            "worker": None
-            if in_worker
-            else self._here[self._rank].stuck_worker(self.ending.memory_kills, str(error)),
+            "worker": None if in_worker else self._here[self._rank].stuck_worker(str(error)),
             "at_ns": time.monotonic_ns(),
         }
         self._heartbeat.note(note)
@@ -183,7 +177,6 @@ class Watch:
     def _look(self) -> None:
         if self._launched:
             self.ending.leave_when_orphaned()
-        self._stacks.add_other_threads()
         for neighbour in self._others_here():
             neighbour.look_for_death()
         for neighbour in self._others_here():
@@ -241,8 +234,7 @@ class Watch:
         almost_late = max(rank.silent_s for rank in here) > 0.8 * self.timeout_s
         # All may be in one phase, such as a gather of FSDP: only stacks show which rank does not wait.
         still = stand_still(everyone, max(1.0, self.timeout_s / 10))
-        aborted = any("SIGABRT" in (rank.ending or "") for rank in here)  # the others' positions show why
-        if (pressing or since_symptom > 1 or almost_late or still or aborted) and self._take_stacks():
+        if (pressing or since_symptom > 1 or almost_late or still) and self._take_stacks():
             return  # look again, with the stacks
         verdict = judge(everyone, self.timeout_s, pressing)
         reports = self.ending.reports
@@ -278,8 +270,7 @@ class Watch:
 
     def _take_stacks(self) -> bool:
         """Ask the ranks of this host, and their busy data workers, for their stacks; False if known."""
-        fresh_s = max(_FRESH_S, self.timeout_s / 10)
-        return take_stacks(list(self._here.values()), fresh_s, self.ending.memory_kills)
+        return take_stacks(list(self._here.values()), fresh_s=max(_FRESH_S, self.timeout_s / 10))
 
     # ---- lines during the run
 

@@ -12,11 +12,11 @@ from trainer.checks.unsaved import UnsavedState
 from trainer.config import EmaConfig, TrainConfig
 from trainer.data.loading.base import EvalLoader, TrainLoader
 from trainer.data.loading.batch import BatchSplit
-from trainer.faults.gate import Gate
 from trainer.inference.evaluation import ModelContext
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.optim.train_state import TrainState
+from trainer.training.kept_step import Gate
 from trainer.training.meter import Meter
 from trainer.training.profiler import Profile
 from trainer.training.step_agreement import AfterStep, StepAgreement

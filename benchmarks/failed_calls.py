@@ -1,0 +1,205 @@
+"""Each call of os, open and fsspec on a run's files fails once: does the run end well, with the same model?
+
+Two ranks under torchrun --max-restarts=3 train the MLP on the digits, with a second copy of each checkpoint.
+One run, which goes on from a checkpoint, records its calls on the paths of claim, resume, save and log. Then,
+for each call, path and rank, a run in which the first of them raises OSError once, with an errno in rotation.
+The pauses before restarts are left out. Prints a line for each run that did not end well, and a table. Exit
+status 1 if any did not.
+
+    python -m benchmarks.failed_calls [--from fresh] [--only REGEX] [--limit 20]
+"""
+
+import argparse
+import builtins
+import collections
+import contextlib
+import errno
+import fcntl
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import drilled_run
+from tests.fault_parts import fault
+from tests.programs import Ended, started, torchrun
+
+ERRNOS = ("EIO", "ENOSPC", "ESTALE", "ETIMEDOUT", "EMFILE")
+OF_OS = "open replace rename fsync mkdir rmdir unlink link symlink readlink listdir scandir stat lstat pwrite"
+OF_FSSPEC = "put_file get_file cp_file mv ls info rm_file rm makedirs mkdir cat_file pipe_file _open"
+SETTINGS = ("train.max_steps=12", "checkpoint.every_steps=3", "train.log_every_steps=2", "resume=auto")
+SETTINGS += ("distributed.timeout_s=20", "checkpoint.keep_last=2", "train.eval_every_epochs=1")
+_TOLD = "FAILED_CALLS"  # a folder, and the call that fails there
+
+# ---- in a rank
+
+
+class Failing:
+    """Records the calls on files of `folder`, and makes one of them fail, in one rank and once."""
+
+    def __init__(self, folder: Path, wanted: list[str] | None, number: int) -> None:
+        self._folder, self._wanted, self._errno = str(folder / "files"), wanted, number
+        self._rank, self._open = os.environ["RANK"], os.open
+        self._mark, self._records = str(folder / "failed"), str(folder / f"calls{self._rank}")
+        self._seen = set[tuple[str, ...]]()
+
+    def look(self, name: str, path: Any) -> None:
+        """Raise OSError if it is the turn of this call."""
+        with contextlib.suppress(OSError, TypeError):
+            path = str(Path(f"/proc/self/fd/{path}").readlink()) if isinstance(path, int) else os.fspath(path)
+        if not isinstance(path, str) or self._folder not in path:
+            return
+        shown = re.sub(r"[0-9a-f]{8,}|\d+", "N", path.partition(self._folder)[2])
+        call = (self._rank, name, shown)
+        if call in self._seen:
+            return
+        self._seen.add(call)
+        descriptor = self._open(self._records, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(descriptor, f"{json.dumps(call)}\n".encode())
+        os.close(descriptor)
+        if self._wanted == list(call):
+            with contextlib.suppress(FileExistsError):
+                os.close(self._open(self._mark, os.O_CREAT | os.O_EXCL))
+                raise OSError(self._errno, os.strerror(self._errno), path)
+
+    def wrap(self, owner: Any, name: str, shown: str, position: int = 0) -> None:
+        real = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.look(shown, arguments[position] if len(arguments) > position else None)
+            return real(*arguments, **named)
+
+        setattr(owner, name, call)
+
+    def opened(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """`open`, of which what is read and written may fail, too."""
+        failing = self
+
+        class Raw(io.FileIO):
+            def write(self, data: Any) -> int:
+                failing.look("file.write", self.fileno())
+                return super().write(data)
+
+            def readinto(self, buffer: Any) -> int:
+                failing.look("file.read", self.fileno())
+                return super().readinto(buffer)
+
+            def readall(self) -> bytes:
+                failing.look("file.read", self.fileno())
+                return super().readall()
+
+        def open_(file: Any, mode: str = "r", buffering: int = -1, *more: Any, **named: Any) -> Any:
+            failing.look("open", file)
+            if isinstance(file, int) or not str(file).startswith(failing._folder) or "+" in mode:
+                return real(file, mode, buffering, *more, **named)
+            raw = Raw(file, mode.replace("b", "").replace("t", ""))
+            whole = io.BufferedReader(raw) if "r" in mode else io.BufferedWriter(raw)
+            return whole if "b" in mode else io.TextIOWrapper(whole, *more, **named)
+
+        return open_
+
+
+def be_a_rank() -> None:
+    folder, wanted, number = json.loads(os.environ[_TOLD])
+    from fsspec.implementations.local import LocalFileSystem
+
+    from trainer.cli import main
+    from trainer.launch import exits
+
+    exits.PAUSES_S = (0,)
+    failing = Failing(Path(folder), wanted, number)
+    builtins.open = io.open = failing.opened(io.open)  # type: ignore[assignment]
+    for name in OF_OS.split():
+        failing.wrap(os, name, f"os.{name}")
+    for name in ("flock", "lockf"):
+        failing.wrap(fcntl, name, f"fcntl.{name}")
+    for name in OF_FSSPEC.split():
+        failing.wrap(LocalFileSystem, name, f"fsspec.{name}", position=1)
+    main()
+
+
+# ---- the runs
+
+
+def run(folder: Path, wanted: list[str] | None, number: int, *more: str) -> Ended:
+    files = folder / "files"
+    command = [*torchrun(2, "--max-restarts=3")[:-1], str(Path(__file__).resolve()), *SETTINGS, *more]
+    command += [f"run_dir={files}/run", f"checkpoint.remote=file://{files}/remote"]
+    told = {_TOLD: json.dumps([str(folder), wanted, number]), "OMP_NUM_THREADS": "1"}
+    with started(*command, env=told) as program:
+        return program.wait(240)
+
+
+def hash_of(folder: Path) -> str | None:
+    with contextlib.suppress(OSError):
+        return str(json.loads((folder / "files/run/result.json").read_text())["param_sha256"])
+    return None
+
+
+def outcome(folder: Path, ended: Ended, sha256: str | None) -> str:
+    if ended.code or hash_of(folder) != sha256:
+        return "ended for good" if ended.code else "another model"
+    if not (folder / "failed").exists():
+        return "not reached"
+    return "restarted" if (folder / "files/run/train.log").read_text().count("steps    ") > 2 else "went on"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--from", dest="begin", choices=("resumed", "fresh"), default="resumed")
+    parser.add_argument("--only", default="", help="calls whose name and path match")
+    parser.add_argument("--limit", type=int, help="of calls")
+    parser.add_argument("--out", type=Path, help="where runs that did not end well are kept")
+    options = parser.parse_args()
+    with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
+        home = options.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="calls-")))
+        begun = home / "begun"
+        (begun / "files").mkdir(parents=True)
+        if options.begin == "resumed":  # each run goes on from here
+            run(begun, None, 0, *fault("kill", 1, 7, mark=begun / "killed"), "train.max_steps=6")
+        ended = run(_copy(begun, home / "undisturbed"), None, 0)
+        expected = hash_of(home / "undisturbed")
+        assert ended.code == 0 and expected is not None, ended.output[-3000:]
+        lines = [path.read_text().splitlines() for path in sorted((home / "undisturbed").glob("calls?"))]
+        calls = [json.loads(line) for line in dict.fromkeys(itertools.chain(*lines))]
+        calls = [call for call in calls if re.search(options.only, " ".join(call))][: options.limit]
+        print(f"{len(calls)} calls; undisturbed: {expected[:12]}", flush=True)
+        found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        for count, (call, name) in enumerate(zip(calls, itertools.cycle(ERRNOS))):
+            folder = _copy(begun, home / str(count))
+            ended = run(folder, call, getattr(errno, name))
+            result = outcome(folder, ended, expected)
+            found[call[1]][result] += 1
+            if result in ("ended for good", "another model"):
+                last = [line for line in ended.output.splitlines() if name in line or "Errno" in line]
+                print(f"  {result}: {name} in {' '.join(call)}: {last[-1:]}", flush=True)
+                (folder / "output").write_text(ended.output)
+            else:
+                shutil.rmtree(folder)
+    kinds = ("went on", "restarted", "not reached", "another model", "ended for good")
+    print(f"{'':<20}" + "".join(f"{kind:>16}" for kind in kinds))
+    found["all"] = sum(found.values(), collections.Counter())
+    for name, counts in found.items():
+        print(f"{name:<20}" + "".join(f"{counts[kind]:>16}" for kind in kinds))
+    return int(any(found["all"][kind] for kind in kinds[3:]))
+
+
+def _copy(begun: Path, folder: Path) -> Path:
+    shutil.copytree(begun / "files", folder / "files", symlinks=True)
+    return folder
+
+
+if __name__ == "__main__":
+    if _TOLD in os.environ:
+        be_a_rank()
+    else:
+        sys.exit(main())
