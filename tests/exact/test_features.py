@@ -74,6 +74,7 @@ FOLLOWING = (
 )
 
 
+@pytest.mark.slow
 def test_what_has_no_mean_over_leaves_is_refused(tmp_path: Path) -> None:
     expected = {
         "late": "a step made the buffer made, without a mean over leaves",

@@ -90,7 +90,8 @@ def told(root: Path) -> list[str]:
     return refusals(*((*words, f"+model.how='{how}'", f"run_dir={root}/{number}") for number, how in runs))
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_what_would_be_lost_is_refused(world_size: int, tmp_path: Path) -> None:
     for rank, messages in enumerate(run_ranks(told, world_size, tmp_path, init=False)):
         for (how, name), message in zip(CASES.items(), messages, strict=True):

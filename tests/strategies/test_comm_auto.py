@@ -56,6 +56,7 @@ def chosen(cases: Sequence[tuple[str, ...]], run_dir: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_chosen_on_one_host(tmp_path: Path) -> None:
     for found in run_ranks(chosen, 2, list(CASES), str(tmp_path), init=False):
         assert dict(zip(CASES, found, strict=True)) == CASES

@@ -59,6 +59,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(torch.cat([(one[name] - other[name]).flatten() for name in one]).norm())
 
 
+@pytest.mark.slow
 def test_a_hook_reduces_the_gradients_and_what_it_cannot_do_is_told(tmp_path: Path) -> None:
     first, second = run_ranks(hooked, 2, str(tmp_path), init=False)
     start = trained(*SHORT[1:], "train.max_steps=1", "optim.lr=1e-9", f"run_dir={tmp_path}/start")
