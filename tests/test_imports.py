@@ -17,7 +17,10 @@ HOUSE = ROOT / "trainer"
 # the rooms that it may use; all of them are on lower floors.
 FLOORS: tuple[dict[str, str], ...] = (
     {
-        "bits": "",
+        "accelerator": "",
+    },
+    {
+        "bits": "accelerator",
         "errors": "",
         "local_shard": "",
         "nested": "",
@@ -29,23 +32,23 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "launch": "config errors files",
-        "optim": "config errors local_shard nested",
+        "optim": "accelerator config errors local_shard nested",
     },
     {
         "faults": "errors files",
     },
     {
-        "data": "config errors faults fingerprint launch nested",
-        "distributed": "config errors faults files launch local_shard",
+        "data": "accelerator config errors faults fingerprint launch nested",
+        "distributed": "accelerator config errors faults files launch local_shard",
     },
     {
-        "comm": "config distributed errors launch local_shard",
+        "comm": "accelerator config distributed errors launch local_shard",
     },
     {
         "checkpoint": "bits config distributed errors faults files local_shard optim",
-        "exact": "bits comm distributed errors files local_shard optim",
+        "exact": "accelerator bits comm distributed errors files local_shard optim",
         "meta_init": "distributed errors local_shard nested",
-        "tasks": "data errors nested",
+        "tasks": "accelerator data errors nested",
     },
     {
         "run_dir": "checkpoint distributed errors files",
@@ -53,11 +56,11 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "loggers": "config distributed errors run_dir",
-        "strategies": "comm config distributed errors exact local_shard meta_init nested optim",
+        "strategies": "accelerator comm config distributed errors exact local_shard meta_init nested optim",
         "sweep": "config errors files launch run_dir",
     },
     {
-        "checks": "bits distributed errors fingerprint local_shard nested optim strategies tasks",
+        "checks": "accelerator bits distributed errors fingerprint local_shard nested optim strategies tasks",
         "build": "checkpoint config data distributed errors meta_init optim strategies tasks",
         "compare": "config errors files sweep",
     },
@@ -69,11 +72,11 @@ FLOORS: tuple[dict[str, str], ...] = (
         "evaluate": "config distributed files inference",
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
-        "training": "bits build checkpoint checks config data distributed errors exact faults inference launch "
+        "training": "accelerator bits build checkpoint checks config data distributed errors exact faults inference launch "
         "local_shard loggers meta_init nested optim run_dir strategies tasks",
     },
     {
-        "loop": "checks errors inference step training",
+        "loop": "accelerator checks errors inference step training",
     },
     {
         "run": "build checkpoint checks config data distributed errors exact faults files launch loggers loop "

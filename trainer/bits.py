@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from trainer.accelerator import is_accelerator
+
 _LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Words of 32 bits hashed at a time: 512 KiB of int64 stay in a core's cache, 32 MiB keep a GPU busy.
-_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
+_CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 22
 _CHAIN = 0x2545F4914F6CDD1D  # odd; makes a chunk's hash depend on its place
 
 Named = Iterable[tuple[str, Tensor]]
@@ -66,7 +68,7 @@ def _bit_hash(tensor: Tensor) -> Tensor:
 def _weights_on(device: torch.device) -> Tensor:
     """The weights of the hash, the same on every rank for any seed."""
     generator = torch.Generator().manual_seed(0)
-    size = (_CHUNK.get(device.type, _CHUNK["cuda"]),)
+    size = (_GPU_CHUNK if is_accelerator(device) else _CPU_CHUNK,)
     return torch.randint(-(2**63), 2**63 - 1, size, generator=generator).bitwise_or_(1).to(device)
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from trainer.accelerator import peak_memory_bytes
 from trainer.checks.rehearsal import rehearse
 from trainer.errors import StoppedBySignal, UserError
 from trainer.inference.evaluation import evaluate, show
 from trainer.step import train_step
 from trainer.training.log_step import log_step
-from trainer.training.meter import peak_memory_bytes
 from trainer.training.step_agreement import AfterStep
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from trainer import accelerator
+
 
 class Stream:
     """Everything that happens while a stream is current is its work; `log` has it, as (stream, what)."""
@@ -28,7 +30,7 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Simulate torch.cuda's streams on the CPU; return the log of the work on each."""
+    """Simulate an accelerator's streams on the CPU; return the log of the work on each."""
     log: list[tuple[str, str]] = []
     Stream.log, Stream.current = log, Stream(name="main")
 
@@ -41,8 +43,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
         log.append((Stream.current.name, f"{tensor.ndim}-d kept for {stream.name}"))
 
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream.current)
+    monkeypatch.setattr(accelerator, "stream", Stream)
+    monkeypatch.setattr(accelerator, "on", on)
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: Stream.current)
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     return log

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.gpu.played import Stream, streams  # noqa: F401
 from tests.runs import settings
+from trainer import accelerator
 from trainer.checkpoint.background import InBackground
 from trainer.data.device import Mirrored, Normalise, ToDevice
 from trainer.distributed.backend_flags import described, set_backend_flags
@@ -172,8 +173,8 @@ def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(
 
 
 def test_ranks_share_a_gpu_only_where_nccl_was_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    here: Any = SimpleNamespace(under_torchrun=True)
+    monkeypatch.setattr(accelerator, "found", lambda wanted: ("cuda", 1))
+    here: Any = SimpleNamespace(under_torchrun=True, world_size=2)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     with pytest.raises(UserError, match="local rank 1 has no own GPU"):
         _device("auto", 1, here)

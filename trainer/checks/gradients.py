@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainer import accelerator
 from trainer.distributed.agreement import gather_objects
 from trainer.errors import NonFiniteError, first_few
 
@@ -46,9 +47,7 @@ class GradientCheck:
     ) -> None:
         self._dist, self._bad_sample, self._limit, self._may_skip = dist, bad_sample, limit, may_skip
         self._buffers = buffers
-        if dist.device.type == "cuda":
-            self._stream, self._done = torch.cuda.Stream(dist.device), torch.cuda.Event()
-            self._on_host = torch.zeros((), dtype=torch.float64, pin_memory=True)
+        self._on_host = accelerator.HostCopy(dist.device, torch.float64)
 
     def begin_step(self) -> None:
         """Called before the first forward pass of each step."""
@@ -78,8 +77,9 @@ class GradientCheck:
             yield True
             return
         optimizer: Any = state.optimizer
-        read = self._reader(norm)
-        if self._may_skip or not norm.is_cuda or not _is_read_by(optimizer, norm.device):
+        self._on_host.start(norm)
+        read = self._on_host.read
+        if self._may_skip or norm.is_cpu or not _is_read_by(optimizer, norm.device):
             if is_bad := not math.isfinite(read()):
                 self._leave_out(self._error(step, state, losses), step, state.progress)
             yield not is_bad
@@ -105,22 +105,6 @@ class GradientCheck:
                 "step %d is left out, %d in a row of at most train.skip_nonfinite=%d: %s",
                 *(step, progress.skipped_in_a_row + 1, self._may_skip, error),
             )
-
-    def _reader(self, norm: Tensor) -> Callable[[], float]:
-        """A function that returns the norm on the host, without waiting for later work of a GPU."""
-        if not norm.is_cuda:
-            return norm.item
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._on_host.copy_(norm, non_blocking=True)
-            self._done.record()
-        norm.record_stream(self._stream)
-
-        def read() -> float:
-            self._done.synchronize()
-            return self._on_host.item()
-
-        return read
 
     def _error(self, step: int, state: "TrainState", losses: Sequence[Tensor]) -> NonFiniteError:
         """The error, which names a rank with such a loss, or a gradient (a collective)."""

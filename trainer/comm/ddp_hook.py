@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.accelerator import is_accelerator
 from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.executor import Executor
 from trainer.comm.leaf_sums import LeafSums, Message
@@ -125,7 +126,7 @@ def attach(
     device, like = next(model.parameters()).device, model.process_group
     hosts = _hosts_of_members(like, hosts)
     group = _new_group(like, "gloo", timeout_s)
-    clock = GpuClock(device) if device.type == "cuda" else None
+    clock = GpuClock(device) if is_accelerator(device) else None
     reduce: Reduce | Worker | SideStream
     if algorithm == "native":
         native = partial(_NATIVE[wire_dtype], like) if leaf_sums is None else partial(_summed, like)

@@ -73,7 +73,7 @@ def decode(sums: Tensor, count: Tensor, out: Tensor) -> None:
     for part, numbers in zip(sums.split(size), out.split(size), strict=True):
         # By way of fp64: a conversion to fp32 need not round alike in a vector and in the rest behind it.
         numbers.copy_(part.double().mul_(1 / _SCALE))
-    if count.is_cuda or count > 0:
+    if not count.is_cpu or count > 0:
         out.masked_fill_(count > 0, math.nan)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from trainer import accelerator
 from trainer.comm.timeline import BucketRecord, GpuClock
 
 AllReduce = Callable[[Any, BucketRecord], torch.Tensor]
@@ -27,7 +28,7 @@ class SideStream:
     def __init__(self, all_reduce: AllReduce, clock: GpuClock) -> None:
         self.error: Exception | None = None
         self._all_reduce, self._clock = all_reduce, clock
-        self._stream = torch.cuda.Stream(clock.device)
+        self._stream = accelerator.stream(clock.device)
 
     def submit(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
         """Queue the all-reduce behind the work now on the current stream.
@@ -37,8 +38,8 @@ class SideStream:
         future: Future[torch.Tensor] = Future(devices=[self._clock.device])
         ready = self._clock.mark()
         self._stream.wait_event(ready)
-        bucket.buffer().record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
+        accelerator.keep_for(bucket.buffer(), self._stream)
+        with accelerator.on(self._stream):
             start = self._clock.mark()
             mean = self._all_reduce(bucket, record)
             record.read_gpu = self._clock.times(ready, start, self._clock.mark())

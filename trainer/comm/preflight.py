@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from trainer import accelerator
 from trainer.comm.preflight_checks import OPERATIONS, GroupRank, check, measure_costs, measure_links
 from trainer.config import DistributedConfig
 from trainer.distributed.agreement import gather_objects
@@ -74,7 +75,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _settings(options: argparse.Namespace) -> DistributedConfig:
-    if options.backend == "nccl" and not torch.cuda.is_available():
+    if options.backend == "nccl" and accelerator.found("cuda")[1] == 0:
         raise UserError("--backend nccl needs a GPU, but torch sees none here; use --backend gloo")
     device = "cpu" if options.backend == "gloo" else "auto"
     return DistributedConfig(device, None, options.timeout_s, "env://", None, None)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer import accelerator
+from trainer.accelerator import is_accelerator
 from trainer.distributed.collectives import all_gather_single, reduce_scatter_single
 
 _LENGTH = 1031  # elements: more than one packet; a prime number
@@ -17,7 +19,7 @@ _TURN_S = 0.1
 _TURNS = 3
 _SHORT = 100  # messages of 8 bytes
 # Segments, and fp32 elements of one: more than a cache holds. On a GPU a launch takes as long as 1 MiB.
-_SEGMENTS = {"cpu": (64, 1 << 18), "cuda": (16, 1 << 24)}
+_SEGMENTS, _GPU_SEGMENTS = (64, 1 << 18), (16, 1 << 24)
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,7 @@ class GroupRank:
 
     def finish(self) -> None:
         """Wait for queued work on a GPU; a CPU queues none."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        accelerator.synchronize(self.device)
 
 
 OPERATIONS = (
@@ -152,7 +153,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
         return time.perf_counter() - began
 
     # A process that waits for a GPU spins: there the processor time of a transfer is not known.
-    on_gpu, began = me.device.type == "cuda", time.process_time()
+    on_gpu, began = is_accelerator(me.device), time.process_time()
     round_trips = sorted(stream_s(token, 1) for _ in range(_SHORT))
     message_s = stream_s(token, _SHORT) / _SHORT if on_gpu else (time.process_time() - began) / (2 * _SHORT)
     count = torch.tensor([min(256, max(1, round(_TURN_S / stream_s(block, 1))))], device=me.device)
@@ -174,8 +175,9 @@ def measure_costs(me: GroupRank) -> dict[str, float]:
 
     On a CPU the clock is processor time, which other programs hardly change; on a GPU it is wall time.
     """
-    clock = time.perf_counter if me.device.type == "cuda" else time.thread_time
-    segments = torch.ones(_SEGMENTS[me.device.type], device=me.device)
+    on_gpu = is_accelerator(me.device)
+    clock = time.perf_counter if on_gpu else time.thread_time
+    segments = torch.ones(_GPU_SEGMENTS if on_gpu else _SEGMENTS, device=me.device)
     slot, costs = torch.zeros_like(segments[0]), {"parallelism": float(len(os.sched_getaffinity(0)))}
     work: dict[str, Callable[[Tensor], object]] = {"copy": slot.copy_, "add": lambda part: part.add_(slot)}
     for name, one in work.items():

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from trainer import accelerator
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -36,13 +38,13 @@ class GpuClock:
         """Count from now on; called between passes at times, since events count in single precision."""
         self._origin = self.mark()
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
         """Mark the end of the work now on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event = accelerator.event(self.device, timing=True)
+        event.record(accelerator.current_stream(self.device))
         return event
 
-    def times(self, *marks: torch.cuda.Event) -> ReadGpu:
+    def times(self, *marks: Any) -> ReadGpu:
         """A function that returns the marks' times, or None if one has not passed and it may not wait."""
         origin = self._origin
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainer import accelerator
+from trainer.accelerator import is_accelerator
 from trainer.errors import UserError
 from trainer.nested import leaves, mapped
 
@@ -51,19 +53,17 @@ class ToDevice:
 
     def __init__(self, device: torch.device, channels_last: bool, normalise: Normalise | None) -> None:
         self.device, self.channels_last, self.normalise = device, channels_last, normalise
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = accelerator.stream(device)
 
     def __call__(self, batch: Any) -> Any:
-        if self._stream is None:
+        with accelerator.on(self._stream):
             arrived = mapped(batch, self._moved)
-        else:
-            with torch.cuda.stream(self._stream):
-                arrived = mapped(batch, self._moved)
-            reader = torch.cuda.current_stream(self.device)
+        if is_accelerator(self.device):
+            reader = accelerator.current_stream(self.device)
             reader.wait_stream(self._stream)
-            for value in leaves(arrived):  # allocated on the copying stream: kept until the reader is done
+            for value in leaves(arrived):  # allocated on the copying stream
                 if isinstance(value, Tensor):
-                    value.record_stream(reader)
+                    accelerator.keep_for(value, reader)
         batch, mirrored = arrived if isinstance(arrived, Mirrored) else (arrived, None)
         if self.normalise is None and mirrored is None:
             return batch

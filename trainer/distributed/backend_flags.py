@@ -1,14 +1,18 @@
 """Process-wide flags of torch for fp32 precision and cuDNN on a GPU."""
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
+
+from trainer import accelerator
 
 if TYPE_CHECKING:
     from trainer.config import TrainConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By their names in settings and commands."""
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def set_backend_flags(train: "TrainConfig", device: torch.device) -> None:
@@ -18,6 +22,36 @@ def set_backend_flags(train: "TrainConfig", device: torch.device) -> None:
     torch.set_float32_matmul_precision(train.matmul_precision)
     torch.backends.cudnn.allow_tf32 = train.matmul_precision != "highest"  # for convolutions
     torch.backends.cudnn.benchmark = train.cudnn_benchmark
+
+
+def set_deterministic(device: torch.device) -> None:
+    """Choose kernels of CUDA with the same bits each time; before cuBLAS is first used."""
+    if device.type != "cuda":
+        return
+    os.environ.setdefault(_CUBLAS, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+
+
+def facts_of(device: torch.device) -> dict[str, str]:
+    """What decides the bits that an accelerator computes, beside torch itself, by name."""
+    if device.type != "cuda":
+        return {"the GPU": accelerator.name(device)}
+    gpu = torch.cuda.get_device_properties(device)
+    return {
+        "the GPU": f"{gpu.name}, {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} multiprocessors",
+        "CUDA": str(torch.version.cuda),
+        "cuDNN": str(torch.backends.cudnn.version()),
+        "TF32 in convolutions": str(torch.backends.cudnn.allow_tf32),
+        _CUBLAS: os.environ.get(_CUBLAS, ""),
+    }
+
+
+def peak_is_tf32(device: torch.device) -> bool:
+    """Whether matrix products of fp32 are computed in TF32."""
+    if device.type != "cuda":
+        return False
+    return torch.backends.cuda.matmul.allow_tf32 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def described(train: "TrainConfig", device: torch.device) -> str:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from trainer import accelerator
+from trainer.accelerator import is_accelerator
 from trainer.config import DistributedConfig
 from trainer.distributed.collectives import backstop
 from trainer.distributed.interfaces import address_towards, choose_interface, store_host
@@ -118,11 +120,9 @@ def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dis
     """Make the default group of all ranks that have met."""
     local_rank, local_world_size = on_this_host(here, hosts)
     device = _device(settings.device, local_rank, here)
-    backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    backend = settings.backend or accelerator.backend_of(device)
     _check_backend(backend, device)
-    if device.type == "cuda":
-        # Before any use of a GPU: otherwise every rank opens a context on GPU 0.
-        torch.cuda.set_device(device)
+    accelerator.use(device)  # before any use of a GPU: otherwise every rank opens a context on GPU 0
     rank, world_size = here.rank, here.world_size
     dist.init_process_group(
         backend,
@@ -130,7 +130,7 @@ def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dis
         rank=rank,
         world_size=world_size,
         timeout=backstop(settings.timeout_s),
-        device_id=device if "nccl" in backend else None,
+        device_id=device if is_accelerator(device) and backend != "gloo" else None,
     )
     return Dist(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)
 
@@ -160,25 +160,32 @@ def _is_of_communication(error: BaseException) -> bool:
 
 def _device(wanted: str, local_rank: int, here: Place) -> torch.device:
     """The device of this process."""
-    num_gpus = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+    kind, num_gpus = accelerator.found(wanted)
+    if wanted in ("cpu", "auto") and num_gpus == 0:
         return torch.device("cpu")
     if num_gpus == 0:
-        raise UserError("distributed.device=cuda, but torch sees no GPU here; use distributed.device=cpu")
+        raise UserError(
+            f"distributed.device={wanted}, but torch sees no GPU here; use distributed.device=cpu"
+        )
+    if kind == "mps" and here.world_size > 1:
+        raise UserError(
+            f"distributed.device={wanted}: MPS computes in a single process, and this run has "
+            f"{here.world_size}; start one, or use distributed.device=cpu"
+        )
     if num_gpus == 1 and not here.under_torchrun:
-        return torch.device("cuda", 0)  # srun --gpus-per-task and the like show each process only its own
+        return torch.device(kind, 0)  # srun --gpus-per-task and the like show each process only its own
     if local_rank >= num_gpus:
         if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # to try out NCCL 2.30
-            return torch.device("cuda", local_rank % num_gpus)
+            return torch.device(kind, local_rank % num_gpus)
         raise UserError(
             f"local rank {local_rank} has no own GPU: this host has {num_gpus}; start with "
             f"--nproc_per_node={num_gpus} or less, or use distributed.device=cpu"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device(kind, local_rank)
 
 
 def _check_backend(backend: str, device: torch.device) -> None:
-    if "nccl" in backend and not (dist.is_nccl_available() and device.type == "cuda"):
+    if "nccl" in backend and not (dist.is_nccl_available() and "nccl" in accelerator.backend_of(device)):
         raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; use gloo")
-    if "nccl" not in backend and device.type == "cuda":
+    if backend == "gloo" and device.type not in ("cpu", "mps"):
         log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)

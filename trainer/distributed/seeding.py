@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from trainer.accelerator import in_use, is_accelerator, seed_generator
+
 
 def seed_everything(seed: int, rank: int) -> None:
     """Seed Python, NumPy and torch (CPU and every CUDA device), differently on each ``rank``.
@@ -38,8 +40,8 @@ def seed_micro_batch(seed: int, step: int, micro_batch: int, devices: Sequence[t
     np.random.seed(int.from_bytes(drawn[16:], "little"))
     torch.default_generator.manual_seed(for_torch)  # torch.manual_seed takes 30 times as long
     for number, device in enumerate(devices):
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index].manual_seed((for_torch + number) % 2**64)
+        if is_accelerator(device):
+            seed_generator(device, for_torch + number)
 
 
 def mixed_seed(seed: int, number: int) -> int:
@@ -53,8 +55,8 @@ def generators_kept() -> Iterator[None]:
     """Restore every generator of this process afterwards, those of its CUDA devices too."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     # A process that never used CUDA has no state there, and asking would create a context on GPU 0.
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
+    kind, devices = in_use()
+    with torch.random.fork_rng(devices, device_type=kind):
         try:
             yield
         finally:

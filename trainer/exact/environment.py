@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,22 +9,20 @@ from typing import Any
 
 import torch
 
+from trainer.accelerator import is_accelerator
+from trainer.distributed.backend_flags import facts_of, set_deterministic
 from trainer.distributed.process_group import Dist
 from trainer.files.untrusted import printable
 
 log = logging.getLogger("trainer")
 
 NUM_THREADS = 1
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def prepare(device: torch.device) -> None:
     """Choose kernels with the same bits each time, for the whole process; before cuBLAS is first used."""
     torch.set_num_threads(NUM_THREADS)
-    if device.type == "cuda":
-        os.environ.setdefault(_CUBLAS, ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    set_deterministic(device)
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -38,16 +35,9 @@ def environment(device: torch.device) -> dict[str, str]:
         "matmul precision": torch.get_float32_matmul_precision(),
         "oneDNN": str(torch.backends.mkldnn.enabled),
     }
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return facts | {"the CPU": _cpu()}
-    gpu = torch.cuda.get_device_properties(device)
-    return facts | {
-        "the GPU": f"{gpu.name}, {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} multiprocessors",
-        "CUDA": str(torch.version.cuda),
-        "cuDNN": str(torch.backends.cudnn.version()),
-        "TF32 in convolutions": str(torch.backends.cudnn.allow_tf32),
-        _CUBLAS: os.environ.get(_CUBLAS, ""),
-    }
+    return facts | facts_of(device)
 
 
 def _cpu() -> str:

@@ -144,4 +144,4 @@ def num_gpus() -> int:
         return 0
     import torch
 
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
+from trainer.accelerator import FUSED
 from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
@@ -118,7 +119,7 @@ def _at_once(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) ->
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable"))
     fit = all(p.is_floating_point() and is_dense(p) for p in parameters)
-    known = {p.device.type for p in parameters} <= ({"cuda", "cpu"} if fused_on_cpu else {"cuda"})
+    known = {p.device.type for p in parameters} <= (FUSED | {"cpu"} if fused_on_cpu else FUSED)
     return {"fused": True} if type(optimizer) in _FUSED and fit and known and not chosen else {}
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer import accelerator
+from trainer.accelerator import is_accelerator
 from trainer.errors import UserError
 from trainer.nested import leaves
 from trainer.strategies.base import Computing, Fill, Strategy
@@ -22,8 +24,9 @@ class DataParallel(Strategy):
 
     def __init__(self, device: torch.device, computing: Computing) -> None:
         super().__init__(device, computing)
-        if device.type == "cuda":
-            self.devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        if is_accelerator(device):
+            kind, count = accelerator.found(device.type)
+            self.devices = [torch.device(kind, index) for index in range(count)]
         if len(self.devices) > 1:
             self.notes.append(
                 f"dp: outputs are gathered on {self.devices[0]}, which needs more memory than the other "

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.accelerator import is_accelerator
 from trainer.comm.ddp_hook import CommHook, attach
 from trainer.comm.timeline import Timeline
 from trainer.config import AutoCommConfig, CommConfig, DdpConfig, HookCommConfig
@@ -50,8 +51,8 @@ class Ddp(Strategy):
         self.uses = "any" if is_free else "all"
         # With a static graph torch lays out its buckets in the second pass.
         self.num_rehearsed = 2 if settings.static_graph else 1
-        if settings.sync_batchnorm and dist.device.type != "cuda":
-            raise UserError("strategy.sync_batchnorm=true needs CUDA: torch has no CPU kernel for it")
+        if settings.sync_batchnorm and not is_accelerator(dist.device):
+            raise UserError("strategy.sync_batchnorm=true needs a GPU: torch has no CPU kernel for it")
         # MPI has no store, in which the ranks could meet for a gloo group.
         if dist.backend == "mpi" and hook_options(comm) is not None:
             raise UserError(
@@ -200,7 +201,7 @@ class TimelineReport(Report):
 
 def device_ids(devices: Sequence[torch.device]) -> list[torch.device] | None:
     """DDP's argument: the one GPU of a model; None on CPUs, and for a model on several devices."""
-    return list(devices) if len(devices) == 1 and devices[0].type == "cuda" else None
+    return list(devices) if len(devices) == 1 and is_accelerator(devices[0]) else None
 
 
 def _bucket_sizes(first_mb: float, cap_mb: float) -> dict[str, Any]:

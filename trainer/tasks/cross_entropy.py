@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trainer.accelerator import is_accelerator
 from trainer.errors import UserError
 
 _TAKEN_BY_TORCH = (torch.int64, torch.uint8)
@@ -72,7 +73,7 @@ class CrossEntropy:
         elif not labels.is_floating_point() and labels.dtype not in _TAKEN_BY_TORCH:
             labels = labels.long()
         is_here = labels.is_cpu and type(labels) is Tensor  # and has values, as fake tensors have not
-        if (labels.is_cuda and not self._looked) or (are_shares and is_here):
+        if (is_accelerator(labels.device) and not self._looked) or (are_shares and is_here):
             self._refuse_others(logits, labels)
         self._looked = True
         try:

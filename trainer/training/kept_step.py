@@ -4,12 +4,12 @@ import copy
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from trainer import accelerator
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data.loading.base import TrainLoader
@@ -70,7 +70,8 @@ class KeptStep(Gate):
         self._keepers = _keepers_of_extra_state(state.model)
         self._extra_states = self._copied_extra_states()
         self._data_state: dict[str, Any] = {}
-        self._copied = torch.cuda.Event() if dist.device.type == "cuda" else None
+        self._stream = accelerator.stream(dist.device)  # made now: a full GPU has no room for another
+        self._copied = accelerator.event(dist.device)
         self._lock, self._frozen = threading.Lock(), False
 
     @contextmanager
@@ -81,7 +82,7 @@ class KeptStep(Gate):
             self._buffers.keep()
         self._extra_states = self._copied_extra_states()
         self._data_state = self._loader.state_dict()
-        self._note_copies()
+        self._copied.record()  # on a GPU all of it is still under way
         self._dist.heartbeat.finished = step
         self._lock.release()
 
@@ -95,12 +96,7 @@ class KeptStep(Gate):
             with self.held():
                 self._buffers.keep()
                 self._shared_after = self._state.progress.step
-                self._note_copies()
-
-    def _note_copies(self) -> None:
-        """On a GPU all of it is still under way."""
-        if self._copied is not None:
-            self._copied.record()
+                self._copied.record()  # on a GPU all of it is still under way
 
     def freeze(self, failed: bool) -> int:
         self._frozen = self._frozen or self._lock.acquire(timeout=0.5 if failed else _UPDATE_S)
@@ -109,15 +105,16 @@ class KeptStep(Gate):
             doing = f"was within an update, or evaluated averages, after step {step}"
             raise UserError(f"rank {self._dist.rank} {doing}")
         deadline = time.monotonic() + _UPDATE_S
-        while self._copied is not None and not self._copied.query():
+        while not self._copied.query():
             if time.monotonic() > deadline:
                 raise UserError(f"{self._dist.device} has not finished step {step}")
             time.sleep(0.01)
         if self.changed:
             raise UserError(f"a forward pass changes {self.changed[0]}, and no copy is kept of weights")
         is_shared = not self._own_buffers or self._shared_after == step
-        if not is_shared and self._buffers.changed:
-            raise UserError("the model's running statistics, or other buffers, are those of rank 0")
+        with self._own_stream():
+            if not is_shared and self._buffers.changed:
+                raise UserError("the model's running statistics, or other buffers, are those of rank 0")
         return step
 
     def save(self) -> bool:
@@ -136,10 +133,8 @@ class KeptStep(Gate):
 
     def _own_stream(self) -> Any:
         """On a GPU, the main thread's stream may wait forever for a rank that is gone."""
-        if self._copied is None:
-            return nullcontext()
-        torch.cuda.set_device(self._dist.device)  # of this thread
-        return torch.cuda.stream(torch.cuda.Stream(self._dist.device))
+        accelerator.use(self._dist.device)  # of this thread
+        return accelerator.on(self._stream)
 
 
 def build_gate(

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from trainer.training.meter import peak_memory_bytes
+from trainer.accelerator import peak_memory_bytes
 
 if TYPE_CHECKING:
     from trainer.training.context import Run

@@ -1,6 +1,5 @@
 """Measures the time of steps by parts, and their mean loss."""
 
-import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainer import accelerator
 from trainer.exact.sum_order import AS_THEY_COME, SumOrder
 from trainer.tasks import Task
 from trainer.tasks.label_counts import divided, scalar
@@ -68,8 +68,7 @@ class Meter:
             self._running_since = time.perf_counter()
 
     def pause(self) -> None:
-        if self._dist.device.type == "cuda":
-            torch.cuda.synchronize(self._dist.device)
+        accelerator.synchronize(self._dist.device)
         self._total_s = self._now_s()
         self._running_since = None
 
@@ -163,10 +162,3 @@ class Meter:
     def _now_s(self) -> float:
         running = time.perf_counter() - self._running_since if self._running_since is not None else 0.0
         return self._total_s + running
-
-
-def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
-    """Peak memory of each device: what the allocator held on a GPU, the process's resident set on a CPU."""
-    if devices[0].type == "cuda":
-        return {str(device): torch.cuda.max_memory_allocated(device) for device in devices}
-    return {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer import accelerator
+from trainer.accelerator import is_accelerator
 from trainer.config import TrainConfig
 from trainer.data.loading.batch import BatchSplit
+from trainer.distributed.backend_flags import peak_is_tf32
 from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import generators_kept
 from trainer.errors import first_line
@@ -46,14 +49,13 @@ _PEAKS = {
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
     """The device's peak from the table; None for a CPU and an unknown GPU."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return None
-    name = torch.cuda.get_device_name(device)
+    name = accelerator.name(device)
     half, single = next((peaks for part, peaks in _PEAKS.items() if part in name), (None, None))
     if half is None or precision != "fp32":
         return half
-    in_tf32 = torch.backends.cuda.matmul.allow_tf32 and torch.cuda.get_device_capability(device) >= (8, 0)
-    return half / 2 if in_tf32 else single  # since Ampere, TF32 has half the peak of bf16
+    return half / 2 if peak_is_tf32(device) else single  # since Ampere, TF32 has half the peak of bf16
 
 
 def model_flops(

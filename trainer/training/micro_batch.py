@@ -13,6 +13,8 @@ from functools import partial
 
 import torch
 
+from trainer import accelerator
+from trainer.accelerator import is_accelerator
 from trainer.build import build_collate, build_dataset, build_model, build_task, build_to_device, wrap_model
 from trainer.config import Config, DdpConfig
 from trainer.data.loading.base import Share
@@ -89,8 +91,7 @@ def _first_without_memory(config: Config, dist: Dist, size: int, most: int, smal
         words = str(error).lower()
         fits = not isinstance(error, MemoryError) and not any(lack in words for lack in _NO_MEMORY)
     gc.collect()
-    if dist.device.type == "cuda":
-        torch.cuda.empty_cache()
+    accelerator.free_cache(dist.device)
     mine = fits, [group._get_sequence_number_for_group() for group in groups]
     try:
         found = agreement.gather(mine) if agreement is not None else gather_objects(mine)
@@ -126,8 +127,8 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
     buckets = isinstance(config.strategy, DdpConfig) and not config.strategy.gradient_as_bucket_view
     copies = range(buckets + (config.ema.decay is not None))
     beside = [torch.empty_like(parameter) for parameter in owned.parameters() for _ in copies]
-    if dist.device.type == "cuda":
-        free = torch.cuda.mem_get_info(dist.device)[0]
+    if is_accelerator(dist.device):
+        free, _ = accelerator.memory_info(dist.device)
         beside.append(torch.empty(int(_SPARED * free), dtype=torch.uint8, device=dist.device))
     module.train()
     for _ in range(2):

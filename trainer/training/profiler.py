@@ -8,9 +8,9 @@ import os
 import socket
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerAction, profile, supported_activities
 
+from trainer import accelerator
 from trainer.config import ProfileConfig
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, writing
@@ -72,14 +72,11 @@ class Profile:
             self._write()
 
     def _start(self, step: int) -> None:
-        on_cuda = self._dist.device.type == "cuda"
         os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # otherwise it logs, even about an absent GPU
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-        self._profile = profile(activities=activities, schedule=self._action, record_shapes=True)
+        self._profile = profile(activities=supported_activities(), schedule=self._action, record_shapes=True)
         self._profile.step_num = step  # its number of the step
         self._profile.start()
-        if on_cuda:  # documented by torch, in spite of the underscore
-            torch.cuda.memory._record_memory_history(max_entries=200_000)
+        accelerator.record_memory_history(self._dist.device)
 
     def _action(self, step: int) -> ProfilerAction:
         if step < self._begin:
@@ -96,9 +93,7 @@ class Profile:
             trace = folder / f"{rank}.json"
             profiled.export_chrome_trace(str(trace))
             _name_processes(trace, f"rank {self._dist.rank} on {socket.gethostname()}")
-            if self._dist.device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(str(folder / f"{rank}.memory.pickle"))
-                torch.cuda.memory._record_memory_history(enabled=None)
+            accelerator.write_memory_history(self._dist.device, folder / f"{rank}.memory.pickle")
         log.info("profile: %s, for ui.perfetto.dev", folder)
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
+from trainer import accelerator
+from trainer.accelerator import is_accelerator
 from trainer.exact.sum_order import AS_THEY_COME, SumOrder
 
 if TYPE_CHECKING:
@@ -45,12 +47,12 @@ class StepAgreement:
 
     def __init__(self, dist_: "Dist", order: SumOrder = AS_THEY_COME) -> None:
         self._order, self._device = order, dist_.device
-        self._is_alone, self._on_gpu = dist_.world_size == 1, dist_.device.type == "cuda"
+        self._is_alone, self._on_gpu = dist_.world_size == 1, is_accelerator(dist_.device)
         self._work: dist.Work | None = None
         self._agreed: Agreed | None = None
         self._sums = torch.empty(0)
         if self._on_gpu:
-            self._stream, self._done = torch.cuda.Stream(dist_.device), torch.cuda.Event()
+            self._stream, self._done = accelerator.stream(dist_.device), accelerator.event(dist_.device)
 
     def start(self, label_counts: Sequence[float], asked: AfterStep, data_left: bool) -> None:
         """Send this rank's numbers.
@@ -72,7 +74,7 @@ class StepAgreement:
             self._work = dist.all_reduce(self._sums, async_op=True)
             return
         self._sums = self._sums.pin_memory()
-        with torch.cuda.stream(self._stream):  # waits for no kernel of this step
+        with accelerator.on(self._stream):  # waits for no kernel of this step
             there = self._sums.to(self._device, non_blocking=True)
             work = dist.all_reduce(there, async_op=True)
             assert work is not None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainer.accelerator import can_pin
 from trainer.config import DataConfig
 from trainer.data.loading.base import Batches, EvalLoader, Share, TrainLoader
 from trainer.data.loading.batch import BatchSplit
@@ -260,7 +261,7 @@ def _batches_of(
     reader: Reader, requests: Sampler[Request], settings: DataConfig, share: Share
 ) -> Iterable[Any]:
     """The answers of `reader` to `requests`, in order; each iteration begins the requests again."""
-    pins = share.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
+    pins = can_pin(share.device) if settings.pin_memory is None else settings.pin_memory
     in_workers = settings.num_workers > 0
     if in_workers:
         keep_sockets_short()

@@ -1,0 +1,186 @@
+"""The one place that asks which kind of device a run computes on: its streams, events, memory, generators.
+
+Built on `torch.accelerator`: CUDA (ROCm too, which torch calls cuda), XPU, and MPS in a single process. A CPU
+has streams and events that do nothing, for it has computed when a call returns. Flags of CUDA's libraries are
+in distributed/backend_flags.py.
+"""
+
+import resource
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+KINDS = ("cuda", "xpu", "mps")
+FUSED = frozenset({"cuda", "xpu"})
+"""Kinds on which torch's fused optimizers are its quickest, and read on the device whether to skip a step."""
+
+
+class _Done:
+    """The stream of a CPU, and its events."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """All is computed."""
+
+    def wait_event(self, event: Any) -> None:
+        """All is computed."""
+
+    def record(self, stream: Any = None) -> None:
+        """All is computed."""
+
+    def synchronize(self) -> None:
+        """All is computed."""
+
+    def query(self) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether `device` computes beside the host, which then waits only where it reads."""
+    return device.type not in ("cpu", "meta")
+
+
+def found(wanted: str) -> tuple[str, int]:
+    """The kind and number of this process's accelerators; ("cpu", 0) without one.
+
+    Args:
+        wanted: "auto", or the kind.
+    """
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if wanted == "cpu" or here is None or wanted not in ("auto", here.type):
+        return "cpu", 0
+    return here.type, torch.accelerator.device_count()
+
+
+def in_use() -> tuple[str, range]:
+    """The kind of this process's accelerators, and their numbers if it has used one of them."""
+    here = torch.accelerator.current_accelerator() or torch.device("cpu")
+    module: Any = torch.get_device_module(here)
+    is_initialized = getattr(module, "is_initialized", lambda: False)()
+    return here.type, range(torch.accelerator.device_count() if is_initialized else 0)
+
+
+def backend_of(device: torch.device) -> str:
+    """The backends of torch.distributed for tensors on the host and on `device`."""
+    own = dist.get_default_backend_for_device(device)
+    return own if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+
+
+def use(device: torch.device) -> None:
+    """Make `device` the current one of this thread, which otherwise opens a context on the first one."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
+def stream(device: torch.device) -> Any:
+    """A stream beside the current one; where there is none, as under MPS, the current one."""
+    if not is_accelerator(device):
+        return _DONE
+    return current_stream(device) if device.type == "mps" else torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    return torch.accelerator.current_stream(device) if is_accelerator(device) else _DONE
+
+
+def on(stream: Any) -> AbstractContextManager[Any]:
+    """Within, this thread queues its work on `stream`."""
+    return nullcontext() if stream is _DONE else stream
+
+
+def event(device: torch.device, timing: bool = False) -> Any:
+    """An event, to be recorded on a stream; `elapsed_time` of two needs `timing`."""
+    return torch.Event(device, enable_timing=timing) if is_accelerator(device) else _DONE
+
+
+def keep_for(tensor: Tensor, stream: Any) -> None:
+    """Called when `stream` reads a tensor of another stream: its memory is kept until that is done."""
+    if stream is not _DONE:
+        tensor.record_stream(stream)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done all that was queued."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+class HostCopy:
+    """A copy on the host of tensors of one shape, which is made beside the queue of `device`.
+
+    `read` waits for the copy alone, and not for what was queued behind it.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._stream, self._made = device, stream(device), event(device)
+        self._copy = torch.zeros((), dtype=dtype, pin_memory=can_pin(device))
+
+    def start(self, number: Tensor) -> None:
+        """Copy a scalar when the current stream has computed it."""
+        if not is_accelerator(number.device):
+            self._copy = number
+            return
+        self._stream.wait_stream(current_stream(self._device))
+        with on(self._stream):
+            self._copy.copy_(number, non_blocking=True)
+            self._made.record()
+        keep_for(number, self._stream)
+
+    def read(self) -> float:
+        self._made.synchronize()
+        return self._copy.item()
+
+
+def seed_generator(device: torch.device, seed: int) -> None:
+    """Seed the generator of `device`; torch.manual_seed takes 30 times as long, and seeds all."""
+    module: Any = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", None)
+    (module if generators is None else generators[device.index]).manual_seed(seed % 2**64)
+
+
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes."""
+    return torch.accelerator.get_memory_info(device)
+
+
+def can_pin(device: torch.device) -> bool:
+    """Whether copies from pinned memory of the host to `device` need not be waited for."""
+    return device.type in ("cuda", "xpu")
+
+
+def free_cache(device: torch.device) -> None:
+    """Give memory that torch holds unused back to the device."""
+    if is_accelerator(device):
+        torch.accelerator.empty_cache()
+
+
+def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
+    """Peak memory of each: what torch's allocator held of an accelerator, a CPU's resident set."""
+    if not is_accelerator(devices[0]):
+        return {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    return {str(device): torch.accelerator.max_memory_allocated(device) for device in devices}
+
+
+def name(device: torch.device) -> str:
+    """As its driver calls it."""
+    module: Any = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+
+
+def record_memory_history(device: torch.device) -> None:
+    """Note each allocation from now on, on CUDA; documented by torch, in spite of the underscores."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=200_000)
+
+
+def write_memory_history(device: torch.device, file: Path) -> None:
+    """Write what was noted, and note no more."""
+    if device.type == "cuda":
+        torch.cuda.memory._dump_snapshot(str(file))
+        torch.cuda.memory._record_memory_history(enabled=None)
