@@ -56,7 +56,7 @@ def checkpointer(state: TrainState, run_dir: Path, format: str, async_: bool) ->
     dist = Dist(0, 0, 1, 1, (0,), torch.device("cpu"), "gloo")
     config = {"strategy.name": "single"}
     made = Checkpointer(settings, run_dir, dist, run_id="benchmark", num_samples=1, config=config)
-    made.expect(state)
+    made.bind(state)
     return made
 
 
@@ -90,7 +90,7 @@ def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]
         """The time that training waits: for the call, and before the update for the rest of the copy."""
         seconds = timed(lambda: in_background.save(state))
         compute(state)
-        return seconds + timed(in_background.wait_until_copied)
+        return seconds + timed(in_background.saving.copied)
 
     ways: dict[str, Callable[[], float]] = {
         "torch.save + fsync": lambda: timed(lambda: torch_save(state, torch_file)),
@@ -106,7 +106,7 @@ def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]
         ),
         "verify full": lambda: timed(lambda: verify(root / "full" / "checkpoints" / "latest")),
         "async stall": async_stall,
-        "rest of async save": lambda: timed(in_background.finish_saving),
+        "rest of async save": lambda: timed(in_background.saving.done),
     }
     times: dict[str, list[float]] = {}
     for number in range(rounds + 1):

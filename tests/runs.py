@@ -110,7 +110,7 @@ def job_as(config: config.Config) -> Iterator[Run]:
         context = assemble(config, "tests", dist, stop_request)
         context.run_log.open()
         yield context
-        context.checkpointer.finish_saving()
+        context.checkpointer.saving.done()
         context.strategy.close()
         context.run_log.close()
 

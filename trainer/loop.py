@@ -44,6 +44,7 @@ def fit(run: "Run") -> dict[str, float]:
             epoch, batches = progress.epoch, open_epoch(run)
             if batches is not None and not is_rehearsed:
                 rehearse(run, batches.ahead())
+                run.checkpointer.check(run.state)
                 is_rehearsed = True
             epoch_begin = meter.begin_window()
         after = make_step(run, batches) if batches is not None else AfterStep.CONTINUE
@@ -54,7 +55,7 @@ def fit(run: "Run") -> dict[str, float]:
         if after is AfterStep.STOP:
             meter.pause()
             save(run)
-            run.checkpointer.finish_saving()
+            run.checkpointer.saving.done()
             run.checkpointer.finish_remote()
             raise StoppedBySignal(progress.step)
         save_due = run.checkpointer.due(progress, end_of_epoch=batches is None) or after is AfterStep.SAVE
@@ -95,7 +96,6 @@ def make_step(run: "Run", batches: "Batches") -> AfterStep:
     run.run_log.advance()
     if after is AfterStep.END:
         run.state.early_end.end()
-    run.checkpointer.check_once(run.state)
     run.checks.unsaved.look()
     run.checks.replicas.check_if_due(run.state)
     if run.settings.logs(progress.step):

@@ -105,7 +105,7 @@ def run(config: Config) -> dict[str, Any]:
                 metrics = fit(run_)
             run_.run_log.plots(run_.strategy.report.plots, run_.state.progress.step, at_end=True)
             result = _result(config, run_, metrics)
-            run_.checkpointer.finish_saving()
+            run_.checkpointer.saving.done()
             if summary := run_.strategy.report.summary():
                 log.info("%s", summary)
             run_.strategy.close()
@@ -147,7 +147,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     num_samples = data.train_loader.num_samples
 
     checkpointer = Checkpointer(config.checkpoint, run_dir, dist, run_id, num_samples, flatten(config))
-    checkpoint = checkpointer.find(config.resume)
+    checkpoint = checkpointer.open(config.resume)
     progress = checkpoint.progress if checkpoint else Progress()
     total_steps = planned_steps(progress, train, num_samples)
 
@@ -155,10 +155,9 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch)
     saved = checkpoint.facts.get("exact") if checkpoint else None
     exact = exact_facts(train.exact, dist, saved, progress.step)
-    checkpointer.expect(state, exact)
+    data_states = checkpointer.bind(state, exact)
     if checkpoint is not None:
-        checkpointer.restore(state, checkpoint)
-        data.train_loader.resume(checkpointer.restored_data_states)
+        data.train_loader.resume(data_states)
         if num_samples is not None:
             state.progress.skip_short_rest(train.global_batch_size, num_samples)
 

@@ -52,7 +52,7 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
     agreed = run.agreement.finish()
     state.take_gradients()
     norm = strategy.grad_norm(state.trained)
-    run.checkpointer.wait_until_copied()
+    run.checkpointer.saving.copied()
     with run.gate.update(step):  # a save at a fault sees what is before it, or after
         with (
             checks.gradients.around_update(step, state, norm, losses) as finite,

@@ -30,9 +30,9 @@ def measure(day: Day) -> Iterator[Row]:
                     pass
                 day.finish()
                 called = _seconds(lambda made=made: save(made))
-                copied = _seconds(made.checkpointer.wait_until_copied)
+                copied = _seconds(made.checkpointer.saving.copied)
                 waited.append(called + copied)
-                written = _seconds(made.checkpointer.finish_saving)
+                written = _seconds(made.checkpointer.saving.done)
             note = f"the first {waited[0]:.2f} s; then {written:.2f} s more in the background" * in_background
             yield Row(what, min(waited), "s waited for", note=note)
             loaded = _seconds(lambda context=context, options=options: context(*options, "resume=auto"))

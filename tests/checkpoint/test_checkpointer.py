@@ -1,18 +1,23 @@
 """Save and restore among real ranks: the same rank count, another one, another layout, either format."""
 
+import itertools
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as torch_dist
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint.open_checkpoint import verified
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError
 from trainer.optim.train_state import TrainState
 
 
@@ -26,7 +31,7 @@ def _save(
     checkpointer.save(state, {"eval/loss": 1.0})
     saved = tiny.everything(state)
     tiny.train(state, more)
-    checkpointer.finish_saving()
+    checkpointer.saving.done()
     return {"saved": saved, "end": tiny.everything(state)}
 
 
@@ -62,13 +67,13 @@ def _async(run_dir: Path) -> dict[str, Any]:
     checkpointer._store.commit = lambda *args, **check: (gate.wait(30), commit(*args, **check))[1]  # type: ignore[method-assign]
     saved = tiny.everything(state)
     checkpointer.save(state)
-    tiny.train(state, 1, before_update=checkpointer.wait_until_copied)
+    tiny.train(state, 1, before_update=checkpointer.saving.copied)
     visible_early = list((run_dir / "checkpoints").glob("step_*"))
     begin = time.monotonic()
     threading.Timer(0.3, gate.set).start()
     checkpointer.save(state)  # at most one in flight: this one waits
     waited_s = time.monotonic() - begin
-    checkpointer.finish_saving()
+    checkpointer.saving.done()
     return {"saved": saved, "visible_early": len(visible_early), "waited_s": waited_s}
 
 
@@ -170,6 +175,80 @@ def test_buffers_of_dtypes_that_torch_saves_in_another_way(tmp_path: Path) -> No
     assert {str(dtype).removeprefix("torch.") for dtype in ODD} <= set(restored)
 
 
+COLLECTIVES = (
+    *("all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast"),
+    *("broadcast_object_list", "gather", "gather_object", "reduce", "scatter", "send", "recv"),
+)
+
+
+def _counted(real: Callable[..., Any], name: str, called: Counter[str]) -> Callable[..., Any]:
+    def calling(*args: Any, **options: Any) -> Any:
+        called[name] += 1
+        return real(*args, **options)
+
+    return calling
+
+
+def _collectives_of_a_save(run_dir: Path) -> dict[tuple[str, bool], Counter[str]]:
+    """How often each was called, of the first save and of another that has data states."""
+    found = {}
+    for format, sharded in itertools.product(("full", "sharded"), (False, True)):
+        state, called = tiny.train_state(sharded), Counter[str]()
+        checkpointer = tiny.checkpointer(run_dir / f"{format}{sharded}", format=format, state=state)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in COLLECTIVES:
+                real = getattr(torch_dist, name)
+
+                patch.setattr(torch_dist, name, _counted(real, name, called))
+            checkpointer.save(state)
+            state.progress.step += 1
+            checkpointer.save(state, {"eval/loss": 1.0}, {"at": torch.arange(tiny.facts().rank + 1)})
+        found[format, sharded] = called
+    return found
+
+
+def test_a_save_is_three_collectives(tmp_path: Path) -> None:
+    """Reports to rank 0 and its answer, before and after the write, which sends shards if rank 0 writes all."""
+    for rank, found in enumerate(run_ranks(_collectives_of_a_save, 2, tmp_path)):
+        for (format, sharded), called in found.items():
+            shards = called.pop("send" if rank else "recv", 0)
+            assert called == {"gather_object": 2 * 2, "broadcast_object_list": 2 * 2}, (format, sharded)
+            assert bool(shards) == (format == "full" and sharded)
+
+
+def _fail_to_copy(run_dir: Path, format: str) -> list[str]:
+    """The failures of a copy in the background, and of one that cannot begin, on rank 1 alone."""
+    state, messages = tiny.train_state(sharded=True), []
+    checkpointer = tiny.checkpointer(run_dir, format=format, async_=True, state=state)
+    checkpointer.save(state).done()
+    stage, lost = checkpointer._stage, MemoryError("no host memory")
+    failed: Future[dict[str, torch.Tensor]] = Future()
+    failed.set_exception(lost)
+    for failing in (Mock(return_value=failed), Mock(side_effect=lost)):
+        state.progress.step += 1
+        checkpointer._stage = failing if tiny.facts().rank == 1 else stage
+        saving = checkpointer.save(state)
+        saving.copied()
+        with pytest.raises(Fault) as fault:
+            saving.done()
+        messages.append(str(fault.value))
+    checkpointer._stage = stage
+    checkpointer.save(state).done()
+    assert verified(run_dir / "checkpoints" / "step_00000002").progress.step == 2
+    return messages
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_a_copy_that_fails_on_one_rank_is_a_fault_of_all(tmp_path: Path, format: str) -> None:
+    first, second = run_ranks(_fail_to_copy, 2, tmp_path, format)
+    assert first == second
+    for step, message in enumerate(first, start=1):
+        assert (
+            message
+            == f"the checkpoint of step {step} could not be saved: rank 1: MemoryError: no host memory"
+        )
+
+
 class _LateStager:
     """Copies when asked, since a large model's copy comes late."""
 
@@ -196,11 +275,11 @@ def _save_while_training(run_dir: Path, wait: bool) -> bool:
     def before_update() -> None:
         if wait:
             stager.go.set()
-            checkpointer.wait_until_copied()
+            checkpointer.saving.copied()
 
     tiny.train(state, 1, before_update=before_update)
     stager.go.set()
-    checkpointer.finish_saving()
+    checkpointer.saving.done()
     fresh = tiny.train_state(seed=4)
     tiny.restore(tiny.checkpointer(run_dir), fresh, "auto")
     restored = tiny.everything(fresh)["tensors"]
@@ -224,7 +303,7 @@ def _save_beside_an_idle_gpu(run_dir: Path) -> list[str]:
             state = tiny.train_state()
             checkpointer = tiny.checkpointer(run_dir / str(async_), async_=async_, state=state)
             checkpointer.save(state)
-            checkpointer.finish_saving()
+            checkpointer.saving.done()
             assert tiny.restore(tiny.checkpointer(run_dir / str(async_)), tiny.train_state(seed=4), "auto")
     return asked
 
@@ -249,8 +328,8 @@ def _gpu_cpu_gpu(run_dir: Path, format: str, async_: bool) -> None:
     tiny.train(on_gpu, 2)
     checkpointer = tiny.checkpointer(run_dir / "gpu", device, format=format, async_=async_, state=on_gpu)
     checkpointer.save(on_gpu)
-    tiny.train(on_gpu, 1, before_update=checkpointer.wait_until_copied)
-    checkpointer.finish_saving()
+    tiny.train(on_gpu, 1, before_update=checkpointer.saving.copied)
+    checkpointer.saving.done()
     on_cpu = tiny.train_state(seed=3)
     assert tiny.restore(tiny.checkpointer(run_dir / "gpu"), on_cpu, "auto")
     tiny.checkpointer(run_dir / "cpu", format=format, state=on_cpu).save(on_cpu)

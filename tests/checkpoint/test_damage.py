@@ -13,7 +13,7 @@ import torch
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import load_weights, manifest, resuming
+from trainer.checkpoint import checkpointer, load_weights, manifest, resuming
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.errors import UserError
 
@@ -123,7 +123,7 @@ def test_every_damage_is_found(tmp_path: Path) -> None:
     messages = run_ranks(_refusals, 1, tmp_path / "checkpoints" / "step_00000002", damages)[0]
     assert [index for index, message in enumerate(messages) if message is None] == []
     assert "model-00000-of-00001.safetensors has 0 bytes" in messages[0]
-    assert "has format version 1; 2 is read here" in messages[1] and "\n" not in messages[1]
+    assert "has format version 1; 3 is read here" in messages[1] and "\n" not in messages[1]
     assert "no manifest.json" in messages[5]
 
 
@@ -153,7 +153,11 @@ def _one_rank_sees_it(checkpoint: Path) -> list[str]:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise UserError("this host sees another disk")
 
-    for module, name in ((resuming, "verified"), (resuming, "check_fits"), (OpenCheckpoint, "read_into")):
+    for module, name in (
+        (resuming, "verified"),
+        (checkpointer, "targets_for"),
+        (OpenCheckpoint, "read_into"),
+    ):
         good = getattr(module, name)
         if rank == 1:
             setattr(module, name, fail)

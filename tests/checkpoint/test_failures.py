@@ -28,7 +28,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
     checkpointer = tiny.checkpointer(run_dir, format=format, async_=async_, state=state)
     tiny.train(state, 1)
     checkpointer.save(state)
-    checkpointer.finish_saving()
+    checkpointer.saving.done()
     saved = tiny.everything(state)
     ballast = run_dir / "ballast"
     if rank == 0:
@@ -39,7 +39,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
     tiny.train(state, 1)
     with pytest.raises(Fault) as failure:
         checkpointer.save(state)
-        checkpointer.finish_saving()
+        checkpointer.saving.done()
     torch_dist.barrier()
     entries = sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
     fresh = tiny.train_state(sharded=True, seed=8)
@@ -50,7 +50,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
     torch_dist.barrier()
     tiny.train(state, 1)
     checkpointer.save(state)
-    checkpointer.finish_saving()
+    checkpointer.saving.done()
     return {
         "message": str(failure.value),
         "entries": entries,
@@ -198,7 +198,7 @@ def _all_damaged(run_dir: Path) -> None:
     (run_dir / "away").mkdir()
     (run_dir / "away" / "checkpoints").symlink_to(run_dir / "not mounted")
     with pytest.raises(UserError, match="is a file, or a link to nothing: is its disk there"):
-        tiny.checkpointer(run_dir / "away").find("auto")
+        tiny.checkpointer(run_dir / "away").open("auto")
 
 
 def test_auto_does_not_start_anew_over_damage_or_without_the_disk(tmp_path: Path) -> None:

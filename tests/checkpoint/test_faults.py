@@ -44,7 +44,7 @@ def _fail_everywhere(run_dir: Path, code: int) -> list[str]:
                 if (rank, where, name) in SAVE:
                     checkpointer.save(state)
                 else:
-                    tiny.checkpointer(run_dir).find("auto")
+                    tiny.checkpointer(run_dir).open("auto")
         assert type(raised.value) is Fault and raised.value.exit_code == 1, repr(raised.value)
         messages.append(str(raised.value))
         torch_dist.barrier()
@@ -53,7 +53,7 @@ def _fail_everywhere(run_dir: Path, code: int) -> list[str]:
         checkpointer.save(state)  # of the same step: what failed is not held for saved
         step = state.progress.step
         assert verified(run_dir / "checkpoints" / f"step_{step:08d}").manifest.step == step
-    found = tiny.checkpointer(run_dir).find("auto")
+    found = tiny.checkpointer(run_dir).open("auto")
     assert found is not None and found.progress.step == state.progress.step
     return messages
 

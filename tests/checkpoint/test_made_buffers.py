@@ -10,7 +10,6 @@ from tests.faults.test_ends import TINY
 from tests.ranks import run_ranks
 from tests.runs import train
 from trainer import api
-from trainer.checkpoint.made_buffers import _sharing_memory
 
 
 class Whitened(nn.Module):
@@ -60,10 +59,3 @@ def test_a_resume_has_them_as_they_were_saved(tmp_path: Path, strategy: str) -> 
     assert not loaded["mean"].equal(loaded["square"]) and loaded["first"].any()
     loaded["seen"] += 1
     assert loaded["seen_too"] == 5  # one tensor still
-
-
-def test_memory_is_shared_where_it_overlaps() -> None:
-    memory = torch.zeros(10)
-    views = {"head": memory[:6], "tail": memory[6:], "step": memory[5:8:2], "other": torch.zeros(3)}
-    assert [sorted(names) for names in _sharing_memory(views)] == [["head", "step", "tail"]]
-    assert not list(_sharing_memory({name: views[name] for name in ("head", "tail", "other")}))

@@ -13,7 +13,7 @@ from tests.checkpoint import tiny
 from tests.faults.test_ends import TINY
 from tests.programs import finish
 from tests.ranks import run_ranks
-from trainer.checkpoint.expected import not_finite
+from trainer.checkpoint.fits import not_finite
 from trainer.checkpoint.manifest import read_manifest
 from trainer.errors import NonFiniteError
 from trainer.local_shard import to_local
@@ -66,11 +66,11 @@ def _refused(run_dir: Path, format: str, sharded: bool, async_: bool) -> list[st
         tiny.train(state, 1)
         state.update_average()
         checkpointer.save(state)
-        tiny.train(state, 1, before_update=checkpointer.wait_until_copied)
+        tiny.train(state, 1, before_update=checkpointer.saving.copied)
         _poison(state, what, value)
         with pytest.raises(NonFiniteError) as refusal:
             checkpointer.save(state)
-        checkpointer.finish_saving()
+        checkpointer.saving.done()
         messages.append(str(refusal.value))
         other = _state(sharded, seed=7)
         again = tiny.checkpointer(run_dir / what, format=format)

@@ -50,21 +50,19 @@ def checkpointer(
     state: TrainState | None = None,
     **changes: Any,
 ) -> Checkpointer:
-    """To save ``state``, or to ``restore`` one."""
+    """To save ``state``, or to ``restore`` one from what is opened."""
     made = Checkpointer(
         settings(**changes), run_dir, facts(device), run_id=run_id, num_samples=48, config=CONFIG
     )
     if state is not None:
-        made.expect(state)
+        made.bind(state)
     return made
 
 
 def restore(checkpointer: Checkpointer, state: TrainState, resume: str | None) -> bool:
     """Continue from the checkpoint of ``resume``; False if there is none."""
-    source = checkpointer.find(resume)
-    checkpointer.expect(state)
-    if source is not None:
-        checkpointer.restore(state, source)
+    source = checkpointer.open(resume)
+    checkpointer.bind(state)
     return source is not None
 
 

@@ -1,5 +1,6 @@
-"""Saving and resuming a run, agreed among all ranks."""
+"""Saving and resuming a run, agreed among all ranks: `open`, `bind` and `save`."""
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -7,47 +8,60 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.background import InBackground, host_stager
-from trainer.checkpoint.expected import Expected
+from trainer.checkpoint.background import Saving, host_stager
+from trainer.checkpoint.fits import (
+    Fits,
+    check_optimizer_state,
+    make_buffers,
+    parameter_of,
+    refuse_not_finite,
+    saved_state,
+    targets_for,
+)
+from trainer.checkpoint.layout import aliases_in
 from trainer.checkpoint.listing import Retention
-from trainer.checkpoint.made_buffers import compare_buffers
-from trainer.checkpoint.matching import is_extra_state
-from trainer.checkpoint.matching_values import check_resumable
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint
+from trainer.checkpoint.open_checkpoint import DATA_STATES, MODEL_CONFIG, OpenCheckpoint
 from trainer.checkpoint.remote import NoRemote, Remote
-from trainer.checkpoint.resuming import Resuming
-from trainer.checkpoint.state_file import DATA_STATES
-from trainer.checkpoint.state_parts import StateParts
+from trainer.checkpoint.resuming import check_data, opened_for, tell_what_changed
 from trainer.checkpoint.store import Store
+from trainer.checkpoint.tree import is_extra_state, take_apart
 from trainer.checkpoint.writing import Contents, SaveLayout, layout_of, write_checkpoint
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement, Alone
 from trainer.distributed.process_group import Dist
-from trainer.errors import Fault, UserError, kind_of
+from trainer.errors import Fault, UserError, first_few, kind_of
 from trainer.faults.disk_progress import at_disk
 from trainer.files.address import Address
 from trainer.files.untrusted import first_five
-from trainer.optim.plain_names import buffer_names
+from trainer.optim.plain_names import buffer_names, named_buffers
 from trainer.optim.train_state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 
 
+class _Report(NamedTuple):
+    """What each rank tells rank 0 ahead of a save."""
+
+    layout: str  # a hash of names, shapes and dtypes of what any rank may write
+    not_finite: dict[str, set[str]]
+    data_state: dict[str, Any]
+
+
 class Checkpointer:
     """Saves a ``TrainState`` under ``run_dir/checkpoints`` and restores it.
 
-    Every method but ``due`` and ``minutes_are_over`` is collective. It uses a separate gloo group with a long
-    timeout, so that a slow disk does not look like a failed network. All ranks know how each action ended
-    before one of them raises.
+    ``open``, ``bind``, ``check`` and ``save`` are collective, and called in this order. They use a separate
+    gloo group with a long timeout, so that a slow disk does not look like a failed network. All ranks know
+    how each action ended before one of them raises.
 
     Attributes:
-        restored_metrics: those saved with the checkpoint that ``restore`` went on from.
-        restored_data_states: where the data of each rank stood then.
+        saving: the last save, which may still be written.
+        restored_metrics: those saved with the checkpoint that ``bind`` restored.
         last_evaluation: its step and metrics, for saves of that step; changed within `Gate.held`.
     """
 
@@ -76,7 +90,6 @@ class Checkpointer:
         if settings.remote is not None and dist.rank == 0:
             self._remote = Remote(Address(settings.remote), self._store, self._retention)
         self._agreement = Agreement(dist, settings.timeout_s)
-        self._resuming = Resuming(self._store, self._remote.listings, self._agreement, num_samples, config)
         dist.heartbeat.disk_may_take(settings.timeout_s)
         self._facts: dict[str, Any] = {
             "num_samples": num_samples,
@@ -85,61 +98,119 @@ class Checkpointer:
             "torch_version": torch.__version__,
             "config": dict(config),
         }
-        self._parts: StateParts  # from `expect` on
-        self._checked = False
+        self._opened: OpenCheckpoint | None = None
+        self._fits: Fits  # from `bind` on
+        self._layout: tuple[Any, SaveLayout] | None = None  # of the last save, and what it is for
         self._last_saved: int | None = None
         self._last_save_s = time.monotonic()  # or the start
-        self._layout: SaveLayout | None = None
+        self.saving = Saving()
         self.restored_metrics: dict[str, float] = {}
-        self.restored_data_states: list[dict[str, Any]] = []
         self.last_evaluation: tuple[int, Mapping[str, float]] = (0, {})
-        self._in_flight: InBackground | None = None
-        self._copied: Future[dict[str, Tensor]] | None = None
 
     @cached_property
     def _stage(self) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:
         return host_stager(self._dist.device)
 
-    def find(self, resume: str | None) -> OpenCheckpoint | None:
-        """As `Resuming.find`. Called first, before there is a state."""
-        return self._resuming.find(resume)
+    def open(self, resume: str | None) -> OpenCheckpoint | None:
+        """The checkpoint that ``resume`` asks to continue from, verified; None if there is none.
 
-    def expect(self, state: TrainState, exact: Mapping[str, Any] | None = None) -> None:
-        """Note what each save must contain: ``state`` as built, before it is restored or trained.
+        Called first, before there is a state. Deletes what killed saves of this run left behind.
+
+        Args:
+            resume: None; "auto" for the newest checkpoint of this run_dir that verifies; or the path of one.
+
+        Raises:
+            UserError: on every rank alike: the checkpoint is missing, damaged, or of a run on other data.
+        """
+        self._agreement.on_main(self._store.recover)
+        if resume is None:
+            return None
+        source = opened_for(resume, self._store, self._remote.listings, self._agreement)
+        if source is not None:
+            found, num_samples = source, self._facts["num_samples"]
+            self._agreement.everywhere(lambda: check_data(found, num_samples))
+        self._opened = source
+        return source
+
+    def bind(self, state: TrainState, exact: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Save ``state``, as built, from now on; first restore what was opened, if it fits.
 
         Args:
             exact: of an exact run, what decides its bits, in plain values; saved with it.
 
+        Returns:
+            Where the data of each rank stood in what was opened; none if nothing was.
+
         Raises:
-            UserError: on every rank alike: a checkpoint cannot hold something in the model's state; names it.
+            UserError: on every rank alike: a checkpoint cannot hold something in the model's state, by name;
+                or what was opened is of another model, or cannot be read.
         """
-        expected = self._agreement.everywhere(lambda: Expected(state))
-        for theirs in self._agreement.gather(expected.not_finite):  # each rank checks its own shards
+        self._fits = self._agreement.everywhere(lambda: Fits(state))
+        for theirs in self._agreement.gather(self._fits.not_finite):  # each rank has looked at its own shards
             for name, kinds in theirs.items():
-                expected.not_finite.setdefault(name, set()).update(kinds)
-        self._parts = StateParts(expected, {**self._facts, "exact": exact})
-
-    def restore(self, state: TrainState, source: OpenCheckpoint) -> None:
-        """As `Resuming.restore`."""
-        self.restored_data_states = self._resuming.restore(state, source, self._dist.device)
-        self.restored_metrics = source.manifest.metrics
-        self._store.saved_after = source.manifest.saved_at
-        if source.directory.resolve().parent == self._store.root.resolve():
+                self._fits.not_finite.setdefault(name, set()).update(kinds)
+        self._facts |= {"exact": exact, MODEL_CONFIG: self._fits.model_config}
+        if self._opened is None:
+            return []
+        data_states = self._restore(state, self._opened)
+        self.restored_metrics = self._opened.manifest.metrics
+        self._store.saved_after = self._opened.manifest.saved_at
+        if self._opened.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
+        self._opened = None
+        return data_states
 
-    def check_once(self, state: TrainState) -> None:
-        """Called after each step. After the first, check that a resume could load what a save would write.
+    def _restore(self, state: TrainState, source: OpenCheckpoint) -> list[dict[str, Any]]:
+        plain, shapes = source.facts["state"], source.shapes
+        targets: dict[str, Tensor] = {}
+
+        def fit() -> tuple[list[str], list[dict[str, Any]]]:
+            """No more than buffers is changed before all ranks have found that all of the state fits."""
+            left = make_buffers(state.model, source, self._dist.device)
+            found, notes = targets_for(state, shapes, plain)
+            targets.update(found)
+            notes = [f"lacks {words}" for words in notes]
+            if left:
+                notes.append(f"also holds buffers that the model has no place for: {first_five(left)}")
+            return notes, source.data_states()
+
+        def restore() -> None:
+            source.read_into(targets)
+            state.load_state_dict(saved_state(plain, targets))
+
+        notes, data_states = self._agreement.everywhere(fit)
+        self._agreement.everywhere(restore)
+        if self._dist.is_main:
+            for words in notes:
+                log.warning("%s %s", source.directory, words)
+            log.info("resumed from %s at step %d", source.directory, state.progress.step)
+            tell_what_changed(source.facts["config"], self._facts["config"])
+        return data_states
+
+    def check(self, state: TrainState) -> None:
+        """Called after the rehearsal, which shows what forward passes make: could a resume load a save?
 
         Raises:
             UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter;
-                or the optimizer keeps what cannot be loaded.
+                or made other buffers on some ranks: all get those of rank 0 from a checkpoint.
         """
-        if not self._checked:
-            self._dist.heartbeat.enter("checkpoint")  # ahead of a rank that hangs in its first update
-            self._agreement.everywhere(lambda: check_resumable(state, *self._parts.of(state, [])))
-            compare_buffers(state.model, self._agreement, self._dist)
-            self._remote.follow()
-            self._checked = True
+        self._dist.heartbeat.enter("checkpoint")
+
+        def report() -> dict[str, Any]:
+            self._fits.take(state)
+            return {name: (tuple(b.shape), str(b.dtype)) for name, b in named_buffers(state.model)}
+
+        def compare(reports: list[dict[str, Any]]) -> None:
+            for rank, theirs in enumerate(reports):
+                if differ := sorted(dict(reports[0].items() ^ theirs.items())):
+                    raise UserError(
+                        f"{self._dist.describe(rank)} differs from rank 0 in the buffers {first_few(differ)},"
+                        " which a forward pass made or resized: let all ranks make the same, or register them"
+                        " in __init__"
+                    )
+
+        self._agreement.decided(report, compare)
+        self._remote.follow()
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:
         """Whether the settings ask for a checkpoint after this optimizer step, or at this end of an epoch."""
@@ -163,14 +234,18 @@ class Checkpointer:
         state: TrainState,
         metrics: Mapping[str, float] | None = None,
         data_state: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> Saving:
         """Save ``state``. ``metrics``, such as those of its evaluation, rank it for ``keep_best``.
 
         ``data_state`` is where this rank's data stands, in plain values and tensors, if it has to be saved.
 
         With ``checkpoint.async`` this returns at once. ``state`` is copied to host memory while the next step
-        is computed, until ``wait_until_copied``, and is written while training continues. The next ``save``,
-        which waits for the previous one, or ``finish_saving`` then raises a failure.
+        is computed, until ``copied()``, and is written while training continues. ``done()``, for which the
+        next save waits, then raises a failure.
+
+        Three collectives: each rank reports to rank 0, which answers where to write; all write, and with
+        checkpoint=full send their shards to rank 0; each reports what it wrote, and rank 0 answers how it
+        ended.
 
         Raises:
             UserError, Fault: on every rank alike, with the rank that failed and why; the attempt is deleted.
@@ -179,31 +254,94 @@ class Checkpointer:
         step, metrics = state.progress.step, dict(metrics or {})
         self._last_save_s = time.monotonic()
         if self._last_saved == step:
-            return
+            return self.saving
         self._dist.heartbeat.enter("checkpoint")
         best = self._settings.keep_best
         if metrics and best is not None and best.metric not in metrics:
             raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")
-        self.finish_saving()
-        data_states = self._agreement.gather(dict(data_state or {}))
-        tensors, facts = self._agreement.everywhere(lambda: self._parts.of(state, data_states))
-        compare_buffers(state.model, self._agreement, self._dist)
-        of_modules = {name for name in tensors if is_extra_state(name) or name.startswith(f"{DATA_STATES}.")}
-        only_rank_0 = buffer_names(state.model) | of_modules
-        self._layout = layout_of(
-            tensors, self._settings.format, self._agreement, only_rank_0, former=self._layout
-        )
-        part = self._layout.plan.part_of(tensors, self._dist.rank)
-        contents = Contents(step, self._layout, part, facts, metrics)
-        self._parts.refuse_not_finite(contents.tensors, step, self._agreement, self._dist)
+        self.saving.done()
+        tensors: dict[str, Tensor] = {}
+        facts: dict[str, Any] = {}
+        only_rank_0: set[str] = set()
+
+        def report() -> _Report:
+            live, facts["state"] = self._fits.take(state)
+            if self._layout is None:  # the first save
+                _check_optimizer(state, live, facts["state"])
+            tensors.update(live)
+            only_rank_0.update(buffer_names(state.model), filter(is_extra_state, live))
+            shared = {name: live[name] for name in live if name not in only_rank_0}
+            named = [(name, tensor.shape, tensor.dtype) for name, tensor in shared.items()]
+            layout = hashlib.sha256(repr((named, aliases_in(shared))).encode()).hexdigest()
+            # Rank 0 looks at all: what it writes follows from the reports.
+            own = live if self._dist.is_main else self._part_of(live, only_rank_0, alike=True)[1]
+            return _Report(layout, self._fits.new_in(own), dict(data_state or {}))
+
+        def decide(reports: list[_Report]) -> tuple[Path, bool]:
+            hosts = [self._dist.describe(rank) for rank in range(len(reports))]
+            refuse_not_finite([of_rank.not_finite for of_rank in reports], step, hosts)
+            found, plain = take_apart({DATA_STATES: [of_rank.data_state for of_rank in reports]})
+            tensors.update(found)
+            facts.update(plain)
+            only_rank_0.update(found)
+            return self._store.new_directory(step), len({of_rank.layout for of_rank in reports}) == 1
+
+        directory, alike = self._agreement.decided(report, decide)
+        layout, part = self._part_of(tensors, only_rank_0, alike)
+        contents = Contents(step, layout, part, {**self._facts, **facts}, metrics)
         self._last_saved = step
-        if self._settings.async_:
-            copied = self._start_copying(contents.tensors, only_rank_0)
-            self._in_flight = InBackground(
-                lambda: self._write(replace(contents, tensors=copied.result())), self._dist.device
+        if not self._settings.async_:
+            self._write(directory, contents)
+            return self.saving
+        copies = self._copies_of(part, only_rank_0)
+        contents = replace(contents, copies=copies)
+        self.saving = Saving(
+            f"the checkpoint of step {step}",
+            copies,
+            lambda: self._write(directory, contents),
+            self._dist.device,
+        )
+        return self.saving
+
+    def _part_of(
+        self, tensors: Mapping[str, Tensor], only_rank_0: set[str], alike: bool
+    ) -> tuple[SaveLayout, dict[str, Tensor]]:
+        """The layout of a save, and those of ``tensors`` that this rank writes or sends."""
+        key = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        of = key, aliases_in(tensors), alike
+        if self._layout is None or self._layout[0] != of:
+            made = layout_of(tensors, self._settings.format, self._agreement, only_rank_0, alike)
+            self._layout = of, made
+        layout = self._layout[1]
+        return layout, layout.plan.part_of(tensors, self._dist.rank)
+
+    def _copies_of(self, tensors: Mapping[str, Tensor], changing: set[str]) -> Future[dict[str, Tensor]]:
+        """Copy buffers now, since a forward pass changes them, and the rest in the background."""
+        try:
+            copies = {name: tensors[name].clone() for name in tensors if name in changing}
+            if self._dist.device.type == "cuda":
+                torch.cuda.synchronize(self._dist.device)  # the stager's stream waits for no other
+            return self._stage({**tensors, **copies})
+        except Exception as error:  # told to all ranks by the write
+            failed: Future[dict[str, Tensor]] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _write(self, directory: Path, contents: Contents) -> None:
+        step = contents.step
+        try:
+            write_checkpoint(
+                self._store, directory, contents, self._agreement, clears=self._dist.local_rank == 0
             )
-        else:
-            self._write(contents)
+        except (UserError, Fault) as error:
+            self._last_saved = None
+            raise kind_of(error)(f"the checkpoint of step {step} could not be saved: {error}") from error
+        self._remote.follow(step)
+        if self._dist.is_main:  # alone, since files of 1 TB take seconds to delete
+            try:
+                self._store.prune(self._retention, spared=self._remote.in_hand)
+            except (UserError, Fault) as error:
+                log.warning("older checkpoints stay: %s", error)
 
     def newest_step(self) -> int | None:
         """The step of the newest checkpoint of this run; not a collective."""
@@ -223,12 +361,15 @@ class Checkpointer:
         """
         step = state.progress.step
         own = [data_state if rank == self._dist.rank else {} for rank in range(self._dist.world_size)]
-        tensors, facts = self._parts.of(state, own, kept)
-        if bad := sorted(self._parts.expected.new_in(tensors)):
+        tensors, plain = self._fits.take(state, kept)
+        data_tensors, plain_data = take_apart({DATA_STATES: own})
+        tensors |= data_tensors
+        if bad := sorted(self._fits.new_in(tensors)):
             raise UserError(f"{first_five(bad)} is not finite")
-        layout = layout_of(tensors, "full", Alone())
-        part = layout.plan.part_of(tensors, rank=0)  # the only one of this plan
-        contents = Contents(step, layout, part, facts, self.evaluation_of(step))
+        facts = {**self._facts, "state": plain, **plain_data}
+        contents = Contents(
+            step, layout_of(tensors, "full", Alone()), tensors, facts, self.evaluation_of(step)
+        )
         store = Store(self._store.root, self._store.run_id, shared=True)
         store.saved_after = self._store.saved_after
         with store.turn():
@@ -237,42 +378,15 @@ class Checkpointer:
                 return False
             if newest == step + 1:  # behind a cut link: ranks are one step apart at most
                 raise UserError(f"the last step here is {step}; another rank has saved step {newest}")
-            write_checkpoint(store, contents, Alone())
+            write_checkpoint(store, store.new_directory(step), contents, Alone())
         return True
-
-    def _start_copying(self, tensors: Mapping[str, Tensor], changing: set[str]) -> Future[dict[str, Tensor]]:
-        """Copy buffers now, since a forward pass changes them, and the rest in the background."""
-        copies = {name: tensors[name].clone() for name in tensors if name in changing}
-        if self._dist.device.type == "cuda":
-            torch.cuda.synchronize(self._dist.device)  # the stager's stream waits for no other
-        self._copied = self._stage({**tensors, **copies})
-        return self._copied
-
-    def wait_until_copied(self) -> None:
-        """Called before the parameters change: an asynchronous save may still be copying them."""
-        if self._copied is not None:
-            self._copied.result()
-            self._copied = None
-
-    def finish_saving(self) -> None:
-        """Wait for what is still being written: at each save, and at the good end of a run.
-
-        Raises:
-            UserError, Fault: it could not be written; on every rank alike.
-        """
-        if self._in_flight is None:
-            return
-        if not self._in_flight.is_done:
-            log.info("waiting for the checkpoint of step %s, which is still being written", self._last_saved)
-        in_flight, self._in_flight = self._in_flight, None
-        in_flight.wait()
 
     def metrics(self) -> dict[str, float]:
         """Metrics for the log, by name."""
         return self._remote.metrics()
 
     def finish_remote(self) -> None:
-        """Wait until `checkpoint.remote` has all, at most `checkpoint.timeout_s`; after `finish_saving`.
+        """Wait until `checkpoint.remote` has all, at most `checkpoint.timeout_s`; after ``saving.done()``.
 
         No collective: a logger that is slow to close may delay rank 0, while the others just end.
         """
@@ -280,15 +394,10 @@ class Checkpointer:
         with at_disk():
             self._remote.finish(self._settings.timeout_s)
 
-    def _write(self, contents: Contents) -> None:
-        step = contents.step
-        try:
-            write_checkpoint(self._store, contents, self._agreement, clears=self._dist.local_rank == 0)
-        except (UserError, Fault) as error:
-            self._last_saved = None
-            raise kind_of(error)(f"the checkpoint of step {step} could not be saved: {error}") from error
-        self._agreement.on_main(lambda: self._written(step))
 
-    def _written(self, step: int) -> None:
-        self._remote.follow(step)
-        self._store.prune(self._retention, spared=self._remote.in_hand)
+def _check_optimizer(state: TrainState, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    """Raise UserError if a resume of this run could not load the optimizer's part of what it saves."""
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            parameter_of(name, tensor.shape, state.trained.whole)
+    check_optimizer_state(state, saved_state(plain, tensors)["optimizer"])

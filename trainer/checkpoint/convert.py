@@ -14,9 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from trainer.checkpoint.hashing import fsync_directory, write_text
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
+from trainer.checkpoint.open_checkpoint import MODEL_CONFIG, OpenCheckpoint, verified
 from trainer.checkpoint.safetensors_files import INDEX, NAMES, SINGLE, ToStore, write_file
-from trainer.checkpoint.state_file import MODEL_CONFIG
 from trainer.checkpoint.store import appear
 from trainer.errors import UserError
 from trainer.files.address import Location

@@ -1,6 +1,6 @@
 """Which rank writes which part of a save, and the index of where each tensor is."""
 
-import hashlib
+import heapq
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.matching import is_extra_state
-from trainer.checkpoint.safetensors_files import NAMES, sizes_in
-from trainer.distributed.agreement import Agreement
+from trainer.checkpoint.safetensors_files import NAMES
+from trainer.checkpoint.tree import is_extra_state
 from trainer.errors import UserError
-from trainer.files.untrusted import Fields, printable
+from trainer.files.untrusted import printable
 from trainer.local_shard import is_dtensor, is_sharded, num_rows, rows_of_shard, to_local
 
 _MODEL = "model."
@@ -54,6 +53,9 @@ class IndexEntry:
 Index = Mapping[str, IndexEntry]
 """By the name of a tensor in the state."""
 
+Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""Of tensors, by their names in a checkpoint."""
+
 
 def index_to_json(index: Index) -> dict[str, Any]:
     """The index as state.json has it, under `tensors`."""
@@ -67,50 +69,30 @@ def index_to_json(index: Index) -> dict[str, Any]:
     }
 
 
-def index_from_json(fields: Fields) -> dict[str, IndexEntry]:
-    """The inverse of `index_to_json`. UserError unless the chunks of each tensor are its rows, each once."""
-    return {name: _entry(name, fields.mapping(name)) for name in fields.values}
+def index_from_json(tensors: Mapping[str, Any]) -> dict[str, IndexEntry]:
+    """The inverse of `index_to_json`.
 
-
-def _entry(name: str, fields: Fields) -> IndexEntry:
-    dtype, shape = DTYPES.get(fields.text("dtype")), sizes_in(fields.sequence("shape"))
-    if dtype is None:
-        fields.refuse("dtype", "one that a checkpoint may hold")
-    if shape is None:
-        fields.refuse("shape", "sizes of a tensor")
-    chunks, files, rows, end = [], set[str](), num_rows(shape), 0
-    for values in fields.sequence("chunks"):
-        chunk = Fields(f"the place of {name}", values)
-        sizes = sizes_in(chunk.sequence("shape"))
-        if sizes is None or len(sizes) != len(shape) or sizes[1:] != shape[1:]:
-            chunk.refuse("shape", f"some rows of {list(shape)}")
-        chunks.append(Chunk(chunk.text("file"), chunk.text("key"), chunk.count("begin"), sizes))
-        if chunks[-1].begin != end:
-            chunk.refuse("begin", f"{end}, where the chunk before it ends")
-        end += num_rows(sizes)
-        if chunks[-1].file in files:
-            chunk.refuse("file", "one for each chunk, as each is of another rank")
-        files.add(chunks[-1].file)
-    if end != rows or not chunks:
-        raise UserError(f"the chunks of {printable(name)} are {end:,} of its {rows:,} rows")
-    return IndexEntry(dtype, torch.Size(shape), tuple(chunks))
-
-
-def _holders(tensor: Tensor, plain_on: Collection[int]) -> list[list[int]]:
-    """For each copy of ``tensor``, the ranks that hold it together, in the order of its rows.
-
-    Args:
-        plain_on: the ranks that hold it if it is not a DTensor.
+    Raises:
+        UserError: the chunks of a tensor are not its rows, each once.
+        KeyError, TypeError, ValueError: it is nothing that `index_to_json` makes.
     """
-    if not is_dtensor(tensor):
-        return [[rank] for rank in plain_on]
-    ranks = tensor.device_mesh.mesh
-    return ranks.reshape(-1, ranks.shape[-1] if is_sharded(tensor) else 1).tolist()
+    index = {}
+    for name, entry in tensors.items():
+        shape, end = torch.Size(entry["shape"]), 0
+        chunks = tuple(Chunk(**{**chunk, "shape": tuple(chunk["shape"])}) for chunk in entry["chunks"])
+        for chunk in chunks:
+            if chunk.begin != end or chunk.shape[1:] != shape[1:] or len(chunk.shape) != len(shape):
+                raise UserError(f"a chunk of {printable(name)} begins at row {chunk.begin}, not {end}")
+            end += num_rows(chunk.shape)
+        if end != num_rows(shape) or not chunks:
+            raise UserError(f"the chunks of {printable(name)} are {end:,} of its {num_rows(shape):,} rows")
+        index[name] = IndexEntry(DTYPES[entry["dtype"]], shape, chunks)
+    return index
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rank writes which part of a save, the same on every rank.
+    """Which rank writes which part of a save.
 
     Attributes:
         writers: by the name of a tensor, the ranks that write it, in the order of its rows; names are in the
@@ -168,36 +150,37 @@ def name_of(key: str, file: str) -> str:
 
 
 def plan_writers(
-    tensors: Mapping[str, Tensor], only_rank_0: Collection[str], gathered: bool, agreement: Agreement
+    tensors: Mapping[str, Tensor], only_rank_0: Collection[str], gathered: bool, alike: bool, world_size: int
 ) -> Plan:
-    """Decide which rank writes which of the live ``tensors``; each rank passes its own (a collective).
+    """Decide which rank writes which of the live ``tensors``: each rank decides the same of its own.
 
     Args:
         only_rank_0: names of the tensors that rank 0 writes in any case: running statistics follow a rank's
             own data, and those of rank 0 are the model's.
         gathered: whether rank 0 writes all. Otherwise each rank writes its own; of several that hold a
             tensor, the one with the least to write.
+        alike: whether all ranks have tensors of the same names and sizes, besides ``only_rank_0``. If not,
+            rank 0 writes all that are not sharded.
     """
-    others = [name for name in tensors if name not in only_rank_0]
-    layout = hashlib.sha256(
-        repr([(n, tensors[n].shape, tensors[n].dtype) for n in others]).encode()
-    ).hexdigest()
-    are_alike = len(set(agreement.gather(layout))) == 1  # else only rank 0 writes plain tensors
-    plain_on = range(agreement.world_size if are_alike and not gathered else 1)
-
-    def decide() -> Plan:
-        aliases = aliases_in(tensors)
-        writers: dict[str, list[int]] = {}
-        load = [0] * agreement.world_size
-        for name in _in_order(tensors, aliases):
-            tensor = tensors[name]
-            copies = _holders(tensor, [0] if name in only_rank_0 else plain_on)
-            writers[name] = [0] if gathered else min(copies, key=lambda ranks: max(load[r] for r in ranks))
-            for rank in writers[name]:
-                load[rank] += tensor.numel() * tensor.itemsize // len(writers[name])
-        return Plan(agreement.world_size, gathered, writers, aliases)
-
-    return agreement.on_main(decide)
+    aliases = aliases_in(tensors)
+    writers: dict[str, list[int]] = {}
+    plain = [(0, rank) for rank in range(world_size if alike and not gathered else 1)]  # a heap
+    sharded: dict[int, int] = {}  # by the first rank of several that hold a copy, how much they write
+    for name in _in_order(tensors, aliases):
+        tensor, num_bytes = tensors[name], tensors[name].numel() * tensors[name].itemsize
+        if gathered or name in only_rank_0:
+            writers[name] = [0]
+        elif is_dtensor(tensor):
+            ranks = tensor.device_mesh.mesh
+            copies = ranks.reshape(-1, ranks.shape[-1] if is_sharded(tensor) else 1).tolist()
+            least = min(copies if alike else copies[:1], key=lambda copy: sharded.get(copy[0], 0))
+            sharded[least[0]] = sharded.get(least[0], 0) + num_bytes // len(least)
+            writers[name] = least
+        else:
+            written, rank = plain[0]
+            heapq.heapreplace(plain, (written + num_bytes, rank))
+            writers[name] = [rank]
+    return Plan(world_size, gathered, writers, aliases)
 
 
 def _in_order(tensors: Mapping[str, Tensor], aliases: Collection[str]) -> list[str]:

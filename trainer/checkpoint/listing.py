@@ -105,15 +105,6 @@ class Listing(Generic[P]):
         """The manifests of the undamaged ones, newest first."""
         return {path: manifest for _, path, manifest in _newest_first(self.dated()) if manifest is not None}
 
-    def of_others(self) -> list[P]:
-        """Checkpoints with another run's id."""
-        found = []
-        for path in self.directories():
-            with contextlib.suppress(UserError):
-                if self.manifest(path).run_id != self.run_id:
-                    found.append(path)
-        return found
-
     def beyond(self, retention: Retention) -> list[P]:
         """Those of this run that ``retention`` does not keep.
 

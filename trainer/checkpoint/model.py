@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.fits import make_buffers, model_targets
 from trainer.checkpoint.listing import Listing, best_checkpoint
-from trainer.checkpoint.made_buffers import make_buffers
-from trainer.checkpoint.matching import model_targets
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
 from trainer.checkpoint.tree import put_together
 from trainer.config import KeepBest

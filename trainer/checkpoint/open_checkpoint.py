@@ -10,22 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.layout import Index, index_from_json
+from trainer.checkpoint.hashing import check_blocks
+from trainer.checkpoint.layout import Index, Shapes, index_from_json
 from trainer.checkpoint.manifest import Manifest, open_listed, read_manifest, verify
-from trainer.checkpoint.matching import Shapes, is_extra_state
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import Stored, as_tensor, read_header, stored_as
-from trainer.checkpoint.state_file import DATA_STATES, STATE, compare_names, read_facts
-from trainer.checkpoint.tree import put_together, tensor_names
+from trainer.checkpoint.tree import is_extra_state, put_together, tensor_names
 from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
 from trainer.files.address import Location
-from trainer.files.untrusted import Fields, first_five, printable
+from trainer.files.untrusted import first_five, printable, read_json, reason
 from trainer.local_shard import num_rows, own_rows, to_local
 from trainer.optim.train_state import Progress
 
 log = logging.getLogger(__name__)
 
+STATE = "state.json"
+# Keys of the facts, which are the contents of that file without its index of tensors:
+MODEL_CONFIG = "model_config"  # the config.json of a Hugging Face model
+DATA_STATES = "places"  # where the data of each rank stands
+_PARTS = ("model", "buffers", "optimizer", "schedule", "scaler", "settings", "ema")
+_OTHER_CONTENTS = (KeyError, TypeError, ValueError, AttributeError, RecursionError)  # than a save writes
 _NUM_THREADS = 4
 _BUFFER_BYTES = 1 << 25
 
@@ -53,8 +58,17 @@ class OpenCheckpoint:
             UserError: ``directory`` cannot be read, or is not a checkpoint; a file or a tensor is missing; or
                 its contents contradict each other.
         """
-        manifest, facts, tensors = read_state_file(directory)
-        index = index_from_json(tensors)
+        manifest = read_manifest(directory)
+        if STATE not in manifest.files:
+            raise UserError(f"{printable(directory)} is incomplete: its manifest lacks {STATE}")
+        facts = _read_facts(directory, manifest)
+        path = printable(directory / STATE)
+        try:
+            index = index_from_json(facts.pop("tensors"))
+            _check_facts(facts, manifest, index)
+        except _OTHER_CONTENTS as error:
+            words = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            raise UserError(f"{path} is not what a save writes: {words}{reason(error)}") from error
         return cls(directory, manifest, facts, index, _stored_chunks(directory, manifest, index))
 
     @property
@@ -68,9 +82,8 @@ class OpenCheckpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings of the run that saved this, by their dotted names. UserError if it names no seed."""
+        """The settings of the run that saved this, by their dotted names."""
         config: dict[str, Any] = self.facts["config"]
-        Fields(f"{self.directory / STATE}: config", config).count("seed")
         return config
 
     @property
@@ -151,19 +164,35 @@ class OpenCheckpoint:
         return {name: weights[name] for name in weights if not is_extra_state(name)} | averages
 
 
-def read_state_file(directory: Location) -> tuple[Manifest, dict[str, Any], Fields]:
-    """The manifest, the facts, and the index, of which only the names are checked.
+def _read_facts(directory: Location, manifest: Manifest) -> dict[str, Any]:
+    """The contents of state.json, compared with its hashes."""
+    with open_listed(directory, manifest, STATE) as file:
+        data = bytearray(file.size)
 
-    Raises:
-        UserError: as `OpenCheckpoint.open`.
-    """
-    manifest = read_manifest(directory)
-    if STATE not in manifest.files:
-        raise UserError(f"{printable(directory)} is incomplete: its manifest lacks {STATE}")
-    facts, tensors = read_facts(directory, manifest)
-    named = [*tensor_names(facts["state"]), *tensor_names(facts[DATA_STATES])]
-    compare_names(directory / STATE, named, tensors.values)
-    return manifest, facts, tensors
+        def keep(offset: int, block: memoryview) -> None:
+            data[offset : offset + len(block)] = block
+
+        check_blocks(file, manifest.files[STATE], range(len(manifest.files[STATE].sha256)), keep)
+    return read_json(directory / STATE, bytes(data))
+
+
+def _check_facts(facts: Mapping[str, Any], manifest: Manifest, index: Index) -> None:
+    """Raise some error unless a resume can rely on the facts: on their types, and that nothing is missing."""
+    state = facts["state"]
+    for mapping in (facts["config"], *(state[part] for part in _PARTS)):
+        mapping.keys()
+    step, groups = Progress(**state["progress"]).step, state["optimizer"]["param_groups"]
+    for of_groups in ([group["params"] for group in groups], state["settings"]["groups"]):
+        if len(of_groups) != len(groups):
+            raise ValueError(f"{len(of_groups)} groups instead of {len(groups)}")
+    if step != manifest.step or len(facts[DATA_STATES]) != facts["world_size"]:
+        raise ValueError(
+            f"its state is of step {step}, the manifest of step {manifest.step}; it has the data's states of "
+            f"{len(facts[DATA_STATES])} ranks of {facts['world_size']}"
+        )
+    named = sorted([*tensor_names(state), *tensor_names(facts[DATA_STATES])])
+    if named != sorted(index):
+        raise ValueError(f"of state and index, one lacks {first_five(sorted(set(named) ^ index.keys()))}")
 
 
 def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> None:
@@ -217,25 +246,16 @@ def first_intact(
 
 
 def _stored_chunks(directory: Location, manifest: Manifest, index: Index) -> dict[tuple[str, str], Stored]:
-    """Where the chunks are. UserError if the headers of the files do not list exactly these."""
-    path = printable(directory / STATE)
-    named = {chunk.file for entry in index.values() for chunk in entry.chunks}
-    if foreign := sorted(named ^ (manifest.files.keys() - {STATE})):
-        raise UserError(f"{path} and the manifest do not name the same files: {first_five(foreign)}")
+    """Where the chunks are. UserError if one is not there, or of another size."""
     found: dict[tuple[str, str], Stored] = {}
-    for name in sorted(named):
+    for name in sorted({chunk.file for entry in index.values() for chunk in entry.chunks}):
+        if name not in manifest.files:
+            raise UserError(f"{printable(directory)} is incomplete: its manifest lacks {printable(name)}")
         with open_listed(directory, manifest, name) as file:
             found |= {(name, key): stored for key, stored in read_header(file).items()}
-    used = set()
     for name, entry in index.items():
         for chunk in entry.chunks:
             stored = found.get((chunk.file, chunk.key))
-            where = f"{printable(chunk.key)} in {chunk.file}"
-            if stored is None:
-                raise UserError(f"{path} names {where}, which is not there")
-            if (stored.dtype, stored.shape) != stored_as(entry.dtype, chunk.shape):
-                raise UserError(f"{path} has another size or dtype of {printable(name)} than {where}")
-            used.add((chunk.file, chunk.key))
-    if left := sorted(f"{key} in {file}" for file, key in found.keys() - used):
-        raise UserError(f"{path} does not name {first_five(left)}")
+            if stored is None or (stored.dtype, stored.shape) != stored_as(entry.dtype, chunk.shape):
+                raise UserError(f"{printable(chunk.file)} has not the {printable(name)} that {STATE} names")
     return found

@@ -128,6 +128,11 @@ def _is_hashable(key: Any) -> bool:
     return True
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether the tensor is from ``get_extra_state`` of a module, and may have any shape and dtype."""
+    return "_extra_state" in name.split(".")
+
+
 def tensor_names(plain: Any) -> list[str]:
     """The name of every tensor in a result of ``take_apart``; twice if it occurs twice."""
     names, rest = [], [plain]

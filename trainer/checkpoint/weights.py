@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.expected import unusual
+from trainer.checkpoint.fits import unusual
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
-from trainer.checkpoint.matching import is_extra_state
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
 from trainer.checkpoint.reading import PlainFile, opened
 from trainer.checkpoint.safetensors_files import INDEX, SINGLE, tensors_in
+from trainer.checkpoint.tree import is_extra_state
 from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, Location, location
 from trainer.files.untrusted import Fields, first_five, printable, read_json, reason

@@ -3,18 +3,17 @@
 import collections
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as torch_dist
 from torch import Tensor
 
 from trainer.checkpoint.hashing import FileDigest, write_text
-from trainer.checkpoint.layout import Plan, aliases_in, index_to_json, key_of, plan_writers
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint, read_state_file
+from trainer.checkpoint.layout import Plan, index_to_json, key_of, plan_writers
+from trainer.checkpoint.open_checkpoint import STATE, OpenCheckpoint
 from trainer.checkpoint.safetensors_files import ToStore, write_file
-from trainer.checkpoint.state_file import STATE
 from trainer.checkpoint.store import Store
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.gather_shards import gather_shards_to_rank0
@@ -24,19 +23,19 @@ from trainer.local_shard import num_rows, to_local
 
 @dataclass
 class SaveLayout:
-    """Where each tensor of a save will be.
+    """Where each tensor of a save will be: kept for the next save, which mostly has the same tensors.
+
+    To make one for the 40,000 tensors of 10,000 parameters takes as long as all the rest.
 
     Attributes:
         format: "full" or "sharded", for the manifest.
         index: as state.json has it, in JSON; on rank 0.
-        of: for which tensors of this rank it was made: names, shapes, dtypes, and names of one tensor.
         was_read: whether a save with it was opened, and its files were as the index says.
     """
 
     format: str
     plan: Plan
     index: str
-    of: Any = None
     was_read: bool = False
 
 
@@ -45,21 +44,13 @@ def layout_of(
     format: str,
     agreement: Agreement,
     only_rank_0: Collection[str] = (),
-    former: SaveLayout | None = None,
+    alike: bool = True,
 ) -> SaveLayout:
-    """Share the live ``tensors`` among ranks (a collective). ``only_rank_0`` is as for `plan_writers`.
-
-    Args:
-        former: that of the save before; returned if it fits. To make a layout for the 40,000 tensors of
-            10,000 parameters, and to read it back, takes as long as all the rest.
-    """
-    of = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()], aliases_in(tensors)
-    if former is not None and all(agreement.gather(former.of == of)):
-        return former
+    """Share the live ``tensors`` among ranks. ``only_rank_0`` and ``alike`` are as for `plan_writers`."""
     gathered = format == "full" and agreement.world_size > 1
-    plan = plan_writers(tensors, only_rank_0, gathered, agreement)
+    plan = plan_writers(tensors, only_rank_0, gathered, alike, agreement.world_size)
     index = json.dumps(index_to_json(plan.index(tensors))) if agreement.rank == 0 else ""
-    return SaveLayout(format, plan, index, of)
+    return SaveLayout(format, plan, index)
 
 
 @dataclass(frozen=True)
@@ -68,8 +59,9 @@ class Contents:
 
     Attributes:
         tensors: those that this rank writes, or sends, by their names in the checkpoint.
-        facts: all else, as STATE has it.
+        facts: all else, as STATE has it; on rank 0.
         metrics: for the manifest.
+        copies: of the tensors, to be written in their place.
     """
 
     step: int
@@ -77,70 +69,86 @@ class Contents:
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
     metrics: Mapping[str, float]
+    copies: Future[dict[str, Tensor]] | None = None
 
     def write_tensors(self, directory: Path, agreement: Agreement) -> dict[str, FileDigest]:
         """Write this rank's tensors, hashed on the way and fsynced; return the digests by file.
 
         If rank 0 writes all, this is a collective, which sends CPU tensors. Shards and GPU tensors then
         arrive while the file is written, so that rank 0 holds only its own part of the state and one shard
-        more. Other ranks send even if writing fails on rank 0.
+        more. A rank that fails takes part to the end, so that the others hear of it.
 
         Raises:
             OSError: of the disk.
         """
-        plan, tensors, rank = self.layout.plan, self.tensors, agreement.rank
-        coming = {
-            name: _chunks(tensors[name], plan, agreement.group) for name in plan.writers if name in tensors
-        }
-        files = files_of(tensors, plan, rank, coming.__getitem__)
+        plan, rank, group = self.layout.plan, agreement.rank, agreement.group
+        names = [name for name in plan.writers if name in self.tensors]
+        if not plan.gathered:
+            tensors = self._to_write()
+            files = files_of(tensors, plan, rank, lambda name: map(Tensor.cpu, [to_local(tensors[name])]))
+            return {name: write_file(directory / name, stored) for name, stored in files.items()}
+
+        def coming(tensors: Mapping[str, Tensor], lost: bool = False) -> dict[str, Iterator[Tensor]]:
+            return {name: gather_shards_to_rank0(tensors[name], "cpu", group, lost) for name in names}
+
+        left = coming(self.tensors, lost=True)
         try:
+            tensors = self._to_write()
+            rows = coming(tensors)
+            if rank != 0:
+                for name in names:
+                    collections.deque(rows[name], maxlen=0)
+                    del left[name]
+                return {}
+            left = rows
+            files = files_of(tensors, plan, rank, rows.__getitem__)
             return {name: write_file(directory / name, stored) for name, stored in files.items()}
         finally:
-            if plan.gathered:
-                for chunks in coming.values():
-                    collections.deque(chunks, maxlen=0)  # take part in the collectives that are left
+            for rest in left.values():
+                collections.deque(rest, maxlen=0)
 
-    def read_back(self, directory: Path) -> None:
-        """Raise UserError if no resume would read what was written to ``directory``."""
-        if self.layout.was_read:
-            read_state_file(directory)
-        else:
-            OpenCheckpoint.open(directory)
-            self.layout.was_read = True
+    def _to_write(self) -> Mapping[str, Tensor]:
+        return self.tensors if self.copies is None else self.copies.result()
 
 
-def write_checkpoint(store: Store, contents: Contents, agreement: Agreement, clears: bool = True) -> None:
+def write_checkpoint(
+    store: Store, directory: Path, contents: Contents, agreement: Agreement, clears: bool = True
+) -> None:
     """Write a checkpoint, which appears in ``store`` whole or not at all (a collective).
 
     Args:
+        directory: the ``store``'s new one.
         clears: whether this rank deletes what a failure leaves: one on each host, since hosts may have no
             disk in common.
 
     Raises:
         UserError, Fault: on every rank alike; what was there before is unchanged.
     """
-    directory = None
+    layout = contents.layout
+
+    def write() -> dict[str, FileDigest]:
+        digests = contents.write_tensors(directory, agreement)
+        if agreement.rank == 0:
+            text = f'{json.dumps(contents.facts)[:-1]}, "tensors": {layout.index}}}'
+            digests[STATE] = write_text(directory / STATE, text)
+        return digests
+
+    def read_back(sealed: Path) -> None:
+        """Raise UserError if no resume would read what was written."""
+        if not layout.was_read:
+            OpenCheckpoint.open(sealed)
+            layout.was_read = True
+
+    def commit(digests: list[dict[str, FileDigest]]) -> None:
+        files = {name: digest for part in digests for name, digest in part.items()}
+        store.commit(contents.step, layout.format, files, contents.metrics, check=read_back)
+
     try:
-        directory = agreement.on_main(lambda: store.new_directory(contents.step))
-        digests = agreement.everywhere(lambda: _write_part(directory, contents, agreement))
-        files = {name: digest for part in agreement.gather(digests) for name, digest in part.items()}
-        agreement.on_main(
-            lambda: store.commit(
-                contents.step, contents.layout.format, files, contents.metrics, check=contents.read_back
-            )
-        )
+        agreement.decided(write, commit)
     except (UserError, Fault):
-        if directory is not None and clears:
+        if clears:
             store.delete_failed(directory)
         raise
-
-
-def _write_part(directory: Path, contents: Contents, agreement: Agreement) -> dict[str, FileDigest]:
-    digests = contents.write_tensors(directory, agreement)
-    if agreement.rank == 0:
-        text = f'{json.dumps(contents.facts)[:-1]}, "tensors": {contents.layout.index}}}'
-        digests[STATE] = write_text(directory / STATE, text)
-    return digests
 
 
 def files_of(
@@ -156,10 +164,3 @@ def files_of(
                 stored = ToStore(key_of(name), tensor.dtype, shape, rows(name))
                 files.setdefault(plan.file_of(name, rank), []).append(stored)
     return files
-
-
-def _chunks(tensor: Tensor, plan: Plan, group: torch_dist.ProcessGroup) -> Iterator[Tensor]:
-    """The rows of `tensor` that arrive here, on the CPU, chunk by chunk; nothing happens before the first."""
-    if plan.gathered:
-        return gather_shards_to_rank0(tensor, "cpu", group)
-    return (part.cpu() for part in (to_local(tensor),))

@@ -1,25 +1,27 @@
 """How ranks act together: an error of one rank is sent to all before any raises it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as torch_dist
 
 from trainer.distributed.collectives import gloo_group
-from trainer.errors import Fault, UserError, kind_of
+from trainer.errors import Fault, NonFiniteError, RunEndError, UserError, kind_of
 from trainer.files.untrusted import reason
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import Dist
 
 _T = TypeVar("_T")
+_Report = TypeVar("_Report")
 
 
 class _Failure(NamedTuple):
     """How an action failed, as all ranks raise it."""
 
-    kind: type[UserError] | type[Fault]
+    kind: type[RunEndError]
     message: str
+    ranks: tuple[int, ...] = ()
 
 
 def compare_across_ranks(
@@ -85,12 +87,24 @@ class Agreement:
     def everywhere(self, action: Callable[[], _T]) -> _T:
         """This rank's result of `action`, once all have one, or the error of the first rank that has none."""
         value, failure, cause = _attempt(action, (Exception,))
-        failures = self.gather(failure)
-        for rank, first in enumerate(failures):
-            if first is not None:
-                alike = all(other == first for other in failures)
-                raise first.kind(first.message if alike else f"rank {rank}: {first.message}") from cause
+        _raise_first(self.gather(failure), cause)
         return cast(_T, value)
+
+    def decided(self, report: Callable[[], _Report], decide: Callable[[list[_Report]], _T]) -> _T:
+        """What rank 0 decides from every rank's `report`, by rank: one gather to it, and one answer back.
+
+        The error of a report is raised on every rank, too, and nothing is decided then.
+        """
+        own, failure, cause = _attempt(report, (Exception,))
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        torch_dist.gather_object((own, failure), gathered, dst=0, group=self.group)
+
+        def decision() -> _T:
+            assert gathered is not None
+            _raise_first([failure for _, failure in gathered], cause)
+            return decide([own for own, _ in gathered])
+
+        return _from_main(decision, (Exception,), self.rank, self.group, cause)
 
 
 class Alone(Agreement):
@@ -106,14 +120,26 @@ class Alone(Agreement):
     def on_main(self, action: Callable[[], _T]) -> _T:
         return self.everywhere(action)
 
+    def decided(self, report: Callable[[], _Report], decide: Callable[[list[_Report]], _T]) -> _T:
+        return self.everywhere(lambda: decide([report()]))
+
+
+def _raise_first(failures: Sequence[_Failure | None], cause: Exception | None) -> None:
+    """Raise the first of the ranks' failures, if there is one."""
+    for rank, first in enumerate(failures):
+        if first is not None:
+            message = first.message if all(other == first for other in failures) else None
+            raise first.kind(message or f"rank {rank}: {first.message}", first.ranks) from cause
+
 
 def _from_main(
     action: Callable[[], _T],
     expected: tuple[type[Exception], ...],
     rank: int,
     group: torch_dist.ProcessGroup | None,
+    cause: Exception | None = None,
 ) -> _T:
-    cause = None
+    """Args: cause: on other ranks than 0, of an error that `action` may raise because of them."""
     box: list[tuple[_T | None, _Failure | None] | None] = [None]
     if rank == 0:
         value, failure, cause = _attempt(action, expected)
@@ -122,7 +148,7 @@ def _from_main(
     assert box[0] is not None
     value, failure = box[0]
     if failure is not None:
-        raise failure.kind(failure.message) from cause
+        raise failure.kind(failure.message, failure.ranks) from cause
     return cast(_T, value)
 
 
@@ -133,6 +159,8 @@ def _attempt(
     try:
         return action(), None, None
     except expected as error:
+        if isinstance(error, NonFiniteError):
+            return None, _Failure(NonFiniteError, str(error), error.ranks), error
         is_told = isinstance(error, UserError | Fault)
         message = str(error) if is_told else f"{type(error).__name__}: {reason(error)}"
         return None, _Failure(kind_of(error), message), error

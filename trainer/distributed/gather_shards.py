@@ -10,7 +10,10 @@ from trainer.local_shard import is_dtensor, is_sharded, rows_of_shard, to_local
 
 
 def gather_shards_to_rank0(
-    tensor: Tensor, device: torch.device | str, group: dist.ProcessGroup | None = None
+    tensor: Tensor,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None = None,
+    lost: bool = False,
 ) -> Iterator[Tensor]:
     """Yield on rank 0 the shards of `tensor` along its first dimension, in order and on the CPU.
 
@@ -22,8 +25,12 @@ def gather_shards_to_rank0(
         tensor: a tensor, or a DTensor as created by fully_shard: sharded by its first dimension, over the
             last dimension of the mesh.
         device: a device on which `group` communicates; `group` None means all ranks.
+        lost: this rank has failed to read its shard. It gives zeros in its place, as rank 0 waits for it
+            before it hears of the failure.
     """
     local, rank = to_local(tensor), dist.get_rank()
+    if lost:
+        local = torch.zeros(local.shape, dtype=local.dtype)
     if not is_dtensor(tensor) or not is_sharded(tensor):
         if rank == 0:
             yield local.cpu()

@@ -1,0 +1,474 @@
+"""Whether what a run saves can be resumed, and a checkpoint fits a run: known before anything changes.
+
+A run's state is looked at as it is built, and compared at each save. A checkpoint is compared by names,
+shapes and dtypes before any of its tensors is read.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Muon
+
+from trainer.bits import same_bits
+from trainer.checkpoint.layout import DTYPES, Shapes, aliases_in
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint
+from trainer.checkpoint.tree import is_extra_state, put_together, take_apart
+from trainer.errors import NonFiniteError, UserError, first_few
+from trainer.files.untrusted import first_five, printable, reason
+from trainer.local_shard import is_dtensor, to_local
+from trainer.optim.combined import has_user_part, parts_of
+from trainer.optim.continued import OF_SCHEDULES
+from trainer.optim.plain_names import (
+    every_parameter,
+    load_model_state,
+    model_state,
+    named_buffers,
+    named_modules,
+)
+from trainer.optim.train_state import TrainState
+from trainer.optim.whole_matrices import WholeMatrices
+
+# ---- what a run saves
+
+
+class Fits:
+    """What each save of a run must contain, so that a resume can load it: its state as built.
+
+    Attributes:
+        not_finite: by the name of a tensor, which of "NaN" and "Inf" it holds from the start, as masks do; of
+            this rank's shards, until `Checkpointer.bind` adds those of the others.
+        model_config: the config.json of a Hugging Face model; None for other models.
+
+    Raises:
+        UserError: the model's state has a tensor that no checkpoint can hold or no resume can load; by name.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        _check_model(state.model)
+        tensors, _ = take_apart(state.state_dict())
+        for name, tensor in tensors.items():
+            if (problem := _unsavable(to_local(tensor))) is not None:
+                raise UserError(f"a checkpoint cannot hold {name}, which {problem}")
+        named = every_parameter(state.model)
+        # Without DTensors: FSDP itself replaces them by gathered ones.
+        self._parameters = {name: p for name, p in named if not is_dtensor(p)}
+        self._shapes = _of_model(tensors)
+        self.not_finite = not_finite(tensors)
+        self.model_config = _config_of(state.model)
+
+    def take(
+        self, state: TrainState, kept: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The live tensors of ``state``, by their names in a checkpoint, and the rest of it for JSON.
+
+        Args:
+            kept: by names in the model's state, in place of its own values there.
+
+        Raises:
+            UserError: a parameter was replaced, so that no optimizer would train it; or a tensor of the model
+                was made, resized or lost since the start.
+        """
+        now = dict(every_parameter(state.model))
+        replaced = [name for name, parameter in self._parameters.items() if now.get(name) is not parameter]
+        if replaced:
+            raise UserError(
+                f"{first_five(replaced)} of the model is another object than before the first step: the "
+                "optimizer still updates the old one. Replace no parameter in a forward pass; make it in "
+                "__init__, and change its values under torch.no_grad()"
+            )
+        tree = state.state_dict()
+        if kept is not None:
+            for part in ("model", "buffers"):
+                tree[part] = {name: kept.get(name, value) for name, value in tree[part].items()}
+        tensors, plain = take_apart(tree)
+        _compare_shapes(
+            _of_model(tensors),
+            self._shapes,
+            "the model's state is no longer what it was before the first step, and no resume could load it",
+            ("now", "then"),
+            "; make buffers in __init__, in their final size, or with persistent=False if none need be saved",
+        )
+        return tensors, plain
+
+    def new_in(self, tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
+        """By name, which of "NaN" and "Inf" this process holds in ``tensors``, and did not at the start."""
+        known = {name: tensors[name] for name in tensors.keys() & self.not_finite.keys()}
+        others = {name: tensors[name] for name in tensors if name not in known}
+        found = {name: kinds - self.not_finite[name] for name, kinds in not_finite(known).items()}
+        return not_finite(others) | {name: kinds for name, kinds in found.items() if kinds}
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
+    """By name, which of "NaN" and "Inf" are among the numbers that this process holds of ``tensors``.
+
+    If all are finite, this costs one read of them, and one wait for each device; {} is returned.
+    """
+    here = {name: _real(to_local(tensor)) for name, tensor in tensors.items()}
+    here = {name: part for name, part in here.items() if part.numel() and part.is_floating_point()}
+    # Both extremes are NaN if any number is: five times as fast as isfinite, which allocates as much memory.
+    ends: dict[torch.device, list[Tensor]] = {}
+    for part in here.values():
+        ends.setdefault(part.device, []).extend(part.aminmax())
+    if all(torch.stack(of_device).isfinite().all() for of_device in ends.values()):
+        return {}
+    kinds = {"NaN": torch.isnan, "Inf": torch.isinf}
+    found = {
+        name: {kind for kind, is_such in kinds.items() if is_such(part).any()} for name, part in here.items()
+    }
+    return {name: held for name, held in found.items() if held}
+
+
+def refuse_not_finite(found: Sequence[Mapping[str, set[str]]], step: int, hosts: Sequence[str]) -> None:
+    """Raise NonFiniteError if a rank has ``found`` something; ``hosts`` describes the ranks."""
+    for rank, theirs in enumerate(found):
+        if theirs:
+            names = first_few((name.removeprefix("model.") for name in theirs), 1)
+            kind = " and ".join(sorted(next(iter(theirs.values()))))
+            raise NonFiniteError(
+                f"{names} holds {kind} after step {step} on {hosts[rank]}; nothing of that step is "
+                "saved. Lower optim.lr, or set train.clip_grad_norm; resume=auto continues from the checkpoint "
+                "before",
+                ranks=(rank,),
+            )
+
+
+def unusual(tensor: Tensor) -> str | None:
+    """Why a checkpoint cannot hold ``tensor``, as the end of a sentence; None if it can."""
+    if tensor.layout != torch.strided:
+        return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); save it dense, with to_dense()"
+    if tensor.is_meta:
+        return "is on the meta device: it was saved without its numbers"
+    if tensor.is_nested or tensor.is_quantized or type(tensor) not in (Tensor, nn.Parameter):
+        return f"is nested, quantized or a {type(tensor).__name__}, not a plain tensor"
+    return None
+
+
+def _unsavable(tensor: Tensor) -> str | None:
+    """As `unusual`, of a tensor that a resume has to read and to fill."""
+    if (problem := unusual(tensor)) is not None:
+        return problem
+    if tensor.dtype not in DTYPES.values():
+        return f"is of {tensor.dtype}, which no checkpoint holds; keep its bytes, with view(torch.uint8)"
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "is expanded: torch fills no tensor whose numbers share memory; add .clone()"
+    return None
+
+
+def _config_of(model: nn.Module) -> dict[str, Any] | None:
+    """The config.json of a Hugging Face model; None for other models."""
+    config: Any = getattr(model, "config", None)
+    if not isinstance(getattr(config, "model_type", None), str) or not hasattr(config, "to_json_string"):
+        return None
+    own = json.loads(config.to_json_string())
+    return {**own, "architectures": [type(model).__name__.removeprefix("FSDP")]}  # as save_pretrained says
+
+
+def _real(part: Tensor) -> Tensor:
+    """The same numbers with an order: complex ones as real pairs, 8-bit floats as fp32."""
+    if part.is_complex():
+        return torch.view_as_real(part)
+    return part.float() if part.is_floating_point() and part.itemsize == 1 else part
+
+
+def _of_model(tensors: Mapping[str, Tensor]) -> Shapes:
+    """The shapes of the model's parameters and buffers, by their names in a save."""
+    own = (name for name in tensors if name.startswith("model.") and not is_extra_state(name))
+    return {name: (tensors[name].shape, tensors[name].dtype) for name in own}
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise UserError if ``model`` saves something in its state_dict that it cannot load."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        gives = kind.get_extra_state is not nn.Module.get_extra_state
+        if gives and kind.set_extra_state is nn.Module.set_extra_state:
+            raise UserError(
+                f"{name or 'the model'}, a {kind.__name__}, has get_extra_state without set_extra_state: it "
+                "would be saved and could not be resumed"
+            )
+    try:
+        saved = model_state(model)
+    except Exception as error:  # of a user's hook
+        words = f"{type(error).__name__}: {reason(error)}"
+        raise UserError(f"the model's state_dict() cannot be saved: {words}; look at its hooks") from error
+    parameters = dict(every_parameter(model))
+    held = parameters | dict(named_buffers(model))
+    own = {name: value for name, value in saved.items() if not is_extra_state(name)}
+    is_plain = all(name in held and _is_own(value, held[name]) for name, value in own.items())
+    if not is_plain or not parameters.keys() <= own.keys():  # a hook had a hand in it
+        _try_to_restore(model, saved, held)
+
+
+def _is_own(value: Any, live: Tensor) -> bool:
+    """Whether ``value`` of a state dict is the model's own tensor, not one that a hook created."""
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (live.shape, live.dtype):
+        return False
+    return to_local(value).data_ptr() == to_local(live).data_ptr()
+
+
+@torch.no_grad()
+def _try_to_restore(model: nn.Module, saved: dict[str, Any], held: Mapping[str, Tensor]) -> None:
+    """Raise UserError unless ``model`` loads ``saved`` unchanged; ``held`` keeps its values in any case."""
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    try:
+        load_model_state(model, saved)
+        changed = [name for name in held if not same_bits(to_local(held[name]), to_local(before[name]))]
+        problem = f"other values come back of {first_five(changed)}" if changed else ""
+    except Exception as error:
+        problem = " ".join(str(error).split()) or type(error).__name__
+    for name, tensor in held.items():
+        tensor.copy_(before[name])
+    if problem:
+        raise UserError(
+            "the model's load_state_dict() does not restore its state_dict(), so no checkpoint of it could "
+            f"be resumed: {printable(problem)}; look at hooks that rename, leave out or convert tensors"
+        )
+
+
+# ---- a checkpoint for a run
+
+
+def targets_for(
+    state: TrainState, shapes: Shapes, plain: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors to read a checkpoint into, by their saved names; and what it lacks, in words for the log.
+
+    These are the model's own tensors, its other buffers if they were saved in the same size, and new tensors
+    for the optimizer's state: laid out and sharded like the parameter if they have its shape, otherwise on
+    the CPU, from where ``Optimizer.load_state_dict`` moves them.
+
+    Args:
+        shapes: of the checkpoint's tensors.
+        plain: the JSON part of the saved state.
+
+    Raises:
+        UserError: the checkpoint is of another model or optimizer; lists the first five differences of each
+            kind.
+    """
+    ours, lacks = state.state_dict(), []
+    targets = model_targets(ours["model"], shapes)
+    _compare_optimizers(state, ours["optimizer"]["param_groups"], plain["optimizer"])
+    buffers = {f"buffers.{name}": value for name, value in ours["buffers"].items()}
+    fitting = {name: value for name, value in buffers.items() if _fits(name, value, shapes)}
+    if others := sorted(name.partition(".")[2] for name in buffers.keys() - fitting.keys()):
+        lacks.append(f"these buffers, or has others; they keep their initial values: {first_five(others)}")
+    averages = {f"ema.weights.{name}": value for name, value in ours["ema"].get("weights", {}).items()}
+    if not all(_fits(name, value, shapes) for name, value in averages.items()):
+        averages = {}
+    if state.average is not None and not averages:
+        lacks.append("averages of these weights (ema.decay); they begin with its weights")
+    targets |= fitting | averages
+    for name, (shape, dtype) in shapes.items():
+        if name not in targets and not name.startswith(("buffers.", "ema.")):
+            parameter = parameter_of(name, shape, state.trained.whole)
+            if parameter is not None and parameter.shape == shape and len(shape) > 0:  # "step" is on the CPU
+                targets[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                targets[name] = torch.empty(shape, dtype=dtype)
+    check_optimizer_state(state, saved_state(plain, targets)["optimizer"])
+    return targets, lacks
+
+
+def model_targets(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
+    """The tensors to read the model's part of a checkpoint into, by their saved names.
+
+    These are the tensors in ``ours``, its own state dict, and new ones for the extra state of its modules.
+
+    Raises:
+        UserError: the checkpoint is of another model.
+    """
+    named = {f"model.{name}": value for name, value in ours.items() if isinstance(value, Tensor)}
+    own = {name: value for name, value in named.items() if not is_extra_state(name)}
+    saved = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
+    kept = {name: shapes[name] for name in saved if is_extra_state(name)}
+    _compare_shapes(
+        {name: shape for name, shape in saved.items() if name not in kept},
+        {name: (target.shape, target.dtype) for name, target in own.items()},
+    )
+    return own | {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kept.items()}
+
+
+def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The saved state for ``TrainState.load_state_dict``, made of ``plain`` and ``targets``.
+
+    Called before these are read, to check that it fits, and after, to load it.
+    """
+    buffers = plain["buffers"]
+    read = {name: value for name, value in buffers.items() if f"buffers.{name}" in targets}
+    average = plain["ema"] if any(name.startswith("ema.") for name in targets) else {}
+    saved: dict[str, Any] = put_together({**plain, "buffers": read, "ema": average}, targets)
+    return saved
+
+
+def parameter_of(name: str, shape: torch.Size, parameters: Mapping[str, Tensor]) -> Tensor | None:
+    """The parameter to whose state the optimizer's tensor ``name`` belongs, maybe in lists; None without one.
+
+    Raises:
+        UserError: it is sharded, and the tensor has another shape.
+    """
+    prefix = name.removeprefix("optimizer.state.")
+    while prefix and prefix not in parameters:
+        prefix = prefix.rpartition(".")[0]
+    parameter = parameters.get(prefix)
+    if is_dtensor(parameter) and len(shape) > 0 and shape != parameter.shape:
+        words = "has another shape than its parameter and cannot be sharded; resume, or begin, without FSDP"
+        raise UserError(f"{name} {words}")
+    return parameter
+
+
+def check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
+    """Raise UserError if the state of a parameter lacks what a step of this run's optimizer creates.
+
+    A step on a small parameter, of size 2 in each dimension, shows what it creates. Only for torch's own
+    optimizers: others may treat parameters differently, and keep state of no parameter.
+    """
+    foreign = [str(key) for key in saved["state"] if key not in state.trained.whole]
+    if foreign and not has_user_part(state.optimizer):
+        raise UserError(
+            f"the checkpoint's optimizer has state of unknown parameters: {first_five(sorted(foreign))}"
+        )
+    groups = state.state_dict()["optimizer"]["param_groups"]
+    for part, group in zip(parts_of(state.optimizer), groups, strict=True):
+        kind = Muon if isinstance(part, WholeMatrices) else type(part)
+        made: dict[int, set[str]] = {}
+        for name in group["params"] if kind.__module__.startswith("torch.optim.") else ():
+            found, ndim = saved["state"].get(name), state.trained.whole[name].ndim
+            if not found:  # it never had a gradient
+                continue
+            if ndim not in made:
+                made[ndim] = _made_by_one_step(kind, group, ndim)
+            if missing := sorted(made[ndim] - found.keys()):
+                raise UserError(
+                    f"the checkpoint lacks optimizer.state.{printable(name)}.{missing[0]}, which "
+                    f"{kind.__name__} keeps with this run's settings; set optim as it was"
+                )
+
+
+def _made_by_one_step(kind: type[Any], group: Mapping[str, Any], ndim: int) -> set[str]:
+    """The state that a ``kind`` keeps of a parameter of shape (2,) * ``ndim``; none if its step fails."""
+    parameter = torch.zeros((2,) * ndim, requires_grad=True)
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer = kind([{**group, "params": [parameter]}])
+        optimizer.step()
+    except Exception:  # it needs a closure, sparse gradients or a GPU: the run's own step will show errors
+        return set()
+    return set(optimizer.state[parameter])
+
+
+def _compare_optimizers(state: TrainState, mine: Sequence[Any], saved: Mapping[str, Any]) -> None:
+    """Raise UserError unless both train the same parameters, and `saved` has all options of our groups.
+
+    Groups may be others, by new settings; not of an optimizer of the user's, which may keep state in them.
+    """
+    theirs, is_users = saved["param_groups"], has_user_part(state.optimizer)
+    there = {name: group for group in theirs for name in group["params"]}
+    here = {name: group for group in mine for name in group["params"]}
+    members = [[group["params"] for group in groups] for groups in (mine, theirs)]
+    if here.keys() != there.keys() or (is_users and members[0] != members[1]):
+        moved = [
+            f"{name} ({_group(there, name)} there, {_group(here, name)} here)"
+            for name in {**there, **here}
+            if _group(there, name) != _group(here, name)
+        ]
+        raise UserError(
+            f"the checkpoint's optimizer has {len(there)} parameters in {len(theirs)} groups, this run's "
+            f"{len(here)} in {len(mine)}: {first_five(moved) or 'in another order'}; model, model.freeze"
+            + ", optim.groups, optim.weight_decay and optim.undecayed" * is_users
+            + " must be those of the checkpoint"
+        )
+    for group in mine:
+        theirs_of_it = set(there[group["params"][0]])
+        if missing := sorted(set(group) - theirs_of_it - OF_SCHEDULES - {"name"}):
+            raise UserError(
+                f"the checkpoint is of another optimizer, without {first_five(missing)}; set optim as it was"
+            )
+
+
+def _group(groups: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    return str(groups[name].get("name", "base")) if name in groups else "not trained"
+
+
+def _fits(name: str, tensor: Tensor, shapes: Shapes) -> bool:
+    return shapes.get(name) == (tensor.shape, tensor.dtype)
+
+
+def _compare_shapes(
+    saved: Shapes,
+    wanted: Shapes,
+    words: str = "the checkpoint is of another model",
+    sides: tuple[str, str] = ("there", "here"),
+    way_out: str = "",
+) -> None:
+    """Raise UserError unless names, shapes and dtypes are equal; shows the first five differences.
+
+    Args:
+        words: the beginning of the message.
+        sides: what ``saved`` and ``wanted`` are called in it.
+        way_out: the end of the message.
+    """
+    problems = []
+    if missing := sorted(set(wanted) - set(saved)):
+        problems.append(f"it lacks {first_five(missing)}")
+    if unexpected := sorted(set(saved) - set(wanted)):
+        problems.append(f"it also holds {first_five(unexpected)}")
+    if different := [name for name in wanted if name in saved and saved[name] != wanted[name]]:
+        pairs = [
+            f"{name} ({_describe(*saved[name])} {sides[0]}, {_describe(*wanted[name])} {sides[1]})"
+            for name in different
+        ]
+        problems.append(f"these differ: {first_five(pairs)}")
+    if problems:
+        raise UserError(f"{words}: {'; '.join(problems)}{way_out}")
+
+
+def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+@torch.no_grad()
+def make_buffers(model: nn.Module, source: OpenCheckpoint, device: torch.device) -> list[str]:
+    """Give `model` the buffers of `source`, before its values are read into them.
+
+    Those that a forward pass made, with persistent=False, are registered. Those that begin as one tensor with
+    another, and were saved with other values than it, get memory of their own.
+
+    Args:
+        device: where the model computes, unless a module of it is elsewhere.
+
+    Returns:
+        The names of saved buffers that this model has no place for.
+    """
+    modules, left = dict(named_modules(model)), []
+    saved = {
+        name.partition(".")[2]: name for name in source.shapes if name.startswith(("model.", "buffers."))
+    }
+    buffers = dict(named_buffers(model))
+    for name in sorted(saved.keys() - buffers.keys()):
+        if not saved[name].startswith("buffers."):
+            continue
+        prefix, _, leaf = name.rpartition(".")
+        value = source.read_named([saved[name]])[saved[name]]
+        try:
+            module = modules[prefix]
+            module.register_buffer(leaf, value.to(_device_of(module, device), copy=True), persistent=False)
+        except KeyError:  # of `modules`, or since the module has something else of this name
+            left.append(name)
+    # Parameters come first, and so keep the memory.
+    plain = {name: p.detach() for name, p in every_parameter(model) if not is_dtensor(p)}
+    for name, other in aliases_in({**plain, **buffers}).items():
+        if name in buffers and {name, other} <= saved.keys():
+            values = source.read_named([saved[name], saved[other]])
+            if not same_bits(values[saved[name]], values[saved[other]]):
+                prefix, _, leaf = name.rpartition(".")
+                setattr(modules[prefix], leaf, buffers[name].clone())
+    return left
+
+
+def _device_of(module: nn.Module, device: torch.device) -> torch.device:
+    """That of the module's tensors, if the model is split over several of the kind of `device`."""
+    held = (tensor.device for tensor in (*module.buffers(), *module.parameters()))
+    return next((each for each in held if each.type == device.type), device)
