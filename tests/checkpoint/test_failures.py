@@ -224,7 +224,7 @@ def test_checkpoints_of_another_run_are_neither_pruned_nor_replaced_nor_resumed(
     (found,) = run_ranks(_another_run_in_the_same_place, 1, tmp_path)
     assert found == {
         "one None": ["latest", "step_00000004"],
-        "two None": ["latest", "step_00000004", "step_00000004.of_one"],
-        "two auto": ["latest", "step_00000004.of_one", "step_00000005"],
+        "two None": ["latest", "step_00000004", "step_00000004-2"],
+        "two auto": ["latest", "step_00000004", "step_00000005"],
     }
-    assert manifest.read_manifest(tmp_path / "checkpoints" / "step_00000004.of_one").run_id == "one"
+    assert manifest.read_manifest(tmp_path / "checkpoints" / "step_00000004").run_id == "one"

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import re
+import secrets
 import shutil
 import signal
 import threading
@@ -43,7 +44,12 @@ def _save(store: Store, step: int, **metrics: float) -> Path:
 def _run(root: Path, run_id: str = "one", retention: Retention | None = None) -> tuple[Store, Remote]:
     store = Store(root / "run" / "checkpoints", run_id)
     store.root.mkdir(parents=True, exist_ok=True)
-    return store, Remote(_address(root), store, retention or Retention(last=2))
+    return store, remote_of(_address(root), store, retention)
+
+
+def remote_of(address: Address, store: Store, retention: Retention | None = None) -> Remote:
+    """That of a launch of its own."""
+    return Remote(address, store, secrets.token_hex(8), retention or Retention(last=2))
 
 
 def _address(root: Path) -> Address:
@@ -163,7 +169,7 @@ def test_one_that_was_taken_for_dead_stops_when_another_goes_on_with_its_run(
     half = tmp_path / "there" / "checkpoints" / "step_00000011"
     half.mkdir()
     (half / "a.txt").write_text("left by a kill")
-    second = Remote(_address(tmp_path), store, Retention(last=2))
+    second = remote_of(_address(tmp_path), store)
     second.follow()
     second.finish(10)
     assert not half.exists(), "it has no manifest"
@@ -182,7 +188,7 @@ def test_nothing_is_mixed_with_another_run(tmp_path: Path, caplog: pytest.LogCap
     _save(store, 10)
     remote.follow(10)
     remote.finish(10)
-    other = Remote(_address(tmp_path), Store(tmp_path / "other" / "checkpoints", "two"), Retention())
+    other = remote_of(_address(tmp_path), Store(tmp_path / "other" / "checkpoints", "two"))
     _save(Store(tmp_path / "other" / "checkpoints", "two"), 15)
     other.follow(15)
     other.finish(10)
@@ -275,6 +281,54 @@ def _resume_from_there(root: Path) -> None:
 
 def test_resumes_from_there_alone(tmp_path: Path) -> None:
     run_ranks(_resume_from_there, 2, tmp_path)
+
+
+def _put_by_their_writers(root: Path) -> list[str]:
+    """The files that this rank has put; those of rank 1 fail at first."""
+    put, done, state = Address.put, list[str](), tiny.train_state(sharded=True)
+    fails = tiny.facts().rank == 1
+
+    def recorded(address: Address, file: Path) -> None:
+        nonlocal fails
+        if fails:
+            fails = False
+            raise OSError("no answer")
+        assert not (address.parent / MANIFEST).exists()
+        put(address, file)
+        done.append(address.name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Address, "put", recorded)
+        saver = tiny.checkpointer(root / "run", format="sharded", remote=str(_address(root)), state=state)
+        state.progress.step = 5
+        saver.save(state)
+        saver.finish_remote()
+    return sorted(done)
+
+
+def test_each_rank_puts_its_own_files_and_rank_0_the_manifest_last(tmp_path: Path) -> None:
+    own = [[f"{kind}-{rank:05d}-of-00002.safetensors" for kind in ("model", "optim")] for rank in range(2)]
+    assert run_ranks(_put_by_their_writers, 2, tmp_path) == [[*own[0], "state.json"], own[1]]
+    verify(_address(tmp_path) / "checkpoints" / "step_00000005")
+
+
+def test_rank_0_gives_up_on_files_that_do_not_arrive(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells why no newer step is safe, and goes on with what is newest then."""
+    monkeypatch.setattr("trainer.checkpoint.remote._LOOK_S", 0.01)
+    store, _ = _run(tmp_path)
+    remote = Remote(_address(tmp_path), store, "launch", Retention(last=2), patience_s=0.1)
+    directory = store.new_directory(10)
+    name = "model-00001-of-00002.safetensors"
+    store.commit(10, "sharded", {name: write_text(directory / name, "rank 1")}, {})
+    remote.follow(10)
+    _wait(lambda: f"step_00000010/{name} has not arrived in full" in caplog.text)
+    assert not _steps_there(tmp_path)
+    _save(store, 20)
+    remote.follow(20)
+    remote.finish(10)
+    assert _steps_there(tmp_path) == ["step_00000020"]
 
 
 def _save_there(root: Path) -> None:

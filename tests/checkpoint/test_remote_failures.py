@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.failing_store import FailingStore
-from tests.checkpoint.test_remote import _claimed, _save, _steps_there, _wait
+from tests.checkpoint.test_remote import _claimed, _save, _steps_there, _wait, remote_of
 from trainer.checkpoint.hashing import write_text
-from trainer.checkpoint.listing import Retention, newest_of
+from trainer.checkpoint.listing import newest_of
 from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.remote import Remote
 from trainer.checkpoint.store import Store
@@ -36,7 +36,7 @@ def _address(root: Path) -> Address:
 def _run(root: Path, name: str = "run") -> tuple[Store, Remote]:
     here = Store(root / name / "checkpoints", "one")
     here.root.mkdir(parents=True, exist_ok=True)
-    return here, Remote(_address(root), here, Retention(last=2))
+    return here, remote_of(_address(root), here)
 
 
 def _copied(root: Path, *steps: int) -> tuple[Store, Remote]:
@@ -79,7 +79,7 @@ def test_no_answer_is_not_taken_for_nothing(
 def test_a_store_that_does_not_answer_loses_no_checkpoint(tmp_path: Path) -> None:
     here, _ = _copied(tmp_path, 10, 20)
     FailingStore.failures["info", "20/manifest.json"] = 1000
-    restarted = Remote(_address(tmp_path), here, Retention(last=2))
+    restarted = remote_of(_address(tmp_path), here)
     restarted.follow()
     _wait(lambda: FailingStore.failures["info", "20/manifest.json"] < 990)
     assert _steps_there(tmp_path) == ["step_00000010", "step_00000020"]
@@ -100,7 +100,7 @@ def test_an_address_whose_owners_file_is_lost_or_torn_is_its_runs_all_the_same(
     assert _claimed(tmp_path / "new", "auto", str(_address(tmp_path))).run_id == "one"
     with pytest.raises(UserError, match="holds another run, one"):
         _claimed(tmp_path / "another", None, str(_address(tmp_path)))
-    restarted = Remote(_address(tmp_path), here, Retention(last=2))
+    restarted = remote_of(_address(tmp_path), here)
     _save(here, 20)
     restarted.follow(20)
     restarted.finish(10)

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ from trainer.checkpoint.fits import (
 from trainer.checkpoint.layout import aliases_in
 from trainer.checkpoint.listing import Retention
 from trainer.checkpoint.open_checkpoint import DATA_STATES, MODEL_CONFIG, OpenCheckpoint
-from trainer.checkpoint.remote import NoRemote, Remote
+from trainer.checkpoint.remote import NoRemote, Remote, Share
 from trainer.checkpoint.resuming import check_data, opened_for, tell_what_changed
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import is_extra_state, take_apart
@@ -86,10 +87,8 @@ class Checkpointer:
             best=(best.metric, best.mode) if best is not None else None,
             every=settings.keep_every,
         )
-        self._remote = NoRemote()
-        if settings.remote is not None and dist.rank == 0:
-            self._remote = Remote(Address(settings.remote), self._store, self._retention)
         self._agreement = Agreement(dist, settings.timeout_s)
+        self._remote = self._remote_of(settings)
         dist.heartbeat.disk_may_take(settings.timeout_s)
         self._facts: dict[str, Any] = {
             "num_samples": num_samples,
@@ -106,6 +105,15 @@ class Checkpointer:
         self.saving = Saving()
         self.restored_metrics: dict[str, float] = {}
         self.last_evaluation: tuple[int, Mapping[str, float]] = (0, {})
+
+    def _remote_of(self, settings: CheckpointConfig) -> NoRemote:
+        if settings.remote is None:
+            return NoRemote()
+        address, session = Address(settings.remote), self._agreement.on_main(lambda: secrets.token_hex(8))
+        if self._dist.is_main:
+            return Remote(address, self._store, session, self._retention, settings.timeout_s)
+        writes = settings.format == "sharded"
+        return Share(address, self._store, session, self._dist.rank) if writes else NoRemote()
 
     @cached_property
     def _stage(self) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:

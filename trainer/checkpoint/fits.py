@@ -128,9 +128,9 @@ def refuse_not_finite(found: Sequence[Mapping[str, set[str]]], step: int, hosts:
             names = first_few((name.removeprefix("model.") for name in theirs), 1)
             kind = " and ".join(sorted(next(iter(theirs.values()))))
             raise NonFiniteError(
-                f"{names} holds {kind} after step {step} on {hosts[rank]}; nothing of that step is "
-                "saved. Lower optim.lr, or set train.clip_grad_norm; resume=auto continues from the checkpoint "
-                "before",
+                f"{names} holds {kind} after step {step} on {hosts[rank]}; nothing of that step is saved. "
+                "Lower optim.lr, or set train.clip_grad_norm; resume=auto continues from the "
+                "checkpoint before",
                 ranks=(rank,),
             )
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,19 +125,11 @@ def _sha256(parts: list[memoryview]) -> str:
     return sha.hexdigest()
 
 
-def check_blocks(
-    file: PlainFile,
-    digest: FileDigest,
-    blocks: Iterable[int],
-    look: Callable[[int, memoryview], None] = lambda offset, block: None,
-) -> None:
+def check_blocks(file: PlainFile, digest: FileDigest, blocks: Sequence[int]) -> None:
     """Compare the blocks of ``file`` with these numbers with ``digest``.
 
-    Args:
-        look: called in several threads, with the offset and the bytes of each chunk that was read.
-
     Raises:
-        UserError: a block differs, or cannot be read; or as from ``look``.
+        UserError: a block differs, or cannot be read.
     """
 
     def is_intact(number: int) -> bool:
@@ -148,10 +140,8 @@ def check_blocks(
             chunk = memory[: end - offset]
             file.read_into(offset, chunk)
             sha.update(chunk)
-            look(offset, chunk)
         return sha.hexdigest() == digest.sha256[number]
 
-    blocks = list(blocks)
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint") as threads:
         if not all((threads.map if len(blocks) > 1 else map)(is_intact, blocks)):
             where, name = printable(file.path.parent), printable(file.path.name)

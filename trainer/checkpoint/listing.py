@@ -1,6 +1,5 @@
 """The checkpoints of a run in a directory or at an address: which there are, and which a run resumes from."""
 
-import contextlib
 import logging
 import math
 import os
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from trainer.checkpoint.manifest import STEP_NAME, Manifest, read_manifest
+from trainer.checkpoint.manifest import Manifest, read_manifest, step_of
 from trainer.errors import Fault, UserError, of_files
 from trainer.files.address import Address, Location, UnreachableError
 from trainer.files.untrusted import printable
@@ -61,9 +60,9 @@ class Listing(Generic[P]):
                     )
                 return []
             found = [
-                (int(match[1]), entry.name, entry)
+                (step, entry.name, entry)
                 for entry in self.root.iterdir()
-                if (match := STEP_NAME.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink()
+                if (step := step_of(entry.name)) is not None and entry.is_dir() and not entry.is_symlink()
             ]
         except OSError as error:
             message = f"{printable(self.root)} is unreadable ({error.strerror or error})"
@@ -161,11 +160,7 @@ def best_checkpoint(run_dir: Location, metric: str, mode: str, run_id: str | Non
         UserError: none was saved with a finite ``metric``.
     """
     listing: Listing[Any] = Listing(run_dir / "checkpoints", run_id)
-    manifests = {}
-    for directory in listing.newest_first():
-        with contextlib.suppress(UserError):
-            manifests[directory] = read_manifest(directory)
-    best: Location | None = _best(manifests, metric, mode)
+    best: Location | None = _best(listing.own(), metric, mode)
     if best is None:
         raise UserError(f"{run_dir} has no checkpoint with a finite {metric}")
     return best
@@ -174,7 +169,4 @@ def best_checkpoint(run_dir: Location, metric: str, mode: str, run_id: str | Non
 def newest_run_id(run_dir: Location) -> str | None:
     """The id of the run that saved last under ``run_dir``; None if none did."""
     listing: Listing[Any] = Listing(run_dir / "checkpoints")
-    for directory in listing.newest_first():
-        with contextlib.suppress(UserError):
-            return read_manifest(directory).run_id
-    return None
+    return next((manifest.run_id for manifest in listing.own().values()), None)

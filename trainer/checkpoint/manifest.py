@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 3
 _OWN = ', "sha256": "'  # before the hash of all that stands before it
 FORMATS = ("full", "sharded")  # who wrote the tensors: rank 0, or each rank its own
-STEP_NAME = re.compile(r"step_([0-9]{8,})(?:-[0-9]+)?")  # -2: beside one that could not be replaced
+_STEP_NAME = re.compile(r"step_([0-9]{8,})(?:-[0-9]+)?")  # -2: beside one that could not be replaced
 _RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _YEAR_10000 = 253_402_300_800
 
@@ -112,6 +112,12 @@ def _digest(of_file: Mapping[str, Any]) -> FileDigest:
     if digest.bytes < 1 or len(digest.sha256) != -(-digest.bytes // BLOCK_BYTES):
         raise ValueError(f"a file of {digest.bytes} bytes has {len(digest.sha256)} hashes")
     return digest
+
+
+def step_of(name: str) -> int | None:
+    """The step in the name of a checkpoint's directory; None if it is no such name."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile:

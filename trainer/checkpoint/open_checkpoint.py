@@ -166,14 +166,10 @@ class OpenCheckpoint:
 
 def _read_facts(directory: Location, manifest: Manifest) -> dict[str, Any]:
     """The contents of state.json, compared with its hashes."""
+    digest = manifest.files[STATE]
     with open_listed(directory, manifest, STATE) as file:
-        data = bytearray(file.size)
-
-        def keep(offset: int, block: memoryview) -> None:
-            data[offset : offset + len(block)] = block
-
-        check_blocks(file, manifest.files[STATE], range(len(manifest.files[STATE].sha256)), keep)
-    return read_json(directory / STATE, bytes(data))
+        check_blocks(file, digest, range(len(digest.sha256)))
+        return read_json(directory / STATE, file.read())
 
 
 def _check_facts(facts: Mapping[str, Any], manifest: Manifest, index: Index) -> None:

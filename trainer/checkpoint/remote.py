@@ -1,27 +1,28 @@
-"""Copies checkpoints, in a thread, to an address that survives the loss of the machine.
+"""Copies checkpoints, in a thread of each rank, to an address that survives the loss of the machine.
 
 The address has the files of a run directory: config.yaml, metrics.jsonl, result.json, run.json, and
-checkpoints/step_N. The manifest of a checkpoint is put last: without it there is no checkpoint. run.json has
-the id of the run and the process that puts files there, which is the one that started last. A process reads
-it before each file, so that one that was wrongly taken for dead stops when another has resumed its run. The
-file that it is putting may still arrive, hours later: so each process puts checkpoints in folders of its own,
-the second in step_N-2.
+checkpoints/step_N. run.json has the id of the run, the launch that puts files there, which is the one that
+started last, and what it is copying. Each rank reads it, puts the files that it wrote itself, and says no
+more: rank 0 waits until all have arrived in full, and puts the manifest. Without it there is no checkpoint.
+
+Each file is put only while run.json is the launch's own, so that one that was wrongly taken for dead stops
+when another has resumed its run. A file on its way may still arrive, hours later: so each launch puts
+checkpoints in folders of its own, the second in step_N-2.
 """
 
 import contextlib
 import json
 import logging
 import os
-import secrets
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 from trainer.checkpoint.listing import Listing, Retention, newest_run_id
-from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_text, read_manifest
+from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_text, read_manifest, step_of
 from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, UnreachableError
 from trainer.files.atomic_file import atomic_file
@@ -33,14 +34,15 @@ OWNER = "run.json"
 METRICS = "metrics.jsonl"
 _SMALL_FILES = ("config.yaml", METRICS, "result.json")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0, 5.0
+_LOOK_S = 1.0  # between looks at what other ranks have put
 
 
 class TakenError(UserError):
-    """The address belongs to another run, or another process continues this run there."""
+    """The address belongs to another run, or another launch continues this run there."""
 
 
 class NoRemote:
-    """In place of a `Remote` on ranks other than 0, and without an address."""
+    """In place of a `Remote` where there is nothing to copy."""
 
     listings: tuple[Listing[Address], ...] = ()
     in_hand: Path | None = None
@@ -56,29 +58,25 @@ class NoRemote:
         """Wait up to `timeout_s` until everything is at the address, and log what is."""
 
 
-class Remote(NoRemote):
-    """Copies the newest checkpoint after each `follow`, in a thread that training never waits for.
+class Share(NoRemote):
+    """Copies what this rank has written of the newest checkpoint, in a thread that training never waits for.
 
-    Attributes:
-        in_hand: the checkpoint that is being copied, which must stay.
+    Args:
+        here: the run's checkpoints.
+        session: tells this launch from others of the run; the same on all ranks.
     """
 
-    def __init__(self, address: Address, here: Listing[Path], retention: Retention) -> None:
-        self._address, self._here, self._retention = address, here, retention
-        self._run_dir = here.root.parent
-        self._there = Listing(address / "checkpoints", here.run_id)
-        self.listings = (self._there,)
-        self._session = secrets.token_hex(8)  # tells this process from others of the run
-        self._number = 0  # of this process among those of the run, from 1 on; 0 before it is known
+    def __init__(self, address: Address, here: Listing[Path], session: str, rank: int) -> None:
+        self._address, self._here, self._session, self._rank = address, here, session, rank
         self._changed = threading.Condition()
         self._asked = self._done = 0  # how often `follow` was called, and up to which call all is there
         self._newest_step = self._safe_step = 0  # of the newest checkpoint here, and of the newest there
         self._longest_pause_s = _LONGEST_PAUSE_S
         self._copied: dict[str, tuple[int, int]] = {}  # address: its file's mtime_ns and size
-        self._unfinished: set[Address] = set()  # folders of checkpoints that this process began to copy
         self._problem: str | None = None  # why the last attempt failed
         self._thread: threading.Thread | None = None
-        self._is_taken = False  # by another run or process: this one has stopped copying
+        self._has_begun = False  # run.json has named this launch
+        self._is_taken = False  # by another run or launch: this one has stopped copying
 
     def follow(self, step: int = 0) -> None:
         with self._changed:
@@ -89,57 +87,32 @@ class Remote(NoRemote):
             self._thread = threading.Thread(target=self._run, name="remote", daemon=True)
             self._thread.start()
 
-    def metrics(self) -> dict[str, float]:
-        return {"checkpoint/remote_behind": float(max(0, self._newest_step - self._safe_step))}
-
     def finish(self, timeout_s: float) -> None:
         self._longest_pause_s = _LAST_PAUSE_S
         self.follow()
         with self._changed:
-            waits = self._safe_step < self._newest_step and not self._is_taken
-            if waits:
-                log.info("%s: waiting up to %.0f s for step %d", self._address, timeout_s, self._newest_step)
             self._changed.wait_for(lambda: self._is_taken or self._done == self._asked, timeout_s)
-            if self._done == self._asked:
-                log.info("%s holds step %d", self._address, self._safe_step)
-            else:
-                log.warning(
-                    "%s holds step %d; step %d is in %s alone%s",
-                    self._address,
-                    self._safe_step,
-                    self._newest_step,
-                    self._run_dir,
-                    f": {self._problem}" if self._problem else "",
-                )
 
     # ---- in the thread
 
     def _run(self) -> None:
-        pause_s, begun = _FIRST_PAUSE_S, False
+        pause_s = _FIRST_PAUSE_S
         while not self._is_taken:
             with self._changed:
                 self._changed.wait_for(lambda: self._done < self._asked)
                 asked = self._asked
             try:
-                path = self.in_hand = next(iter(self._here.own()), None)
-                if not begun:
-                    self._begin()
-                    begun = True
-                self._put_small_files()
-                if path is not None:
-                    self._put_checkpoint(path)
+                self._copy()
             except TakenError as error:
                 log.warning("checkpoint.remote: %s; nothing more of this run is put there", error)
                 self._problem, self._is_taken = str(error), True
             except Exception as error:  # a store's library may raise any error
                 self._note_failure(error)
                 with self._changed:
-                    self.in_hand = None
-                    self._changed.wait_for(partial(self._has_more, asked), pause_s)
+                    self._changed.wait_for(lambda asked=asked: self._asked > asked, pause_s)  # type: ignore[misc]
                 pause_s = min(2 * pause_s, self._longest_pause_s)
                 continue
             with self._changed:
-                self.in_hand = None
                 self._done = self._done if self._is_taken else asked
                 self._changed.notify_all()
             if self._problem is not None and not self._is_taken:
@@ -147,75 +120,157 @@ class Remote(NoRemote):
                 self._problem = None
             pause_s = _FIRST_PAUSE_S
 
-    def _has_more(self, asked: int) -> bool:
-        return self._asked > asked
-
     def _note_failure(self, error: Exception) -> None:
         """Warn of the first failure since a success; keep later ones for `finish`."""
-        words = (
-            str(error) if isinstance(error, UserError | Fault) else f"{type(error).__name__}: {reason(error)}"
-        )
+        told = isinstance(error, UserError | Fault)
+        words = str(error) if told else f"{type(error).__name__}: {reason(error)}"
         if self._problem is None:
             more = "tried again, and training continues"
             log.warning("checkpoint.remote: %s; %s. It holds step %d", words, more, self._safe_step)
         self._problem = words
 
+    def _copy(self) -> None:
+        """Put what rank 0 has named in run.json, as soon as that is of the newest step here."""
+        if not self._newest_step:  # this launch has saved nothing yet
+            return
+        while (step := step_of((owner := self._owner_now())["of"])) is None or step < self._newest_step:
+            time.sleep(_LOOK_S)
+        path, there = self._here.root / owner["of"], self._address / "checkpoints" / owner["place"]
+        self._put_files(path, there, (file.name for file in path.glob(f"*-{self._rank:05d}-of-*")))
+        self._safe_step = step
+
+    def _owner_now(self) -> dict[str, str]:
+        """What run.json says. TakenError if it names another launch than this one, which it did name."""
+        owner = _owner(self._address)
+        if owner is not None and owner["session"] == self._session:
+            self._has_begun = True
+            return owner
+        if self._has_begun:
+            by = f"no run, without its {OWNER}" if owner is None else f"process {owner['process']}"
+            raise TakenError(f"{self._address} belongs now to {by}")
+        return {"of": ""}
+
+    def _put_files(self, path: Path, there: Address, names: Iterable[str]) -> None:
+        """Copy files of `path`, this rank's own, to the folder `there`, and see that they arrived."""
+        names = sorted(names)
+        for name in names:
+            self._owner_now()  # before each: this process may have been stopped for hours
+            self._put_file(path / name, there / name)
+        sizes = there.sizes() if names else {}
+        for name in names:
+            if sizes.get(name) != (size := (path / name).stat().st_size):
+                self._copied.clear()
+                raise UserError(f"{there / name} arrived with {sizes.get(name)} of {size} bytes")
+
+    def _put_file(self, file: Path, there: Address) -> None:
+        """Copy `file` unless it was copied as it is now: a failed attempt continues where it stopped."""
+        status = file.stat()
+        now = (status.st_mtime_ns, status.st_size)
+        if self._copied.get(str(there)) != now:
+            there.put(file)
+            self._copied[str(there)] = now
+
+
+class Remote(Share):
+    """As `Share`, on rank 0, which leads: it says what is copied, and puts the manifest.
+
+    Attributes:
+        in_hand: the checkpoint that is being copied, which must stay.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        here: Listing[Path],
+        session: str,
+        retention: Retention,
+        patience_s: float = 600.0,
+    ) -> None:
+        """`patience_s`: how long no other rank's file may arrive until a newer checkpoint is tried."""
+        super().__init__(address, here, session, rank=0)
+        self._retention, self._patience_s = retention, patience_s
+        self._there = Listing(address / "checkpoints", here.run_id)
+        self.listings = (self._there,)
+        self._number = 0  # of this launch among those of the run, from 1 on; 0 before it is known
+        self._unfinished: set[Address] = set()  # folders of checkpoints that this launch began to copy
+
+    def metrics(self) -> dict[str, float]:
+        return {"checkpoint/remote_behind": float(max(0, self._newest_step - self._safe_step))}
+
+    def finish(self, timeout_s: float) -> None:
+        if self._safe_step < self._newest_step and not self._is_taken:
+            log.info("%s: waiting up to %.0f s for step %d", self._address, timeout_s, self._newest_step)
+        super().finish(timeout_s)
+        if self._done == self._asked:
+            log.info("%s holds step %d", self._address, self._safe_step)
+            return
+        log.warning(
+            "%s holds step %d; step %d is in %s alone%s",
+            self._address,
+            self._safe_step,
+            self._newest_step,
+            self._here.root.parent,
+            f": {self._problem}" if self._problem else "",
+        )
+
+    def _copy(self) -> None:
+        try:
+            path = self.in_hand = next(iter(self._here.own()), None)
+            if not self._has_begun:
+                self._begin()
+            self._owner_now()
+            for file in map(self._here.root.parent.joinpath, _SMALL_FILES):
+                if file.exists():
+                    self._put_file(file, self._address / file.name)
+            if path is not None:
+                self._put_checkpoint(path)
+        finally:
+            self.in_hand = None
+
     def _begin(self) -> None:
-        """Become the process that puts files at the address, and remove incomplete checkpoints there."""
-        assert self._there.run_id is not None
+        """Become the launch that puts files at the address, and remove incomplete checkpoints there."""
         before = _owner_if_readable(self._address)
         run_id = _run_of(before, self._address)
-        if run_id not in (None, self._there.run_id):
+        if run_id not in (None, self._here.run_id):
             raise TakenError(f"{self._address} belongs to another run, {run_id}")
         number = before["number"][:9] if before is not None else ""
         self._number = self._number or 1 + (int(number) if number.isdecimal() else 0)
-        own = {
-            "run_id": self._there.run_id,
-            "number": str(self._number),
-            "session": self._session,
-            "process": f"{os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}",
-        }
-        file = self._address / OWNER
-        file.write(json.dumps(own).encode(), create=not file.exists())
+        self._say_what_is_copied("", "")
         for directory in self._there.directories():
             if not (directory / MANIFEST).exists():
                 directory.remove()
         self._safe_step = max((m.step for m in list(self._there.own().values())[:1]), default=0)
+        self._has_begun = True
 
-    def _check_owner(self) -> None:
-        """Raise TakenError if another process, or nobody, owns the address now."""
-        owner = _owner(self._address)
-        if owner is None or owner["session"] != self._session:
-            by = f"no run, without its {OWNER}" if owner is None else f"process {owner['process']}"
-            raise TakenError(f"{self._address} belongs now to {by}")
-
-    def _put_small_files(self) -> None:
-        self._check_owner()
-        for name in _SMALL_FILES:
-            file = self._run_dir / name
-            if file.exists():
-                self._put_file(file, self._address / name)
+    def _say_what_is_copied(self, of: str, place: str) -> None:
+        own = {
+            "run_id": self._here.run_id,
+            "number": str(self._number),
+            "session": self._session,
+            "process": f"{os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}",
+            "of": of,
+            "place": place,
+        }
+        file = self._address / OWNER
+        file.write(json.dumps(own).encode(), create=not file.exists())
 
     def _put_checkpoint(self, path: Path) -> None:
         manifest = read_manifest(path)
-        self._newest_step = self._newest_step or manifest.step  # saved before this process started
+        self._newest_step = self._newest_step or manifest.step  # saved before this launch
         there = self._free_place(manifest)
         if there is None:
             return
         self._unfinished.add(there)
         there.make()
-        for name in sorted(manifest.files):
-            self._check_owner()  # before each: this process may have been stopped for hours
-            self._put_file(path / name, there / name)
-        sizes = there.sizes()
-        for name, file in manifest.files.items():
-            if sizes.get(name) != file.bytes:
-                self._copied.clear()
-                raise UserError(f"{there / name} arrived with {sizes.get(name)} of {file.bytes} bytes")
+        others = {name for name in manifest.files if "-of-" in name and "-00000-of-" not in name}
+        if others:
+            self._say_what_is_copied(path.name, there.name)
+        self._put_files(path, there, manifest.files.keys() - others)
+        self._wait_for_others(there, {name: manifest.files[name].bytes for name in others})
         if read_manifest(path) != manifest:
             self._copied.clear()
             raise UserError(f"{path} was replaced while it was copied")
-        self._check_owner()
+        self._owner_now()
         (there / MANIFEST).write(manifest_text(manifest).encode(), create=True)
         self._safe_step = manifest.step
         self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
@@ -227,6 +282,21 @@ class Remote(NoRemote):
             if old != there:
                 (old / MANIFEST).remove()  # first: without it, this is not a checkpoint
                 old.remove()
+
+    def _wait_for_others(self, there: Address, sizes: Mapping[str, int]) -> None:
+        """Wait until the files of other ranks are there. Fault if none arrives for `patience_s`."""
+        missing, until = len(sizes) + 1, 0.0
+        while sizes:
+            found = there.sizes()
+            left = [name for name, size in sizes.items() if found.get(name) != size]
+            if not left:
+                return
+            if len(left) < missing:
+                missing, until = len(left), time.monotonic() + self._patience_s
+            if time.monotonic() > until:
+                raise Fault(f"{there / left[0]} has not arrived in full from its rank")
+            self._owner_now()
+            time.sleep(_LOOK_S)
 
     def _free_place(self, manifest: Manifest) -> Address | None:
         """The place for a checkpoint, beside others of the same step; None if it is there already."""
@@ -240,17 +310,9 @@ class Remote(NoRemote):
                 return there
             number += 1
 
-    def _put_file(self, file: Path, there: Address) -> None:
-        """Copy `file` unless it was copied as it is now: a failed attempt continues where it stopped."""
-        status = file.stat()
-        now = (status.st_mtime_ns, status.st_size)
-        if self._copied.get(str(there)) != now:
-            there.put(file)
-            self._copied[str(there)] = now
-
 
 def _owner(address: Address) -> dict[str, str] | None:
-    """Which run and process put files at `address`: run_id, number, session, process; None if nobody does."""
+    """What run.json at `address` says: run_id, number, session, process, of, place; None if there is none."""
     file = address / OWNER
     try:
         fields = Fields(str(file), read_json(file, file.read(0, 1 << 16)))
@@ -258,7 +320,7 @@ def _owner(address: Address) -> dict[str, str] | None:
         return None
     if not is_run_id(fields.text("run_id")):
         raise UserError(f"{printable(file)} is damaged: its run_id is {printable(fields.text('run_id'))}")
-    names = ("run_id", "number", "session", "process")
+    names = ("run_id", "number", "session", "process", "of", "place")
     return {name: printable(fields.text(name)) if name in fields.values else "" for name in names}
 
 

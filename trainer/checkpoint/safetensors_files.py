@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -160,24 +160,17 @@ def _stored(file: PlainFile, name: str, entry: Any, origin: int) -> Stored:
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise _refusal(file, f"{printable(name)} has the dtype {printable(dtype)}")
-    sizes = sizes_in(shape)
-    if sizes is None or not isinstance(offsets, list) or len(offsets) != 2 or not _are_sizes(offsets):
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS or not _are_sizes(offsets) or len(offsets) != 2:
         raise _refusal(file, f"{printable(name)} has no shape, or no place")
     begin, end = offsets
-    if end - begin != math.prod(sizes) * DTYPES[dtype].itemsize:
-        raise _refusal(file, f"{printable(name)} has {end - begin:,} bytes for {list(sizes)} of {dtype}")
-    return Stored(DTYPES[dtype], sizes, origin + begin, origin + end)
+    if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise _refusal(file, f"{printable(name)} has {end - begin:,} bytes for {shape} of {dtype}")
+    return Stored(DTYPES[dtype], tuple(shape), origin + begin, origin + end)
 
 
-def sizes_in(value: Any) -> tuple[int, ...] | None:
-    """``value`` as the sizes of a tensor; None if it cannot be that."""
-    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS or not _are_sizes(value):
-        return None
-    return tuple(value) if math.prod(size or 1 for size in value) < _MAX_BYTES else None
-
-
-def _are_sizes(values: list[Any]) -> bool:
-    return all(type(value) is int and 0 <= value < _MAX_BYTES for value in values)
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    is_list = isinstance(values, list)
+    return is_list and all(type(value) is int and 0 <= value < _MAX_BYTES for value in values)
 
 
 def _refusal(file: PlainFile, words: str) -> UserError:

@@ -152,31 +152,30 @@ class Store(Listing[Path]):
         return final
 
     def _free_path(self, step: int) -> Path:
-        """The path for the checkpoint of ``step``; beside the usual one if what is there cannot be moved."""
-        final = self.path(step)
-        try:
-            self._move_aside(final)
-        except OSError as error:  # such as an immutable directory, or a mount point
-            beside = unused_path(final)
-            log.warning("%s cannot be replaced: %s; step %d is saved as %s", final, error, step, beside.name)
-            return beside
-        return final
+        """The path for the checkpoint of ``step``.
 
-    def _move_aside(self, final: Path) -> None:
-        """Rename what has the path ``final`` of a new checkpoint, to replace it or to keep it.
-
-        It is replaced if it is this run's, saved before the run was resumed from an earlier step; or if it is
-        not an intact checkpoint. It is kept under another name if it is another run's.
+        What is there is moved aside, to be replaced, if it is this run's, saved before the run was resumed
+        from an earlier step, or no intact checkpoint. If it is another run's, or stays, the path is beside.
         """
+        final = self.path(step)
         if not os.path.lexists(final):
-            return
-        aside = final.with_name(f"{_REPLACED}{final.name}")
-        with contextlib.suppress(UserError):  # not a checkpoint, or a damaged one: nothing to lose
-            owner = self.run_id if final.is_symlink() else self.manifest(final).run_id
-            if owner != self.run_id:
-                aside = unused_path(final.with_name(f"{final.name}.of_{owner or 'unknown'}"))
-                log.warning("%s is another run's, and is now %s", final, aside.name)
-        final.rename(aside)
+            return final
+        try:
+            if not self._is_of_another_run(final):
+                final.rename(final.with_name(f"{_REPLACED}{final.name}"))
+                return final
+            words = "is another run's"
+        except OSError as error:  # such as an immutable directory, or a mount point
+            words = f"cannot be replaced: {error}"
+        beside = unused_path(final)
+        log.warning("%s %s; step %d is saved as %s", final, words, step, beside.name)
+        return beside
+
+    def _is_of_another_run(self, path: Path) -> bool:
+        try:
+            return not path.is_symlink() and self.manifest(path).run_id != self.run_id
+        except UserError:  # not a checkpoint, or a damaged one: nothing to lose
+            return False
 
     def _point_latest(self, name: str) -> None:
         """Make ``latest`` a link to the checkpoint ``name``, or warn: no resume needs it."""
@@ -184,15 +183,9 @@ class Store(Listing[Path]):
         try:
             link.unlink(missing_ok=True)
             link.symlink_to(name)
-            if latest.is_dir() and not latest.is_symlink():
-                aside = unused_path(latest)
-                log.warning(
-                    "%s is not a link, as after a copy that followed links, and is now %s", latest, aside.name
-                )
-                latest.rename(aside)
             link.replace(latest)
             fsync_directory(self.root)
-        except OSError as error:  # there are file systems without links
+        except OSError as error:  # of file systems without links, and of copies that followed them
             self._warn(latest, f"cannot be pointed at the newest checkpoint, which no resume needs: {error}")
 
     @at_disk()

@@ -111,21 +111,9 @@ def put_together(plain: Any, tensors: Mapping[str, Tensor], path: str = "") -> A
 
 
 def _pairs(plain: list[Any], tensors: Mapping[str, Tensor], path: str) -> Iterator[tuple[Any, Any]]:
-    for pair in plain:
-        if isinstance(pair, list) and len(pair) == 2:
-            key = put_together(pair[0], tensors, path)
-            if _is_hashable(key):
-                yield key, put_together(pair[1], tensors, f"{path}.{key}")
-                continue
-        raise UserError(f"the checkpoint's state holds at {printable(path)} no pair of key and value")
-
-
-def _is_hashable(key: Any) -> bool:
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
+    for plain_key, value in plain:
+        key = put_together(plain_key, tensors, path)
+        yield key, put_together(value, tensors, f"{path}.{key}")
 
 
 def is_extra_state(name: str) -> bool:
