@@ -27,7 +27,7 @@ from trainer.checkpoint.fits import (
 from trainer.checkpoint.layout import aliases_in
 from trainer.checkpoint.listing import Retention
 from trainer.checkpoint.open_checkpoint import DATA_STATES, MODEL_CONFIG, OpenCheckpoint
-from trainer.checkpoint.remote import NoRemote, Remote, Share
+from trainer.checkpoint.remote import Copier, NoRemote, Remote
 from trainer.checkpoint.resuming import check_data, opened_for, tell_what_changed
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import is_extra_state, take_apart
@@ -113,7 +113,7 @@ class Checkpointer:
         if self._dist.is_main:
             return Remote(address, self._store, session, self._retention, settings.timeout_s)
         writes = settings.format == "sharded"
-        return Share(address, self._store, session, self._dist.rank) if writes else NoRemote()
+        return Copier(address, self._store, session, self._dist.rank) if writes else NoRemote()
 
     @cached_property
     def _stage(self) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:

@@ -58,7 +58,7 @@ class NoRemote:
         """Wait up to `timeout_s` until everything is at the address, and log what is."""
 
 
-class Share(NoRemote):
+class Copier(NoRemote):
     """Copies what this rank has written of the newest checkpoint, in a thread that training never waits for.
 
     Args:
@@ -171,8 +171,8 @@ class Share(NoRemote):
             self._copied[str(there)] = now
 
 
-class Remote(Share):
-    """As `Share`, on rank 0, which leads: it says what is copied, and puts the manifest.
+class Remote(Copier):
+    """As `Copier`, on rank 0, which leads: it says what is copied, and puts the manifest.
 
     Attributes:
         in_hand: the checkpoint that is being copied, which must stay.
