@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.gpu.played import play_gpu
 from tests.ranks import RankFailure, run_ranks
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
 from trainer.comm.ddp_hook import CommHook, attach
@@ -67,6 +68,7 @@ def compare(hosts: list[int], batch_norm: bool, accumulate: int) -> dict[str, tu
             float((plain - start).abs().max()),
             hook.timeline.num_passes,
         )
+        assert hook.timeline.metrics()["comm/total_ms"] > 0
         hook.close()
     return found
 
@@ -77,6 +79,19 @@ def compare(hosts: list[int], batch_norm: bool, accumulate: int) -> dict[str, tu
 )
 def test_training_equals_native(hosts: list[int], batch_norm: bool, accumulate: int) -> None:
     for found in run_ranks(compare, len(hosts), hosts, batch_norm, accumulate):
+        for algorithm, (difference, distance, num_passes) in found.items():
+            assert difference < 2e-6 < 0.01 < distance, f"{algorithm}: {difference} off, {distance} trained"
+            assert num_passes == 10, algorithm
+
+
+def compare_as_on_gpus(hosts: list[int], accumulate: int) -> dict[str, tuple[float, float, int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        play_gpu(patch)
+        return compare(hosts, False, accumulate)
+
+
+def test_training_as_on_gpus_equals_native() -> None:
+    for found in run_ranks(compare_as_on_gpus, 2, [0, 0], 2):
         for algorithm, (difference, distance, num_passes) in found.items():
             assert difference < 2e-6 < 0.01 < distance, f"{algorithm}: {difference} off, {distance} trained"
             assert num_passes == 10, algorithm

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.gpu.played import play_gpu
 from tests.ranks import RankFailure, run_ranks
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.executor import Executor
@@ -112,32 +113,11 @@ def test_a_long_tmpdir_and_strangers_are_in_nobodys_way(tmp_path: Path) -> None:
     assert run_ranks(first_sum, 2, str(folder)) == [([3.0] * 3, []), ([3.0] * 3, strangers)]
 
 
-class OneWork:
-    """What NCCL returns for a group of messages."""
-
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
 def check_as_on_gpus(hosts: list[int], sizes: list[int]) -> dict[str, int]:
     """`check` by gloo, with messages grouped as for NCCL."""
-    batch = dist.batch_isend_irecv
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "batch_isend_irecv", lambda messages: [OneWork(batch(messages))])
-        patch.setattr(f"{__name__}.executor_of", grouped)
+        play_gpu(patch)
         return check(list(ALGORITHMS), hosts, sizes)
-
-
-def grouped(algorithm: str, hosts: list[int], wire: torch.dtype | None, segment_mb: float | None) -> Executor:
-    executor = Executor(
-        dist.new_group(backend="gloo"), build(algorithm, dist.get_rank(), hosts), torch.device("cpu"), wire
-    )
-    executor._by_visit, executor._segment_mb, executor._width = False, segment_mb, 1
-    return executor
 
 
 def test_messages_grouped_as_for_nccl_give_all_ranks_the_same_bits_of_the_right_sum() -> None:

@@ -125,8 +125,21 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     assert re.search(r"rank 1 \(host 0.* hangs in the set-up", told), told
 
 
-def test_where_gloo_listens_is_said_before_anything_fails() -> None:
-    [ended] = finish_ranks([0], "-m", "trainer.comm.preflight", env={"GLOO_SOCKET_IFNAME": "nope0"})
-    assert ended.code == 1
-    assert "gloo listens at nope0; the interfaces are lo" in ended.stderr
-    assert "Unable to find address for: nope0" in ended.stderr
+NO_SUCH_INTERFACE = """
+import os, sys
+if os.environ["RANK"] == "1":
+    os.environ["GLOO_SOCKET_IFNAME"] = "nope0"
+from trainer.comm import preflight
+sys.exit(preflight.main([]))
+"""
+
+
+@pytest.mark.slow
+def test_an_interface_that_a_host_lacks_is_named_with_its_rank(tmp_path: Path) -> None:
+    """And where gloo listens is said before anything fails."""
+    (tmp_path / "lacks.py").write_text(NO_SUCH_INTERFACE)
+    ranks = finish_ranks([0, 0], str(tmp_path / "lacks.py"))
+    told = "".join(rank.stderr for rank in ranks)
+    assert [rank.code for rank in ranks] == [2, 2], told
+    assert "gloo listens at lo; the interfaces are lo" in told
+    assert "rank 1: GLOO_SOCKET_IFNAME=nope0, but" in told and "hangs" not in told

@@ -11,6 +11,7 @@ import torch
 from torch.futures import Future
 
 from tests.gpu.played import Stream, streams  # noqa: F401
+from trainer import accelerator
 from trainer.comm import executor as executor_module
 from trainer.comm import overlap
 from trainer.comm.algorithms.all_reduce import build
@@ -61,10 +62,8 @@ def test_each_round_of_a_bucket_is_one_group_on_the_side_stream(
     monkeypatch.setattr(executor_module, "dist", nccl)
     monkeypatch.setattr(overlap, "Future", lambda devices: _Future(streams))
     clock: Any = SimpleNamespace(device=GPU, mark=lambda: Stream.current.name, times=lambda *marks: marks)
-    gpu: Any = SimpleNamespace(type="cuda")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", lambda *size, device: None)  # sent by the first call
-        executor = Executor(None, build(algorithm, 0, (0, 0, 1)), gpu, wire)  # type: ignore[arg-type]
+    monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
+    executor = Executor(None, build(algorithm, 0, (0, 0, 1)), GPU, wire)  # type: ignore[arg-type]
 
     def all_reduce(bucket: Any, record: BucketRecord) -> torch.Tensor:
         executor.run(bucket.buffer(), 1)

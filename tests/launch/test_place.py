@@ -23,7 +23,7 @@ from tests.ranks import RankFailure, run_ranks
 from tests.runs import settings
 from trainer.config.overrides import set_to
 from trainer.distributed import rendezvous
-from trainer.errors import StoppedBySignal, UserError
+from trainer.errors import Fault, StoppedBySignal, UserError
 from trainer.launch.place import Place, derived_port, first_node, place, publish
 
 ROOT = Path(__file__).parents[2]
@@ -234,7 +234,7 @@ def test_a_meeting_that_is_given_up_leaves_no_thread_in_the_store(
     """It would end the process with SIGABRT when Python exits, in place of the message."""
     monkeypatch.setattr(rendezvous, "AT_LEAST_S", 0.1)
     before = set(threading.enumerate())
-    with pytest.raises(TimeoutError, match=r"for all 2 ranks; missing: \[1\]"):
+    with pytest.raises(Fault, match=r"for all 2 ranks; missing: \[1\]"):
         rendezvous.meet(of_torchrun, {}, timedelta(seconds=0.1))
     deadline = time.monotonic() + 100
     while left := set(threading.enumerate()) - before:

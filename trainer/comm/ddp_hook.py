@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.accelerator import is_accelerator
+from trainer import accelerator
 from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.executor import Executor
 from trainer.comm.leaf_sums import LeafSums, Message
@@ -126,7 +126,7 @@ def attach(
     device, like = next(model.parameters()).device, model.process_group
     hosts = _hosts_of_members(like, hosts)
     group = _new_group(like, "gloo", timeout_s)
-    clock = GpuClock(device) if is_accelerator(device) else None
+    clock = GpuClock(device) if accelerator.is_accelerator(device) else None
     reduce: Reduce | Worker | SideStream
     if algorithm == "native":
         native = partial(_NATIVE[wire_dtype], like) if leaf_sums is None else partial(_summed, like)
@@ -135,7 +135,11 @@ def attach(
         reduce = _by_hook(hook, clock, one_at_a_time=True)
     else:
         schedule = build(algorithm, dist.get_rank(group), hosts)
-        own = group if clock is None else _new_group(like, "nccl", timeout_s)
+        own = (
+            group
+            if clock is None
+            else _new_group(like, dist.get_default_backend_for_device(device), timeout_s)
+        )
         wire = WIRE_DTYPES[wire_dtype]
         executor = Executor(own, schedule, device, wire, segment_mb, hosts=hosts, timeout_s=timeout_s)
         divisor = len(hosts) if leaf_sums is None else 1

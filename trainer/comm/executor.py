@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer import accelerator
 from trainer.comm.algorithms.pipeline import SEGMENT_MB, WIDTH
 from trainer.comm.algorithms.program import Move, Visit, lay_out
 from trainer.comm.algorithms.schedule import Kind, Schedule
@@ -65,7 +66,7 @@ class Executor:
         timeout_s: float = 600.0,
     ) -> None:
         self._group, self._schedule, self._wire_dtype = group, schedule, wire_dtype
-        self._by_visit = device.type == "cpu"
+        self._by_visit = not accelerator.is_accelerator(device)
         self._segment_mb = segment_mb or (SEGMENT_MB if self._by_visit else None)
         self._width = width or (WIDTH if self._by_visit else 1)
         self._sends = bool(schedule.peers(Kind.SEND))

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,23 +83,29 @@ def _settings(options: argparse.Namespace) -> DistributedConfig:
 
 def _report(dist: Dist, timeout_s: float) -> RankReport:
     """Run everything (a collective)."""
-    # The default group waits an hour longer, for the watch. It cannot tell who is behind before step 1, but
-    # if the operation fails on all other ranks, it can.
-    groups = {"cpu": gloo_group(timeout_s, in_time=True)}
-    me = GroupRank(dist.rank, dist.world_size, dist.device, groups.get(dist.device.type))
+    # The default group waits an hour longer, for the watch. Before step 1 that cannot tell who is behind, but
+    # can if all other ranks fail. So gloo's operations fail in time, and after each of NCCL's all ranks meet
+    # by gloo: those that are through fail there.
+    meeting = gloo_group(timeout_s, in_time=True)
+    groups = {"cpu": meeting}
+    me = GroupRank(dist.rank, dist.world_size, dist.device, groups.get(dist.device.type), meeting)
     operations = {}
     ranks_by_host = [[r for r, h in enumerate(dist.hosts) if h == host] for host in sorted({*dist.hosts})]
     for device in dict.fromkeys((dist.device, torch.device("cpu"))):  # beside NCCL the trainer uses gloo
-        group = GroupRank(dist.rank, dist.world_size, device, groups.get(device.type))
+        group = replace(me, device=device, group=groups.get(device.type))
         for name in OPERATIONS if dist.world_size > 1 else OPERATIONS[1:]:  # the first needs a peer
             dist.heartbeat.enter("set_up")  # so that a rank that hangs in an operation is behind the others
+            if dist.is_main:  # if all hang in one, nothing else tells in which
+                print(f"preflight: {name} ({device.type})", file=sys.stderr, flush=True)
             try:
                 fault = check(name, group)
                 began = time.perf_counter()
                 check(name, group)
+                took_s = time.perf_counter() - began
+                group.meet()
             except RuntimeError as error:
                 raise RuntimeError(f"{name}: {first_line(error)}") from error
-            operations[f"{name} ({device.type})"] = fault, (time.perf_counter() - began) * 1e3
+            operations[f"{name} ({device.type})"] = fault, took_s * 1e3
     dist.heartbeat.enter("set_up")
     links = measure_links(me, ranks_by_host)
     return RankReport(socket.gethostname(), _address(), operations, links, measure_costs(me))

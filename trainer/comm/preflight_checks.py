@@ -24,12 +24,16 @@ _SEGMENTS, _GPU_SEGMENTS = (64, 1 << 18), (16, 1 << 24)
 
 @dataclass(frozen=True)
 class GroupRank:
-    """One of all ranks, the device of its tensors, and the group that it uses (None: the default one)."""
+    """One of all ranks, the device of its tensors, and the group that it uses (None: the default one).
+
+    `meeting` is a group of all ranks on the host.
+    """
 
     rank: int
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    meeting: dist.ProcessGroup | None = None
 
     def data(self, rank: int) -> Tensor:
         """What `rank` contributes, (1031,) float64: sums stay exact at any world size.
@@ -45,6 +49,10 @@ class GroupRank:
     def finish(self) -> None:
         """Wait for queued work on a GPU; a CPU queues none."""
         accelerator.synchronize(self.device)
+
+    def meet(self) -> None:
+        """Wait for all ranks on the host, where a wait ends in time; one in NCCL may take an hour."""
+        dist.barrier(self.meeting)
 
 
 OPERATIONS = (
@@ -133,7 +141,7 @@ def measure_links(me: GroupRank, ranks_by_host: Sequence[Sequence[int]]) -> list
                     found.append({"source": source, "target": target, **_link(me, end, leads=True)})
                 elif me.rank == end:
                     _link(me, start, leads=False)
-        dist.barrier()
+        me.meet()
     return found
 
 
@@ -141,7 +149,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
     token, block = me.blank(1), torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device=me.device)
 
     def move(message: Tensor, sends: bool) -> None:
-        (dist.send if sends else dist.recv)(message, peer)
+        (dist.send if sends else dist.recv)(message, peer, me.group)
 
     def stream_s(message: Tensor, count: int) -> float:
         """Time until `count` messages have arrived, and the leader knows it."""
@@ -181,7 +189,7 @@ def measure_costs(me: GroupRank) -> dict[str, float]:
     slot, costs = torch.zeros_like(segments[0]), {"parallelism": float(len(os.sched_getaffinity(0)))}
     work: dict[str, Callable[[Tensor], object]] = {"copy": slot.copy_, "add": lambda part: part.add_(slot)}
     for name, one in work.items():
-        dist.barrier()
+        me.meet()
         times = []
         for _ in range(_TURNS):
             started = clock()

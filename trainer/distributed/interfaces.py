@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from trainer.errors import UserError
+
 log = logging.getLogger(__name__)
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -42,7 +44,11 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
 
     Args:
         addresses: the result of `address_towards` the store on each rank.
+
+    Raises:
+        UserError: the environment sets one that this host does not have.
     """
+    _check(rank, os.environ.get(_VARIABLE, ""))
     known = [address for address in addresses if address is not None and not _is_loopback(address)]
     if _VARIABLE in os.environ or len(set(hosts)) == 1 or not known or not _name_leads_to_itself():
         return  # with only loopback addresses, the hosts are one machine
@@ -59,6 +65,17 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
         socket.gethostname(),
         _VARIABLE,
     )
+
+
+def _check(rank: int, chosen: str) -> None:
+    """gloo's own error would look like one that another rank has caused, and have the watch name that one."""
+    here = [name for _, name in socket.if_nameindex()]
+    for name in chosen.split(",") if chosen else ():
+        if name not in here:
+            raise UserError(
+                f"rank {rank}: {_VARIABLE}={chosen}, but its host {socket.gethostname()} has no interface "
+                f"{name}; set one of {', '.join(here)} that the other hosts reach"
+            )
 
 
 def _is_loopback(address: str) -> bool:

@@ -74,7 +74,7 @@ def process_group(
     Raises:
         UserError: a device or backend is not available on this machine or in this torch; or ranks contradict
             each other or have no place to meet.
-        TimeoutError: ranks did not arrive within `distributed.timeout_s`; the message names them.
+        Fault: ranks did not arrive within `distributed.timeout_s`; the message names them.
     """
     here = place(settings)
     heartbeat, stacks = Heartbeat(), Stacks()

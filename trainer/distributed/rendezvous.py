@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
 
-from trainer.errors import StoppedBySignal, UserError, of_files
+from trainer.errors import Fault, StoppedBySignal, UserError, of_files
 from trainer.launch.place import LISTENING, Place
 from trainer.launch.signals import stop_signals_to
 
@@ -40,7 +40,7 @@ def meet(
     Raises:
         UserError: the port is taken, the file cannot be written, or a rank was started twice.
         StoppedBySignal: a signal asked for a stop in the meantime.
-        TimeoutError: named ranks did not arrive within `timeout`, or AT_LEAST_S; or no answer of the store.
+        Fault: named ranks did not arrive within `timeout`, or AT_LEAST_S; or no answer of the store.
     """
     if here.init_method is None:
         return dist.HashStore(), [0], [dict(introduction)]
@@ -70,7 +70,7 @@ def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta, is_stopp
                 raise StoppedBySignal(None)
             value, error = results.get(timeout=timeout.total_seconds() + 2)
     except Empty:
-        raise TimeoutError(
+        raise Fault(
             f"the store at {here.init_method} (MASTER_ADDR={os.environ.get('MASTER_ADDR')}) has not answered "
             f"for {_shown(timeout)}: the host of rank 0 cannot be reached"
         ) from None
@@ -100,7 +100,7 @@ def _meet(
                 f"the port of {here.init_method} is taken on this host, perhaps by another run; set another "
                 "in MASTER_PORT or distributed.init_method"
             ) from error
-        raise TimeoutError(
+        raise Fault(
             f"rank {here.rank} waited {shown} for rank 0 to open {here.init_method}; check that it runs on "
             "that host, and that this host can reach it"
         ) from error
@@ -118,7 +118,7 @@ def _meet(
             store.wait(["met"], timeout)
     except RuntimeError as error:
         missing = [rank for rank, key in enumerate(arrivals) if not store.check([key])]
-        raise TimeoutError(f"waited {shown} for all {here.world_size} ranks; missing: {missing}") from error
+        raise Fault(f"waited {shown} for all {here.world_size} ranks; missing: {missing}") from error
     names, introductions = zip(*json.loads(store.get("met")), strict=True)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return store, [numbers[name] for name in names], list(introductions)
@@ -144,7 +144,7 @@ def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, over: t
         hint = ""
         if str(here.init_method).startswith("file:"):
             hint = f"; check that it started, and that all hosts share the disk of {here.init_method}"
-        raise TimeoutError(
+        raise Fault(
             f"waited {_shown(timeout)} for all {here.world_size} ranks; missing: [0]{hint}"
         ) from error
     return dist.PrefixStore(f"attempt/{store.get(f'answer/{name}').decode()}", store)
