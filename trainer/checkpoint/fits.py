@@ -250,7 +250,7 @@ def targets_for(
     """
     ours, lacks = state.state_dict(), []
     targets = model_targets(ours["model"], shapes)
-    _compare_optimizers(state, ours["optimizer"]["param_groups"], plain["optimizer"])
+    _compare_optimizers(state, ours["optimizer"]["param_groups"], plain["optimizer"]["param_groups"])
     buffers = {f"buffers.{name}": value for name, value in ours["buffers"].items()}
     fitting = {name: value for name, value in buffers.items() if _fits(name, value, shapes)}
     if others := sorted(name.partition(".")[2] for name in buffers.keys() - fitting.keys()):
@@ -359,20 +359,19 @@ def _made_by_one_step(kind: type[Any], group: Mapping[str, Any], ndim: int) -> s
     return set(optimizer.state[parameter])
 
 
-def _compare_optimizers(state: TrainState, mine: Sequence[Any], saved: Mapping[str, Any]) -> None:
-    """Raise UserError unless both train the same parameters, and `saved` has all options of our groups.
+def _compare_optimizers(state: TrainState, mine: Sequence[Any], theirs: Sequence[Any]) -> None:
+    """Raise UserError unless both groups have the same parameters, and `theirs` all options of `mine`.
 
     Groups may be others, by new settings; not of an optimizer of the user's, which may keep state in them.
     """
-    theirs, is_users = saved["param_groups"], has_user_part(state.optimizer)
-    there = {name: group for group in theirs for name in group["params"]}
-    here = {name: group for group in mine for name in group["params"]}
+    is_users = has_user_part(state.optimizer)
+    here, there = ({name: group for group in groups for name in group["params"]} for groups in (mine, theirs))
     members = [[group["params"] for group in groups] for groups in (mine, theirs)]
     if here.keys() != there.keys() or (is_users and members[0] != members[1]):
         moved = [
-            f"{name} ({_group(there, name)} there, {_group(here, name)} here)"
+            f"{name} ({was} there, {now} here)"
             for name in {**there, **here}
-            if _group(there, name) != _group(here, name)
+            if (was := _group(there, name)) != (now := _group(here, name))
         ]
         raise UserError(
             f"the checkpoint's optimizer has {len(there)} parameters in {len(theirs)} groups, this run's "
@@ -381,8 +380,8 @@ def _compare_optimizers(state: TrainState, mine: Sequence[Any], saved: Mapping[s
             + " must be those of the checkpoint"
         )
     for group in mine:
-        theirs_of_it = set(there[group["params"][0]])
-        if missing := sorted(set(group) - theirs_of_it - OF_SCHEDULES - {"name"}):
+        options = there[group["params"][0]].keys() | OF_SCHEDULES | {"name"}
+        if missing := sorted(group.keys() - options):
             raise UserError(
                 f"the checkpoint is of another optimizer, without {first_five(missing)}; set optim as it was"
             )

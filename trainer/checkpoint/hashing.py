@@ -1,5 +1,6 @@
 """Files that are hashed, by blocks, while they are written."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ BLOCK_BYTES = 1 << 24
 ALGORITHM = "sha256 of each 16 MiB"  # by this name in manifests
 _NUM_THREADS = min(4, os.cpu_count() or 1)
 _PUSH_BYTES = 1 << 26  # written since the last fdatasync began
-_SMALL_BYTES = 1 << 18  # of a block that is hashed at once, not in a thread
+_JOINED_BYTES = 1 << 20  # smaller pieces are written together: a write costs as much as to copy 100 kB
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class HashingFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("xb", buffering=0)
+        self._file: BinaryIO = path.open("xb", buffering=_JOINED_BYTES)
         self._bytes = 0  # written so far
         self._block: list[memoryview] = []  # the part written so far of the current block
         self._hashes: list[Future[str]] = []
@@ -61,16 +62,15 @@ class HashingFile:
             self._bytes += len(part)
             if self._bytes % BLOCK_BYTES == 0:
                 self._hash_block()
-            while part:
-                with at_disk():  # a slow disk is not a silent rank
-                    part = part[self._file.write(part) :]
+            with at_disk():  # a slow disk is not a silent rank
+                self._file.write(part)
             self._push()
 
     def _hash_block(self) -> None:
         if len(self._hashes) >= _NUM_THREADS:
             self._hashes[-_NUM_THREADS].result()
         block, self._block = self._block, []
-        self._hashes.append(_submit(self._threads, block))
+        self._hashes.append(self._threads.submit(_sha256, block))
 
     def _push(self) -> None:
         """Start to write data to the disk, so that the last fsync is short."""
@@ -101,21 +101,14 @@ class HashingFile:
                 if self._block:
                     self._hash_block()
                 with at_disk():
+                    self._file.flush()
                     if self._syncing is not None:
                         self._syncing.result()
                     os.fsync(self._file.fileno())
         finally:
             self._threads.shutdown()  # first: a thread may still use the file's descriptor
-            self._file.close()
-
-
-def _submit(threads: ThreadPoolExecutor, block: list[memoryview]) -> Future[str]:
-    """The sha256 of `block`, computed in a thread; that of a small one at once."""
-    if sum(map(len, block)) > _SMALL_BYTES:
-        return threads.submit(_sha256, block)
-    done: Future[str] = Future()
-    done.set_result(_sha256(block))
-    return done
+            with contextlib.nullcontext() if error is None else contextlib.suppress(OSError):
+                self._file.close()  # which writes what is left of a file that has failed
 
 
 def _sha256(parts: list[memoryview]) -> str:

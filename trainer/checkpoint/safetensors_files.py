@@ -6,7 +6,7 @@ chunks, without full tensors in memory, and read by ranges.
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -41,7 +41,6 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # in a folder of Hugging Face
 _MAX_DIMENSIONS = 64
-_SMALL_BYTES, _JOINED_BYTES = 1 << 17, 1 << 20
 _MAX_BYTES = 1 << 62
 
 
@@ -82,38 +81,17 @@ def write_file(path: Path, tensors: Iterable[ToStore]) -> FileDigest:
     tensors = list(tensors)
     header, places = header_of(tensors)
 
-    def data() -> Iterator[bytes | memoryview]:
-        yield header
+    with HashingFile(path) as file:
+        file.write(header)
         for tensor, (begin, end) in zip(tensors, places, strict=True):
             for chunk in tensor.chunks:
                 piece = as_bytes(chunk)
                 begin += len(piece)
                 if piece and begin <= end:
-                    yield piece
+                    file.write(piece)
             if begin != end:
                 raise UserError(f"{printable(tensor.key)} has {begin - end:+,} bytes compared with its shape")
-
-    with HashingFile(path) as file:
-        for piece in _joined(data()):
-            file.write(piece)
     return file.digest
-
-
-def _joined(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes, with small pieces joined: a write costs as much as to copy 100 kB."""
-    small: list[bytes | memoryview] = []
-    size = 0
-    for piece in pieces:
-        if len(piece) < _SMALL_BYTES:
-            small.append(piece)
-            size += len(piece)
-        if small and (size >= _JOINED_BYTES or len(piece) >= _SMALL_BYTES):
-            yield b"".join(small)
-            small, size = [], 0
-        if len(piece) >= _SMALL_BYTES:
-            yield piece
-    if small:
-        yield b"".join(small)
 
 
 def header_of(tensors: Iterable[ToStore]) -> tuple[bytes, list[tuple[int, int]]]:
