@@ -14,7 +14,7 @@ from torch import nn
 from tests.gpu.played import Stream, streams  # noqa: F401
 from tests.runs import settings
 from trainer import accelerator
-from trainer.checkpoint.background import InBackground
+from trainer.checkpoint.background import Saving
 from trainer.data.device import Mirrored, Normalise, ToDevice
 from trainer.distributed.backend_flags import described, set_backend_flags
 from trainer.distributed.process_group import _device
@@ -134,7 +134,7 @@ def test_a_thread_that_saves_works_on_its_own_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
     )
-    InBackground(lambda: None, torch.device("cuda", 3)).wait()
+    Saving(write=lambda: None, device=torch.device("cuda", 3)).done()
     assert chosen == [("checkpoint", torch.device("cuda", 3))]
 
 
