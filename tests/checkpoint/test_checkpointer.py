@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,26 +56,6 @@ def test_goes_on_as_if_never_stopped(tmp_path: Path, format: str, sharded: bool,
         tiny.assert_same(original[rank]["end"], resumed[rank]["end"])
 
 
-def _async(run_dir: Path) -> dict[str, Any]:
-    """Save twice during training; the first write is delayed until training has continued."""
-    state = tiny.train_state(sharded=True)
-    checkpointer = tiny.checkpointer(run_dir, format="sharded", async_=True, state=state)
-    tiny.train(state, 2)
-    gate = threading.Event()
-    commit = checkpointer._store.commit
-    checkpointer._store.commit = lambda *args, **check: (gate.wait(30), commit(*args, **check))[1]  # type: ignore[method-assign]
-    saved = tiny.everything(state)
-    checkpointer.save(state)
-    tiny.train(state, 1, before_update=checkpointer.saving.copied)
-    visible_early = list((run_dir / "checkpoints").glob("step_*"))
-    begin = time.monotonic()
-    threading.Timer(0.3, gate.set).start()
-    checkpointer.save(state)  # at most one in flight: this one waits
-    waited_s = time.monotonic() - begin
-    checkpointer.saving.done()
-    return {"saved": saved, "visible_early": len(visible_early), "waited_s": waited_s}
-
-
 PLACES = (
     lambda: {"a": torch.arange(3)},
     lambda: {"a": torch.arange(5)},  # of another size
@@ -103,16 +82,6 @@ def _save_other_layouts(run_dir: Path) -> None:
 @pytest.mark.slow
 def test_a_save_is_planned_again_where_names_sizes_or_shared_memory_change(tmp_path: Path) -> None:
     run_ranks(_save_other_layouts, 2, tmp_path)
-
-
-@pytest.mark.slow
-def test_async_saves_what_was_when_it_was_asked(tmp_path: Path) -> None:
-    results = run_ranks(_async, 2, tmp_path)
-    assert results[0]["visible_early"] == 0
-    assert results[0]["waited_s"] > 0.2
-    (tmp_path / "checkpoints" / "step_00000003").rename(tmp_path / "step_3")
-    resumed = run_ranks(_resume, 2, tmp_path, "auto", "sharded", True)
-    tiny.assert_same(results[0]["saved"], resumed[0]["saved"])
 
 
 def _resume_others(run_dir: Path) -> None:

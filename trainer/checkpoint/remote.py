@@ -75,6 +75,7 @@ class Copier(NoRemote):
         self._copied: dict[str, tuple[int, int]] = {}  # address: its file's mtime_ns and size
         self._problem: str | None = None  # why the last attempt failed
         self._thread: threading.Thread | None = None
+        self._put_to = ""  # the folder that has this rank's files
         self._has_begun = False  # run.json has named this launch
         self._is_taken = False  # by another run or launch: this one has stopped copying
 
@@ -130,14 +131,15 @@ class Copier(NoRemote):
         self._problem = words
 
     def _copy(self) -> None:
-        """Put what rank 0 has named in run.json, as soon as that is of the newest step here."""
-        if not self._newest_step:  # this launch has saved nothing yet
-            return
-        while (step := step_of((owner := self._owner_now())["of"])) is None or step < self._newest_step:
-            time.sleep(_LOOK_S)
-        path, there = self._here.root / owner["of"], self._address / "checkpoints" / owner["place"]
-        self._put_files(path, there, (file.name for file in path.glob(f"*-{self._rank:05d}-of-*")))
-        self._safe_step = step
+        """Put what rank 0 names in run.json, until that was the newest checkpoint here."""
+        while self._safe_step < self._newest_step:
+            owner = self._owner_now()
+            if (step := step_of(owner["of"])) is None or owner["place"] == self._put_to:
+                time.sleep(_LOOK_S)
+                continue
+            path, there = self._here.root / owner["of"], self._address / "checkpoints" / owner["place"]
+            self._put_files(path, there, (file.name for file in path.glob(f"*-{self._rank:05d}-of-*")))
+            self._safe_step, self._put_to = step, owner["place"]
 
     def _owner_now(self) -> dict[str, str]:
         """What run.json says. TakenError if it names another launch than this one, which it did name."""
