@@ -123,7 +123,7 @@ def steps_of(run: Run) -> Iterator[None]:
     progress, batches = run.state.progress, open_epoch(run)
     assert batches is not None
     run.model.train()
-    rehearse(run, batches.ahead())
+    rehearse(run, batches)
     while not is_over(run):
         epoch = progress.epoch
         make_step(run, batches)

@@ -1,6 +1,8 @@
 """Nested values are visited in order, and rebuilt with the same types."""
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +28,22 @@ class Output(OrderedDict[str, Any]):
         return _output, (dict(self),)
 
 
+@dataclass(frozen=True)
+class Sample:
+    image: Tensor
+    boxes: list[Tensor]
+
+
+class Graph:
+    """Moves itself."""
+
+    def __init__(self, nodes: Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: Any) -> "Graph":
+        return Graph(self.nodes.to(device))
+
+
 def _output(values: dict[str, Any]) -> Output:
     return Output(**values)
 
@@ -36,6 +54,8 @@ NESTS = [
     Pair(ONE, "x"),
     defaultdict(list, a=ONE),
     Output(logits=ONE, caches=((ONE, TWO),)),
+    UserDict(a=ONE, b=[TWO]),
+    Sample(ONE, [TWO, ONE]),
     (torch.Size([3]), [], ONE),
     ONE,
 ]
@@ -52,6 +72,17 @@ def test_a_nest_is_built_again_of_the_same_types(value: Any) -> None:
     assert [str(leaf) for leaf in leaves(made)] == [str(doubled(leaf)) for leaf in leaves(value)]
     assert leaves(value), "in it nothing is lost"
     assert mapped(value, lambda leaf: leaf) is value, "a list to which a module appends stays the caller's"
+
+
+def test_an_object_with_to_is_changed_by_it_alone_and_looked_into() -> None:
+    graph, known = Graph(ONE), MappingProxyType({"a": TWO})
+    batch = [graph, known, 1]
+    assert leaves(batch) == [ONE, TWO, 1]
+    moved = mapped(batch[::2], lambda value: value.to("meta") if hasattr(value, "to") else value)
+    assert moved[0] is not graph and moved[0].nodes.is_meta and moved[1] == 1
+    assert mapped(batch, lambda value: value) is batch
+    batch.append(batch)
+    assert leaves(batch) == [ONE, TWO, 1], "a list within itself"
 
 
 def test_the_batch_sizes_of_packed_sequences_stay_on_the_cpu() -> None:

@@ -6,7 +6,7 @@ import random
 import sys
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -135,7 +135,7 @@ def _inside(item: Any) -> dict[str, Any] | None:
     """The parts of `item` by what follows its place in theirs (".name", "[0]"); None for a leaf."""
     if isinstance(item, (*_PLAIN, *_GENERATORS, Tensor, np.ndarray, type)) or item is None:
         return None
-    if isinstance(item, dict):
+    if isinstance(item, Mapping):
         return {f"[{key!r}]": part for key, part in item.items()}
     if isinstance(item, list | tuple | deque):
         return {f"[{at}]": part for at, part in enumerate(item)}

@@ -43,7 +43,7 @@ def fit(run: "Run") -> dict[str, float]:
         if batches is None:
             epoch, batches = progress.epoch, open_epoch(run)
             if batches is not None and not is_rehearsed:
-                rehearse(run, batches.ahead())
+                rehearse(run, batches)
                 run.checkpointer.check(run.state)
                 is_rehearsed = True
             epoch_begin = meter.begin_window()

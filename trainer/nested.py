@@ -1,46 +1,77 @@
-"""Walks through tuples, lists and dicts within each other: batches, arguments and outputs of a model."""
+"""Walks through what is nested: batches, arguments and outputs of a model.
+
+By protocol it looks into lists, tuples, mappings (a UserDict or a BatchEncoding is one) and dataclasses. An
+object with a method `to`, such as a batch of graphs, moves itself by it.
+"""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from operator import is_
 from typing import Any
 
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-_NESTS = (list, tuple, dict)
 
+def leaves(value: Any, within: tuple[Any, ...] = ()) -> list[Any]:
+    """What is in `value` and holds nothing itself, in order; `value` itself if it is such.
 
-def leaves(value: Any) -> list[Any]:
-    """What is in `value` and is itself no tuple, list or dict, in order; `value` itself if it is none."""
-    if not isinstance(value, _NESTS):
+    Of an object that moves itself these are its attributes'.
+
+    Args:
+        within: what holds `value`, which may hold it again.
+    """
+    held = _parts(value)
+    if held is None and moves_itself(value):
+        held = getattr(value, "__dict__", None)
+    if held is None:
         return [value]
-    found: list[Any] = []
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, _NESTS):
-            found += leaves(item)
-        else:
-            found.append(item)
-    return found
+    if any(value is outer for outer in within):
+        return []
+    return [leaf for part in held.values() for leaf in leaves(part, (*within, value))]
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """`value` with the result of `change` in the place of each leaf; itself, if nothing changed.
 
-    Types stay, named tuples and subclasses of dict among them. Of a PackedSequence, `change` is not given the
-    batch sizes, which belong on the CPU.
+    Types stay. An object that moves itself is given to `change` whole, before what it holds.
     """
-    if not isinstance(value, _NESTS):
-        return change(value)
-    if isinstance(value, PackedSequence):
-        data, indices = change(value.data), (None if part is None else change(part) for part in value[2:])
-        return value if data is value.data else PackedSequence(data, value.batch_sizes, *indices)
-    was = value.values() if isinstance(value, dict) else value
-    now = [mapped(item, change) for item in was]
-    if all(map(is_, was, now)):
+    moves = moves_itself(value)
+    if moves and (moved := change(value)) is not value:
+        return moved
+    if (was := _parts(value)) is None:
+        return value if moves else change(value)
+    now = {key: mapped(part, change) for key, part in was.items()}
+    if all(map(is_, was.values(), now.values())):
         return value
+    if isinstance(value, PackedSequence):
+        now[1] = value.batch_sizes  # which belong on the CPU
     if isinstance(value, tuple):
-        return type(value)(*now) if hasattr(value, "_fields") else type(value)(now)
+        return type(value)(*now.values()) if hasattr(value, "_fields") else type(value)(now.values())
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)(now)  # type: ignore[call-arg]
     made = copy.copy(value)
-    for key, item in zip(value if isinstance(value, dict) else range(len(now)), now, strict=True):
-        made[key] = item
+    for key, item in now.items():
+        if isinstance(value, list | Mapping):
+            made[key] = item
+        else:
+            object.__setattr__(made, key, item)  # of a dataclass, which may be frozen
     return made
+
+
+def moves_itself(value: Any) -> bool:
+    return not isinstance(value, Tensor | nn.Module) and callable(getattr(type(value), "to", None))
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """What `value` holds, by index, key or field; None if it is nothing that is looked into."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return None

@@ -41,6 +41,15 @@ class Numbers(IterableDataset[tuple[Tensor, Tensor]]):
             yield row, torch.tensor(number % 4)
 
 
+class Dividing(Numbers):
+    """Takes every so many samples on each rank, and says so."""
+
+    divides_itself = True
+
+    def __init__(self, rank: int = 0, num_ranks: int = 1, **options: Any) -> None:
+        super().__init__(first=rank, step=num_ranks, **options)
+
+
 class Stateful(Numbers):
     """The same samples, from a stream with the methods of Hugging Face's, shards included."""
 

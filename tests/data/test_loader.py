@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, Subset
 
 from tests.data.settings import eval_loader, message_of, train_loader
 from tests.ranks import RankFailure, run_ranks
+from trainer.data import Mixture
 from trainer.data.digits import Digits
 from trainer.data.loading.worker import WorkerError
 from trainer.errors import UserError
@@ -40,6 +41,30 @@ class KeepsGenerator(Dataset[float]):
         if not self.draws:
             self.rng = np.random.default_rng(index)
         return self.rng.normal() + float(torch.rand((), generator=self.shared))
+
+
+class Told(Dataset[int]):
+    """Each sample is the number of the epoch, as the dataset was told it."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 8
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_read_by_index_is_told_its_epoch_also_in_workers_that_stay(workers: int) -> None:
+    mixed = Mixture("train", [lambda split: Told(), lambda split: Subset(Told(), range(8))])
+    for dataset in (Told(), Subset(Told(), range(8)), mixed):
+        loader = train_loader(dataset, 4, num_workers=workers)
+        for epoch in (3, 4):
+            assert torch.cat(list(loader.epoch(epoch))).unique().tolist() == [epoch]
 
 
 class Noisy(Dataset[tuple[torch.Tensor, int]]):

@@ -1,10 +1,15 @@
 """A stream's global batches are slices of its own order, for any number of ranks, workers and stops."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.data.settings import eval_loader, message_of, train_loader
-from tests.data.streams import Broken, Numbers, Stateful, Uneven, numbers_of
+from tests.data.streams import Broken, Dividing, Numbers, Stateful, Uneven, numbers_of
+from tests.faults.test_ends import refusals
+from tests.ranks import run_ranks
 from trainer.data.loading.base import TrainLoader
 from trainer.errors import UserError
 
@@ -95,6 +100,40 @@ def test_shards_are_read_side_by_side_each_by_one_rank() -> None:
             ranks = [read(loader) for loader in loaders]
             assert torch.equal(torch.cat(global_batches(ranks)), torch.cat(whole))
             assert set(loaders[1].state_dict()["shards"]) == {str(shard) for shard in range(1, 4, world)}
+
+
+def test_a_stream_that_divides_itself_is_taken_whole_on_each_rank() -> None:
+    whole = read(train_loader(Numbers(), 8))
+    for workers in (0, 2):
+        loaders = [
+            train_loader(Dividing(rank, 2), 8, 2, rank, num_workers=workers, micro=2) for rank in (0, 1)
+        ]
+        assert all(loader.num_samples is None for loader in loaders)
+        found = global_batches([read(loader) for loader in loaders], 2)
+        assert torch.equal(torch.cat(found), torch.cat(whole))
+        assert torch.equal(torch.cat(read(loaders[1], 0, 8)), torch.cat(whole)[9::2])
+    with pytest.raises(UserError, match="now read as 1, which changes the order"):
+        train_loader(Dividing(), 8).resume([loaders[0].state_dict()])
+    with pytest.raises(UserError, match=r"Dividing\.divides_itself is true of held-out data"):
+        eval_loader(Dividing(), 8)
+    with pytest.raises(UserError, match=r"data\.sharded is true, but Dividing divides itself by rank"):
+        train_loader(Dividing(), 8, sharded=True)
+
+
+class ByRank(Numbers):
+    """Divides itself by the environment, and does not say so."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__(split, 64, first=int(os.environ.get("RANK", 0)), step=2)
+
+
+def test_a_stream_that_divides_itself_unsaid_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    words = [f"data.dataset._target_={__name__}.ByRank", "model.input_shape=[10]", "logger=jsonl"]
+    words += ["train.max_steps=2", "train.global_batch_size=8", "train.eval_every_epochs=0", "strategy=ddp"]
+    mistakes = [(*words, f"data.num_workers={n}", f"run_dir={tmp_path / str(n)}") for n in (0, 1)]
+    for messages in run_ranks(refusals, 2, *mistakes, init=False):
+        assert all("reads another sample 0 of the training stream than rank 0" in each for each in messages)
+    assert not list(tmp_path.glob("*/checkpoints/step*"))
 
 
 def test_more_says_whether_another_step_follows() -> None:

@@ -3,7 +3,9 @@
 import copy
 import functools
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -421,9 +423,20 @@ def test_how_many_samples_a_batch_has_is_known_or_refused() -> None:
 
 def test_a_task_without_a_weight_gets_no_uncounted_labels() -> None:
     """Cross-entropy leaves them out of its mean, and the share of a micro-batch would be a wrong one."""
+
+    @dataclass
+    class Parts:
+        rows: Tensor
+        labels: Tensor
+
+    class Moves(Parts):
+        def to(self, device: torch.device) -> "Moves":
+            return Moves(self.rows.to(device), self.labels.to(device))
+
     batch = torch.zeros(3, 2), torch.tensor([1, IGNORED, 0])
-    with pytest.raises(UserError, match=r"labels of -100, .* give Unweighted a method weight\(batch\)"):
-        label_count(Unweighted(), batch, of(3))
+    for each in (batch, UserDict(enumerate(batch)), Parts(*batch), [Moves(*batch)], {"graph": Moves(*batch)}):
+        with pytest.raises(UserError, match=r"labels of -100, .* give Unweighted a method weight\(batch\)"):
+            label_count(Unweighted(), each, of(3))
     assert label_count(Unweighted(), batch, of(3, parts=1)) == 3
 
 

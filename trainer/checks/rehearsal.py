@@ -9,7 +9,7 @@ counts its own calls in plain attributes counts one more.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from trainer.tasks.base import refuse_own_parameters
 from trainer.tasks.label_counts import described, label_count, loss_of
 
 if TYPE_CHECKING:
+    from trainer.data.loading.base import Batches
     from trainer.strategies.base import Strategy
     from trainer.training.context import Run
 
@@ -35,16 +36,17 @@ log = logging.getLogger(__name__)
 _NUM_MARKED = 8
 
 
-def rehearse(run: "Run", micro_batches: Sequence[Any]) -> None:
-    """Compute gradients of the first of `micro_batches`, which the next step takes (a collective).
+def rehearse(run: "Run", batches: "Batches") -> None:
+    """Compute gradients of the first micro-batch of the next step of `batches` (a collective).
 
-    With train.exact it is all of them, since leaves of all ranks are averaged.
+    With train.exact it is all of its micro-batches, since leaves of all ranks are averaged.
 
     Raises:
         UserError: something in the model, the task or the loss cannot be trained as it is; most errors on
             every rank alike.
     """
-    strategy, begin = run.strategy, time.perf_counter()
+    strategy, begin, micro_batches = run.strategy, time.perf_counter(), batches.ahead()
+    _compare_streams(run, batches.first_read())
     is_exact = strategy.order.by_leaves
     own = micro_batches if is_exact else micro_batches[:1]
     model, heartbeat = run.state.model, run.dist.heartbeat
@@ -82,6 +84,25 @@ def rehearse(run: "Run", micro_batches: Sequence[Any]) -> None:
     run.gate.changed = changed
     strategy.prepare(run.state)
     log.info("rehearsed a pass in %.2f s", time.perf_counter() - begin)
+
+
+def _compare_streams(run: "Run", first: Mapping[int, int]) -> None:
+    """Refuse a stream that is not the same on all ranks, which take turns in it (a collective).
+
+    Args:
+        first: hashes of the first samples, by their numbers. Each rank has read those before its own, too.
+    """
+    known: dict[int, tuple[int, int]] = {}
+    for rank, theirs in enumerate(gather_objects(first) if run.dist.world_size > 1 else []):
+        for number, value in theirs.items():
+            before, expected = known.setdefault(number, (rank, value))
+            if value != expected:
+                raise UserError(
+                    f"{run.dist.describe(rank)} reads another sample {number} of the training stream than "
+                    f"rank {before}, but ranks take turns in one that is the same on all. If it divides "
+                    "itself by rank, leave that out, or give it the attribute divides_itself = True; if it "
+                    "draws an order, seed that from set_epoch's epoch (divides_itself = False: no such check)"
+                )
 
 
 def _make_pass(run: "Run", batch: Any, number: int, last: bool, gathered: GatheredParameters | None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from trainer import accelerator
 from trainer.accelerator import is_accelerator
 from trainer.errors import UserError
-from trainer.nested import leaves, mapped
+from trainer.nested import leaves, mapped, moves_itself
 
 
 class Mirrored(NamedTuple):
@@ -38,7 +38,7 @@ class Normalise:
 
 
 class ToDevice:
-    """Returns a batch (tensors in tuples, lists, dicts) on the device, asynchronously from pinned memory.
+    """Returns a batch (see `trainer.nested`) on the device, asynchronously from pinned memory.
 
     To a GPU, the copy runs on its own stream: the host asks for the next batch while the GPU still computes
     gradients, and the copy overlaps with them.
@@ -57,7 +57,7 @@ class ToDevice:
 
     def __call__(self, batch: Any) -> Any:
         with accelerator.on(self._stream):
-            arrived = mapped(batch, self._moved)
+            arrived = self._moved(batch)
         if is_accelerator(self.device):
             reader = accelerator.current_stream(self.device)
             reader.wait_stream(self._stream)
@@ -75,16 +75,24 @@ class ToDevice:
             )
         return mapped(batch, lambda value: self._ready(value, mirrored) if value is images else value)
 
-    def _moved(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        layout = torch.channels_last if self.channels_last and value.ndim == 4 else torch.preserve_format
-        return value.to(self.device, non_blocking=True, memory_format=layout)
+    def _moved(self, batch: Any) -> Any:
+        arrived = mapped(batch, self._on_device)
+        return mapped(arrived, _with_channels_last) if self.channels_last else arrived
+
+    def _on_device(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self.device, non_blocking=True)
+        return value.to(self.device) if moves_itself(value) else value
 
     def _ready(self, images: Tensor, mirrored: Tensor | None) -> Tensor:
         if mirrored is not None:
             images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
         return self.normalise(images) if self.normalise is not None else images
+
+
+def _with_channels_last(value: Any) -> Any:
+    are_images = isinstance(value, Tensor) and value.ndim == 4
+    return value.contiguous(memory_format=torch.channels_last) if are_images else value
 
 
 def _are_images(value: Any) -> bool:

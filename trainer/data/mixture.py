@@ -98,7 +98,7 @@ class Mixture(Dataset[Any]):
 
     def __getattr__(self, name: str) -> Any:
         """The attribute that all datasets have, with equal values."""
-        if name.startswith("_") or name in ("datasets", "draw", "lengths", "sample_weights"):
+        if name.startswith("_") or name in ("datasets", "draw", "lengths", "sample_weights", "set_epoch"):
             raise AttributeError(name)
         values = [getattr(dataset, name) for dataset in self.datasets]
         if any(value != values[0] for value in values):

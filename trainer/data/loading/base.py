@@ -1,7 +1,7 @@
 """The contract of data loaders, which live for the whole run; loaders.py has them."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,6 +45,10 @@ class Batches(Iterable[Any]):
     @abstractmethod
     def ahead(self) -> list[Any]:
         """The micro-batches of the next step, read now and kept. Called between steps."""
+
+    def first_read(self) -> Mapping[int, int]:
+        """Hashes of the first samples of a stream, by their numbers, as this rank has read them."""
+        return {}
 
     @abstractmethod
     def take(self) -> list[Any]:

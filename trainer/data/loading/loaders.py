@@ -7,7 +7,7 @@ it is.
 import copy
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from trainer.accelerator import can_pin
 from trainer.config import DataConfig
 from trainer.data.loading.base import Batches, EvalLoader, Share, TrainLoader
-from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.batch import BatchSplit, LeafSplit
 from trainer.data.loading.collation import name_of, sample_name
-from trainer.data.loading.reader import EvalReader, Reader, Request, TrainReader
+from trainer.data.loading.reader import Answer, EvalReader, Reader, Request, TrainReader
 from trainer.data.loading.sampler import EvalRequests, IndexRequests, Requests
 from trainer.data.loading.stream_reader import EvalStreamReader, StreamPosition, TrainStreamReader
 from trainer.data.loading.worker import WorkerError, begin_worker, keep_sockets_short
@@ -60,6 +60,11 @@ def eval_loader(dataset: Any, settings: DataConfig, batch: BatchSplit, share: Sh
     """As `train_loader`. Raises UserError: the data is empty, or a setting does not apply."""
     _check_kind(dataset, settings)
     if is_stream(dataset):
+        if getattr(dataset, "divides_itself", False):
+            raise UserError(
+                f"{type(dataset).__name__}.divides_itself is true of held-out data, of which each rank reads "
+                'all: divide for split="train" alone, and set it to false in the other'
+            )
         return _EvalLoader(EvalStreamReader(dataset, share), settings, batch, share)
     return _EvalLoader(EvalReader(dataset, share, settings.on_bad_sample), settings, batch, share)
 
@@ -111,13 +116,15 @@ class _IndexTrainLoader(_Loader):
         self, dataset: Dataset[Any], settings: DataConfig, batch: BatchSplit, share: Share, order: Order
     ) -> None:
         self._requests = IndexRequests(dataset, batch, share.replica, share.seed, order)
-        super().__init__(TrainReader(dataset, share, settings.on_bad_sample), self._requests, settings, share)
+        self._reads = TrainReader(dataset, share, settings.on_bad_sample)
+        super().__init__(self._reads, self._requests, settings, share)
         self.steps_per_epoch: int | None = self._requests.num_samples // batch.global_batch_size
 
     def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
         """Samples before ``first_sample`` are not read."""
         requests = self._requests
         requests.epoch, requests.first_sample = epoch, first_sample
+        self._reads.begin(epoch)  # also where workers read: the order may ask the dataset here
         return _Steps(_answers(self._loader), requests.batch.accumulation, left=len(requests))
 
     def not_finite(self, epoch: int, first_sample: int) -> str | None:
@@ -145,7 +152,14 @@ class _StreamTrainLoader(_Loader):
     """A TrainLoader of a stream: the same slices of the same global batches, from data only read forward."""
 
     def __init__(self, dataset: Any, settings: DataConfig, batch: BatchSplit, share: Share) -> None:
-        self._stream = TrainStreamReader(dataset, share, settings.sharded)
+        own_of = batch.num_replicas if getattr(dataset, "divides_itself", False) else None
+        if own_of and (settings.sharded or isinstance(batch, LeafSplit)):
+            setting = "data.sharded is true" if settings.sharded else "train.exact is set"
+            raise UserError(
+                f"{setting}, but {type(dataset).__name__} divides itself by rank (divides_itself), so its "
+                "samples depend on the number of ranks; leave one of the two out"
+            )
+        self._stream = TrainStreamReader(dataset, share, settings.sharded, own_of)
         self._requests = Requests(batch, share.replica)
         super().__init__(self._stream, self._requests, settings, share)
         total, size = self.num_samples, batch.global_batch_size
@@ -189,8 +203,8 @@ class _StreamTrainLoader(_Loader):
             raise UserError(
                 f"the training stream was read as {position.num_shards} shards when the checkpoint was "
                 f"saved, and is now read as {self._stream.num_shards}, which changes the order of its "
-                "samples; use the former number (data.sharded), or start a new run from these weights "
-                "with model.init_from"
+                "samples; use the former number (data.sharded, or ranks if it divides itself), or "
+                "start a new run from these weights with model.init_from"
             )
         self._stream.begin = position
 
@@ -207,7 +221,7 @@ class _EvalLoader(_Loader):
         is_empty = True
         for answer in _answers(self._loader):
             is_empty = False
-            yield answer
+            yield answer.batch, answer.belonging
         _refuse_empty(is_empty)
 
 
@@ -225,14 +239,14 @@ class _Steps(Batches):
 
     def __init__(
         self,
-        answers: Iterator[tuple[Any, dict[int, tuple[int, Any]]]],
+        answers: Iterator[Answer],
         accumulation: int,
         left: int | None = None,
         position: StreamPosition = StreamPosition(),  # noqa: B008, it is frozen
     ) -> None:
         """``left``: how many micro-batches follow; None: only the next step itself tells, as of a stream."""
         self._answers, self.accumulation, self._left, self.position = answers, accumulation, left, position
-        self._next: list[Any] = []
+        self._next: list[Answer] = []
 
     @property
     def data_left(self) -> bool:  # type: ignore[override]
@@ -242,14 +256,17 @@ class _Steps(Batches):
     def ahead(self) -> list[Any]:
         if not self._next:
             self._next = list(itertools.islice(self._answers, self.accumulation))
-        return [batch for batch, _ in self._next]
+        return [answer.batch for answer in self._next]
+
+    def first_read(self) -> Mapping[int, int]:
+        return {number: value for answer in self._next for number, value in answer.first.items()}
 
     def take(self) -> list[Any]:
         batches = self.ahead()
         read, self._next = self._next, []
-        for _, shards in read:
-            if shards:
-                self.position = self.position.moved_on(shards)
+        for answer in read:
+            if answer.belonging:
+                self.position = self.position.moved_on(answer.belonging)
         if self._left is not None:
             self._left -= len(read)
         else:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from trainer.data.loading.worker import answer
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 from trainer.fingerprint import generators
+from trainer.nested import mapped
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,27 @@ class Request:
     reading: int = 0
 
 
+class Answer(NamedTuple):
+    """What a reader gives for a request.
+
+    Attributes:
+        belonging: held-out data: the numbers of its samples; a stream to train on: where its shards are now.
+        first: hashes of the first samples of a stream by their numbers, in the first answer of a process.
+    """
+
+    batch: Any
+    belonging: Any
+    first: dict[int, int] = {}  # noqa: RUF012, never changed
+
+    def pin_memory(self) -> "Answer":
+        """Called by torch's DataLoader, whose own walk pins no dataclasses."""
+        return self._replace(batch=mapped(self.batch, _pinned))
+
+
+def _pinned(value: Any) -> Any:
+    return value.pin_memory() if callable(getattr(value, "pin_memory", None)) else value
+
+
 class Reader(Dataset[Any], ABC):
     """Answers requests. Created in the main process, used there or in data workers.
 
@@ -70,7 +92,7 @@ class Reader(Dataset[Any], ABC):
 
     @abstractmethod
     def _answer(self, request: Request) -> Any:
-        """Batch and what belongs to it; None if no replica has samples of the request."""
+        """An `Answer`; None if no replica has samples of the request."""
 
     def to_train_on(self, batch: Any, request: Request) -> Any:
         """The batch, with the flags of its images if they are mirrored."""
@@ -162,10 +184,19 @@ class IndexReader(Reader):
 
 
 class TrainReader(IndexReader):
-    """Answers with (batch, {}); a skipped sample is replaced by the next one."""
+    """Answers with a batch alone; a skipped sample is replaced by the next one."""
 
-    def _read_batch(self, request: Request) -> tuple[Any, dict[int, Any]]:
+    _epoch: int | None = None
+
+    def begin(self, epoch: int) -> None:
+        """Tell the dataset which epoch is read: here, and in each data worker before its first batch."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            set_epoch(self.dataset, epoch)
+
+    def _read_batch(self, request: Request) -> Answer:
         epoch, indices = request.epoch, request.numbers
+        self.begin(epoch)
         if self.in_batches:
             self.heartbeat.read(indices[0])
             if hasattr(self.dataset, "draw"):
@@ -177,16 +208,16 @@ class TrainReader(IndexReader):
             with cpu_generators_kept():
                 samples = [self._read_or_next(epoch, index) for index in indices]
                 batch = collated(samples, self.dataset, indices, self.collate)
-        return self.to_train_on(batch, request), {}
+        return Answer(self.to_train_on(batch, request), {})
 
 
 class EvalReader(IndexReader):
-    """Answers with (batch, indices); a skipped sample is left out of both.
+    """Answers with a batch and its indices; a skipped sample is left out of both.
 
     Without any sample, one sample fills in and the indices are empty.
     """
 
-    def _read_batch(self, request: Request) -> tuple[Any, list[int]] | None:
+    def _read_batch(self, request: Request) -> Answer | None:
         if request.first >= self.num_samples:
             return None
         asked = [index for index in request.numbers if index < self.num_samples]
@@ -194,11 +225,12 @@ class EvalReader(IndexReader):
         if self.in_batches:
             self.heartbeat.read(indices[0])
             fetched = self.dataset.__getitems__(indices)
-            return collated_batch(fetched, self.dataset, indices, self.collate), asked
+            return Answer(collated_batch(fetched, self.dataset, indices, self.collate), asked)
         with cpu_generators_kept():
             read = [(index, sample) for index in asked if (sample := self._read(0, index)) is not None]
             samples = [sample for _, sample in read] or [self._read_or_next(0, 0)]
-            return collated(samples, self.dataset, indices, self.collate), [index for index, _ in read]
+            batch = collated(samples, self.dataset, indices, self.collate)
+            return Answer(batch, [index for index, _ in read])
 
 
 def fetches_batches(dataset: Dataset[Any]) -> bool:
@@ -206,6 +238,17 @@ def fetches_batches(dataset: Dataset[Any]) -> bool:
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))  # None hides that of a base class
+
+
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Call `set_epoch` of the dataset, or of those that a Subset, ConcatDataset or Mixture is made of."""
+    if callable(own := getattr(dataset, "set_epoch", None)):
+        own(epoch)
+    elif isinstance(dataset, Subset):
+        set_epoch(dataset.dataset, epoch)
+    elif isinstance(parts := getattr(dataset, "datasets", None), list | tuple):
+        for part in parts:
+            set_epoch(part, epoch)
 
 
 def sample_of(dataset: Any, index: int) -> Any:

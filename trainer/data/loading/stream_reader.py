@@ -1,6 +1,7 @@
 """How a stream is read: samples by their numbers, in the main process or in data workers."""
 
 import copy
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -12,9 +13,19 @@ from torch.utils.data import default_collate
 
 from trainer.data.loading.base import Share
 from trainer.data.loading.collation import collated
-from trainer.data.loading.reader import BROKEN_DATA, Reader, Request, cpu_generators_kept, seed_generators
+from trainer.data.loading.reader import (
+    BROKEN_DATA,
+    Answer,
+    Reader,
+    Request,
+    cpu_generators_kept,
+    seed_generators,
+)
 from trainer.data.stream import has_state
 from trainer.errors import UserError
+from trainer.fingerprint import fingerprint
+
+_NUM_COMPARED = 8  # samples of a stream, by all ranks that read them
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,7 @@ class Cursor:
 
     Attributes:
         position: how many samples of the epoch have been taken or dropped.
+        first: hashes of the first samples that were read, by their positions.
     """
 
     def __init__(
@@ -67,6 +79,7 @@ class Cursor:
             stream.load_state_dict(copy.deepcopy(state))
         self._items = iter(stream)
         self._next: list[Any] = []
+        self.first: dict[int, int] = {}
 
     def reach(self, position: int) -> bool:
         """Drop the samples before ``position``, and read the one there; False if there is none."""
@@ -80,9 +93,12 @@ class Cursor:
         if not self._next:
             self._before_each(self.position)
             try:
-                self._next.append(next(self._items))
+                item = next(self._items)
             except StopIteration:
                 return False
+            self._next.append(item)
+            if len(self.first) < _NUM_COMPARED:
+                self.first[self.position] = zlib.crc32(repr(sorted(fingerprint(item).items())).encode())
         return True
 
     def peek(self) -> Any:
@@ -106,7 +122,8 @@ class StreamReader(Reader):
         begin: where a resumed run continues; set before the first request.
     """
 
-    def __init__(self, stream: Any, share: Share, sharded: bool = False) -> None:
+    def __init__(self, stream: Any, share: Share, sharded: bool = False, own_of: int | None = None) -> None:
+        """``own_of``: so many replicas have a stream of their own, which is then one of as many shards."""
         super().__init__(stream, share)
         # Only of its own class: one that is derived from it may draw.
         self._draws = vars(type(stream)).get("draws", True) or share.collate is not default_collate
@@ -115,16 +132,19 @@ class StreamReader(Reader):
                 f"data.sharded is true, but {type(stream).__name__} lacks num_shards and shard of "
                 "trainer.data.stream.Stream; set it to false"
             )
-        self.num_shards: int = stream.num_shards if sharded else 1
-        shards = [stream.shard(self.num_shards, i) for i in range(self.num_shards)] if sharded else [stream]
+        self.num_shards: int = stream.num_shards if sharded else own_of or 1
+        shards = {share.replica if own_of else 0: stream}
+        if sharded:
+            shards = {i: stream.shard(self.num_shards, i) for i in range(self.num_shards)}
         # Each with its state before anything is read: every epoch starts from it.
-        self._shards = [(shard, shard.state_dict() if has_state(shard) else None) for shard in shards]
+        self._shards = {i: (one, one.state_dict() if has_state(one) else None) for i, one in shards.items()}
         self.keeps_state = has_state(stream)
-        self.num_samples = _length(stream)
+        self.num_samples = None if own_of else _length(stream)
         self.begin = StreamPosition()
         self._reading: int | None = None
         self._cursors: dict[int, Cursor] = {}
         self._number = 0  # of the sample being read
+        self._has_told = False
 
     def _answer(self, request: Request) -> Any:
         if request.reading != self._reading:
@@ -136,11 +156,22 @@ class StreamReader(Reader):
                 return None
             samples, belonging = read
             batch = collated(samples, self.dataset, request.numbers, self.collate)
-        return self.to_train_on(batch, request), belonging
+        return Answer(self.to_train_on(batch, request), belonging, self._first_read())
 
     @abstractmethod
     def _read(self, request: Request) -> tuple[list[Any], Any] | None:
         """The samples of a batch, and what belongs to it."""
+
+    def _first_read(self) -> dict[int, int]:
+        """The hashes of the first samples by their numbers; once, unless the stream says who divides it."""
+        if self._has_told or hasattr(self.dataset, "divides_itself"):
+            return {}
+        self._has_told = True
+        return {
+            position * self.num_shards + shard: value
+            for shard, cursor in self._cursors.items()
+            for position, value in cursor.first.items()
+        }
 
     def _samples(self, request: Request) -> list[Any]:
         """The samples of the request, fewer at the end of the stream."""
@@ -197,7 +228,7 @@ class StreamReader(Reader):
 
 
 class TrainStreamReader(StreamReader):
-    """Answers with (batch, its shards' part of a StreamPosition), or None if the stream ends before."""
+    """Answers with a batch and its shards' part of a StreamPosition, or None if the stream ends before."""
 
     def _read(self, request: Request) -> tuple[list[Any], dict[int, tuple[int, Any]]] | None:
         samples = self._samples(request)
@@ -208,7 +239,7 @@ class TrainStreamReader(StreamReader):
 
 
 class EvalStreamReader(StreamReader):
-    """Answers with (batch, numbers of its samples), or None if all replicas are at the end.
+    """Answers with a batch and the numbers of its samples, or None if all replicas are at the end.
 
     A replica without samples left gets the first one of the request as a filler, and no numbers.
     """
