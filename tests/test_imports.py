@@ -66,7 +66,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "inference": "build checkpoint config data distributed errors files launch "
-        "meta_init optim run_dir strategies tasks",
+        "meta_init nested optim run_dir strategies tasks",
     },
     {
         "evaluate": "config distributed files inference",
