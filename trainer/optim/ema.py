@@ -1,6 +1,6 @@
 """A moving average of the weights: kept during training, and put in their place for evaluation."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainer.errors import UserError
 from trainer.local_shard import to_local
 
 
@@ -36,7 +35,6 @@ class MovingAverage:
         warmup: bool,
     ) -> None:
         self._parameters, self._buffers, self._decay, self._warmup = parameters, buffers, decay, warmup
-        self._averages: dict[str, Tensor] = {}
         weights = self._weights()
         copies = {weight: weight.detach().clone() for weight in weights.values()}
         self._averages = {name: copies[weight] for name, weight in weights.items()}
@@ -55,14 +53,14 @@ class MovingAverage:
     def in_place(self) -> Iterator[None]:
         """Within, the model's weights are the averages; afterwards they are restored to the bit.
 
-        The averages hold the weights meanwhile: this takes the memory of the largest tensor, or of those that
-        share memory, not of all.
+        The averages hold the weights meanwhile: this takes the memory of the largest tensor, not of all.
         """
-        self._exchange()
+        pairs = self._pairs()
+        _exchange(pairs)
         try:
             yield
         finally:
-            self._exchange()
+            _exchange(pairs[::-1])  # backwards, since tensors may share memory
 
     def restart(self) -> None:
         """Restart from the present weights."""
@@ -87,16 +85,7 @@ class MovingAverage:
                 self._averages[name].copy_(value)
 
     def _weights(self) -> dict[str, Tensor]:
-        """The present tensors. Raises UserError if a buffer has another shape than its average."""
         buffers = {name: getattr(module, attribute) for name, (module, attribute) in self._buffers.items()}
-        for name in buffers.keys() & self._averages.keys():
-            was, now = self._averages[name].shape, getattr(buffers[name], "shape", None)
-            if now != was:
-                raise UserError(
-                    f"ema.decay: the buffer {name} is {'gone' if now is None else tuple(now)} and was "
-                    f"{tuple(was)} before the first step, so it has no average; make buffers in __init__, in "
-                    "their final size, or with persistent=False, which are not averaged"
-                )
         return {**self._parameters, **buffers}
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -105,14 +94,10 @@ class MovingAverage:
         distinct = {average: weights[name] for name, average in self._averages.items()}
         return [(to_local(average), to_local(weight)) for average, weight in distinct.items()]
 
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        sharing: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for average, weight in self._pairs():
-            sharing.setdefault(weight.untyped_storage().data_ptr(), []).append((average, weight))
-        for pairs in sharing.values():  # together: one by one, the second of two views would undo the first
-            held = [weight.clone() for _, weight in pairs]
-            for average, weight in pairs:
-                weight.copy_(average)
-            for (average, _), value in zip(pairs, held, strict=True):
-                average.copy_(value)
+
+@torch.no_grad()
+def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for average, weight in pairs:
+        held = weight.clone()
+        weight.copy_(average)
+        average.copy_(held)

@@ -1,4 +1,4 @@
-"""Which optimizers are supported, with which of their options, and on which parameters."""
+"""Which optimizers are supported."""
 
 import inspect
 from collections.abc import Callable
@@ -6,17 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from trainer.errors import UserError
 from trainer.nested import leaves
-from trainer.optim.layout import is_dense
-from trainer.optim.trained import Trained
 
 _PART = 0.05  # of the largest change, by which an update of rows may differ: by more than rounding
 
 
-def check_optimizer(optimizer: Optimizer, trained: Trained) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
     """Raise UserError, with the way out, for an optimizer that would fail at its first step, or would not
     resume in the state in which it stopped.
     """
@@ -34,30 +32,6 @@ def check_optimizer(optimizer: Optimizer, trained: Trained) -> None:
         raise UserError(
             f"optim: {name} keeps tensors in its attribute {kept}, which no checkpoint holds; let it keep "
             "them in self.state, under a parameter or a name"
-        )
-    chosen = {key for group in optimizer.param_groups for key, value in group.items() if value is True}
-    if "differentiable" in chosen:
-        raise UserError(
-            "optim.differentiable=true records each update for derivatives of it, which no task here takes; "
-            "leave it out"
-        )
-    sparse = sparse_weights(trained.model)
-    is_torchs = type(optimizer).__module__.startswith("torch.")
-    takes_sparse = isinstance(optimizer, SGD | SparseAdam | Adagrad) or not is_torchs
-    if isinstance(optimizer, SGD | Adagrad) and any(
-        group["weight_decay"] for group in optimizer.param_groups
-    ):
-        takes_sparse, name = False, f"{name} with weight_decay"  # weight decay of all rows is dense
-    if not takes_sparse and (found := [n for n, p in trained.own.items() if p in optimized & sparse]):
-        raise UserError(
-            f"optim: {name} takes no sparse gradients, but {found[0]} has them; build its embedding with "
-            "sparse=False, or use optim=sgd optim.momentum=0 optim.weight_decay=0"
-        )
-    odd = [n for n, p in trained.own.items() if p in optimized and p.is_cpu and not is_dense(p)]
-    if "fused" in chosen and odd:
-        raise UserError(
-            f"optim.fused=true: {odd[0]} is a view with gaps or in another order, which torch's kernel takes "
-            "for a contiguous one; leave it out, or make the parameter contiguous"
         )
 
 

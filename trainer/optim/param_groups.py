@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
@@ -14,7 +15,6 @@ from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
 from trainer.optim.combined import CombinedOptimizer, parts_of
-from trainer.optim.layout import is_dense, lay_out_gradients
 from trainer.optim.optimizer_checks import check_optimizer, refuse_unless_by_rows, sparse_weights
 from trainer.optim.plain_names import parameter_names
 from trainer.optim.trained import Trained
@@ -87,11 +87,9 @@ def _part(
         entries = [entries[int(name.split(".")[2])]]
         own = entries[0].optimizer or {}
     optimizer = _built(name, own, sets)
-    check_optimizer(optimizer, trained)
+    check_optimizer(optimizer)
     if (at_once := _at_once(optimizer, own, fused_on_cpu)) and not sparse_weights(trained.model):
         optimizer = _built(name, own | at_once, sets)
-    if any(group.get("fused") for group in optimizer.param_groups):
-        optimizer.register_step_pre_hook(lay_out_gradients)
     asked = any(entry.weight_decay is not None for entry in entries if name != "optim" or not entry.optimizer)
     if asked and "weight_decay" not in optimizer.defaults:
         raise UserError(
@@ -118,9 +116,18 @@ def _at_once(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) ->
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable"))
-    fit = all(p.is_floating_point() and is_dense(p) for p in parameters)
+    fit = all(p.is_floating_point() and _is_dense(p) for p in parameters)
     known = {p.device.type for p in parameters} <= (FUSED | {"cpu"} if fused_on_cpu else FUSED)
     return {"fused": True} if type(optimizer) in _FUSED and fit and known and not chosen else {}
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """Whether it is laid out row by row, or as images with the channels last: autograd's gradients follow.
+
+    Kernels of fused steps take parameter and gradient to be laid out alike; on a CPU they do not look.
+    """
+    as_images = parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
+    return as_images or parameter.is_contiguous()
 
 
 def parameter_sets(trained: Trained, optim: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

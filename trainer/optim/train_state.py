@@ -15,7 +15,6 @@ from trainer.optim.combined import has_user_part, parts_of
 from trainer.optim.continued import begun, check_continued, continue_groups
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.ema import MovingAverage
-from trainer.optim.layout import laid_out_as
 from trainer.optim.plain_names import (
     buffers_outside,
     every_parameter,
@@ -249,7 +248,8 @@ class TrainState:
         )
         for part, group, options in zip(parts_of(optimizer), optimizer.param_groups, own, strict=True):
             check_continued(part, group, options, self.schedule)
-        # Torch casts state to the parameter's dtype. An optimizer with a method of its own knows its state.
+        # Torch casts state to the parameter's dtype, though it may be moments in fp32 of bfloat16 weights; an
+        # optimizer with a method of its own knows its state.
         casts = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for name, parameter in zip(names, parameters, strict=True):
@@ -258,27 +258,24 @@ class TrainState:
                 continue
             for key, value in loaded.items():
                 if casts and key != "step":  # whose dtype depends on the kernel
-                    value = _uncast(state[name][key], value)
-                loaded[key] = laid_out_as(parameter, value)
+                    value = _moved(state[name][key], parameter.device)
+                loaded[key] = _laid_out_as(parameter, value)
 
     def _optimizer_names(self) -> list[str]:
         groups = self.optimizer.param_groups
         return [self.trained.names[parameter] for group in groups for parameter in group["params"]]
 
 
-def _uncast(saved: Any, loaded: Any) -> Any:
-    """State of a parameter, `loaded` by torch, with the dtypes and texts of `saved`.
+def _moved(saved: Any, device: torch.device) -> Any:
+    return mapped(saved, lambda value: value.to(device) if isinstance(value, Tensor) else value)
 
-    torch gives all tensors the dtype of the parameter, though an optimizer may keep moments of bfloat16
-    weights in fp32; and it makes a text that of a generator object.
-    """
-    if isinstance(saved, Tensor):
-        return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
-    if isinstance(saved, Mapping):
-        return type(loaded)((key, _uncast(value, loaded[key])) for key, value in saved.items())
-    if isinstance(saved, list | tuple):
-        return type(saved)(_uncast(*pair) for pair in zip(saved, loaded, strict=True))
-    return saved if isinstance(saved, str) else loaded
+
+def _laid_out_as(parameter: Tensor, value: Any) -> Any:
+    """`value` in the layout of `parameter` if it is a tensor of its shape: fused steps do not look."""
+    alike = isinstance(value, Tensor) and value.shape == parameter.shape
+    if not alike or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _name(key: int | str, names: list[str]) -> str:
