@@ -225,10 +225,10 @@ class FaultyRun:
     def _misjudged(self, row: Row, fault: Fault, victims: list[int]) -> list[str]:
         if fault.kind == "cut":
             said = "".join(path.read_text(errors="replace") for path in self.folder.glob("output*"))
-            savers = set(re.findall(r"step \d+ is saved, by rank \d+", said))
+            saved = [step for step, _ in set(re.findall(r"step (\d+) is saved, by rank (\d+)", said))]
             row.verdict = next(iter(re.findall(r"host .*is saved, by rank .*", said)), row.verdict)
             found = [f"host {n} is not named" for n in (0, 1) if f"host {n} (" not in said]
-            return found + ([f"saved twice: {savers}"] if len(savers) > 1 else [])
+            return found + ([f"saved twice: {saved}"] if len(set(saved)) < len(saved) else [])
         if fault.kind == "nan":
             is_named = f"rank {fault.rank} (" in row.verdict or self.case.world == 1
             return [] if is_named else [f"it does not name rank {fault.rank}"]

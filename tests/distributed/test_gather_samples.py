@@ -34,7 +34,7 @@ def _dist() -> Dist:
 def _gathered() -> tuple[list[int], dict[str, torch.Tensor]] | None:
     here = _dist()
     loader = eval_loader(Numbers(), 4, here.world_size, here.rank, on_bad_sample="skip")
-    gather = SampleGather(here, loader.batch_size, "Mine.rows")
+    gather = SampleGather(here, "Mine.rows")
     of_all = []
     for (values, labels), indices in loader:
         rows = {"score": values.bfloat16(), "label": labels, "right": labels % 3 == 0}
@@ -53,13 +53,13 @@ def _differing() -> list[str]:
     width = torch.zeros(2, 1 + here.rank)
     for rows, indices in (({"a": width}, [0, 1]), ({"a": torch.zeros(3)}, [0, 1])):
         with pytest.raises(UserError) as raised:
-            SampleGather(here, 4, "Mine.rows")(rows, indices)
+            SampleGather(here, "Mine.rows")(rows, indices)
         said.append(str(raised.value))
     for wrong in ([torch.zeros(2)], {"a": [0, 1]}):
         with pytest.raises(UserError) as raised:
-            SampleGather(here, 4, "Mine.rows")(wrong, [0, 1])  # type: ignore[arg-type]
+            SampleGather(here, "Mine.rows")(wrong, [0, 1])  # type: ignore[arg-type]
         said.append(str(raised.value))
-    gather = SampleGather(here, 4, "Mine.rows")
+    gather = SampleGather(here, "Mine.rows")
     gather({"a": torch.zeros(2)}, [0, 1])
     with pytest.raises(UserError) as raised:
         gather({"a": torch.zeros(2).double()}, [2, 3])
@@ -83,9 +83,9 @@ def test_rows_that_differ_are_named() -> None:
             said,
             (
                 r"rank 1 .* differs from rank 0 in the rows that Mine\.rows gives: .*\(2,\)",
-                r"gives a of shape \(3,\) for a batch of 2 samples; its first dimension must be 2",
+                r"Mine\.rows gives a with 3 rows, but must give a tensor with a row for each of 2 samples",
                 r"Mine\.rows gives a list, but must give tensors by name",
-                r"gives a as a list, but must give a tensor",
+                r"Mine\.rows gives a as a list, but must give a tensor",
                 r"gives .*float64.*, but gave .*float32.* for the batch before",
             ),
             strict=True,

@@ -132,21 +132,17 @@ def test_a_mistake_is_printed_once_under_torchrun(tmp_path: Path) -> None:
     assert "train.global_batch_size is 2001, which does not divide over 2 replicas" in table, ended.output
 
 
-def test_what_another_rank_has_said_rank_0_does_not_repeat(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_another_rank_has_said_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As torchrun's ranks may, when rank 0 loads torch for longer than the others wait for it."""
+    """As when rank 0 loads torch for longer than the others wait for it, or takes long to exit."""
     from trainer.launch import exits
 
+    monkeypatch.setattr(exits, "_said", [])
     monkeypatch.setattr(exits.time, "sleep", lambda seconds: None)
-    torchruns = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "0"}
-    for variable, value in (torchruns | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
-        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("MASTER_PORT", f"of {os.getpid()}")
     for rank in ("1", "2", "0"):
-        (tmp_path / "attempt_0" / rank).mkdir(parents=True)
         monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / rank / "error.json"))
         exits._say_once("the same")
         exits._say_once(f"{rank} alone")
     said = capsys.readouterr().err.splitlines()

@@ -21,7 +21,6 @@ else:
 timer.cancel()
 print("went on")
 """
-KILLED = "is stopped, or a thread holds its interpreter"
 
 
 def test_one_that_cannot_run_ends_but_a_suspension_takes_no_time() -> None:
@@ -45,4 +44,3 @@ def test_one_that_cannot_run_ends_but_a_suspension_takes_no_time() -> None:
         ends = [(*process.communicate(timeout=20), process.returncode) for process in started]
     assert [code for *_, code in ends] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0], ends
     assert [out for out, *_ in ends] == ["", "", "went on\n", "went on\n"], ends
-    assert [KILLED in error for _, error, _ in ends] == [True, True, False, False], ends

@@ -6,7 +6,7 @@ import pytest
 def test_a_rank_of_launch_local_tells_its_end_before_the_verdict_ends_rank_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else launch=local, to which rank 0's status means that it has told, kills the rank unheard."""
+    """Otherwise launch=local, to which rank 0's status means that it has told, kills the rank unheard."""
     from trainer.faults.ending import ALONE_S
     from trainer.launch import exits
 

@@ -14,7 +14,7 @@ from tests.ranks import ROOT
 
 # Only some runs need these; each costs processor time in every process of every start.
 NOT_AT_THE_START = (
-    *("matplotlib", "optuna", "torchvision", "transformers", "datasets", "submitit", "wandb", "pandas"),
+    *("matplotlib", "optuna", "torchvision", "transformers", "datasets", "wandb", "pandas"),
     *("torch.distributed.checkpoint", "torch.distributed.elastic", "torch._inductor.compile_fx"),
 )
 

@@ -38,7 +38,6 @@ SRUN = {
     "SLURM_PROCID": "2",
     "SLURM_NTASKS": "4",
     "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "1,3",
     "SLURM_STEP_NODELIST": "127.0.0.[1-2]",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
@@ -85,8 +84,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     [
         ({}, Place(0, 1, 0, 1, 0, None, None)),
         (TORCHRUN, Place(3, 8, 1, 2, 1, "torchrun", "env://")),
-        (SRUN, Place(2, 4, 1, 3, 1, "srun", f"tcp://127.0.0.1:{derived_port('7.0')}")),
-        (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "9"}, Place(2, 4, 1, 3, 1, "srun", "tcp://b:9")),
+        (SRUN, Place(2, 4, 1, None, 1, "srun", f"tcp://127.0.0.1:{derived_port('7.0')}")),
+        (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "9"}, Place(2, 4, 1, None, 1, "srun", "tcp://b:9")),
         (OPEN_MPI, Place(1, 2, 1, 2, None, "mpirun", f"tcp://127.0.0.1:{derived_port('156762113')}")),
         (PMI | {"MASTER_PORT": "9"}, Place(1, 4, 0, 2, None, "mpirun", "tcp://a:9")),
         (BY_HAND, Place(1, 2, None, None, None, None, "tcp://[::1]:29500")),
@@ -114,7 +113,7 @@ def test_by_hand_in_the_settings(told: Told) -> None:
     by_hand = ("distributed.init_method=file:///tmp/x", "distributed.rank=1", "distributed.world_size=2")
     assert told({}, *by_hand) == Place(1, 2, None, None, None, None, "file:///tmp/x")
     assert told(ALONE_IN_SRUN, *by_hand) == Place(1, 2, None, None, None, None, "file:///tmp/x")
-    assert told(SRUN, by_hand[0]) == Place(2, 4, 1, 3, 1, "srun", "file:///tmp/x")
+    assert told(SRUN, by_hand[0]) == Place(2, 4, 1, None, 1, "srun", "file:///tmp/x")
 
 
 @pytest.mark.parametrize(
@@ -128,8 +127,8 @@ def test_by_hand_in_the_settings(told: Told) -> None:
         ({"RANK": "-1", "WORLD_SIZE": "4"}, (), r"RANK=-1, but must be a number"),
         ({"RANK": "1", "WORLD_SIZE": "4"}, (), r"WORLD_SIZE=4, but nothing says where rank 0 is.*MASTER_ADDR"),
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, (), r"MASTER_PORT is not"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (), r"SLURM_NTASKS=4, but this process was not started by srun"),
-        ({"PET_NNODES": "2"}, (), r"PET_NNODES=2, but this process was not started by torchrun"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (), r"SLURM_NTASKS=4, but this process would train alone; it was not started by srun"),
+        ({"PET_NNODES": "2"}, (), r"PET_NNODES=2, but this process would train alone; it was not started by torchrun"),
         ({}, ("distributed.init_method=tcp://a:1",), r"tcp://a:1 does not say which process this is"),
         ({}, ("distributed.init_method=tcp://a",), r"init_method is tcp://a, but must be env://, tcp://HOST:PORT"),
     ],

@@ -82,6 +82,7 @@ def test_srun_and_launch_slurm(expected: str, tmp_path: Path) -> None:
         return finish("train.py", *launch, *RUN, *words, env=env).code
 
     with cluster(tmp_path / "slurm") as env:
+        env["MASTER_ADDR"] = "127.0.0.1"  # nobody else knows the names of its nodes
         assert started_by(["srun", "-N2", "-n2"], tmp_path / "ranks", env) == expected
         assert launched() == 0
         assert sha(tmp_path / "sbatch") == expected

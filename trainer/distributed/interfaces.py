@@ -12,7 +12,6 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from trainer.errors import UserError
@@ -49,15 +48,19 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
         UserError: the environment sets one that this host does not have.
     """
     _check(rank, os.environ.get(_VARIABLE, ""))
-    known = [address for address in addresses if address is not None and not _is_loopback(address)]
-    if _VARIABLE in os.environ or len(set(hosts)) == 1 or not known or not _name_leads_to_itself():
+    known = [address for address in addresses if not _is_loopback(address)]
+    own_name = address_towards(socket.gethostname())  # a host's way to its own name leads to that address
+    if _VARIABLE in os.environ or len(set(hosts)) == 1 or not known or not _is_loopback(own_name):
         return  # with only loopback addresses, the hosts are one machine
     own = addresses[rank]
-    if own is None or _is_loopback(own):  # the store is on this host: use the route to another
+    if _is_loopback(own):  # the store is on this host: use the route to another
         own = address_towards(known[0])
-    if name := _interface_of(own):
-        os.environ[_VARIABLE] = name
-        return
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
+            answer = fcntl.ioctl(any_, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            if socket.inet_ntoa(answer[20:24]) == own:
+                os.environ[_VARIABLE] = name
+                return
     log.warning(
         "rank %s: the name of its host, %s, resolves to no address that other hosts reach; set the interface "
         "that they reach: %s=eth0, for example, in the environment of every rank",
@@ -78,32 +81,6 @@ def _check(rank: int, chosen: str) -> None:
             )
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _name_leads_to_itself() -> bool:
-    """Whether gloo would take loopback: the first address of the name that is this host's, or none is."""
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(
-            socket.gethostname(), 0, type=socket.SOCK_STREAM
-        ):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as own:
-                own.bind(address)
-                return _is_loopback(str(address[0]))
-    return True
-
-
-def _interface_of(address: str | None) -> str | None:
-    """The name of the interface with this address as its first."""
-    for _, name in socket.if_nameindex() if address is not None else ():
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
-            answer = fcntl.ioctl(any_, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    with contextlib.suppress(OSError, ValueError):
-        wanted = ipaddress.ip_address(str(address).partition("%")[0]).packed.hex()
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            if line.split()[0] == wanted:
-                return line.split()[-1]
-    return None
+def _is_loopback(address: str | None) -> bool:
+    """Also without an address: nobody reaches this host by it."""
+    return address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback

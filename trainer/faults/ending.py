@@ -117,9 +117,7 @@ class Ending:
     def end(self, verdict: Verdict) -> None:
         """Save, print the verdict, write it, and exit; kill the ranks of this host that cannot exit."""
         if verdict.kind != "orderly":
-            if (reports := self.reports_of_other_hosts()) is not None:
-                reports.tell([neighbour.observe() for neighbour in self._here.values()], eager=True)
-            verdict = verdict.followed_by(self.rescue.lead(verdict, self._wait, self._is_at_work))
+            verdict = self._with_save(verdict)
         writing = threading.Thread(target=self._write, args=(verdict,), daemon=True)
         writing.start()
         writing.join(timeout=1.0)  # the disk may hang on the host that is lost
@@ -139,6 +137,11 @@ class Ending:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(neighbour.member.pid, signal.SIGKILL)
         exit_report.leave(verdict.status)
+
+    def _with_save(self, verdict: Verdict) -> Verdict:
+        if (reports := self.reports_of_other_hosts()) is not None:
+            reports.tell([neighbour.observe() for neighbour in self._here.values()], eager=True)
+        return verdict.followed_by(self.rescue.lead(verdict, self._wait, self._is_at_work))
 
     def _wait(self, seconds: float) -> None:
         self._tick()
@@ -193,11 +196,10 @@ class Ending:
             return
         reports = self.reports_of_other_hosts()
         elsewhere = savers(reports.others(), ()) if reports is not None else ()
-        verdict = self._agreed(replace(verdict, savers=elsewhere or (self._rank,)))
-        words = self.rescue.save_alone() if self._rank in verdict.savers else ""
-        verdict = verdict.followed_by(words)
+        own_step = (self._rank,) if self._heartbeat.finished else ()
+        verdict = self._with_save(self._agreed(replace(verdict, savers=elsewhere or own_step)))
         self._write(verdict)
         if len(self._members) > 1 or own.worker:
             atexit.register(exit_report.say, verdict, len(self._members), self._written_to)
-        elif words:
-            atexit.register(exit_report.print_line, words)
+        elif own_step:
+            atexit.register(exit_report.print_line, verdict.message.rpartition("; ")[2])

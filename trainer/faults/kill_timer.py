@@ -50,7 +50,6 @@ def _count(pid: int, offset: int, after_s: float, counts_stops: bool) -> None:
         elif counts_stops or not _is_stopped(pid):
             same_s += _LOOKS_S  # once, however long the sleep took
         if same_s > after_s and os.getppid() == pid:
-            _say(pid, f"pid {pid} is stopped, or a thread holds its interpreter, for {same_s:.0f} s: killed")
             os.kill(pid, signal.SIGKILL)
 
 
@@ -58,12 +57,6 @@ def _is_stopped(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False
-
-
-def _say(pid: int, line: str) -> None:
-    with contextlib.suppress(OSError):  # its reader may have died
-        output = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
-        os.write(output, f"{line}\n".encode())
 
 
 if __name__ == "__main__":

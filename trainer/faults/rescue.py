@@ -78,7 +78,8 @@ class Rescue:
         """Begin to save if a leader of this host asks this rank to."""
         asked = (neighbour.records.rescue().get("saver") for neighbour in self._here.values())
         if self.last_step is not None and self._thread is None and self._rank in asked:
-            self._begin()
+            self._thread = threading.Thread(target=self._save, name="rescue", daemon=True)
+            self._thread.start()
 
     def lead(self, verdict: Verdict, wait: Callable[[float], None], is_at_work: Callable[[int], bool]) -> str:
         """Have this host save, if it is to; return what became of it, in a phrase.
@@ -87,8 +88,10 @@ class Rescue:
             wait: waits for so many seconds, and keeps this rank awake.
             is_at_work: whether the host of a rank, another host, has neither ended nor fallen silent.
         """
-        if (words := self._why_not()) is not None:
-            return words
+        if not self._heartbeat.step or (self.last_step is None and self.why_not is None):
+            return ""
+        if self.why_not is not None:
+            return f"{_NOTHING}: {self.why_not}"
         own = [rank for rank in verdict.savers if rank in self._here]
         if not own:
             nobody = f"{_NOTHING}: {_NOBODY}" if self._heartbeat.finished else ""
@@ -120,26 +123,6 @@ class Rescue:
                 return f"{_NOTHING}: rank {saver} died while it saved", False
             wait(_LOOK_S)
         return f"{_NOTHING}: rank {saver} was not done in {SAVE_S:.0f} s", False
-
-    def save_alone(self) -> str:
-        """Save as the last rank of this host, in its main thread; return what became of it, in a phrase."""
-        if (words := self._why_not()) is not None:
-            return words
-        if not self._heartbeat.finished:
-            return ""
-        self._begin().join(SAVE_S)
-        return str(self._said.get("words", f"{_NOTHING}: it was not done in {SAVE_S:.0f} s"))
-
-    def _why_not(self) -> str | None:
-        """Why no rank can save, in a phrase: empty before the first step; None if a rank can save."""
-        if not self._heartbeat.step or (self.last_step is None and self.why_not is None):
-            return ""
-        return None if self.why_not is None else f"{_NOTHING}: {self.why_not}"
-
-    def _begin(self) -> threading.Thread:
-        self._thread = threading.Thread(target=self._save, name="rescue", daemon=True)
-        self._thread.start()
-        return self._thread
 
     def _save(self) -> None:
         assert self.last_step is not None

@@ -67,7 +67,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
 def _evaluate(context: ModelContext, loader: "EvalLoader", model: nn.Module) -> Evaluation:
     task = context.task
     gives_sums, gives_rows = offers(task, "eval_sums", "summarise"), offers(task, "rows", "summarise_rows")
-    gather = SampleGather(context.dist, loader.batch_size, f"{type(task).__name__}.rows")
+    gather = SampleGather(context.dist, f"{type(task).__name__}.rows")
     order = context.strategy.order
     sums: Tensor | None = None
     shape: tuple[int, ...] | None = None
@@ -131,7 +131,7 @@ def predict(context: ModelContext, loader: "EvalLoader") -> Iterator[tuple[list[
     context.dist.heartbeat.enter("evaluate")
     context.strategy.share_buffers(context.model)
     model = context.strategy.unwrap(context.model).eval()
-    gather = SampleGather(context.dist, loader.batch_size, f"{type(context.task).__name__}.predict")
+    gather = SampleGather(context.dist, f"{type(context.task).__name__}.predict")
     for host_batch, indices in loader:
         context.dist.heartbeat.enter("evaluate")
         with context.strategy.autocast():

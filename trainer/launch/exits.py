@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -27,12 +28,12 @@ from trainer.errors import (
 )
 from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import Fields, load_json
-from trainer.launch.fresh import launched_by
 from trainer.launch.place import place, told_rank
 from trainer.launch.signals import signal_at_parents_death
 
 PAUSES_S = (2, 10, 30)  # before the first restart after a fault, the second, and each further one
 _FINAL = {error.exit_code for error in (UserError, NonFiniteError, StoppedBySignal)}
+_said: list[socket.socket] = []  # names for what this process has said, as long as it lives
 
 
 @contextmanager
@@ -42,11 +43,11 @@ def ends_its_threads() -> Iterator[None]:
     Python would wait for that thread, and a launcher for Python. Without such a thread the process ends as
     Python does, so that a profiler, a debugger or a caller in this process sees its end.
     """
-    known = set(threading.enumerate())
     try:
         yield
     finally:
-        left = [thread for thread in threading.enumerate() if not thread.daemon and thread not in known]
+        main = threading.main_thread()
+        left = [each for each in threading.enumerate() if not each.daemon and each is not main]
         if left:
             _leave(sys.exc_info()[1], left)
 
@@ -150,27 +151,16 @@ def refuse_sweep_in_ranks() -> None:
 
 
 def _say_once(message: str) -> None:
-    """Print one message for all ranks: rank 0 at once, another rank only if rank 0 then still runs.
+    """Print one message for all ranks: rank 0 at once, another rank only if rank 0 has another end, or none.
 
-    torchrun and launch=local end the other ranks as soon as rank 0 has exited.
+    torchrun and launch=local end the other ranks as soon as rank 0 has exited, which may take it a while:
+    until then it holds a name of the system's (of no file).
     """
     rank = told_rank()
     if rank:
-        time.sleep(4 if launched_by() == "local" else 3)  # rank 0 may exit slowly; a verdict ends it after 5
-    if _is_first_to_say(message):
+        time.sleep(3)  # a verdict ends it after 5
+    name = hashlib.sha256(f"{os.environ.get('MASTER_PORT')} {message}".encode()).hexdigest()[:32]
+    _said.append(socket.socket(socket.AF_UNIX))
+    with contextlib.suppress(OSError):
+        _said[-1].bind(f"\0ringmaster-{name}")
         print(f"[rank {rank}] {message}" if rank else message, file=sys.stderr, flush=True)
-
-
-def _is_first_to_say(message: str) -> bool:
-    """Whether no other rank on this host has printed the same, as one has if rank 0 exits slowly.
-
-    The ranks mark it beside the file of their end, which other launchers than torchrun do not have.
-    """
-    if (file_of_end := _end_file()) is None:
-        return True
-    mark = file_of_end.with_name(f"said_{hashlib.sha256(message.encode()).hexdigest()[:16]}")
-    try:
-        mark.touch(exist_ok=False)
-    except OSError:
-        return not mark.exists()  # twice is better than never
-    return True

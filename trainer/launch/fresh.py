@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
 from trainer.launch.place import TELLING, Place
 from trainer.launch.signals import signal_at_parents_death
 
@@ -91,13 +90,6 @@ def take_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, "w" if number else "r", encoding="utf-8"))
         elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    for word in sys.argv:
-        if any("\udc80" <= letter <= "\udcff" for letter in word):
-            raise UserError(
-                f"{word.encode(errors='surrogateescape').decode(errors='backslashreplace')} is not "
-                f"{sys.getfilesystemencoding()}, the encoding of this locale; set PYTHONUTF8=1, or "
-                "LC_ALL=C.UTF-8"
-            )
 
 
 def extend_path() -> None:

@@ -7,9 +7,6 @@ each other are refused: a run in which each process takes itself for the only on
 
 import os
 import re
-import shutil
-import socket
-import subprocess
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,8 +90,7 @@ def place(settings: DistributedConfig | None = None) -> Place:
         }
     source = _source(told)
     if source is None:
-        _refuse_tasks_without_srun(told)
-        _refuse_one_process_a_host(told)
+        _refuse_to_be_alone(told)
         if init_method != ENV:
             raise UserError(
                 f"distributed.init_method={init_method} does not say which process this is; add "
@@ -111,8 +107,6 @@ def place(settings: DistributedConfig | None = None) -> Place:
         _number(told, name) if name in told else None
         for name in (source.local_rank, source.local_world_size, source.host)
     )
-    if source is _SRUN:
-        local_world_size = _tasks_per_node(told["SLURM_STEP_TASKS_PER_NODE"])[host or 0]
     if source is _ENVIRONMENT and local_world_size is not None and host is None:
         host = rank // local_world_size
     launcher = "torchrun" if source is _ENVIRONMENT and _AGENT in told else source.launcher
@@ -137,12 +131,8 @@ def publish(here: Place) -> None:
     Only in a process that holds this run alone: a second run in it would read those of the first.
     """
     if here.world_size > 1:
-        told: dict[str, object] = {
-            "RANK": here.rank,
-            "WORLD_SIZE": here.world_size,
-            "LOCAL_RANK": here.local_rank,
-        }
-        told |= {"LOCAL_WORLD_SIZE": here.local_world_size, "GROUP_RANK": here.host}
+        names = ("rank", "world_size", "local_rank", "local_world_size", "host")
+        told = {getattr(_ENVIRONMENT, name): getattr(here, name) for name in names}
         url = urlsplit(here.init_method or "")
         told |= {"MASTER_ADDR": url.hostname, "MASTER_PORT": url.port} if url.scheme == "tcp" else {}
         os.environ.update({name: str(value) for name, value in told.items() if value is not None})
@@ -204,20 +194,17 @@ def _refuse_one_torchrun_each(told: Mapping[str, str], outer: _LauncherVariables
         )
 
 
-def _refuse_tasks_without_srun(told: Mapping[str, str]) -> None:
+def _refuse_to_be_alone(told: Mapping[str, str]) -> None:
+    """A process that nothing tells its rank must not be one of several."""
     if "SLURM_PROCID" in told and "SLURM_NTASKS" in told and _number(told, "SLURM_NTASKS") > 1:
-        raise UserError(
-            f"{_shown(told, 'SLURM_NTASKS')}, but this process was not started by srun, and would train "
-            "alone; write `srun python train.py ...`, or ask for --ntasks=1"
-        )
-
-
-def _refuse_one_process_a_host(told: Mapping[str, str]) -> None:
-    if told.get("PET_NNODES", "1") != "1":
-        raise UserError(
-            f"{_shown(told, 'PET_NNODES')}, but this process was not started by torchrun, and would train "
-            "alone; start it with torchrun, which reads the PET_* variables"
-        )
+        counted, way_out = "SLURM_NTASKS", "srun: write `srun python train.py ...`, or ask for --ntasks=1"
+    elif told.get("PET_NNODES", "1") != "1":
+        counted, way_out = "PET_NNODES", "torchrun, which reads the PET_* variables: start it with that"
+    else:
+        return
+    raise UserError(
+        f"{_shown(told, counted)}, but this process would train alone; it was not started by {way_out}"
+    )
 
 
 def _meeting_point(told: Mapping[str, str], source: _LauncherVariables, alone_on_host: bool) -> str:
@@ -229,9 +216,7 @@ def _meeting_point(told: Mapping[str, str], source: _LauncherVariables, alone_on
         # Without a job name, use the parent: all processes of an mpirun on one host have the same.
         job = job or (str(os.getppid()) if source in (_OPEN_MPI, _PMI) else None)
     elif "SLURM_JOB_NODELIST" in told:
-        address = address or resolvable(
-            first_node(told.get("SLURM_STEP_NODELIST", told["SLURM_JOB_NODELIST"]))
-        )
+        address = address or first_node(told.get("SLURM_STEP_NODELIST", told["SLURM_JOB_NODELIST"]))
         job = f"{told['SLURM_JOB_ID']}.{told.get('SLURM_STEP_ID')}" if source is _SRUN else job
     if not address:
         hint = " (mpirun -x MASTER_ADDR=HOST passes it to all)" if source is _OPEN_MPI else ""
@@ -256,25 +241,6 @@ def first_node(nodes: str) -> str:
     """The first of a SLURM node list: `rack[1,3-4]node[08-10]-ib,login` begins with `rack1node08-ib`."""
     first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
-
-
-def resolvable(node: str) -> str:
-    """`node`, or the address that SLURM has for it if only SLURM knows its name."""
-    try:
-        socket.getaddrinfo(node, None)
-    except OSError:
-        if shutil.which("scontrol"):
-            asked = ["scontrol", "--oneliner", "show", "node", node]
-            answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False).stdout
-            if found := re.search(r"\bNodeAddr=(\S+)", answer):
-                return found[1]
-    return node
-
-
-def _tasks_per_node(counts: str) -> list[int]:
-    """`2(x3),1` is 2, 2, 2, 1."""
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return [int(count) for count, times in groups for _ in range(int(times or 1))]
 
 
 def _number(told: Mapping[str, str], name: str) -> int:
