@@ -115,6 +115,8 @@ def be_a_rank() -> None:
 
     exits.PAUSES_S = (0,)
     failing = Failing(Path(folder), wanted, number)
+    with (Path(folder) / "starts").open("a") as file:
+        file.write("x")
     builtins.open = io.open = failing.opened(io.open)  # type: ignore[assignment]
     for name in OF_OS.split():
         failing.wrap(os, name, f"os.{name}")
@@ -148,7 +150,7 @@ def outcome(folder: Path, ended: Ended, sha256: str | None) -> str:
         return "ended for good" if ended.code else "another model"
     if not (folder / "failed").exists():
         return "not reached"
-    return "restarted" if (folder / "files/run/train.log").read_text().count("steps    ") > 2 else "went on"
+    return "restarted" if len((folder / "starts").read_text()) > 2 else "went on"
 
 
 def main() -> int:
