@@ -62,7 +62,7 @@ class ToDevice:
             reader = accelerator.current_stream(self.device)
             reader.wait_stream(self._stream)
             for value in leaves(arrived):  # allocated on the copying stream
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and is_accelerator(value.device):  # not all that an object holds
                     accelerator.keep_for(value, reader)
         batch, mirrored = arrived if isinstance(arrived, Mirrored) else (arrived, None)
         if self.normalise is None and mirrored is None:
