@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
 from trainer.checkpoint import weights_for
-from trainer.config import Config, DataConfig, TrainConfig, UnitsConfig, model_settings
+from trainer.config import Config, DataConfig, TrainConfig, UnitsConfig, model_settings, patterns
 from trainer.config.instantiate import instantiate
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.loading.base import EvalLoader, Share, TrainLoader
@@ -203,7 +203,8 @@ def start_from(node: dict[str, Any], model: InitialModel, agreement: Agreement, 
 
     A model may have an attribute `pretrained`, a function that returns the path of a file of weights.
     """
-    source, ignore = node.get("init_from"), node.get("init_ignore") or ()
+    source, ignore, key = node.get("init_from"), node.get("init_ignore") or (), node.get("init_key")
+    frozen = patterns("model.freeze", node.get("freeze"))
     named = getattr(model.module, "pretrained", None)
     if source is not None and named is not None:
         raise UserError(f"model.init_from={source} and model.weights={node.get('weights')}: set one of them")
@@ -211,7 +212,9 @@ def start_from(node: dict[str, Any], model: InitialModel, agreement: Agreement, 
         agreement.everywhere(lambda: _file(named) if dist.local_rank == 0 else None)
         source = agreement.everywhere(lambda: _file(named))
     if source is not None:  # if a host lacks the file, all ranks end with one message
-        agreement.everywhere(lambda: model.load(lambda: weights_for(model.module, source, ignore)))
+        agreement.everywhere(
+            lambda: model.load(lambda: weights_for(model.module, source, ignore, key, frozen))
+        )
 
 
 def _file(pretrained: Callable[[], Path]) -> Path:

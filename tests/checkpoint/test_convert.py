@@ -171,11 +171,33 @@ def test_a_tied_weight_stays_tied_for_torch_and_is_whole_for_others(tmp_path: Pa
 
 
 class _Tied(torch.nn.Module):
+    base_model_prefix = "played"  # as each class of transformers has one
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
         self.b.weight = self.a.weight
         self.config = _Config()
+
+
+def _save_held(run_dir: Path) -> None:
+    held = torch.nn.Sequential(_Tied())
+    adapted = _Tied()
+    adapted.a = torch.nn.ModuleDict({"base_layer": adapted.a})
+    for name, model in {"held": held, "adapted": adapted}.items():
+        tiny.checkpointer(run_dir / name, state=(state := tiny.state_of(model, "sgd"))).save(state)
+
+
+def test_a_model_of_transformers_under_other_names_is_not_written_as_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(_save_held, 1, tmp_path)
+    for name, of in {"held": "Sequential", "adapted": "_Tied"}.items():
+        saved = str(tmp_path / name / "checkpoints" / "step_00000000")
+        assert main(["convert", saved, str(tmp_path / "hf"), "--to", "hf"]) == 2
+        assert f"--to hf: {of} holds a model of transformers under other" in capsys.readouterr().err
+        assert not (tmp_path / "hf").exists()
+        assert main(["convert", saved, str(tmp_path / name / "w"), "--to", "safetensors"]) == 0
 
 
 def _save_tied(run_dir: Path) -> None:

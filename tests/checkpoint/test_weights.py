@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import load_weights
+from trainer.checkpoint import load_weights, weights_for
 from trainer.errors import UserError
 
 
@@ -32,8 +32,9 @@ def _nets() -> tuple[nn.Module, nn.Module]:
         (None, ""),
         (None, "module."),
         ("model", "module._orig_mod."),
-        ("state_dict", "_orig_mod.module."),
         ("state_dict", "model."),
+        ("params_ema", ""),
+        ("teacher", "module.backbone."),
     ],
 )
 def test_reads_state_dicts_of_wrapped_models_in_any_container(
@@ -41,10 +42,73 @@ def test_reads_state_dicts_of_wrapped_models_in_any_container(
 ) -> None:
     theirs, ours = _nets()
     saved = {prefix + name: tensor for name, tensor in theirs.state_dict().items()}
-    torch.save({container: saved, "epoch": 3} if container else saved, tmp_path / "w.pt")
+    optimizer = {"state": {0: {"exp_avg": torch.ones(2)}}}
+    torch.save({container: saved, "epoch": 3, "o": optimizer} if container else saved, tmp_path / "w.pt")
     assert not _same(theirs, ours)
     load_weights(ours, tmp_path / "w.pt")
     assert _same(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("a._orig_mod.b._checkpoint_wrapped_module.c", "a.b.c"),
+        ("a.b.c", "a.b.base_layer.c"),
+        ("saved.net.a.b.c", "a.b.c"),
+        ("a.b.c", "base_model.model.a.b.c"),
+        ("saved.a.b.c", "transformer.a.b.c"),
+        ("module.c", "module.c"),
+    ],
+)
+def test_wrappers_anywhere_and_a_prefix_are_no_part_of_a_name(tmp_path: Path, theirs: str, ours: str) -> None:
+    model, there = nn.Module(), nn.Module()
+    for names, module in ((ours, model), (theirs, there)):
+        *path, last = names.split(".")
+        for part in path:
+            module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, nn.Parameter(torch.rand(3)))
+    load_weights(model, _saved(tmp_path, there.state_dict()))
+    assert _same(model, there)
+
+
+def test_of_several_that_fit_equally_none_is_guessed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    student, ours = _nets()
+    teacher = {f"backbone.{name}": tensor + 1 for name, tensor in student.state_dict().items()}
+    path = _saved(tmp_path, {"student": student.state_dict(), "teacher": teacher})
+    with pytest.raises(
+        UserError, match=r"equally under student and teacher\.backbone; model\.init_key=student"
+    ):
+        load_weights(ours, path)
+    with pytest.raises(UserError, match=r"model\.init_key=pupil is not in .*: it has student, teacher"):
+        weights_for(ours, path, key="pupil")
+    with caplog.at_level(logging.INFO):
+        found = weights_for(ours, path, key="teacher")
+    assert all(found[name].equal(teacher[f"backbone.{name}"]) for name in ours.state_dict())
+    assert "10 of the model's 10 tensors, under teacher.backbone; not used: student" in caplog.text
+    two = nn.ModuleDict({"left": tiny.Net(), "right": tiny.Net()})
+    with pytest.raises(
+        UserError, match=r"fits left and right of this model equally; model\.init_ignore=\[left\]"
+    ):
+        load_weights(two, path := _saved(tmp_path, student.state_dict()))
+    load_weights(two, path, ["left"])
+    assert _same(two["right"], student)
+
+
+def test_a_frozen_parameter_that_would_stay_random_raises(tmp_path: Path) -> None:
+    theirs, ours = _nets()
+    kept = {name: value for name, value in theirs.state_dict().items() if not name.startswith("second.")}
+    path = _saved(tmp_path, kept)
+    words = r"second.bias, second.weight would keep random values: frozen, .*model.freeze matches it"
+    for ignore in ((), "second"):
+        with pytest.raises(UserError, match=words):
+            weights_for(ours, path, ignore, freeze=["^second"])
+    ours.second.weight.requires_grad_(False)
+    with pytest.raises(UserError, match=r"second.weight would keep .*model\.init_ignore=\[\.\.\.\] says"):
+        weights_for(ours, path)
+    assert weights_for(ours, path, "second", freeze=["^first"]).keys() == kept.keys()
 
 
 def test_lists_what_is_missing_and_what_is_left_over(
@@ -57,8 +121,9 @@ def test_lists_what_is_missing_and_what_is_left_over(
     torch.save(saved, tmp_path / "w.pt")
     with caplog.at_level(logging.WARNING):
         load_weights(ours, tmp_path / "w.pt")
-    assert "lacks first.bias" in caplog.text
-    assert "also holds head.weight" in caplog.text
+    assert (
+        "9 of the model's 10 tensors; left as initialised: first.bias; not used: head.weight" in caplog.text
+    )
     assert torch.equal(ours.state_dict()["first.bias"], before)
     assert torch.equal(ours.state_dict()["second.weight"], saved["second.weight"])
 
@@ -123,10 +188,12 @@ def test_leaves_as_initialised_what_it_is_told_to_ignore(
         load_weights(ours, tmp_path / "w.pt")
     with pytest.raises(UserError, match=r"model\.init_ignore names sec, which this model does not have"):
         load_weights(ours, tmp_path / "w.pt", ["sec"])
-    load_weights(ours, tmp_path / "w.pt", ["second"])
+    with caplog.at_level(logging.INFO):
+        load_weights(ours, tmp_path / "w.pt", ["second"])
     assert torch.equal(ours.second.weight, before)
     assert torch.equal(ours.first.weight, theirs.first.weight)
-    assert "lacks" not in caplog.text
+    (line,) = caplog.records
+    assert line.levelname == "INFO" and "left as initialised: second.bias, second.weight" in line.message
 
 
 def test_reads_safetensors(tmp_path: Path) -> None:

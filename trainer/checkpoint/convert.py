@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from trainer.checkpoint.hashing import fsync_directory, write_text
-from trainer.checkpoint.open_checkpoint import MODEL_CONFIG, OpenCheckpoint, verified
+from trainer.checkpoint.open_checkpoint import HELD_BY, MODEL_CONFIG, OpenCheckpoint, verified
 from trainer.checkpoint.safetensors_files import INDEX, NAMES, SINGLE, ToStore, write_file
 from trainer.checkpoint.store import appear
 from trainer.errors import UserError
@@ -117,6 +117,12 @@ def _write_hf(
 ) -> None:
     """Write config.json, the files of weights, and the index of these if there are several."""
     config: dict[str, Any] | None = source.facts.get(MODEL_CONFIG)
+    if config is not None and HELD_BY in config:
+        raise UserError(
+            f"--to hf: {config[HELD_BY]} holds a model of transformers under other names than its own, as "
+            "with adapters of PEFT, so from_pretrained would not find them. In Python, call save_pretrained "
+            "of trainer.load_model(RUN), after merge_and_unload(); --to safetensors writes it as it is"
+        )
     if config is not None:
         if config.get("tie_word_embeddings"):  # loading ties them again, so one name of each is enough
             first = {id(value): name for name, value in reversed(weights.items())}

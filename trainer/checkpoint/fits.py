@@ -14,7 +14,7 @@ from torch.optim import Muon
 
 from trainer.bits import same_bits
 from trainer.checkpoint.layout import DTYPES, Shapes, aliases_in
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint
+from trainer.checkpoint.open_checkpoint import HELD_BY, OpenCheckpoint
 from trainer.checkpoint.tree import is_extra_state, put_together, take_apart
 from trainer.errors import NonFiniteError, UserError, first_few
 from trainer.files.untrusted import first_five, printable, reason
@@ -158,10 +158,17 @@ def _unsavable(tensor: Tensor) -> str | None:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any] | None:
-    """The config.json of a Hugging Face model; None for other models."""
-    config: Any = getattr(model, "config", None)
+    """The config.json of a model of transformers; None for other models.
+
+    One that is part of another model, or has adapters within, has other names than `from_pretrained` looks
+    for: then only which class holds it.
+    """
+    parts = (part for part in model.modules() if hasattr(type(part), "base_model_prefix"))
+    config: Any = getattr(part := next(parts, None), "config", None)
     if not isinstance(getattr(config, "model_type", None), str) or not hasattr(config, "to_json_string"):
         return None
+    if part is not model or any("base_layer" in name.split(".") for name, _ in model.named_modules()):
+        return {HELD_BY: type(model).__name__}
     own = json.loads(config.to_json_string())
     return {**own, "architectures": [type(model).__name__.removeprefix("FSDP")]}  # as save_pretrained says
 

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 STATE = "state.json"
 # Keys of the facts, which are the contents of that file without its index of tensors:
 MODEL_CONFIG = "model_config"  # the config.json of a Hugging Face model
+HELD_BY = "held_by"  # alone in it: the class that holds one under names that are not its own
 DATA_STATES = "places"  # where the data of each rank stands
 _PARTS = ("model", "buffers", "optimizer", "schedule", "scaler", "settings", "ema")
 _OTHER_CONTENTS = (KeyError, TypeError, ValueError, AttributeError, RecursionError)  # than a save writes

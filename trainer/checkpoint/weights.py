@@ -1,11 +1,12 @@
 """Weights from elsewhere: files of torch or safetensors, a folder of transformers, a checkpoint or a run."""
 
-import itertools
 import logging
+import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,17 @@ from trainer.files.untrusted import Fields, first_five, printable, read_json, re
 
 log = logging.getLogger(__name__)
 
-_CONTAINERS = ("model", "state_dict", "model_state_dict")
-# Of DistributedDataParallel, of torch.compile, and of Lightning, where the model is an attribute of a module.
-_PREFIXES = ("module.", "_orig_mod.", "model.")
+# What DistributedDataParallel, torch.compile, activation checkpointing, FSDP 1 and PEFT put into names.
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"}
+
+Plain = tuple[str, ...]  # the parts of a name, without those of wrappers
+
+
+class _Shift(NamedTuple):
+    """A tensor of the model is in the file under the same plain name with `there` in place of `here`."""
+
+    there: Plain
+    here: Plain
 
 
 def load_weights(model: nn.Module, path: str | Location, ignore: str | Sequence[str] = ()) -> None:
@@ -34,58 +43,184 @@ def load_weights(model: nn.Module, path: str | Location, ignore: str | Sequence[
 
 
 def weights_for(
-    model: nn.Module, path: str | Location, ignore: str | Sequence[str] = ()
+    model: nn.Module,
+    path: str | Location,
+    ignore: str | Sequence[str] = (),
+    key: str | None = None,
+    freeze: Sequence[str] = (),
 ) -> dict[str, Tensor]:
     """The tensors in ``path`` for those of the same names in ``model``; never runs code from the file.
 
-    Prefixes that wrappers put before names are dropped if the names are then the model's. The log lists
-    tensors that are ignored or missing, which keep their values, and those in ``path`` that were not used.
+    Wrappers count on neither side, anywhere in a name. One prefix may be dropped, as ``state_dict.model`` or
+    ``teacher.backbone``, or added, as ``transformer``: the one with which most names are the model's, if that
+    is half of those on one side. The log says what was found, what was left and what was not used.
 
     Args:
         model: only its names and shapes are used, so it may be on the meta device.
-        path: a state_dict saved by ``torch.save`` (bare, or under ``model``, ``state_dict`` or
-            ``model_state_dict``), a ``.safetensors`` file, a folder saved by transformers, the directory of a
-            checkpoint, or that of a run, for its newest intact one.
+        path: mappings of tensors saved by ``torch.save``, nested or not, a ``.safetensors`` file, a folder
+            saved by transformers, the directory of a checkpoint, or that of a run, for its newest intact one.
         ignore: names of modules and tensors to leave out ("fc": fc.weight, fc.bias).
+        key: of the file's tensors only those under this prefix.
+        freeze: model.freeze.
 
     Raises:
-        UserError: unreadable; no name in common; other shapes (the first five, both shapes each); or values
-            that do not fit into the model's tensor.
+        UserError: unreadable; no name in common, or several prefixes with equally many; other shapes (the
+            first five, both shapes each); values that do not fit into the model's tensor; or a parameter that
+            is frozen would stay as initialised.
     """
     path, ignore = location(path), [ignore] if isinstance(ignore, str) else ignore
     state = model.state_dict(keep_vars=True).items()
-    wanted = {n: tensor for n, tensor in state if isinstance(tensor, Tensor) and not is_extra_state(n)}
-    found = _renamed(_read(path), wanted, getattr(model, "base_model_prefix", None))
-    ignored = {name for name in wanted | found if _is_under(name, ignore)}
-    if unknown := [prefix for prefix in ignore if not any(_is_under(name, [prefix]) for name in wanted)]:
+    everything = {n: tensor for n, tensor in state if isinstance(tensor, Tensor) and not is_extra_state(n)}
+    if unknown := [prefix for prefix in ignore if not any(_is_under(name, [prefix]) for name in everything)]:
         raise UserError(f"model.init_ignore names {first_five(unknown)}, which this model does not have")
-    common = (wanted.keys() & found.keys()) - ignored
-    if not common:
+    wanted = {name: tensor for name, tensor in everything.items() if not _is_under(name, ignore)}
+    found = _read(path)
+    shift, places = _matched(path, [name for name in found if not is_extra_state(name)], wanted, key)
+    common = {name: found[place] for name, place in places.items()}
+    _refuse_other_shapes(path, {name: (common[name], wanted[name]) for name in wanted if name in common})
+    _refuse_loss(path, {name: (common[name], wanted[name]) for name in wanted if name in common})
+    given = {id(wanted[name]) for name in common}  # a tied weight may be there under one of its names
+    missing = sorted(name for name, tensor in everything.items() if id(tensor) not in given)
+    _refuse_frozen(path, {name: everything[name] for name in missing}, ignore, freeze)
+    used = set(places.values())
+    unused = {
+        name if _plain(name)[: len(shift.there)] == shift.there else name.partition(".")[0]
+        for name in found
+        if name not in used
+    }
+    words = f"{len(everything) - len(missing)} of the model's {len(everything)} tensors"
+    for named, told in (
+        (".".join(shift.there), ", under "),
+        (".".join(shift.here), ", for its "),
+        (first_five(missing), "; left as initialised: "),
+        (first_five(sorted(unused)), "; not used: "),
+    ):
+        words += told + named if named else ""
+    is_asked = all(_is_under(name, ignore) for name in missing)
+    log.log(logging.INFO if is_asked else logging.WARNING, "model.init_from=%s: %s", path, words)
+    return common
+
+
+def _matched(
+    path: Location, found: Collection[str], wanted: Mapping[str, Tensor], key: str | None
+) -> tuple[_Shift, dict[str, str]]:
+    """How names differ, and where in ``found`` each of ``wanted`` is, if it is."""
+    ours, theirs = _by_plain_name(wanted), _by_plain_name(found)
+    if key is not None:
+        theirs = {plain: names for plain, names in theirs.items() if _begins(plain, _plain(key))}
+        if not theirs:
+            tops = sorted({name.partition(".")[0] for name in found})
+            raise UserError(
+                f"model.init_key={key} is not in model.init_from={path}: it has {first_five(tops)}"
+            )
+    counts = Counter(_shifts(ours, theirs))
+    at_least = 1 if key is not None else min(len(ours), len(theirs)) / 2
+    same = _Shift((), ())
+    fit = {shift: count for shift, count in counts.items() if count >= at_least or shift == same}
+    if not fit:
+        most = "".join(
+            f"; {count} are under {(prefix := '.'.join(shift.there))}: model.init_key={prefix} takes them"
+            for shift, count in counts.most_common(1)
+            if shift.there
+        )
         raise UserError(
             f"model.init_from={path} has no name in common with this model: it holds "
-            f"{first_five(sorted(found))}; the model {first_five(sorted(wanted))}"
+            f"{first_five(sorted(found))}; the model {first_five(sorted(wanted))}{most}"
         )
-    different = [name for name in wanted if name in common and found[name].shape != wanted[name].shape]
+    best = [shift for shift, count in fit.items() if count == max(fit.values())]
+    if len(best) > 1 and same not in best:
+        if len(places := sorted({".".join(shift.there) for shift in best})) > 1:
+            raise UserError(
+                f"model.init_from={path} fits this model equally under {' and '.join(places)}; "
+                f"model.init_key={places[0]} takes one"
+            )
+        parts = sorted({".".join(shift.here) for shift in best})
+        raise UserError(
+            f"model.init_from={path} fits {' and '.join(parts)} of this model equally; "
+            f"model.init_ignore=[{parts[0]}] leaves one out"
+        )
+    shift = same if same in best else best[0]
+    places = {}
+    for plain, names in ours.items():
+        options = theirs.get(shift.there + plain[len(shift.here) :], []) if _begins(plain, shift.here) else []
+        for name in names:
+            exact = [option for option in options if f".{option}".endswith(f".{name}")]
+            fitting = exact or (options if len({id(wanted[each]) for each in names}) == 1 else [])
+            if len(fitting) > 1:
+                way_out = f"model.init_ignore=[{name}] takes none"
+                raise UserError(f"model.init_from={path} has {first_five(fitting)} for {name}; {way_out}")
+            if fitting:
+                places[name] = fitting[0]
+    return shift, places
+
+
+def _shifts(ours: Collection[Plain], theirs: Collection[Plain]) -> Iterator[_Shift]:
+    """For each name of either side, the shifts by which it is the other's.
+
+    A prefix is dropped, or one is added, perhaps in place of the first part: state_dict, for instance.
+    """
+    for plain in theirs:
+        yield from (_Shift(plain[:cut], ()) for cut in range(len(plain)) if plain[cut:] in ours)
+    for head in {plain[:cut] for plain in theirs for cut in (0, 1) if cut < len(plain)}:
+        for plain in ours:
+            for cut in range(1, len(plain)):
+                if head + plain[cut:] in theirs and head[-1:] != plain[cut - 1 : cut]:
+                    yield _Shift(head, plain[:cut])
+
+
+def _by_plain_name(names: Iterable[str]) -> dict[Plain, list[str]]:
+    found: dict[Plain, list[str]] = {}
+    for name in names:
+        found.setdefault(_plain(name), []).append(name)
+    return found
+
+
+def _plain(name: str) -> Plain:
+    return tuple(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _begins(plain: Plain, prefix: Plain) -> bool:
+    return plain[: len(prefix)] == prefix
+
+
+def _refuse_other_shapes(path: Location, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise UserError if shapes differ; by name, the tensors there and here."""
+    different = {name: pair for name, pair in pairs.items() if pair[0].shape != pair[1].shape}
     if different:
-        pairs = [
-            f"{name} ({list(found[name].shape)} there, {list(wanted[name].shape)} here)" for name in different
+        words = [
+            f"{name} ({list(there.shape)} there, {list(here.shape)} here)"
+            for name, (there, here) in different.items()
         ]
         modules = sorted({name.rpartition(".")[0] or name for name in different})
         way_out = (
             f"; model.init_ignore=[{','.join(modules)}] leaves these as initialised, as for other classes"
         )
         raise UserError(
-            f"model.init_from={path} is of another model: {first_five(pairs)}{way_out * (len(modules) <= 5)}"
+            f"model.init_from={path} is of another model: {first_five(words)}{way_out * (len(modules) <= 5)}"
         )
-    _refuse_loss(path, {name: (found[name], wanted[name]) for name in wanted if name in common})
-    if ignored & wanted.keys():
-        log.info("model.init_ignore: %s left as initialised", first_five(sorted(ignored & wanted.keys())))
-    given = {id(wanted[name]) for name in common}  # a tied weight may be there under one of its names
-    if missing := sorted(name for name in wanted.keys() - common - ignored if id(wanted[name]) not in given):
-        log.warning("model.init_from=%s lacks %s: left as initialised", path, first_five(missing))
-    if unexpected := sorted(found.keys() - common - ignored):
-        log.warning("model.init_from=%s also holds %s: not used", path, first_five(unexpected))
-    return {name: found[name] for name in common}
+
+
+def _refuse_frozen(
+    path: Location, left: Mapping[str, Tensor], ignore: Sequence[str], freeze: Sequence[str]
+) -> None:
+    """Raise UserError if a parameter that is left as initialised is never trained."""
+    chosen = [name for name in left if any(re.search(pattern, name) for pattern in freeze)]
+    built = [
+        name for name, tensor in left.items() if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    ]
+    for names, way_out in (
+        (chosen, "model.freeze matches it; let it match less"),
+        (
+            [name for name in built if not _is_under(name, ignore)],
+            "model.init_ignore=[...] says that this is meant",
+        ),
+    ):
+        names = [name for name in names if isinstance(left[name], nn.Parameter)]
+        if names:
+            raise UserError(
+                f"{first_five(names)} would keep random values: frozen, and not taken from "
+                f"model.init_from={path}; {way_out}"
+            )
 
 
 def _refuse_loss(path: Location, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
@@ -112,8 +247,8 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def _read(path: Location) -> dict[str, Tensor]:
-    """The tensors in ``path`` by the names that they have there. UserError if it cannot be read."""
+def _read(path: Location) -> dict[str, Any]:
+    """The tensors and extra state in ``path``, by their names there. UserError if it cannot be read."""
     if not path.exists():
         raise UserError(f"model.init_from={printable(path)} does not exist")
     try:
@@ -126,7 +261,7 @@ def _read(path: Location) -> dict[str, Tensor]:
         raise kind_of(error)(f"model.init_from={printable(path)}: {error}") from error
 
 
-def _read_file(path: Location) -> dict[str, Tensor]:
+def _read_file(path: Location) -> dict[str, Any]:
     """The tensors of one file, of safetensors or torch."""
     with opened(path) as file:
         if path.name.endswith(".safetensors"):
@@ -136,7 +271,7 @@ def _read_file(path: Location) -> dict[str, Tensor]:
         return _read_torch(file)
 
 
-def _read_index(folder: Location) -> dict[str, Tensor]:
+def _read_index(folder: Location) -> dict[str, Any]:
     """The tensors of the files that `INDEX` names, which are beside it."""
     with opened(folder / INDEX) as file:
         index = Fields(str(folder / INDEX), read_json(folder / INDEX, file.read()))
@@ -153,7 +288,7 @@ def _read_index(folder: Location) -> dict[str, Tensor]:
     return {name: files[file][name] for name, file in places.values.items()}
 
 
-def _read_torch(file: PlainFile) -> dict[str, Tensor]:
+def _read_torch(file: PlainFile) -> dict[str, Any]:
     """What `torch.save` put into `file`, mapped from it. torch refuses what could run code."""
     path = file.descriptor_path
     try:
@@ -161,22 +296,24 @@ def _read_torch(file: PlainFile) -> dict[str, Tensor]:
     except Exception as error:  # torch raises any error of its zip reader and unpickler
         words = f"{type(error).__name__}: {reason(error)}"
         raise UserError(f"torch.load(weights_only=True) refuses it: {words}") from error
-    for name in _CONTAINERS:
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
-            loaded = loaded[name]
-            break
     if not isinstance(loaded, Mapping):
         raise UserError(f"it holds no named tensors, but a {type(loaded).__name__}")
-    named = {k: v for k, v in loaded.items() if isinstance(k, str) and isinstance(v, Tensor)}
-    if not named:
+    if not (named := dict(_flat(loaded, ""))):
         kinds = sorted({f"{type(k).__name__}: {type(v).__name__}" for k, v in loaded.items()})
         raise UserError(f"it holds no named tensors, but {first_five(kinds) or 'nothing'}")
-    if kept := sorted(k for k in loaded.keys() - named.keys() if isinstance(k, str) and is_extra_state(k)):
-        log.warning("model.init_from=%s also holds %s: not used", file.path, first_five(kept))
     for name, tensor in named.items():
-        if (problem := unusual(tensor)) is not None:
+        if isinstance(tensor, Tensor) and (problem := unusual(tensor)) is not None:
             raise UserError(f"{printable(name)} {problem}")
     return named
+
+
+def _flat(mapping: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """The tensors in nested mappings by their keys, with dots between, without what optimizers number."""
+    for key, value in mapping.items():
+        if isinstance(key, str) and isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(key, str) and (isinstance(value, Tensor) or is_extra_state(key)):
+            yield prefix + key, value
 
 
 def _checkpoint_in(directory: Location) -> OpenCheckpoint:
@@ -189,20 +326,3 @@ def _checkpoint_in(directory: Location) -> OpenCheckpoint:
     source = first_intact(found, verified, tells=True)
     log.info("model.init_from=%s: from %s", directory, source.directory.name)
     return source
-
-
-def _renamed(tensors: dict[str, Tensor], wanted: Mapping[str, Tensor], base: str | None) -> dict[str, Tensor]:
-    """``tensors`` by other names: those, with prefixes dropped or added, that match most names in ``wanted``.
-
-    Any of the prefixes may be dropped, in any order. ``base`` is also added: a Hugging Face model with a head
-    has the model without it as its attribute ``base``. Names in files of the first have this prefix, names in
-    files of the second do not.
-    """
-    prefixes = (*_PREFIXES, f"{base}.") if base else _PREFIXES
-    candidates = [tensors, {f"{base}.{name}": tensor for name, tensor in tensors.items()}]
-    for count in range(1, len(prefixes) + 1):
-        for prefix in map("".join, itertools.permutations(prefixes, count)):
-            inner = {name[len(prefix) :]: name for name in tensors if name.startswith(prefix)}
-            outer = {name: name for name in tensors if not name.startswith(prefix)}
-            candidates.append({name: tensors[there] for name, there in (outer | inner).items()})
-    return max(candidates, key=lambda renamed: len(wanted.keys() & renamed.keys()))

@@ -101,7 +101,7 @@ def _check_group(name: str, group: ParameterGroup) -> None:
 
 def model_settings(model: dict[str, Any]) -> dict[str, Any]:
     """The part of `model` that is passed to its class, without the trainer's own keys."""
-    own = ("init_from", "init_ignore", "freeze")
+    own = ("init_from", "init_key", "init_ignore", "freeze")
     return {key: value for key, value in model.items() if key not in own}
 
 
