@@ -23,7 +23,14 @@ from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, in_words
 from trainer.errors import UserError
 from trainer.launch import local, slurm
 from trainer.launch.exits import ends_its_threads, exits
-from trainer.launch.fresh import die_with_parent, extend_path, launched_by, take_script, take_streams
+from trainer.launch.fresh import (
+    die_with_parent,
+    extend_path,
+    launched_by,
+    take_limits,
+    take_script,
+    take_streams,
+)
 from trainer.launch.place import place, publish
 
 LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
@@ -37,6 +44,7 @@ def main() -> None:
     extend_path()
     with exits():
         take_streams()
+        take_limits()
         composed = compose()
         if len(composed) > 1:
             raise UserError(f"hydra/sweeper: {EACH_TRIAL_LAUNCHES}")

@@ -62,7 +62,7 @@ from trainer.training.kept_buffers import KeptBuffers
 from trainer.training.kept_step import build_gate
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops, model_flops
-from trainer.training.micro_batch import out_of_memory_explained, with_micro_batch_size
+from trainer.training.micro_batch import causes_named, with_micro_batch_size
 from trainer.training.profiler import Profile
 from trainer.training.start_table import start_table
 from trainer.training.step_agreement import StepAgreement
@@ -101,7 +101,7 @@ def run(config: Config) -> dict[str, Any]:
             on_main(run_.run_log.open, dist)
             resources.callback(run_.run_log.leave_terminal)
             _log_start(config, run_)
-            with out_of_memory_explained(config):
+            with causes_named(config):
                 metrics = fit(run_)
             run_.run_log.plots(run_.strategy.report.plots, run_.state.progress.step, at_end=True)
             result = _result(config, run_, metrics)

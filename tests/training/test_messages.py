@@ -1,12 +1,16 @@
-"""What a run says of its data: the sample that holds NaN, and how far it has come in a stream."""
+"""What a run says of its data, and of errors of torch whose cause is known."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch._inductor.exc import InvalidCxxCompiler
 
 from tests.ranks import run_ranks
-from tests.runs import train
+from tests.runs import settings, train
 from trainer.errors import NonFiniteError
+from trainer.training.micro_batch import causes_named
 
 NAN = (
     *("logger=jsonl", "data.dataset._target_=tests.user_parts.NanAt", "+data.dataset.index=70"),
@@ -66,3 +70,32 @@ def test_a_stream_logs_samples_and_no_epoch(tmp_path: Path) -> None:
     assert (
         "step 2/5  24 samples  loss" in said and "step 4/5  48 samples  loss" in said and "epoch " not in said
     )
+
+
+def _of_batch_norm() -> None:
+    torch.nn.BatchNorm1d(3)(torch.ones(1, 3))
+
+
+def _of_inductor() -> None:
+    raise InvalidCxxCompiler
+
+
+def _of_workers() -> None:
+    raise RuntimeError(
+        "DataLoader worker is killed by signal: Bus error. ... workers are out of shared memory."
+    )
+
+
+@pytest.mark.parametrize(
+    ("fail", "words"),
+    [
+        (_of_batch_norm, "train.global_batch_size is 64, and train.micro_batch_size null"),
+        (_of_inductor, "train.compile=true needs a C++ compiler"),
+        (_of_workers, "/dev/shm, through which data workers return batches, may be full"),
+    ],
+)
+def test_a_known_error_of_torch_gets_a_note_with_the_settings(fail: Callable[[], None], words: str) -> None:
+    with pytest.raises((ValueError, RuntimeError)) as failed, causes_named(settings()):
+        fail()
+    (note,) = failed.value.__notes__
+    assert words in note

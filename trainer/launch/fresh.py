@@ -2,6 +2,7 @@
 
 import io
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from trainer.launch.signals import signal_at_parents_death
 
 _PARENT, _LAUNCHER, _PATH = "RINGMASTER_PARENT", "RINGMASTER_LAUNCHER", "RINGMASTER_PATH"
 _ROOT = Path(__file__).resolve().parents[2]
+_FILES, _FEW_FILES = 4096, 256  # open at a time: asked for; too few
 _own_script: list[str] = []  # the user's script, once it has called main
 
 
@@ -75,6 +77,18 @@ def die_with_parent() -> None:
         signal_at_parents_death()
         if os.getppid() != int(parent):  # it ended before the call above
             os._exit(1)
+
+
+def take_limits() -> None:
+    """Let this process and its children open as many files as they may, and tell if these are few."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY or files >= _FILES:
+        return
+    allowed = _FILES if most == resource.RLIM_INFINITY else min(most, _FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    if allowed < _FEW_FILES and os.environ.get("RANK", "0") == "0" and launched_by() is None:
+        few = f"ulimit -n is {allowed} at most, and too few files for many data workers or ranks"
+        print(f"{few}; raise the hard limit, to {_FILES} for example", file=sys.stderr)
 
 
 def take_streams() -> None:

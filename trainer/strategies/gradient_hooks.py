@@ -37,5 +37,6 @@ def not_all(idle: Sequence[str]) -> str:
     return (
         f"{'no ' + first_few(idle, 3) if idle else 'not all parameters'}, and DDP waits for the gradient of "
         "each parameter; set strategy.find_unused_parameters=true, or remove what is never used from the "
-        "model, or freeze it (model.freeze)"
+        "model, or freeze it (model.freeze). Within torch.utils.checkpoint of inputs without gradients "
+        "nothing is used either, unless use_reentrant=False"
     )

@@ -334,5 +334,6 @@ def _answers(loader: Iterable[Any]) -> Iterator[Any]:
             yield answer
     except (ConnectionError, EOFError) as error:
         raise RuntimeError(
-            "a data worker died while it returned a batch; perhaps it was killed for lack of memory"
+            "a data worker died while it returned a batch: killed for lack of memory, or because /dev/shm is "
+            "full (df -h /dev/shm; docker run --shm-size), through which it returns batches"
         ) from error
