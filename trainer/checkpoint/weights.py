@@ -129,10 +129,10 @@ def _matched(
         )
     best = [shift for shift, count in fit.items() if count == max(fit.values())]
     if len(best) > 1 and same not in best:
-        if len(places := sorted({".".join(shift.there) for shift in best})) > 1:
+        if len(prefixes := sorted({".".join(shift.there) for shift in best})) > 1:
             raise UserError(
-                f"model.init_from={path} fits this model equally under {' and '.join(places)}; "
-                f"model.init_key={places[0]} takes one"
+                f"model.init_from={path} fits this model equally under {' and '.join(prefixes)}; "
+                f"model.init_key={prefixes[0]} takes one"
             )
         parts = sorted({".".join(shift.here) for shift in best})
         raise UserError(
@@ -140,7 +140,7 @@ def _matched(
             f"model.init_ignore=[{parts[0]}] leaves one out"
         )
     shift = same if same in best else best[0]
-    places = {}
+    places: dict[str, str] = {}
     for plain, names in ours.items():
         options = theirs.get(shift.there + plain[len(shift.here) :], []) if _begins(plain, shift.here) else []
         for name in names:
