@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import constant
@@ -54,3 +54,19 @@ def test_a_parameter_with_gaps_is_not_fused() -> None:
     model.weight = nn.Parameter(torch.randn(4, 6)[:, ::2])
     optim = {"_target_": "torch.optim.SGD", "lr": 0.1}
     assert not build_optimizer(Trained(model), optim).defaults["fused"]
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}, {}])
+def test_a_first_gradient_may_come_after_those_of_others(options: dict[str, float]) -> None:
+    def trained(**more: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        settings = {"_target_": "torch.optim.SGD", "lr": 0.1, "weight_decay": 0.1, **options, **more}
+        optimizer = build_optimizer(Trained(model), settings)
+        for last in (1, 2, 2):
+            optimizer.zero_grad()
+            nn.Sequential(*model[:last])(torch.ones(2, 3)).pow(2).sum().backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    torch.testing.assert_close(trained(), trained(foreach=False))

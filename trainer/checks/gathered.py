@@ -28,6 +28,7 @@ class GatheredParameters:
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[Tensor, str] = {}
         self._shards = dict(model.named_parameters(remove_duplicate=False))
+        self._versions: dict[Tensor, int] = {}
         self._changed: set[str] = set()
         self._model, self._handles = model, list[RemovableHandle]()
         for prefix, unit in model.named_modules():
@@ -67,13 +68,21 @@ class GatheredParameters:
             parameter.grad = None
 
     def _begin(self, prefix: str, module: nn.Module, *_: Any) -> None:
-        self.names.update((parameter, name) for name, parameter in _gathered(prefix, module))
+        for name, parameter in _gathered(prefix, module):
+            if parameter not in self.names:
+                self.names[parameter], self._versions[parameter] = name, parameter._version
 
     @torch.no_grad()
     def _end(self, prefix: str, module: nn.Module, *_: Any) -> None:
         for name, now in _gathered(prefix, module):
-            shard = self._shards[name]
+            if (shard := self._shards.get(name)) is None:
+                raise UserError(
+                    f"strategy=fsdp: a forward pass makes the parameter {name}, of which no rank would have "
+                    "a shard; make it in __init__, or use strategy=ddp"
+                )
             is_same = now in self.names and now.requires_grad == shard.requires_grad
+            # Also where the values are the same by chance, as a teacher's that is still equal to its student.
+            is_same = is_same and now._version == self._versions[now]
             rows = now.detach()[slice(*own_rows(shard))]
             if not is_same or not same_bits(rows, to_local(shard).to(rows.device, rows.dtype)):
                 self._changed.add(name)

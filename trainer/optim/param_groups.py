@@ -90,6 +90,7 @@ def _part(
     check_optimizer(optimizer)
     if (at_once := _at_once(optimizer, own, fused_on_cpu)) and not sparse_weights(trained.model):
         optimizer = _built(name, own | at_once, sets)
+        optimizer.register_step_pre_hook(_give_late_momentum)
     asked = any(entry.weight_decay is not None for entry in entries if name != "optim" or not entry.optimizer)
     if asked and "weight_decay" not in optimizer.defaults:
         raise UserError(
@@ -118,7 +119,20 @@ def _at_once(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) ->
     chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable"))
     fit = all(p.is_floating_point() and _is_dense(p) for p in parameters)
     known = {p.device.type for p in parameters} <= (FUSED | {"cpu"} if fused_on_cpu else FUSED)
+    fit = fit and not any(group.get("dampening") for group in optimizer.param_groups)  # see below
     return {"fused": True} if type(optimizer) in _FUSED and fit and known and not chosen else {}
+
+
+def _give_late_momentum(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+    """A hook before each step: torch's fused SGD fails on a first gradient that comes later than others'.
+
+    It has no momentum then. From zero it becomes that gradient, as without `fused`, unless it is dampened.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else []:
+        given = [each for each in group["params"] if each.grad is not None] if group["momentum"] else []
+        late = [each for each in given if optimizer.state.get(each, {}).get("momentum_buffer") is None]
+        for parameter in late if len(late) < len(given) else []:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _is_dense(parameter: Tensor) -> bool:
