@@ -46,7 +46,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "checkpoint": "bits config distributed errors faults files local_shard optim",
-        "exact": "accelerator bits comm distributed errors files local_shard optim",
+        "exact": "accelerator bits comm distributed errors files launch local_shard optim",
         "meta_init": "distributed errors local_shard nested",
         "tasks": "accelerator data errors nested",
     },

@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 
 from trainer.exact import challenge
-from trainer.exact.challenge import Hosts, Move
+from trainer.exact.challenge import DrawnMove, HostDriver
 
 
 @pytest.mark.slow
 def test_killed_and_moved_it_ends_with_the_same_bits(tmp_path: Path) -> None:
-    assert challenge.challenge(Hosts(), minutes=0.1, seed=1, folder=tmp_path)
+    assert challenge.challenge(HostDriver(), minutes=0.1, seed=1, folder=tmp_path)
 
 
 @pytest.mark.slow
 def test_other_bits_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(challenge, "next_move", lambda *_: Move([1], "strategy=single seed=1"))
-    assert not challenge.challenge(Hosts(), minutes=0.1, seed=1, folder=tmp_path)
+    monkeypatch.setattr(challenge, "next_move", lambda *_: DrawnMove([1], "strategy=single seed=1"))
+    assert not challenge.challenge(HostDriver(), minutes=0.1, seed=1, folder=tmp_path)
     assert "OTHER bits" in capsys.readouterr().out
 
 

@@ -43,7 +43,7 @@ STRATEGIES = [
 ]
 
 
-class Hosts:
+class HostDriver:
     """This process as the driver of one host's ranks; without torchrun, the only one."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Hosts:
             print(line, flush=True)
 
 
-class Move(NamedTuple):
+class DrawnMove(NamedTuple):
     """How many ranks to start on each host, how, and at which step to kill the rank `victim`; None: all."""
 
     ranks: Sequence[int]
@@ -81,7 +81,7 @@ class Move(NamedTuple):
         return f"{words} on {' + '.join(map(str, self.ranks))}"
 
 
-def run(hosts: Hosts, move: Move, run_dir: Path, number: int = 0) -> None:
+def run(hosts: HostDriver, move: DrawnMove, run_dir: Path, number: int = 0) -> None:
     """Start this host's ranks, kill whom the move says, and wait until all have ended (a collective).
 
     Raises:
@@ -128,17 +128,17 @@ def last_step(run_dir: Path) -> int:
     return max((json.loads(line)["step"] for line in lines[-3:] if line.endswith(b"\n")), default=0)
 
 
-def next_move(draw: random.Random, hosts: int, step: int, moves_left: float) -> Move:
+def next_move(draw: random.Random, hosts: int, step: int, moves_left: float) -> DrawnMove:
     """A move at random; with less than one left, it has no kill and so goes to the end."""
     ranks = [draw.choice([size for size in (1, 2, 3, 4) if size == 1 or size * hosts <= 4])] * hosts
     is_shared_evenly = LEAVES % sum(ranks) == 0  # as fsdp needs
     words = draw.choice([each for each in STRATEGIES if is_shared_evenly or "fsdp" not in each])
     kill_at = step + draw.randint(1, max(1, int(2 * (STEPS - step) / (moves_left + 1))))
     victim = draw.choice([None, *range(sum(ranks))])
-    return Move(ranks, words, kill_at if moves_left >= 1 and kill_at < STEPS else None, victim)
+    return DrawnMove(ranks, words, kill_at if moves_left >= 1 and kill_at < STEPS else None, victim)
 
 
-def challenge(hosts: Hosts, minutes: float, seed: int, folder: Path) -> bool:
+def challenge(hosts: HostDriver, minutes: float, seed: int, folder: Path) -> bool:
     """Train undisturbed, and in moves, each of which is printed; whether both models have one hash."""
     hosts.say(f"seed {seed}, in {folder}. What decides bits:")
     prepare(torch.device("cpu"))
@@ -147,7 +147,7 @@ def challenge(hosts: Hosts, minutes: float, seed: int, folder: Path) -> bool:
     end_by, draw = time.monotonic() + 60 * minutes, random.Random(seed)
     alone, moved = folder / "undisturbed", folder / "moved"
     begin = time.monotonic()
-    run(hosts, Move([1] + [0] * (hosts.count - 1), "strategy=single"), alone)
+    run(hosts, DrawnMove([1] + [0] * (hosts.count - 1), "strategy=single"), alone)
     seconds, number, move = time.monotonic() - begin, 0, None
     hosts.say(f"undisturbed: {STEPS} steps in {seconds:.1f} s")
     while move is None or move.kill_at is not None:
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="of the runs and their output, kept; new without one")
     arguments = parser.parse_args()
     with exits():
-        hosts = Hosts()
+        hosts = HostDriver()
         if hosts.count > 1 and arguments.folder is None:
             raise UserError("the hosts need --folder, a directory that all of them see")
         seed = hosts.agreed(random.randrange(10**6) if arguments.seed is None else arguments.seed)
