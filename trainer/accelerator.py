@@ -141,6 +141,9 @@ def seed_generator(device: torch.device, seed: int) -> None:
     """Seed the generator of `device`; torch.manual_seed takes 30 times as long, and seeds all."""
     module: Any = torch.get_device_module(device)
     generators = getattr(module, "default_generators", None)
+    if generators == ():  # of CUDA before its first use
+        module.init()
+        generators = module.default_generators
     (module if generators is None else generators[device.index]).manual_seed(seed % 2**64)
 
 
@@ -162,9 +165,10 @@ def free_cache(device: torch.device) -> None:
 
 def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
     """Peak memory of each: what torch's allocator held of an accelerator, a CPU's resident set."""
-    if not is_accelerator(devices[0]):
+    if not any(map(is_accelerator, devices)):
         return {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    return {str(device): torch.accelerator.max_memory_allocated(device) for device in devices}
+    own = filter(is_accelerator, devices)
+    return {str(device): torch.accelerator.max_memory_allocated(device) for device in own}
 
 
 def name(device: torch.device) -> str:

@@ -41,6 +41,7 @@ def measure(day: Day, compiled: bool = False) -> Iterator[Row]:
             *MODELS[model],
             *(*f"strategy={strategy}".split(), f"train.precision={precision}", f"checkpoint={kind}"),
             *("train.max_steps=4", "train.global_batch_size=8", "train.log_every_steps=2"),
+            "train.cudnn_benchmark=false",  # which would choose other algorithms in the resumed run
             *(f"checkpoint.async={str(in_background).lower()}", "checkpoint.every_steps=2"),
             *(f"train.compile={str(compiled).lower()}", "checkpoint.keep_last=2"),
             *(("strategy.unit_min_params=10000",) if strategy.startswith("fsdp") else ()),

@@ -125,8 +125,9 @@ def train(state: TrainState, steps: int, before_update: Callable[[], None] = lam
         generator = torch.Generator().manual_seed(state.progress.step)
         x = torch.randn(12, 5, generator=generator)
         state.model.train()
-        seed_micro_batch(5, state.progress.step, torch_dist.get_rank())
-        loss = state.model(x.to(next(state.model.parameters()).device)).square().mean()
+        device = next(state.model.parameters()).device
+        seed_micro_batch(5, state.progress.step, torch_dist.get_rank(), [device])
+        loss = state.model(x.to(device)).square().mean()
         state.scaler.scale(loss).backward()
         for parameter in state.model.parameters():
             if parameter.grad is not None and parameter.is_cpu and not isinstance(parameter, DTensor):

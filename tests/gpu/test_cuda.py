@@ -140,7 +140,7 @@ def test_the_reducer_and_the_clock_do_not_wait() -> None:
     assert times is not None
     ready, start, end = times
     assert ready <= start <= end
-    assert abs(end - time.perf_counter()) < 60, "in seconds of the host's clock"
+    assert end - start < 60, "in seconds"
 
 
 class OnTwo(nn.Module):

@@ -67,6 +67,7 @@ def test_a_batch_is_copied_beside_the_computation_and_kept_until_it_was_read(
         streams.append((Stream.current.name, f"copies {tensor.ndim}-d {tensor.dtype}"))
         return to(tensor)
 
+    monkeypatch.setattr("trainer.data.device.is_accelerator", lambda device: True)
     to_device = ToDevice(GPU, channels_last=True, normalise=None)
     to_device.normalise = Normalise([0.5], [0.5], CPU)
     monkeypatch.setattr(torch.Tensor, "to", copy)
@@ -132,7 +133,7 @@ def test_convolutions_are_laid_out_as_the_images_are() -> None:
 def test_a_thread_that_saves_works_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
+        accelerator, "use", lambda device: chosen.append((threading.current_thread().name, device))
     )
     Saving(write=lambda: None, device=torch.device("cuda", 3)).done()
     assert chosen == [("checkpoint", torch.device("cuda", 3))]

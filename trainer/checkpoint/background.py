@@ -4,36 +4,43 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from trainer import accelerator
 
 log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 
 
 def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:
-    """A function that copies tensors to host memory, pinned under CUDA, which is reused by the next copy.
+    """A function that copies tensors to memory of the host, pinned if that helps; the next copy reuses it.
 
-    It returns a Future of the copies at once, and copies in a separate thread, under CUDA on a separate
-    stream.
+    It returns a Future of the copies at once, and copies in a thread, on a stream beside the current one,
+    when that has computed what is queued now.
     """
-    # Only asynchronous saves need it, and it takes 2 % of the processor time of a start.
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    threads, stream, kept = ThreadPoolExecutor(1, "staging"), accelerator.stream(device), dict[str, Tensor]()
 
-    is_cuda = device.type == "cuda"
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=is_cuda,
-            use_shared_memory=False,
-            use_async_staging=is_cuda,  # for a CPU it would open a context on GPU 0, if there is one
-            use_non_blocking_copy=is_cuda,
-        )
-    )
-    stage: Any = stager.stage  # of a Future or, without a thread of its own, of the copy
-    return stage if is_cuda else partial(ThreadPoolExecutor(1, "staging").submit, stage)
+    def copy(tensors: dict[str, Tensor], computed: Any) -> dict[str, Tensor]:
+        accelerator.use(device)
+        stream.wait_event(computed)
+        with accelerator.on(stream):
+            for name, tensor in tensors.items():
+                own = kept.get(name)
+                if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
+                    own = torch.empty_like(tensor, device=CPU, pin_memory=accelerator.can_pin(tensor.device))
+                kept[name] = own.copy_(tensor.detach(), non_blocking=True)
+        stream.synchronize()
+        return {name: kept[name] for name in tensors}
+
+    def stage(tensors: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
+        computed = accelerator.event(device)
+        computed.record(accelerator.current_stream(device))
+        return threads.submit(copy, tensors, computed)
+
+    return stage
 
 
 class Saving:
@@ -81,8 +88,7 @@ class Saving:
 
     def _run(self, write: Callable[[], None]) -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
+            accelerator.use(self._device)
             write()
         except BaseException as error:
             self._error = error

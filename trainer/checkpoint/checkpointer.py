@@ -327,8 +327,6 @@ class Checkpointer:
         """Copy buffers now, since a forward pass changes them, and the rest in the background."""
         try:
             copies = {name: tensors[name].clone() for name in tensors if name in changing}
-            if self._dist.device.type == "cuda":
-                torch.cuda.synchronize(self._dist.device)  # the stager's stream waits for no other
             return self._stage({**tensors, **copies})
         except Exception as error:  # told to all ranks by the write
             failed: Future[dict[str, Tensor]] = Future()

@@ -90,7 +90,7 @@ def _part(
     check_optimizer(optimizer)
     if (at_once := _at_once(optimizer, own, fused_on_cpu)) and not sparse_weights(trained.model):
         optimizer = _built(name, own | at_once, sets)
-        optimizer.register_step_pre_hook(_give_late_momentum)
+        optimizer.register_step_pre_hook(_before_fused_step)
     asked = any(entry.weight_decay is not None for entry in entries if name != "optim" or not entry.optimizer)
     if asked and "weight_decay" not in optimizer.defaults:
         raise UserError(
@@ -123,11 +123,16 @@ def _at_once(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) ->
     return {"fused": True} if type(optimizer) in _FUSED and fit and known and not chosen else {}
 
 
-def _give_late_momentum(optimizer: Optimizer, arguments: Any, options: Any) -> None:
-    """A hook before each step: torch's fused SGD fails on a first gradient that comes later than others'.
+def _before_fused_step(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+    """A hook, for two faults of torch 2.14 and older.
 
-    It has no momentum then. From zero it becomes that gradient, as without `fused`, unless it is dampened.
+    Fused SGD fails on a first gradient that comes later than others', for want of a momentum. From zero it
+    becomes that gradient, as without `fused`, unless it is dampened. And fused Adam fails on the flag of
+    ShardedGradScaler, of shape (1,).
     """
+    found_inf: Any = getattr(optimizer, "found_inf", None)
+    if found_inf is not None and found_inf.ndim:
+        optimizer.found_inf = found_inf.reshape(())  # type: ignore[attr-defined]
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else []:
         given = [each for each in group["params"] if each.grad is not None] if group["momentum"] else []
         late = [each for each in given if optimizer.state.get(each, {}).get("momentum_buffer") is None]

@@ -103,9 +103,9 @@ def loss_of(task: Task, model: nn.Module, batch: Any, label_count: float) -> Ten
 
 def scalar(value: Any, source: str, device: torch.device) -> Tensor:
     """The number that a task gives, possibly in a tensor. Raises UserError if it gives something else."""
-    if not isinstance(value, int | float):
-        return real_tensor(value, source, ()).to(device)
-    return torch.full((), float(value), device=device)
+    if not isinstance(value, int | float) and not real_tensor(value, source, ()).is_cpu:
+        return value.to(device)
+    return torch.full((), float(value), device=device)  # to copy it to a GPU would wait for that
 
 
 def real_tensor(value: Any, source: str, shape: tuple[int, ...] | None = None) -> Tensor:
