@@ -45,7 +45,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "comm": "accelerator config distributed errors launch local_shard",
     },
     {
-        "checkpoint": "bits config distributed errors faults files local_shard optim",
+        "checkpoint": "accelerator bits config distributed errors faults files local_shard optim",
         "exact": "accelerator bits comm distributed errors files launch local_shard optim",
         "meta_init": "distributed errors local_shard nested",
         "tasks": "accelerator data errors nested",
