@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
+from tests.runs import train
 from tests.strategies.test_ddp import QUICK
 from trainer.tasks import Classification
 
@@ -46,6 +47,9 @@ class Block(nn.Module):
         elif self.how == "follows":  # as a teacher whose student it still equals
             with torch.no_grad():
                 self.start.lerp_(self.start.clone(), 0.1)
+        elif self.how == "teaches":
+            with torch.no_grad():
+                self.start.lerp_(self.layer.bias, 0.1)
         elif self.how == "replaces":
             self.layer.weight = nn.Parameter(torch.eye(6))
 
@@ -86,6 +90,31 @@ def test_an_optimizer_that_updates_an_old_object_is_refused(tmp_path: Path) -> N
         words = (*OWN, *strategy, "+model.how=replaces", f"run_dir={tmp_path}/{world_size}")
         for (message,) in run_ranks(refusals, world_size, words, init=False):
             assert "block.layer.weight of the model is another object than before the first" in message
+
+
+def hashes(root: Path, *words: str) -> list[str]:
+    """Of a run of six steps, and of one that resumes from its third."""
+    saves = ("checkpoint.every_steps=3", "checkpoint.every_epochs=null")
+    own = (*OWN, *words, "+model.how=teaches", "train.max_steps=6", *saves)
+    source = root / "whole" / "checkpoints" / "step_00000003"
+    whole = train(*own, f"run_dir={root}/whole")
+    return [
+        each["param_sha256"] for each in (whole, train(*own, f"run_dir={root}/resumed", f"resume={source}"))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("strategy=single",), ("strategy=ddp", UNUSED)])
+def test_after_a_resume_the_rehearsal_has_changed_no_weight(words: tuple[str, ...], tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(hashes, 2 if UNUSED in words else 1, tmp_path, *words, init=False):
+        assert whole == resumed
+
+
+@pytest.mark.slow
+def test_a_change_that_leaves_the_values_is_seen(tmp_path: Path) -> None:
+    words = (*OWN, "strategy=single", "+model.how=follows", "train.exact=2", f"run_dir={tmp_path}")
+    ((message,),) = run_ranks(refusals, 1, words, init=False)
+    assert "a forward or backward pass changes block.start" in message
 
 
 def told(root: Path) -> list[str]:

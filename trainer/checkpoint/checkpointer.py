@@ -4,7 +4,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
@@ -26,6 +26,7 @@ from trainer.checkpoint.fits import (
 )
 from trainer.checkpoint.layout import aliases_in
 from trainer.checkpoint.listing import Retention
+from trainer.checkpoint.model import load_model
 from trainer.checkpoint.open_checkpoint import DATA_STATES, MODEL_CONFIG, OpenCheckpoint
 from trainer.checkpoint.remote import Copier, NoRemote, Remote
 from trainer.checkpoint.resuming import check_data, opened_for, tell_what_changed
@@ -165,7 +166,6 @@ class Checkpointer:
         self._store.saved_after = self._opened.manifest.saved_at
         if self._opened.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
-        self._opened = None
         return data_states
 
     def _restore(self, state: TrainState, source: OpenCheckpoint) -> list[dict[str, Any]]:
@@ -195,17 +195,24 @@ class Checkpointer:
             tell_what_changed(source.facts["config"], self._facts["config"])
         return data_states
 
-    def check(self, state: TrainState) -> None:
+    def check(self, state: TrainState, changed: Sequence[str] = ()) -> None:
         """Called after the rehearsal, which shows what forward passes make: could a resume load a save?
+
+        Args:
+            changed: parameters that the rehearsal changed on this rank. After a resume the model is read
+                again then, so that they have the values of the checkpoint.
 
         Raises:
             UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter;
                 or made other buffers on some ranks: all get those of rank 0 from a checkpoint.
         """
         self._dist.heartbeat.enter("checkpoint")
+        source, self._opened = self._opened, None
 
         def report() -> dict[str, Any]:
             self._fits.take(state)
+            if source is not None and changed:
+                load_model(state.model, source, self._dist.device)
             return {name: (tuple(b.shape), str(b.dtype)) for name, b in named_buffers(state.model)}
 
         def compare(reports: list[dict[str, Any]]) -> None:

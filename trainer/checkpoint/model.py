@@ -53,7 +53,7 @@ def read_model(
         found = agreement.on_main(lambda: _candidates(run_dir, run_id, which, best))
         try:
             source = first_intact(found, read, agreement.rank == 0) if which == "newest" else read(found[0])
-            agreement.everywhere(partial(_read, model, source, device))
+            agreement.everywhere(partial(load_model, model, source, device))
         except (UserError, Fault):
             if not left or agreement.on_main(partial(_are_there, found)):
                 raise
@@ -107,7 +107,7 @@ def read_averages(model: nn.Module, source: OpenCheckpoint, agreement: Agreement
         agreement.everywhere(lambda: source.read_into(targets))
 
 
-def _read(model: nn.Module, source: OpenCheckpoint, device: torch.device) -> None:
+def load_model(model: nn.Module, source: OpenCheckpoint, device: torch.device) -> None:
     """Load the model's state, and those of its other buffers that were saved in the same size."""
     make_buffers(model, source, device)
     held = model_state(model)

@@ -3,7 +3,8 @@
 It leaves no trace: buffers, extra state, random generators and gradients are as before. DDP lays out its
 buckets after it, in the order in which the pass filled them, in new and in resumed runs alike: the place of
 an element decides the order in which an all-reduce adds the ranks' values, and so its last bit. Code that
-counts its own calls in plain attributes counts one more.
+counts its own calls in plain attributes counts one more. After a resume, weights that the pass changes are
+read again in `Checkpointer.check`.
 """
 
 import logging
@@ -55,6 +56,7 @@ def rehearse(run: "Run", batches: "Batches") -> None:
     hooked = hooked_parameters(model)
     gathered = GatheredParameters(model) if is_sharded else None
     weights = {} if is_sharded else bit_sums(model.named_parameters())
+    versions = {} if is_sharded else _versions(model)
     trace = Trace(model)
     with generators_kept():
         for _ in range(strategy.num_rehearsed):
@@ -63,7 +65,7 @@ def rehearse(run: "Run", batches: "Batches") -> None:
             for number, batch in enumerate(own):
                 _make_pass(run, batch, number, number + 1 == len(own), gathered)
             heartbeat.skip(("forward", "backward"), run.batch.fewer if is_exact else 1 - len(own))
-            changed = changed_bits(weights, model.named_parameters()) if weights else []
+            changed = _changed(model, weights, versions)
             made = [name for name, _ in model.named_parameters() if weights and name not in weights]
             _refuse_what_is_lost(run, changed + made)
             if is_exact:
@@ -201,6 +203,19 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         new = {following for following, _ in node.next_functions} - seen
         seen |= new
         nodes += new
+
+
+def _versions(model: nn.Module) -> dict[str, int]:
+    """How often each parameter was written; that shows a teacher which still equals its student, too."""
+    return {name: 0 if p.is_inference() else p._version for name, p in model.named_parameters()}
+
+
+def _changed(model: nn.Module, weights: Mapping[str, int], versions: Mapping[str, int]) -> list[str]:
+    """The parameters that were written since, with or without torch counting it."""
+    if not weights:
+        return []
+    by_bits, now = changed_bits(weights, model.named_parameters()), _versions(model)
+    return [name for name in weights if name in by_bits or now.get(name) != versions[name]]
 
 
 def _refuse_what_is_lost(run: "Run", changed: list[str]) -> None:
