@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +34,7 @@ class SumOrder:
 
     def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
         """The sum of `numbers`, of one shape, in a form to be added to others, and by `over_ranks`."""
-        return reduce(torch.add, numbers)
+        return torch.stack(list(numbers)).double().sum(0) if len(numbers) > 1 else numbers[0]
 
     def numbers(self, sums: Tensor) -> Tensor:
         """Sums of `sum_of` as numbers again."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from trainer.distributed.process_group import Dist
     from trainer.training.mfu import ModelFlops
 
+_ADDED_AT_ONCE = 256  # scalars on the device
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -53,8 +55,8 @@ class Meter:
         self.data_s = 0.0  # waiting for batches
         self.rest_s = 0.0  # logging
         self._sums = order.sum_of([torch.zeros(3, device=dist.device, dtype=torch.float64)])  # of this rank
-        # plain: as evaluation computes it
-        self._losses, self._plain_losses, self._tokens = self._sums.unbind(-1)
+        # Loss, plain loss (as evaluation computes it), tokens: added many steps at once, which launches less.
+        self._pending: tuple[list[Tensor], ...] = ([], [], [])
         self._has_plain = False
         self._plain_of_step: list[Tensor] = []
         self._tokens_of_step: list[Tensor] = []
@@ -107,16 +109,23 @@ class Meter:
         self.steps += 1
         if losses is None:
             self._left_out += 1
-        elif losses:
-            self._losses += self._order.sum_of(losses)
-            if self._plain_of_step:
-                self._plain_losses += self._order.sum_of(self._plain_of_step)
-        if self._tokens_of_step:
-            self._tokens += self._order.sum_of(self._tokens_of_step)
+        else:
+            self._pending[0].extend(losses)
+            self._pending[1].extend(self._plain_of_step)
+        self._pending[2].extend(self._tokens_of_step)
         self._plain_of_step.clear()
         self._tokens_of_step.clear()
+        if len(self._pending[0]) >= _ADDED_AT_ONCE:
+            self._add_pending()
+
+    def _add_pending(self) -> None:
+        for total, numbers in zip(self._sums.unbind(-1), self._pending, strict=True):
+            if numbers:
+                total += self._order.sum_of(numbers)
+                numbers.clear()
 
     def mark(self) -> Mark:
+        self._add_pending()
         now = (self._now_s(), self.data_s, self.rest_s)
         return Mark(self.steps, self._left_out, self._sums.clone(), *now)
 
@@ -146,6 +155,7 @@ class Meter:
 
     def _per_step(self, since: Mark) -> list[float]:
         """Loss, plain loss and tokens, each the sum over all ranks; NaN when no step was made."""
+        self._add_pending()
         total, steps = self._order.over_ranks(self._sums - since.sums).tolist(), self.steps - since.steps
         with_loss = steps - (self._left_out - since.left_out)
         counts = (with_loss, with_loss, steps)
