@@ -1,6 +1,11 @@
 """The challenge finds one hash however a run was disturbed, and says so if there were two."""
 
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,3 +38,36 @@ def test_moves_are_some_that_can_be_made(hosts: int) -> None:
         assert sum(move.ranks) <= challenge.LEAVES
         assert "fsdp" not in move.words or challenge.LEAVES % sum(move.ranks) == 0
         assert move.victim is None or move.victim < sum(move.ranks)
+
+
+@pytest.mark.parametrize("used", ["a file", "undisturbed"])
+def test_a_folder_that_cannot_serve_is_refused(used: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    if used == "a file":
+        folder.touch()
+    else:
+        (folder / used).mkdir(parents=True)
+    command = [sys.executable, "-m", "trainer.exact.challenge", "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert str(folder) in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_its_ranks_too(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainer.exact.challenge", "--folder", str(tmp_path)]
+    heard = "import os, signal as s, sys; s.signal(int(sys.argv[1]), s.SIG_DFL); os.execv(sys.argv[2], sys.argv[2:])"
+    with subprocess.Popen(
+        [sys.executable, "-c", heard, str(int(number)), *command], stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not (tmp_path / "undisturbed" / "metrics.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        rank = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+        process.send_signal(number)
+        assert process.wait(timeout=20) == 128 + number
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)

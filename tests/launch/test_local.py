@@ -108,6 +108,14 @@ def test_each_rank_is_told_its_place_and_who_is_not_rank_0_is_named(
     assert "rank 2 was ended by SIGKILL: out of memory, or kill -9" in err
 
 
+def test_a_rank_that_a_verdict_may_have_ended_is_told_as_such(
+    launch: Launch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch({"0": "kill", "1": "0", "2": "1"}) == 1
+    said = "rank 0 was ended by SIGKILL: out of memory, or kill -9, or rank 2, if its verdict is that"
+    assert said in capfd.readouterr().err
+
+
 def test_restarts_only_what_a_restart_can_help(
     launch: Launch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from trainer.errors import UserError
 from trainer.exact.environment import environment, prepare
 from trainer.launch.exits import exits
+from trainer.launch.signals import stop_signals_to
 
 LEAVES, STEPS = 8, 300
 AT_LEAST = 4  # moves, on a machine however slow
@@ -173,14 +174,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of the moves; drawn without one")
     parser.add_argument("--folder", type=Path, help="of the runs and their output, kept; new without one")
     arguments = parser.parse_args()
-    with exits():
+    with exits(), stop_signals_to(lambda number: sys.exit(128 + number)):  # and so kill the ranks
         hosts = HostDriver()
         if hosts.count > 1 and arguments.folder is None:
             raise UserError("the hosts need --folder, a directory that all of them see")
         seed = hosts.agreed(random.randrange(10**6) if arguments.seed is None else arguments.seed)
         folder = Path(arguments.folder or tempfile.mkdtemp(prefix="challenge-")).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "moved").exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            is_used = hosts.agreed((folder / "undisturbed").exists())  # a host may be slow to look
+        except OSError as error:
+            raise UserError(f"--folder {folder} cannot be used: {error.strerror}") from error
+        if is_used:
             raise UserError(f"{folder} has the runs of another challenge; use another --folder")
         sys.exit(not challenge(hosts, arguments.minutes, seed, folder))
 

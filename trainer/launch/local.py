@@ -139,7 +139,11 @@ def _status(codes: Sequence[int | None], received: Sequence[int]) -> int:
             after = f"{_GRACE_S:.0f} s after the others had ended"
             print(f"rank {rank} was still running {after}, and was killed", file=sys.stderr)
         elif code is not None and code < 0:
-            hint = ": out of memory, or kill -9" if code == -signal.SIGKILL and codes[0] not in _TOLD else ""
+            hint = ""
+            if code == -signal.SIGKILL and codes[0] not in _TOLD:
+                hint = ": out of memory, or kill -9"
+                if 1 in codes:
+                    hint += f", or rank {codes.index(1)}, if its verdict is that this one is stuck"
             print(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}", file=sys.stderr)
     bad = {code for code in codes if code}
     final = [status for status in _TOLD if status in bad]
