@@ -138,3 +138,14 @@ def test_a_file_that_arrives_hours_late_is_mixed_with_nothing(
         verify(_address(tmp_path) / "checkpoints" / step)
     late = tmp_path / "there" / "checkpoints" / "step_00000020"
     assert [path.name for path in late.iterdir()] == ["a.txt"], "it puts no further file"
+
+
+def test_a_copy_cut_off_with_its_machine_is_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else no resume=auto of a run that lost its machine during the first copy would ever start."""
+    _copied(tmp_path, 10)
+    (tmp_path / "there/checkpoints/step_00000010/manifest.json").unlink()
+    elsewhere, remote = _run(tmp_path, "elsewhere")
+    assert newest_of(elsewhere, remote.listings) == []
+    assert "step_00000010: its copy was never completed" in caplog.text

@@ -89,6 +89,21 @@ def test_floats_cannot_be_mirrored_on_the_device() -> None:
         ToDevice(CPU, False, None)(batch)
 
 
+class MovesInPlace:
+    """As many write `to`: it returns nothing."""
+
+    def __init__(self) -> None:
+        self.rows = torch.ones(2)
+
+    def to(self, device: torch.device) -> None:
+        self.rows = self.rows.to(device)
+
+
+def test_an_object_may_move_itself_in_place() -> None:
+    batch = MovesInPlace()
+    assert ToDevice(torch.device("meta"), False, None)(batch) is batch and batch.rows.is_meta
+
+
 def test_transforms_of_the_settings_change_the_image_alone() -> None:
     config = settings(
         "data=fake",

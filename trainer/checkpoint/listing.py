@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from trainer.checkpoint.manifest import Manifest, read_manifest, step_of
+from trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_of
 from trainer.errors import Fault, UserError, of_files
 from trainer.files.address import Address, Location, UnreachableError
 from trainer.files.untrusted import printable
@@ -124,17 +124,26 @@ class Listing(Generic[P]):
 def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[Location]:
     """The checkpoints of ``own`` and ``others``, newest first; of two copies, that of ``own`` comes first.
 
+    What lacks its manifest at an address is no checkpoint: its machine was lost during the copy.
+
     Raises:
         UserError, Fault: one of ``others`` cannot be reached, and ``own`` has none.
     """
     found: list[tuple[float, Location, Manifest | None]] = list(own.dated())
     for other in others:
         try:
-            found += list(other.dated())  # all of it, or nothing
+            theirs = list(other.dated())  # all of it, or nothing
+            begun = [
+                path for _, path, manifest in theirs if manifest is None and not (path / MANIFEST).exists()
+            ]
         except (UserError, Fault) as error:
             if not found:
                 raise
             log.warning("%s; going by what is in %s", error, own.root)
+        else:
+            found += [each for each in theirs if each[1] not in begun]
+            for path in begun:
+                log.warning("passing over %s: its copy was never completed", printable(path))
     return [path for _, path, _ in _newest_first(found)]
 
 

@@ -82,7 +82,10 @@ class ToDevice:
     def _on_device(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(self.device, non_blocking=True)
-        return value.to(self.device) if moves_itself(value) else value
+        if not moves_itself(value):
+            return value
+        moved = value.to(self.device)
+        return value if moved is None else moved  # it moved what it holds, and returns nothing
 
     def _ready(self, images: Tensor, mirrored: Tensor | None) -> Tensor:
         if mirrored is not None:
