@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-KINDS = ("cuda", "xpu", "mps")
 FUSED = frozenset({"cuda", "xpu"})
-"""Kinds on which torch's fused optimizers are its quickest, and read on the device whether to skip a step."""
+"""Kinds on which torch's fused optimizers are fastest; they read on the device whether to skip a step."""
 
 
 class _Done:
@@ -95,7 +94,7 @@ def on(stream: Any) -> AbstractContextManager[Any]:
 
 
 def event(device: torch.device, timing: bool = False) -> Any:
-    """An event, to be recorded on a stream; `elapsed_time` of two needs `timing`."""
+    """An event, to be recorded on a stream; `elapsed_time` needs `timing`, and an accelerator."""
     return torch.Event(device, enable_timing=timing) if is_accelerator(device) else _DONE
 
 
@@ -112,7 +111,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class HostCopy:
-    """A copy on the host of tensors of one shape, which is made beside the queue of `device`.
+    """The copy of a scalar on the host, made on a stream beside the current one of `device`.
 
     `read` waits for the copy alone, and not for what was queued behind it.
     """
@@ -122,7 +121,7 @@ class HostCopy:
         self._copy = torch.zeros((), dtype=dtype, pin_memory=can_pin(device))
 
     def start(self, number: Tensor) -> None:
-        """Copy a scalar when the current stream has computed it."""
+        """Copy `number`, of shape (), when the current stream has computed it."""
         if not is_accelerator(number.device):
             self._copy = number
             return
@@ -172,7 +171,7 @@ def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
 
 
 def name(device: torch.device) -> str:
-    """As its driver calls it."""
+    """The name that its driver gives it; without one, its kind."""
     module: Any = torch.get_device_module(device)
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
 

@@ -1,6 +1,6 @@
 """Walks through what is nested: batches, arguments and outputs of a model.
 
-By protocol it looks into lists, tuples, mappings (a UserDict or a BatchEncoding is one) and dataclasses. An
+It looks into lists, tuples, mappings (a UserDict or a BatchEncoding is one) and dataclasses. An
 object with a method `to`, such as a batch of graphs, moves itself by it.
 """
 

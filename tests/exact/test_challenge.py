@@ -36,7 +36,7 @@ def test_moves_are_some_that_can_be_made(hosts: int) -> None:
     for move in moves:
         assert move.kill_at is None or 100 < move.kill_at < challenge.STEPS
         assert sum(move.ranks) <= challenge.LEAVES
-        assert "fsdp" not in move.words or challenge.LEAVES % sum(move.ranks) == 0
+        assert "fsdp" not in move.overrides or challenge.LEAVES % sum(move.ranks) == 0
         assert move.victim is None or move.victim < sum(move.ranks)
 
 

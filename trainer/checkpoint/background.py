@@ -44,7 +44,7 @@ def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[di
 
 
 class Saving:
-    """A save that was begun: of what, by which `copy`, and by which `write`; without these it is done.
+    """A save of ``what``: ``copy`` copies the state, a thread calls ``write``. Without these it is done.
 
     The thread works on ``device``: by default it starts with GPU 0, and its first CUDA call would take some
     hundred MB there for every rank of a host. It is a daemon: when training fails, the process ends at once
@@ -66,7 +66,7 @@ class Saving:
             self._thread.start()
 
     def copied(self) -> None:
-        """Wait until the state is copied; called before it changes. Of a copy that failed, `done` tells."""
+        """Wait until the state is copied; called before it changes. `done` raises if the copy failed."""
         if self._copy is not None:
             wait([self._copy])
             self._copy = None
@@ -75,7 +75,7 @@ class Saving:
         """Wait until all is written.
 
         Raises:
-            UserError, Fault: it could not be; on every rank alike, and once.
+            UserError, Fault: the save failed; on every rank alike, and only at the first call.
         """
         if self._thread is None:
             return

@@ -63,7 +63,7 @@ class Checkpointer:
 
     Attributes:
         saving: the last save, which may still be written.
-        restored_metrics: those saved with the checkpoint that ``bind`` restored.
+        restored_metrics: the metrics that were saved with the checkpoint that ``bind`` restored.
         last_evaluation: its step and metrics, for saves of that step; changed within `Gate.held`.
     """
 
@@ -100,7 +100,7 @@ class Checkpointer:
         }
         self._opened: OpenCheckpoint | None = None
         self._fits: Fits  # from `bind` on
-        self._layout: tuple[Any, SaveLayout] | None = None  # of the last save, and what it is for
+        self._layout: tuple[Any, SaveLayout] | None = None  # what it is for, and that of the last save
         self._last_saved: int | None = None
         self._last_save_s = time.monotonic()  # or the start
         self.saving = Saving()
@@ -240,7 +240,7 @@ class Checkpointer:
         return every is not None and time.monotonic() - self._last_save_s >= 60 * every
 
     def evaluation_of(self, step: int) -> dict[str, float]:
-        """The metrics of `last_evaluation` if it was after this step, and else none."""
+        """The metrics of `last_evaluation` if that was after ``step``, otherwise {}."""
         of_step, metrics = self.last_evaluation
         return dict(metrics) if of_step == step else {}
 

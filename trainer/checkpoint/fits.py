@@ -136,7 +136,7 @@ def refuse_not_finite(found: Sequence[Mapping[str, set[str]]], step: int, hosts:
 
 
 def unusual(tensor: Tensor) -> str | None:
-    """Why a checkpoint cannot hold ``tensor``, as the end of a sentence; None if it can."""
+    """Why ``tensor`` is no plain dense tensor with numbers, as the end of a sentence; None if it is one."""
     if tensor.layout != torch.strided:
         return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); save it dense, with to_dense()"
     if tensor.is_meta:
@@ -147,7 +147,7 @@ def unusual(tensor: Tensor) -> str | None:
 
 
 def _unsavable(tensor: Tensor) -> str | None:
-    """As `unusual`, of a tensor that a resume has to read and to fill."""
+    """Why a checkpoint cannot hold ``tensor``, or a resume cannot fill it; as `unusual`."""
     if (problem := unusual(tensor)) is not None:
         return problem
     if tensor.dtype not in DTYPES.values():
@@ -205,7 +205,7 @@ def _check_model(model: nn.Module) -> None:
     held = parameters | dict(named_buffers(model))
     own = {name: value for name, value in saved.items() if not is_extra_state(name)}
     is_plain = all(name in held and _is_own(value, held[name]) for name, value in own.items())
-    if not is_plain or not parameters.keys() <= own.keys():  # a hook had a hand in it
+    if not is_plain or not parameters.keys() <= own.keys():  # a hook changed something
         _try_to_restore(model, saved, held)
 
 
@@ -369,7 +369,7 @@ def _made_by_one_step(kind: type[Any], group: Mapping[str, Any], ndim: int) -> s
 def _compare_optimizers(state: TrainState, mine: Sequence[Any], theirs: Sequence[Any]) -> None:
     """Raise UserError unless both groups have the same parameters, and `theirs` all options of `mine`.
 
-    Groups may be others, by new settings; not of an optimizer of the user's, which may keep state in them.
+    New settings may group them otherwise, except for a user's own optimizer: it may keep state in groups.
     """
     is_users = has_user_part(state.optimizer)
     here, there = ({name: group for group in groups for name in group["params"]} for groups in (mine, theirs))

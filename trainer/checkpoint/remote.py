@@ -51,7 +51,7 @@ class NoRemote:
         """Called when the checkpoint of `step` is complete in the run directory, or other files changed."""
 
     def metrics(self) -> dict[str, float]:
-        """How many steps the address is behind, for the log."""
+        """How many steps the address is behind the run directory, for the log."""
         return {}
 
     def finish(self, timeout_s: float) -> None:
@@ -245,6 +245,7 @@ class Remote(Copier):
         self._has_begun = True
 
     def _say_what_is_copied(self, of: str, place: str) -> None:
+        """Write run.json: the checkpoint `of` is copied to the folder `place`; both "" while none is."""
         own = {
             "run_id": self._here.run_id,
             "number": str(self._number),

@@ -39,8 +39,8 @@ def seal(temporary: Path, manifest: Manifest) -> None:
     if present != set(manifest.files):
         missing, foreign = sorted(set(manifest.files) - present), sorted(present - set(manifest.files))
         raise UserError(
-            f"{temporary} lacks {first_few(missing) or 'nothing'}, and holds "
-            f"{first_few(foreign) or 'nothing'} besides: is run_dir on a file system that all hosts share?"
+            f"{temporary} lacks {first_few(missing) or 'nothing'}, and also "
+            f"holds {first_few(foreign) or 'nothing'}: is run_dir on a file system that all hosts share?"
         )
     fsync_directory(temporary)
     write_text(temporary / MANIFEST, manifest_text(manifest))

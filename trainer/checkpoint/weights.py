@@ -38,7 +38,7 @@ class _Shift(NamedTuple):
 
 
 def load_weights(model: nn.Module, path: str | Location, ignore: str | Sequence[str] = ()) -> None:
-    """Copy what ``weights_for`` finds into ``model``. Raises as that."""
+    """Copy what ``weights_for`` finds into ``model``. Raises as ``weights_for``."""
     model.load_state_dict(weights_for(model, path, ignore), strict=False)
 
 
@@ -104,7 +104,7 @@ def weights_for(
 def _matched(
     path: Location, found: Collection[str], wanted: Mapping[str, Tensor], key: str | None
 ) -> tuple[_Shift, dict[str, str]]:
-    """How names differ, and where in ``found`` each of ``wanted`` is, if it is."""
+    """How names differ, and by name of ``wanted`` its name in ``found``, if it is there."""
     ours, theirs = _by_plain_name(wanted), _by_plain_name(found)
     if key is not None:
         theirs = {plain: names for plain, names in theirs.items() if _begins(plain, _plain(key))}

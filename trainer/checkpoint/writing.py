@@ -25,7 +25,7 @@ from trainer.local_shard import num_rows, to_local
 class SaveLayout:
     """Where each tensor of a save will be: kept for the next save, which mostly has the same tensors.
 
-    To make one for the 40,000 tensors of 10,000 parameters takes as long as all the rest.
+    To make one for the 40,000 tensors of 10,000 parameters takes as long as the rest of a save.
 
     Attributes:
         format: "full" or "sharded", for the manifest.
@@ -79,13 +79,13 @@ class Contents:
         more. A rank that fails takes part to the end, so that the others hear of it.
 
         Raises:
-            OSError: of the disk.
+            OSError: the disk failed.
         """
         plan, rank, group = self.layout.plan, agreement.rank, agreement.group
         names = [name for name in plan.writers if name in self.tensors]
         if not plan.gathered:
             tensors = self._to_write()
-            files = files_of(tensors, plan, rank, lambda name: map(Tensor.cpu, [to_local(tensors[name])]))
+            files = _files_of(tensors, plan, rank, lambda name: map(Tensor.cpu, [to_local(tensors[name])]))
             return {name: write_file(directory / name, stored) for name, stored in files.items()}
 
         def coming(tensors: Mapping[str, Tensor], lost: bool = False) -> dict[str, Iterator[Tensor]]:
@@ -101,7 +101,7 @@ class Contents:
                     del left[name]
                 return {}
             left = rows
-            files = files_of(tensors, plan, rank, rows.__getitem__)
+            files = _files_of(tensors, plan, rank, rows.__getitem__)
             return {name: write_file(directory / name, stored) for name, stored in files.items()}
         finally:
             for rest in left.values():
@@ -117,7 +117,7 @@ def write_checkpoint(
     """Write a checkpoint, which appears in ``store`` whole or not at all (a collective).
 
     Args:
-        directory: the ``store``'s new one.
+        directory: from ``store.new_directory``.
         clears: whether this rank deletes what a failure leaves: one on each host, since hosts may have no
             disk in common.
 
@@ -151,7 +151,7 @@ def write_checkpoint(
         raise
 
 
-def files_of(
+def _files_of(
     tensors: Mapping[str, Tensor], plan: Plan, rank: int, rows: Callable[[str], Iterable[Tensor]]
 ) -> dict[str, list[ToStore]]:
     """What this rank writes of `plan`, by file; `rows` gives what it holds of a tensor, by the name."""

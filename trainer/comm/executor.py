@@ -32,7 +32,7 @@ from trainer.comm.shared_memory import SharedMemory
 SUMMED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)
 _HALF = (torch.float16, torch.bfloat16)
 _AHEAD_BYTES = 16 << 20  # of sums that may arrive before this rank adds them
-Posted = tuple[list[dist.Work], dict[Move, Tensor], list[dist.P2POp]]
+Posted = tuple[list[dist.Work], dict[Move, Tensor], list[dist.P2POp]]  # waits, receives to add, all messages
 
 
 class Executor:
@@ -50,6 +50,7 @@ class Executor:
         wire_dtype: the dtype of chunks as sent; None: the dtype of the bucket. Half precision and integers
             are sent as they are.
         segment_mb: MiB per segment; None: 2 on a CPU, a whole bucket on a GPU.
+        width: segments that enter with each sweep; None: 2 on a CPU, 1 on a GPU.
         hosts: host index of every rank; on CPUs, ranks of one host then share memory. None: all are apart.
         timeout_s: the longest wait for a peer on this host.
     """

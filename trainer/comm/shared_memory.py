@@ -160,7 +160,7 @@ class SharedMemory:
     def _connected(
         self, rank: int, addresses: Sequence[bytes], listener: socket.socket, own: int
     ) -> tuple[dict[int, socket.socket], dict[int, int]]:
-        """A socket to each peer, and its file; the lower rank connects and sends its own first."""
+        """By peer, a socket to it and its file; the lower rank connects, and sends its file first."""
         sockets, files = dict[int, socket.socket](), dict[int, int]()
         higher = sorted(peer for peer in self.peers if peer > rank)
         for peer in higher:
@@ -181,7 +181,7 @@ class SharedMemory:
         return sockets, files
 
     def _prepare(self, connection: socket.socket, packets: int) -> None:
-        """Make room for so many packets, and set deadlines.
+        """Make room for a number of packets, and set deadlines.
 
         They are the kernel's: with Python's own, every call would take two system calls.
         """

@@ -15,8 +15,8 @@ class Stream(Protocol):
     """Only ``__iter__`` is required; streaming datasets of Hugging Face have all methods but ``decode``.
 
     The global batch of a step is the next B samples of the stream, of which replica r of R takes every R-th
-    from the r-th on and drops the others. Before each is read, Python's, NumPy's and torch's
-    generators are seeded from (seed, epoch, number of the sample), unless ``draws`` is False.
+    from the r-th on and drops the others. Before each is read, the generators of
+    Python, NumPy and torch are seeded from (seed, epoch, number of the sample), unless ``draws`` is False.
     """
 
     num_shards: int
@@ -49,7 +49,8 @@ class Stream(Protocol):
     def decode(self, item: Any) -> Any:
         """The sample, from what ``__iter__`` yielded; called only for samples that this process trains on."""
 
-    def shard(self, num_shards: int, index: int) -> "Stream": ...
+    def shard(self, num_shards: int, index: int) -> "Stream":
+        """Shard ``index`` of ``num_shards``, for ``data.sharded=true``."""
 
     def __len__(self) -> int:
         """Samples of an epoch. Without it their number is unknown, and train.max_steps is required."""

@@ -34,7 +34,7 @@ from trainer.launch.signals import stop_signals_to
 LEAVES, STEPS = 8, 300
 AT_LEAST = 4  # moves, on a machine however slow
 DEADLINE_S = 300.0  # for one move, on a machine however slow
-WORDS = [
+SETTINGS = [
     *(f"train.exact={LEAVES}", f"train.max_steps={STEPS}", "train.log_every_steps=1", "logger=jsonl"),
     *("resume=auto", "checkpoint.every_steps=25", "train.eval_every_epochs=0", "distributed.timeout_s=60"),
 ]
@@ -70,15 +70,15 @@ class HostDriver:
 
 
 class DrawnMove(NamedTuple):
-    """How many ranks to start on each host, how, and at which step to kill the rank `victim`; None: all."""
+    """Ranks to start on each host, with settings, and the step to kill the rank `victim` at; None: all."""
 
     ranks: Sequence[int]
-    words: str
+    overrides: str
     kill_at: int | None = None
     victim: int | None = None
 
     def __str__(self) -> str:
-        words = self.words.replace("strategy=", "").replace("comm=", "")
+        words = self.overrides.replace("strategy=", "").replace("comm=", "")
         return f"{words} on {' + '.join(map(str, self.ranks))}"
 
 
@@ -96,7 +96,7 @@ def run(hosts: HostDriver, move: DrawnMove, run_dir: Path, number: int = 0) -> N
     shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": hosts.address}
     numbers = {"MASTER_PORT": port, "WORLD_SIZE": sum(move.ranks), "LOCAL_WORLD_SIZE": here}
     shared |= {name: str(value) for name, value in {**numbers, "GROUP_RANK": hosts.number}.items()}
-    command = [sys.executable, "-m", "trainer", *WORDS, *move.words.split(), f"run_dir={run_dir}"]
+    command = [sys.executable, "-m", "trainer", *SETTINGS, *move.overrides.split(), f"run_dir={run_dir}"]
     ranks: list[subprocess.Popen[bytes]] = []
     kill_at, end_by = move.kill_at, time.monotonic() + DEADLINE_S
     try:

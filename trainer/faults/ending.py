@@ -47,12 +47,11 @@ class Ending:
         here: dict[int, Neighbour],
         connect: Callable[[], "Store"] | None,
         timeout_s: float,
-        tick: Callable[[], None],
     ) -> None:
         # Launchers of several hosts may count restarts differently.
         self._attempt = max(member.attempt for member in members)
         self._heartbeat, self._rank, self._members, self._here = heartbeat, rank, members, here
-        self._connect, self._timeout_s, self._tick = connect, timeout_s, tick
+        self._connect, self._timeout_s = connect, timeout_s
         self._own = next(member for member in members if member.rank == rank)
         self._run_dir: Path | None = None
         self._written_to: Path | None = None
@@ -144,7 +143,7 @@ class Ending:
         return verdict.followed_by(self.rescue.lead(verdict, self._wait, self._is_at_work))
 
     def _wait(self, seconds: float) -> None:
-        self._tick()
+        self._heartbeat.tick()
         time.sleep(seconds)
 
     def _is_at_work(self, rank: int) -> bool:

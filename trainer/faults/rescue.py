@@ -85,7 +85,7 @@ class Rescue:
         """Have this host save, if it is to; return what became of it, in a phrase.
 
         Args:
-            wait: waits for so many seconds, and keeps this rank awake.
+            wait: waits for a number of seconds, and keeps this rank awake.
             is_at_work: whether the host of a rank, another host, has neither ended nor fallen silent.
         """
         if not self._heartbeat.step or (self.last_step is None and self.why_not is None):

@@ -66,7 +66,7 @@ class Watch:
                 with contextlib.suppress(OSError):  # gone, or of another user: known only from reports
                     self._here[member.rank] = Neighbour(member)
         self._num_ranks, self._alone = len(members), len(members) == 1
-        self.ending = Ending(heartbeat, rank, members, self._here, connect, timeout_s, self._tick)
+        self.ending = Ending(heartbeat, rank, members, self._here, connect, timeout_s)
         self._kill_timer: KillTimer | None = None
         self._silences, self._silent_s = deque[float](maxlen=_SILENCES), 0.0
         self._named_slow: tuple[int, int] | None = None
@@ -159,7 +159,7 @@ class Watch:
                 self._start_kill_timer()
             for fd, _ in poll.poll(TICK_S * 1e3):
                 poll.unregister(fd)
-            self._tick()
+            self._heartbeat.tick()
             try:
                 self._look()
             except Exception as error:  # a bug in here must not end a healthy run
@@ -170,9 +170,6 @@ class Watch:
         after_s, elsewhere = self.timeout_s + _KILL_TIMER_S, len(self._here) < self._num_ranks
         with contextlib.suppress(OSError):  # no further process: then launchers end such a rank
             self._kill_timer = KillTimer(self._heartbeat.fd, TICK_OFFSET, after_s, counts_stops=elsewhere)
-
-    def _tick(self) -> None:
-        self._heartbeat.tick()
 
     def _look(self) -> None:
         if self._launched:

@@ -1,4 +1,4 @@
-"""Optimizer and schedule at a resume: what was saved, or what follows from a setting that is another now."""
+"""Optimizer and schedule at a resume: what was saved, or what follows from a setting that has changed."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ OF_SCHEDULES = frozenset(
 )  # the options of a group that schedules set
 
 
-def begun(optimizer: Optimizer) -> list[dict[str, Any]]:
+def initial_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The options of each group, as the settings give them: before the first step, and before a resume."""
     return [
         {key: _plain(value) for key, value in group.items() if key != "params"}
@@ -37,7 +37,7 @@ def continue_groups(
     An option whose setting is the same keeps its saved value, even if a schedule or the optimizer changed
     it: a resume without new settings is exact. A schedule with the same settings has its saved state. Another
     one is stepped to where it is, in microseconds a step, since it follows from its settings and the step;
-    ReduceLROnPlateau follows from evaluations, so what it made of the saved rates is made of this run's.
+    ReduceLROnPlateau follows from evaluations, so its reduction of the saved rates is applied to this run's.
 
     Args:
         schedule: new, of an optimizer with this run's settings.
@@ -60,7 +60,7 @@ def continue_groups(
         schedule.load_state_dict(dict(saved["schedule"]))
     elif not isinstance(schedule, ReduceLROnPlateau):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch misses the updates of the saved run
+            warnings.simplefilter("ignore")  # of torch, which saw no update before these steps
             for _ in range(step):
                 after_step(schedule)
     elif "num_bad_epochs" in saved["schedule"]:  # else it begins here, after another

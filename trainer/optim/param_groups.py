@@ -60,9 +60,9 @@ def build_optimizer(
 
     Args:
         tries: whether to make steps on small tensors, to see if an optimizer of shards needs whole ones.
-        fused_on_cpu: whether a CPU may make a step in one kernel. Not with `train.exact`: it rounds otherwise
-            at the end of a tensor, so shards would get other bits. Not with fp16: torch's Adam then subtracts
-            the flag of ShardedGradScaler, of shape (1,), from its steps of shape (), which is an error.
+        fused_on_cpu: whether a CPU may make a step in one kernel. Not with `train.exact`: a kernel rounds
+            otherwise at the end of a tensor, so shards would differ. Not with fp16: torch's Adam then
+            subtracts the flag of ShardedGradScaler, of shape (1,), from its steps of shape (), which is an error.
 
     Raises:
         UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
@@ -119,7 +119,8 @@ def _at_once(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) ->
     chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable"))
     fit = all(p.is_floating_point() and _is_dense(p) for p in parameters)
     known = {p.device.type for p in parameters} <= (FUSED | {"cpu"} if fused_on_cpu else FUSED)
-    fit = fit and not any(group.get("dampening") for group in optimizer.param_groups)  # see below
+    # Momentum from zero is as without `fused` unless it is dampened: see `_before_fused_step`.
+    fit = fit and not any(group.get("dampening") for group in optimizer.param_groups)
     return {"fused": True} if type(optimizer) in _FUSED and fit and known and not chosen else {}
 
 
@@ -166,8 +167,8 @@ def parameter_sets(trained: Trained, optim: dict[str, Any]) -> dict[str, list[di
             found = [name for name in found if trained.own[name].ndim == entry.dims]
             if not found:
                 raise UserError(
-                    f"optim.groups.{index}.dims={entry.dims} selects no parameter: none of this match has so "
-                    "many dimensions"
+                    f"optim.groups.{index}.dims={entry.dims} selects no parameter: none of this "
+                    "match has that number of dimensions"
                 )
         taken |= {name: entry for name in found if name not in taken}
     rest = ParameterGroup()

@@ -12,7 +12,7 @@ from trainer.errors import NonFiniteError
 from trainer.local_shard import is_dtensor, to_local
 from trainer.nested import mapped
 from trainer.optim.combined import has_user_part, parts_of
-from trainer.optim.continued import begun, check_continued, continue_groups
+from trainer.optim.continued import check_continued, continue_groups, initial_options
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.ema import MovingAverage
 from trainer.optim.plain_names import (
@@ -54,7 +54,7 @@ class TrainState:
     _loss_scale: float | None = None  # after the last update
 
     def __post_init__(self) -> None:
-        self.settings = {"groups": begun(self.optimizer), "schedule": dict(self.schedule_settings)}
+        self.settings = {"groups": initial_options(self.optimizer), "schedule": dict(self.schedule_settings)}
 
     @property
     def model(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What this process saves by itself at a fault: its state after the last finished step."""
+"""What this process saves without the others at a fault: its state after the last finished step."""
 
 import copy
 import threading
@@ -28,7 +28,7 @@ class Gate:
     """Keeps updates and a save at a fault apart. This one, of a run that saves nothing then, is open."""
 
     changed: Sequence[str] = ()
-    """Parameters, by name, that a forward pass changes, as the rehearsal found: of these there is no copy."""
+    """Parameters, by name, that a forward pass changes, as the rehearsal found: no copy is kept of these."""
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
@@ -37,7 +37,7 @@ class Gate:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Around any other change of what a checkpoint holds; left whole also by an exception."""
+        """Around any other change of what a checkpoint holds, which an exception must leave whole."""
         yield
 
     def note_shared_buffers(self) -> None:
