@@ -32,7 +32,6 @@ class Ending:
         here: the ranks of this host that can be observed.
         connect: opens a connection to the store of this attempt; None if there is none.
         timeout_s: how long a rank may keep the others waiting.
-        tick: keeps this rank awake for the others.
 
     Attributes:
         reports: of the other hosts, once they were asked for.

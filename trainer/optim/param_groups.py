@@ -62,7 +62,7 @@ def build_optimizer(
         tries: whether to make steps on small tensors, to see if an optimizer of shards needs whole ones.
         fused_on_cpu: whether a CPU may make a step in one kernel. Not with `train.exact`: a kernel rounds
             otherwise at the end of a tensor, so shards would differ. Not with fp16: torch's Adam then
-            subtracts the flag of ShardedGradScaler, of shape (1,), from its steps of shape (), which is an error.
+            subtracts the flag of ShardedGradScaler, of shape (1,), from steps of shape (), an error.
 
     Raises:
         UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
