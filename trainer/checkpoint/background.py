@@ -31,7 +31,7 @@ def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[di
                 own = kept.get(name)
                 if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
                     own = torch.empty_like(tensor, device=CPU, pin_memory=accelerator.can_pin(tensor.device))
-                kept[name] = own.copy_(tensor.detach(), non_blocking=True)
+                kept[name] = own.copy_(tensor.detach(), non_blocking=tensor.device == device)
         stream.synchronize()
         return {name: kept[name] for name in tensors}
 

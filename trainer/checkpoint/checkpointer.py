@@ -100,6 +100,7 @@ class Checkpointer:
         }
         self._opened: OpenCheckpoint | None = None
         self._fits: Fits  # from `bind` on
+        self._changing: set[str] = set()  # parameters that a forward pass changes
         self._layout: tuple[Any, SaveLayout] | None = None  # what it is for, and that of the last save
         self._last_saved: int | None = None
         self._last_save_s = time.monotonic()  # or the start
@@ -225,6 +226,7 @@ class Checkpointer:
                     )
 
         self._agreement.decided(report, compare)
+        self._changing = {f"model.{name}" for name in changed}
         self._remote.follow()
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:
@@ -308,7 +310,7 @@ class Checkpointer:
         if not self._settings.async_:
             self._write(directory, contents)
             return self.saving
-        copies = self._copies_of(part, only_rank_0)
+        copies = self._copies_of(part, only_rank_0 | self._changing)
         contents = replace(contents, copies=copies)
         self.saving = Saving(
             f"the checkpoint of step {step}",
@@ -331,7 +333,7 @@ class Checkpointer:
         return layout, layout.plan.part_of(tensors, self._dist.rank)
 
     def _copies_of(self, tensors: Mapping[str, Tensor], changing: set[str]) -> Future[dict[str, Tensor]]:
-        """Copy buffers now, since a forward pass changes them, and the rest in the background."""
+        """Copy now what a forward pass changes, buffers above all, and the rest in the background."""
         try:
             copies = {name: tensors[name].clone() for name in tensors if name in changing}
             return self._stage({**tensors, **copies})

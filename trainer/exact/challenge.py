@@ -174,6 +174,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of the moves; drawn without one")
     parser.add_argument("--folder", type=Path, help="of the runs and their output, kept; new without one")
     arguments = parser.parse_args()
+    if not 0 < arguments.minutes < float("inf"):
+        parser.error(f"--minutes {arguments.minutes}: must be a positive number")
     with exits(), stop_signals_to(lambda number: sys.exit(128 + number)):  # and so kill the ranks
         hosts = HostDriver()
         if hosts.count > 1 and arguments.folder is None:

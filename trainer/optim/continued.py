@@ -67,7 +67,8 @@ def continue_groups(
         kept = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")
         schedule.load_state_dict({key: saved["schedule"][key] for key in kept})
         for group, was in zip(groups, were, strict=True):
-            set_rate(group, group["initial_lr"] * float(was["lr"] / was["initial_lr"]))
+            share = float(was["lr"] / was["initial_lr"]) if was["initial_lr"] else 1.0
+            set_rate(group, group["initial_lr"] * share)
         schedule._last_lr = [group["lr"] + 0 for group in groups]
     scheduled = set() if same_schedule else OF_SCHEDULES
     own = [
