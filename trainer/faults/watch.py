@@ -159,12 +159,14 @@ class Watch:
                 self._start_kill_timer()
             for fd, _ in poll.poll(TICK_S * 1e3):
                 poll.unregister(fd)
-            self._heartbeat.tick()
             try:
                 self._look()
             except Exception as error:  # a bug in here must not end a healthy run
                 exit_report.print_line(f"[rank {self._rank}] the watch cannot look: {error!r}")
                 time.sleep(ALONE_S)
+            # Not before: C code that holds the interpreter lets it go for a moment at each signal, as a
+            # question for its stack is one, and a rank that has looked counts as awake.
+            self._heartbeat.tick()
 
     def _start_kill_timer(self) -> None:
         after_s, elsewhere = self.timeout_s + _KILL_TIMER_S, len(self._here) < self._num_ranks
