@@ -141,6 +141,7 @@ def test_what_another_rank_has_said_is_not_repeated(
     monkeypatch.setattr(exits, "_said", [])
     monkeypatch.setattr(exits.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("MASTER_PORT", f"of {os.getpid()}")
+    monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in ("1", "2", "0"):
         monkeypatch.setenv("RANK", rank)
         exits._say_once("the same")

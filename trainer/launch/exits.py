@@ -164,7 +164,7 @@ def _say_once(message: str) -> None:
     try:
         _said[-1].bind(f"\0ringmaster-{name}")
     except OSError:
-        if rank:
+        if rank or os.environ.get("WORLD_SIZE", "1") != "1":
             return
-        # Of rank 0, it is another run's: two that begin alike may end alike, and each says why.
+        # A single process has no other rank: it is another run's, and each says why it ends.
     print(f"[rank {rank}] {message}" if rank else message, file=sys.stderr, flush=True)
