@@ -28,6 +28,7 @@ def silent(facts: dict[str, object], seconds: float) -> dict[str, object]:
     return {**facts, "silent_s": seconds}
 
 
+METRIC = {**WAITING, "phase": "evaluate", "waits": True, "silent_s": 10.1}
 CASES = {
     "killed, the others cut off by it": (
         four({1: {"state": "dead", "ended_s": 2.4, "ending": "died of SIGKILL"}}, **SYMPTOM),
@@ -104,6 +105,11 @@ CASES = {
         four({}, **SYMPTOM),
         True,
         (0, "unknown", "no process is gone, stopped or behind"),
+    ),
+    "a collective in a metric that rank 2 computes alone": (
+        four({2: {**METRIC, "where": "mine.py:9 in compute"}}, **METRIC, where="torch"),
+        False,
+        (0, "unknown", "different collectives: rank 2 at mine.py:9 in compute, rank 0 and 2 more at torch"),
     ),
 }  # fmt: skip
 

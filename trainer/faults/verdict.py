@@ -253,8 +253,22 @@ def _unknown(ranks: Sequence[Observed]) -> Verdict:
     return _verdict(
         first,
         "unknown",
-        f"{message}; no process is gone, stopped or behind: perhaps ranks call different collectives",
+        f"{message}; no process is gone, stopped or behind: perhaps ranks call different collectives"
+        f"{_places(ranks)}",
     )
+
+
+def _places(ranks: Sequence[Observed]) -> str:
+    """Where the ranks are: of each place the first rank, the rarest places first."""
+    places: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank.where:
+            places.setdefault(rank.where, []).append(rank.rank)
+    rarest = sorted(places.items(), key=lambda place: len(place[1]))[:3]
+    said = [
+        f"rank {at[0]}{f' and {len(at) - 1} more' if len(at) > 1 else ''} at {place}" for place, at in rarest
+    ]
+    return ": " + ", ".join(said) if said else ""
 
 
 def _verdict(rank: Observed, kind: str, message: str, status: int = 1) -> Verdict:
