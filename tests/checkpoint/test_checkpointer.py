@@ -56,6 +56,28 @@ def test_goes_on_as_if_never_stopped(tmp_path: Path, format: str, sharded: bool,
         tiny.assert_same(original[rank]["end"], resumed[rank]["end"])
 
 
+def _saves_alone(run_dir: Path) -> list[tuple[bool, int]]:
+    """Saves at a fault, of the step resumed from and of the next, where an older branch has saved both."""
+    state = tiny.train_state()
+    checkpointer = tiny.checkpointer(run_dir, keep_last=9, state=state)
+    for _ in range(3):
+        tiny.train(state, 1)
+        checkpointer.save(state)
+    assert not checkpointer.save_alone(state, {}, {}), "it is saved already"
+    again, resumed = tiny.checkpointer(run_dir, keep_last=9), tiny.train_state(seed=9)
+    assert tiny.restore(again, resumed, str(run_dir / "checkpoints" / "step_00000002"))
+    found = []
+    for steps in (0, 1, 0):
+        tiny.train(resumed, steps)
+        found.append((again.save_alone(resumed, {}, {}), resumed.progress.step))
+    return found
+
+
+def test_a_save_at_a_fault_takes_no_older_branch_for_its_own(tmp_path: Path) -> None:
+    [found] = run_ranks(_saves_alone, 1, tmp_path)
+    assert found == [(False, 2), (True, 3), (False, 3)]
+
+
 PLACES = (
     lambda: {"a": torch.arange(3)},
     lambda: {"a": torch.arange(5)},  # of another size

@@ -28,7 +28,7 @@ from trainer.checkpoint.hashing import write_text
 from trainer.checkpoint.listing import Listing, Retention
 from trainer.checkpoint.manifest import MANIFEST, verify
 from trainer.checkpoint.open_checkpoint import verified
-from trainer.checkpoint.remote import Remote
+from trainer.checkpoint.remote import Copier, Remote
 from trainer.checkpoint.store import Store
 from trainer.errors import UserError
 from trainer.files.address import Address
@@ -311,6 +311,38 @@ def test_each_rank_puts_its_own_files_and_rank_0_the_manifest_last(tmp_path: Pat
     own = [[f"{kind}-{rank:05d}-of-00002.safetensors" for kind in ("model", "optim")] for rank in range(2)]
     assert run_ranks(_put_by_their_writers, 2, tmp_path) == [[*own[0], "state.json"], own[1]]
     verify(_address(tmp_path) / "checkpoints" / "step_00000002")
+
+
+def test_a_file_that_the_store_loses_is_put_again_by_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 has waited for it in vain, and tries again."""
+    monkeypatch.setattr("trainer.checkpoint.remote._LOOK_S", 0.01)
+    monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
+    store, _ = _run(tmp_path)
+    remote = Remote(_address(tmp_path), store, "launch", Retention(last=2), patience_s=0.3)
+    rank_1 = Copier(_address(tmp_path), store, "launch", rank=1)
+    directory, gate, put = store.new_directory(10), threading.Event(), Address.put
+    names = [f"model-{rank:05d}-of-00002.safetensors" for rank in range(2)]
+    store.commit(10, "sharded", {name: write_text(directory / name, name) for name in names}, {})
+
+    def waiting(address: Address, file: Path) -> None:
+        if address.name == names[0]:
+            assert gate.wait(20)
+        put(address, file)
+
+    monkeypatch.setattr(Address, "put", waiting)
+    rank_1.follow(10)
+    remote.follow(10)
+    there = tmp_path / "there" / "checkpoints" / "step_00000010"
+    _wait((there / names[1]).exists)
+    time.sleep(0.2)  # rank 1 has looked whether it arrived
+    (there / names[1]).unlink()
+    gate.set()
+    _wait(lambda: _steps_there(tmp_path))
+    assert "has not arrived in full from its rank" in caplog.text
+    rank_1.finish(10)
+    verify(_address(tmp_path) / "checkpoints" / "step_00000010")
 
 
 def test_rank_0_gives_up_on_files_that_do_not_arrive(

@@ -103,6 +103,7 @@ class Checkpointer:
         self._changing: set[str] = set()  # parameters that a forward pass changes
         self._layout: tuple[Any, SaveLayout] | None = None  # what it is for, and that of the last save
         self._last_saved: int | None = None
+        self._found_at = 0.0  # when the newest checkpoint of this run had been saved that it found here
         self._last_save_s = time.monotonic()  # or the start
         self.saving = Saving()
         self.restored_metrics: dict[str, float] = {}
@@ -132,7 +133,7 @@ class Checkpointer:
         Raises:
             UserError: on every rank alike: the checkpoint is missing, damaged, or of a run on other data.
         """
-        self._agreement.on_main(self._store.recover)
+        self._found_at = self._agreement.on_main(self._store.recover)
         if resume is None:
             return None
         source = opened_for(resume, self._store, self._remote.listings, self._agreement)
@@ -358,9 +359,14 @@ class Checkpointer:
             except (UserError, Fault) as error:
                 log.warning("older checkpoints stay: %s", error)
 
-    def newest_step(self) -> int | None:
-        """The step of the newest checkpoint of this run; not a collective."""
-        return next((manifest.step for manifest in self._store.own().values()), None)
+    def _newest_step(self) -> int | None:
+        """The step of the newest checkpoint here that led to the present state.
+
+        A run that was resumed from an older one left the later ones behind.
+        """
+        own, begin = self._store.own().values(), self._store.saved_after
+        of_branch = (m.step for m in own if m.saved_at > self._found_at or m.saved_at == begin)
+        return next(of_branch, None)
 
     def save_alone(self, state: TrainState, data_state: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
         """`save` without any other rank, after a fault. ``state`` must be whole here.
@@ -388,7 +394,7 @@ class Checkpointer:
         store = Store(self._store.root, self._store.run_id, shared=True)
         store.saved_after = self._store.saved_after
         with store.turn():
-            newest = self.newest_step()
+            newest = self._newest_step()
             if newest == step:
                 return False
             if newest == step + 1:  # behind a cut link: ranks are one step apart at most

@@ -75,7 +75,6 @@ class Copier(NoRemote):
         self._copied: dict[str, tuple[int, int]] = {}  # address: its file's mtime_ns and size
         self._problem: str | None = None  # why the last attempt failed
         self._thread: threading.Thread | None = None
-        self._put_to = ""  # the folder that has this rank's files
         self._has_begun = False  # run.json has named this launch
         self._is_taken = False  # by another run or launch: this one has stopped copying
 
@@ -131,15 +130,18 @@ class Copier(NoRemote):
         self._problem = words
 
     def _copy(self) -> None:
-        """Put what rank 0 names in run.json, until that was the newest checkpoint here."""
+        """Put what rank 0 names in run.json, at each of its attempts, until the newest here is complete."""
+        done: dict[str, str] = {}
         while self._safe_step < self._newest_step:
             owner = self._owner_now()
-            if (step := step_of(owner["of"])) is None or owner["place"] == self._put_to:
-                time.sleep(_LOOK_S)
-                continue
             path, there = self._here.root / owner["of"], self._address / "checkpoints" / owner["place"]
-            self._put_files(path, there, (file.name for file in path.glob(f"*-{self._rank:05d}-of-*")))
-            self._safe_step, self._put_to = step, owner["place"]
+            if owner["of"] and owner != done:
+                self._put_files(path, there, (file.name for file in path.glob(f"*-{self._rank:05d}-of-*")))
+                done = owner
+            elif owner["of"] and (there / MANIFEST).exists():
+                self._safe_step = step_of(owner["of"]) or 0
+            else:
+                time.sleep(_LOOK_S)
 
     def _owner_now(self) -> dict[str, str]:
         """What run.json says. TakenError if it names another launch than this one, which it did name."""
@@ -150,25 +152,25 @@ class Copier(NoRemote):
         if self._has_begun:
             by = f"no run, without its {OWNER}" if owner is None else f"process {owner['process']}"
             raise TakenError(f"{self._address} belongs now to {by}")
-        return {"of": ""}
+        return {"of": "", "place": ""}
 
     def _put_files(self, path: Path, there: Address, names: Iterable[str]) -> None:
         """Copy files of `path`, this rank's own, to the folder `there`, and see that they arrived."""
-        names = sorted(names)
-        for name in names:
+        sizes = {name: (path / name).stat().st_size for name in sorted(names)}
+        found = there.sizes() if any(str(there / name) in self._copied for name in sizes) else {}
+        for name, size in sizes.items():
             self._owner_now()  # before each: this process may have been stopped for hours
-            self._put_file(path / name, there / name)
-        sizes = there.sizes() if names else {}
-        for name in names:
-            if sizes.get(name) != (size := (path / name).stat().st_size):
-                self._copied.clear()
-                raise UserError(f"{there / name} arrived with {sizes.get(name)} of {size} bytes")
+            self._put_file(path / name, there / name, is_there=found.get(name) == size)
+        found = there.sizes() if sizes else {}
+        for name, size in sizes.items():
+            if found.get(name) != size:
+                raise UserError(f"{there / name} arrived with {found.get(name)} of {size} bytes")
 
-    def _put_file(self, file: Path, there: Address) -> None:
-        """Copy `file` unless it was copied as it is now: a failed attempt continues where it stopped."""
+    def _put_file(self, file: Path, there: Address, is_there: bool = True) -> None:
+        """Copy `file`, unless it was copied as it is now and `is_there`: what failed goes on where it stopped."""
         status = file.stat()
         now = (status.st_mtime_ns, status.st_size)
-        if self._copied.get(str(there)) != now:
+        if not is_there or self._copied.get(str(there)) != now:
             there.put(file)
             self._copied[str(there)] = now
 
@@ -194,6 +196,7 @@ class Remote(Copier):
         self._there = Listing(address / "checkpoints", here.run_id)
         self.listings = (self._there,)
         self._number = 0  # of this launch among those of the run, from 1 on; 0 before it is known
+        self._attempt = 0  # to copy a checkpoint
         self._unfinished: set[Address] = set()  # folders of checkpoints that this launch began to copy
 
     def metrics(self) -> dict[str, float]:
@@ -253,6 +256,7 @@ class Remote(Copier):
             "process": f"{os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}",
             "of": of,
             "place": place,
+            "attempt": str(self._attempt),
         }
         file = self._address / OWNER
         file.write(json.dumps(own).encode(), create=not file.exists())
@@ -267,6 +271,7 @@ class Remote(Copier):
         there.make()
         others = {name for name in manifest.files if "-of-" in name and "-00000-of-" not in name}
         if others:
+            self._attempt += 1
             self._say_what_is_copied(path.name, there.name)
         self._put_files(path, there, manifest.files.keys() - others)
         self._wait_for_others(there, {name: manifest.files[name].bytes for name in others})
@@ -315,7 +320,7 @@ class Remote(Copier):
 
 
 def _owner(address: Address) -> dict[str, str] | None:
-    """What run.json at `address` says: run_id, number, session, process, of, place; None if there is none."""
+    """What run.json at `address` says, all of it texts; None if there is none."""
     file = address / OWNER
     try:
         fields = Fields(str(file), read_json(file, file.read(0, 1 << 16)))
@@ -323,7 +328,7 @@ def _owner(address: Address) -> dict[str, str] | None:
         return None
     if not is_run_id(fields.text("run_id")):
         raise UserError(f"{printable(file)} is damaged: its run_id is {printable(fields.text('run_id'))}")
-    names = ("run_id", "number", "session", "process", "of", "place")
+    names = ("run_id", "number", "session", "process", "of", "place", "attempt")
     return {name: printable(fields.text(name)) if name in fields.values else "" for name in names}
 
 

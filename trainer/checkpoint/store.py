@@ -193,18 +193,22 @@ class Store(Listing[Path]):
         """Remove what a failed save left. Never raises: the failure itself is reported."""
         shutil.rmtree(temporary, ignore_errors=True)
 
-    def recover(self) -> None:
+    def recover(self) -> float:
         """Called at the start: remove what a killed process left, and point ``latest`` at the newest.
 
-        A checkpoint that it had renamed to replace it is put back.
+        A checkpoint that it had renamed to replace it is put back. Returns when the newest was saved.
         """
         if not self.root.is_dir():
-            return
+            return 0.0
         self._clear_leftovers()
-        own, latest = list(self.own()), self.root / "latest"
+        own, latest = self.own(), self.root / "latest"
+        newest = next(iter(own), None)
+        if newest is None:
+            return 0.0
         may_be_pointed = latest.is_symlink() or not latest.exists()
-        if own and may_be_pointed and latest.resolve().name != own[0].name:
-            self._point_latest(own[0].name)  # a kill between a checkpoint's rename and this
+        if may_be_pointed and latest.resolve().name != newest.name:
+            self._point_latest(newest.name)  # a kill between a checkpoint's rename and this
+        return own[newest].saved_at
 
     def _clear_leftovers(self) -> None:
         """Delete what kills, replacements and failed deletions left; put back what was moved, not replaced.

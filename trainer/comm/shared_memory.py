@@ -153,7 +153,7 @@ class SharedMemory:
 
     def _lost(self, peer: int, error: OSError) -> dist.DistNetworkError:
         """An error that another rank may have caused: the watch looks for the rank that has."""
-        if isinstance(error, BlockingIOError):  # the deadline of the socket
+        if isinstance(error, BlockingIOError | TimeoutError):  # the deadline of the socket
             return dist.DistNetworkError(f"rank {peer} did not answer within {self._timeout_s:g} s")
         return dist.DistNetworkError(f"rank {peer} is gone: {error.strerror or error}")
 
@@ -162,22 +162,27 @@ class SharedMemory:
     ) -> tuple[dict[int, socket.socket], dict[int, int]]:
         """By peer, a socket to it and its file; the lower rank connects, and sends its file first."""
         sockets, files = dict[int, socket.socket](), dict[int, int]()
-        higher = sorted(peer for peer in self.peers if peer > rank)
-        for peer in higher:
-            sockets[peer] = socket.socket(socket.AF_UNIX)
-            sockets[peer].connect(addresses[peer])
-            socket.send_fds(sockets[peer], [_RANK.pack(rank)], [own])
-        while len(sockets) < len(self.peers):
-            connection, _ = listener.accept()
-            if _user_of(connection) != os.getuid():  # any user of this host can connect to such a name
-                connection.close()
-                continue
-            hello, received, _, _ = socket.recv_fds(connection, _RANK.size, 1)
-            peer = int(_RANK.unpack(hello)[0])
-            sockets[peer], files[peer] = connection, received[0]
-            socket.send_fds(connection, [_RANK.pack(rank)], [own])
-        for peer in higher:
-            files[peer] = socket.recv_fds(sockets[peer], _RANK.size, 1)[1][0]
+        higher, peer = sorted(peer for peer in self.peers if peer > rank), rank
+        try:
+            for peer in higher:
+                sockets[peer] = socket.socket(socket.AF_UNIX)
+                sockets[peer].settimeout(self._timeout_s)
+                sockets[peer].connect(addresses[peer])
+                socket.send_fds(sockets[peer], [_RANK.pack(rank)], [own])
+            while missing := self.peers - sockets.keys():
+                peer = min(missing)
+                connection, _ = listener.accept()
+                if _user_of(connection) != os.getuid():  # any user of this host can connect to such a name
+                    connection.close()
+                    continue
+                hello, received, _, _ = socket.recv_fds(connection, _RANK.size, 1)
+                peer = int(_RANK.unpack(hello)[0])
+                sockets[peer], files[peer] = connection, received[0]
+                socket.send_fds(connection, [_RANK.pack(rank)], [own])
+            for peer in higher:
+                files[peer] = socket.recv_fds(sockets[peer], _RANK.size, 1)[1][0]
+        except OSError as error:
+            raise self._lost(peer, error) from error
         return sockets, files
 
     def _prepare(self, connection: socket.socket, packets: int) -> None:
