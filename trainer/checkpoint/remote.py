@@ -167,7 +167,7 @@ class Copier(NoRemote):
                 raise UserError(f"{there / name} arrived with {found.get(name)} of {size} bytes")
 
     def _put_file(self, file: Path, there: Address, is_there: bool = True) -> None:
-        """Copy `file`, unless it was copied as it is now and `is_there`: what failed goes on where it stopped."""
+        """Copy `file`, unless it was copied as it is now and `is_there`: a failed attempt is continued."""
         status = file.stat()
         now = (status.st_mtime_ns, status.st_size)
         if not is_there or self._copied.get(str(there)) != now:
