@@ -140,7 +140,7 @@ class Copier(NoRemote):
                 done = owner
             elif owner["of"] and (there / MANIFEST).exists():
                 self._safe_step = step_of(owner["of"]) or 0
-            else:
+            if self._safe_step < self._newest_step:
                 time.sleep(_LOOK_S)
 
     def _owner_now(self) -> dict[str, str]:
