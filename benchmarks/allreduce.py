@@ -56,7 +56,7 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     device = "cpu" if options.backend == "gloo" else "auto"
-    settings = DistributedConfig(device, None, options.timeout_s, "env://", None, None)
+    settings = DistributedConfig(device, None, options.timeout_s, False, "env://", None, None)
     with exits(), process_group(settings) as joined:
         me = GroupRank(joined.rank, joined.world_size, joined.device)
         runs = _all_reduces(joined, me, options)

@@ -1,11 +1,12 @@
 """The story of a run, from settings to result.json."""
 
 import dataclasses
+import gc
 import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,13 @@ from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
 from trainer.distributed.process_group import Dist, process_group
 from trainer.distributed.seeding import seed_everything
+from trainer.distributed.shrink import Shrunk
 from trainer.errors import UserError, writing
 from trainer.exact.environment import exact_facts
 from trainer.faults import exit_report
 from trainer.files.atomic_file import atomic_file
 from trainer.launch.fresh import is_watched
-from trainer.launch.place import place
+from trainer.launch.place import Place, place, publish
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.loop import fit
@@ -77,9 +79,29 @@ def run(config: Config) -> dict[str, Any]:
     Raises:
         UserError: a setting does not fit this machine, this data or the other ranks.
     """
+    here = place(config.distributed)
+    with StopRequest(is_watched(here)) as stop_request:
+        while True:
+            parts: list[Run] = []
+            try:
+                return _run(config, here, stop_request, parts)
+            except Shrunk as shrunk:
+                here, run_dir = shrunk.place, str(shrunk.run_dir)
+                shrunk.__context__ = None  # it would keep all parts alive
+            for part in parts:
+                for end in (part.profile.close, part.strategy.close, part.run_log.close):
+                    with suppress(Exception):  # of what other ranks, or the disk, have broken
+                        end()
+            parts.clear()
+            gc.collect()  # among others DataLoaders, which then end their workers
+            publish(here)
+            config = dataclasses.replace(config, run_dir=run_dir, resume="auto")
+
+
+def _run(config: Config, here: Place, stop_request: StopRequest, parts: list[Run]) -> dict[str, Any]:
+    """`run` as one of the ranks at `here`, to the end, or until some of these are gone; appends its parts."""
     with (
-        StopRequest(is_watched(place(config.distributed))) as stop_request,
-        process_group(config.distributed, lambda: stop_request.is_set) as dist,
+        process_group(config.distributed, lambda: stop_request.is_set, here) as dist,
         ExitStack() as resources,
     ):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
@@ -95,6 +117,7 @@ def run(config: Config) -> dict[str, Any]:
             if not claimed.used:
                 on_main(take_over, dist)
             run_ = assemble(config, claimed.run_id, dist, stop_request)
+            parts.append(run_)
             if claimed.used:  # a refusal before this line leaves the former run unchanged
                 on_main(take_over, dist)
                 dist.watch.ending.writes_to(run_dir)

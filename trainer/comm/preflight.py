@@ -78,7 +78,7 @@ def _settings(options: argparse.Namespace) -> DistributedConfig:
     if options.backend == "nccl" and accelerator.found("cuda")[1] == 0:
         raise UserError("--backend nccl needs a GPU, but torch sees none here; use --backend gloo")
     device = "cpu" if options.backend == "gloo" else "auto"
-    return DistributedConfig(device, None, options.timeout_s, "env://", None, None)
+    return DistributedConfig(device, None, options.timeout_s, False, "env://", None, None)
 
 
 def _report(dist: Dist, timeout_s: float) -> RankReport:

@@ -57,6 +57,8 @@ def check_contradictions(config: Config) -> None:
                 )
     if train.exact is not None:
         _check_exact(config)
+    if config.distributed.shrink:
+        _check_shrink(config)
 
 
 def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
@@ -76,6 +78,22 @@ def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
             f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
             f"strategy={strategy.name}; use strategy=ddp, or comm.wire_dtype=fp32"
         )
+
+
+def _check_shrink(config: Config) -> None:
+    """Refuse what ranks that are left cannot go on with."""
+    checkpoint = config.checkpoint
+    if config.strategy.name != "ddp":
+        words = f"strategy={config.strategy.name}, but ranks have all of the model under strategy=ddp alone"
+    elif isinstance(config.comm, HookCommConfig):
+        words = "comm=hook, whose groups the trainer does not know; use another comm"
+    elif not checkpoint.at_fault:
+        words = "checkpoint.at_fault=false: the others go on from the step that is saved then; set it to true"
+    elif checkpoint.remote is not None:
+        words = f"checkpoint.remote={checkpoint.remote}, to which the former rank 0 may still copy"
+    else:
+        return
+    raise UserError(f"distributed.shrink=true does not go with {words}")
 
 
 def _check_exact(config: Config) -> None:

@@ -122,6 +122,7 @@ class DistributedConfig:
     device: str = one_of("auto", "cpu", "cuda", "xpu", "mps")
     backend: str | None = one_of("gloo", "nccl", "cpu:gloo,cuda:nccl")
     timeout_s: float = seconds()
+    shrink: bool = MISSING
     init_method: str = like(
         r"env://|tcp://(\[[0-9a-fA-F:.]+\]|[^/:]+):\d+|file:///.+", "env://, tcp://HOST:PORT or file:///PATH"
     )

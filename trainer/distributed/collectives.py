@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.distributed.shrink import connecting
+
 _TOGETHER_BYTES = 1 << 24
 _RENAMED = hasattr(dist, "all_gather_single")  # torch 2.14 warns of the former names
 
@@ -32,7 +34,8 @@ def gloo_group(timeout_s: float, in_time: bool = False) -> dist.ProcessGroup:
         in_time: whether its operations fail after `timeout_s` themselves, and leave nothing to the watch.
     """
     timeout = timedelta(seconds=timeout_s) if in_time else backstop(timeout_s)
-    return cast(dist.ProcessGroup, dist.new_group(None, timeout, "gloo"))
+    with connecting():
+        return cast(dist.ProcessGroup, dist.new_group(None, timeout, "gloo"))
 
 
 def all_gather_single(

@@ -48,12 +48,12 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
         UserError: the environment sets one that this host does not have.
     """
     _check(rank, os.environ.get(_VARIABLE, ""))
-    known = [address for address in addresses if not _is_loopback(address)]
+    known = [address for address in addresses if not is_loopback(address)]
     own_name = address_towards(socket.gethostname())  # a host's way to its own name leads to that address
-    if _VARIABLE in os.environ or len(set(hosts)) == 1 or not known or not _is_loopback(own_name):
+    if _VARIABLE in os.environ or len(set(hosts)) == 1 or not known or not is_loopback(own_name):
         return  # with only loopback addresses, the hosts are one machine
     own = addresses[rank]
-    if _is_loopback(own):  # the store is on this host: use the route to another
+    if is_loopback(own):  # the store is on this host: use the route to another
         own = address_towards(known[0])
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
@@ -81,6 +81,6 @@ def _check(rank: int, chosen: str) -> None:
             )
 
 
-def _is_loopback(address: str | None) -> bool:
+def is_loopback(address: str | None) -> bool:
     """Also without an address: nobody reaches this host by it."""
     return address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -15,9 +15,11 @@ import torch.distributed as dist
 from trainer import accelerator
 from trainer.accelerator import is_accelerator
 from trainer.config import DistributedConfig
+from trainer.distributed import shrink
 from trainer.distributed.collectives import backstop
 from trainer.distributed.interfaces import address_towards, choose_interface, store_host
 from trainer.distributed.rendezvous import meet, on_this_host
+from trainer.distributed.shrink import Shrunk
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import RankIdentity, introduction
@@ -60,7 +62,9 @@ class Dist:
 
 @contextmanager
 def process_group(
-    settings: DistributedConfig, is_stopped: Callable[[], bool] = lambda: False
+    settings: DistributedConfig,
+    is_stopped: Callable[[], bool] = lambda: False,
+    here: Place | None = None,
 ) -> Iterator[Dist]:
     """Join the other processes, and leave them after a success.
 
@@ -70,22 +74,28 @@ def process_group(
 
     Args:
         is_stopped: whether a signal asked for a stop before this call.
+        here: the place of this process, if it is another than its launcher has told.
 
     Raises:
         UserError: a device or backend is not available on this machine or in this torch; or ranks contradict
             each other or have no place to meet.
         Fault: ranks did not arrive within `distributed.timeout_s`; the message names them.
+        Shrunk: other ranks died or hang, and this one goes on without them.
     """
-    here = place(settings)
-    heartbeat, stacks = Heartbeat(), Stacks()
+    here = here or place(settings)
+    heartbeat, stacks, own_door = Heartbeat(), Stacks(), None
     told = introduction(here.rank, heartbeat, stacks)
     told["address"] = address_towards(store_host(here.init_method)) if here.world_size > 1 else None
+    if settings.shrink:
+        own_door = shrink.door(told["address"])
+        told["door"] = own_door.getsockname()[1]
     store, hosts, members = meet(here, told, timedelta(seconds=settings.timeout_s), is_stopped)
+    identities = _identities(hosts, members)
     watch = Watch(
         heartbeat,
         stacks,
         here.rank,
-        _identities(hosts, members),
+        identities,
         partial(_another_connection, store),
         settings.timeout_s,
         launched=is_watched(here),
@@ -93,7 +103,10 @@ def process_group(
     watch.start()
     try:
         choose_interface(here.rank, hosts, [member["address"] for member in members])
-        joined = _join(settings, here, hosts, store)
+        with shrink.connecting():
+            joined = _join(settings, here, hosts, store)
+        if own_door is not None:
+            _let_shrink(joined, here, [member["address"] for member in members], watch)
         yield replace(joined, heartbeat=heartbeat, watch=watch)
     except GeneratorExit:
         raise
@@ -101,12 +114,28 @@ def process_group(
         error = _in_mid_run(caught)
         if dist.is_initialized() and dist.get_world_size() == 1:  # no peers; a notebook may continue
             dist.destroy_process_group()
-        watch.failed(error, symptom=_is_of_communication(error))
-        if error is not caught:
-            raise error from None
-        raise
-    dist.destroy_process_group()
-    watch.ended_well()
+        left = watch.failed(error, symptom=_is_of_communication(error))
+        if not left:
+            if error is not caught:
+                raise error from None
+            raise
+    else:
+        dist.destroy_process_group()
+        watch.ended_well()
+        return
+    dist.destroy_process_group()  # waits for nothing: their connections are cut
+    assert own_door is not None and watch.ending.run_dir is not None
+    raise Shrunk(shrink.place_among(left, here, identities, own_door), watch.ending.run_dir)
+
+
+def _let_shrink(joined: Dist, here: Place, addresses: Sequence[str | None], watch: Watch) -> None:
+    """Have the watch let ranks go on without others, if they can."""
+    shrink.refuse(here, joined.hosts)
+    why_not = shrink.why_not(joined.device, joined.backend, addresses)
+    if why_not is None:
+        watch.ending.cut = shrink.cut
+    elif joined.is_main:
+        log.warning("distributed.shrink=true: %s, so a death ends all, and a restart goes on", why_not)
 
 
 def _identities(hosts: list[int], members: list[dict[str, Any]]) -> list[RankIdentity]:

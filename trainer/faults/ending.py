@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.errors import RunEndError, tell_torchrun
+from trainer.errors import RunEndError, UserError, tell_torchrun
 from trainer.faults import exit_report
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour, RankIdentity
 from trainer.faults.reports import Reports
-from trainer.faults.rescue import HOSTS, Rescue, savers
+from trainer.faults.rescue import HOSTS, Rescue, left_without, savers
 from trainer.faults.verdict import ASLEEP_S, UNHEARD_S, Observed, Verdict, judge
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class Ending:
     Attributes:
         reports: of the other hosts, once they were asked for.
         rescue: this rank's part in saving.
+        run_dir: that of failure.json and stacks/; None before there is one.
+        cut: ends all waits of this process for other ranks; None: no rank goes on without others.
+        check_shares: raises UserError if a batch cannot be shared among a number of ranks.
+        left: the ranks that go on without others, this one among them, once that is decided.
     """
 
     def __init__(
@@ -52,7 +56,10 @@ class Ending:
         self._heartbeat, self._rank, self._members, self._here = heartbeat, rank, members, here
         self._connect, self._timeout_s = connect, timeout_s
         self._own = next(member for member in members if member.rank == rank)
-        self._run_dir: Path | None = None
+        self.run_dir: Path | None = None
+        self.cut: Callable[[], None] | None = None
+        self.check_shares: Callable[[int], object] = lambda num_ranks: None
+        self.left: tuple[int, ...] = ()
         self._written_to: Path | None = None
         self._refusals = True
         self._parent, self._orphan_since = os.getppid(), 0.0
@@ -65,7 +72,7 @@ class Ending:
         Args:
             refusals: whether to write an orderly end, too.
         """
-        self._run_dir, self._refusals = run_dir, refusals
+        self.run_dir, self._refusals = run_dir, refusals
 
     def reports_of_other_hosts(self) -> Reports | None:
         others = [member for member in self._members if member.rank not in self._here]
@@ -90,7 +97,18 @@ class Ending:
             return  # all ranks reach such an end by themselves, if they can
         if self.prints_traceback(verdict):
             return
-        self.end(self._agreed(replace(verdict, savers=savers(everyone, verdict.ranks))))
+        verdict = replace(verdict, savers=savers(everyone, verdict.ranks))
+        self.end(self._agreed(self._with_those_left(verdict, everyone)))
+
+    def _with_those_left(self, verdict: Verdict, everyone: Sequence[Observed]) -> Verdict:
+        if self.cut is None:
+            return verdict
+        left = left_without(everyone, verdict, by_host=self._own.error_file is not None)
+        try:
+            self.check_shares(len(left) or 1)
+        except UserError as error:
+            return verdict.followed_by(f"the others cannot go on: {error}")
+        return replace(verdict, left=left)
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """The first verdict that a host has given; if the store does not answer, this one.
@@ -103,7 +121,7 @@ class Ending:
             return verdict
         if reports is not None and (agreed := reports.agree(verdict, timeout_s=1.0)) is not None:
             return agreed
-        return verdict if self._own.host <= HOSTS else replace(verdict, savers=())
+        return replace(verdict, savers=verdict.savers if self._own.host <= HOSTS else (), left=())
 
     def prints_traceback(self, verdict: Verdict) -> bool:
         """Whether the verdict is about a rank of this host that is exiting: its traceback comes first."""
@@ -116,6 +134,9 @@ class Ending:
         """Save, print the verdict, write it, and exit; kill the ranks of this host that cannot exit."""
         if verdict.kind != "orderly":
             verdict = self._with_save(verdict)
+        if verdict.left and self.rescue.is_saved:
+            self._let_go_on(verdict)
+            return
         writing = threading.Thread(target=self._write, args=(verdict,), daemon=True)
         writing.start()
         writing.join(timeout=1.0)  # the disk may hang on the host that is lost
@@ -128,13 +149,45 @@ class Ending:
             exit_report.let_torchrun_look()
         self.send_last_report()
         self._heartbeat.note({"verdict": verdict.status, "status": verdict.status})
+        self._kill_stuck(verdict)
+        exit_report.leave(verdict.status)
+
+    def _kill_stuck(self, verdict: Verdict) -> None:
         others = (neighbour for rank, neighbour in self._here.items() if rank != self._rank)
         for neighbour in others:
             stuck = neighbour.member.rank in verdict.ranks and verdict.kind in ("stopped", "hangs")
             if neighbour.died_at_ns is None and (stuck or neighbour.observe().asleep_s > ASLEEP_S):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(neighbour.member.pid, signal.SIGKILL)
-        exit_report.leave(verdict.status)
+
+    def _let_go_on(self, verdict: Verdict) -> None:
+        """Have those ranks of this host that are left go on, and end the others."""
+        shown = ", ".join(map(str, verdict.left))
+        verdict = verdict.followed_by(f"without a restart, these go on: rank {shown}")
+        taken = {rank: text for rank, each in self._here.items() if (text := each.stacks.read())}
+        keeping = (verdict, self.run_dir, taken)
+        writing = threading.Thread(target=exit_report.keep, args=keeping, daemon=True)
+        writing.start()
+        writing.join(timeout=1.0)
+        exit_report.print_line(f"\n{verdict.message}")
+        self._kill_stuck(verdict)
+        self.rescue.tell(left=verdict.left)
+        self.go_on(verdict.left)
+
+    def go_on(self, left: Sequence[int]) -> None:
+        """Go on with the ranks that are `left`, or exit if this is none of them."""
+        if self._rank not in left:  # not by an exit, after which launch=local would end the others, too
+            os.kill(os.getpid(), signal.SIGKILL)
+        deadline = time.monotonic() + ALONE_S
+        for neighbour in [each for rank, each in self._here.items() if rank not in left]:
+            while neighbour.died_at_ns is None and time.monotonic() < deadline:
+                neighbour.look_for_death()  # rank 0 has the lock of run_dir
+                self._wait(0.01)
+        self.left = tuple(left)
+        if self.rescue.last_step is not None:
+            self.rescue.last_step.thaw()
+        assert self.cut is not None
+        self.cut()
 
     def _with_save(self, verdict: Verdict) -> Verdict:
         if (reports := self.reports_of_other_hosts()) is not None:
@@ -159,7 +212,7 @@ class Ending:
 
     def _record(self, verdict: Verdict) -> None:
         """Write the verdict, if it is to be written, and if the disk takes it."""
-        run_dir = self._run_dir if self._refusals or verdict.kind != "orderly" else None
+        run_dir = self.run_dir if self._refusals or verdict.kind != "orderly" else None
         facts = {"status": verdict.status, **verdict.facts, "message": verdict.message, "kind": verdict.kind}
         if run_dir is not None and exit_report.write_failure(run_dir, facts | {"attempt": self._attempt}):
             self._written_to = run_dir
@@ -180,7 +233,7 @@ class Ending:
 
     def record_orderly(self, error: RunEndError) -> None:
         """Write an end that all ranks reach at the same place, unless another rank has."""
-        if self._rank == 0 or self._run_dir is None or exit_report.read_failure(self._run_dir) is None:
+        if self._rank == 0 or self.run_dir is None or exit_report.read_failure(self.run_dir) is None:
             about = self._members[error.ranks[0] if error.ranks else self._rank]
             own = self._here[self._rank].observe()
             own = replace(own, rank=about.rank, host=about.host, hostname=about.hostname, pid=about.pid)

@@ -35,6 +35,7 @@ class RankIdentity:
     address: str | None = None  # of its host, on the route to the store
     namespace: str = ""  # in which `pid` counts; ranks in containers of one host may have one pid
     error_file: str | None = None  # torchrun's
+    door: int = 0  # the port at which ranks that go on without others may meet
 
 
 def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> dict[str, Any]:

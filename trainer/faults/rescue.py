@@ -33,6 +33,9 @@ class LastStep(Protocol):
     def save(self) -> bool:
         """Write the state as a checkpoint, without any other rank; False if the newest is of this step."""
 
+    def thaw(self) -> None:
+        """Let the state change again: the main thread may be about to."""
+
 
 def savers(ranks: Sequence[Observed], blamed: Sequence[int]) -> tuple[int, ...]:
     """The survivors to save, one of each host: of the largest step, then of rank 0's host, then the lowest.
@@ -40,13 +43,35 @@ def savers(ranks: Sequence[Observed], blamed: Sequence[int]) -> tuple[int, ...]:
     Those that the verdict is about are `blamed`. No rank finishes a step before all have given their
     gradients for it, so survivors are at most one step apart.
     """
-    alive = [rank for rank in ranks if rank.rank not in blamed and rank.finished and _can_save(rank)]
+    alive = [rank for rank in ranks if rank.rank not in blamed and rank.finished and _takes_part(rank)]
     alive.sort(key=lambda rank: (-rank.finished, rank.host != ranks[0].host, rank.rank))
     best = {rank.host: rank.rank for rank in reversed(alive)}
     return tuple(dict.fromkeys(best[rank.host] for rank in alive))[:HOSTS]
 
 
-def _can_save(rank: Observed) -> bool:
+def left_without(ranks: Sequence[Observed], verdict: Verdict, by_host: bool) -> tuple[int, ...]:
+    """The ranks that can go on without those that the verdict is about, and without any other that is gone.
+
+    None after an exception of user code, which may come again; in the set-up; or at the end. Behind a cut
+    link, each side takes the other for lost: only the larger goes on, or of halves that with rank 0.
+
+    Args:
+        by_host: whether the launcher of a host ends its other ranks when one dies.
+    """
+    gone = [rank for rank in ranks if rank.rank in verdict.ranks or not _takes_part(rank)]
+    hosts = {rank.host for rank in gone} if by_host else set()
+    left = [rank for rank in ranks if rank not in gone and rank.host not in hosts]
+    if verdict.kind not in ("died", "stopped", "hangs", "lost") or not left:
+        return ()
+    if any(not rank.step or rank.phase == "end" for rank in left):
+        return ()
+    more = 2 * len(left) - len(ranks) + (ranks[0] in left) / 2
+    if more <= 0 and any(rank.heard_s >= UNHEARD_S for rank in gone):
+        return ()
+    return tuple(rank.rank for rank in left)
+
+
+def _takes_part(rank: Observed) -> bool:
     is_awake = rank.asleep_s < ASLEEP_S and rank.heard_s < UNHEARD_S
     return rank.state == "running" and is_awake and (rank.status is None or rank.symptom)
 
@@ -60,12 +85,14 @@ class Rescue:
     Attributes:
         last_step: set once the run has a state that one rank can save.
         why_not: why no rank can, in a phrase.
+        is_saved: whether a rank of this host has saved the step, or another host is to.
     """
 
     def __init__(self, heartbeat: Heartbeat, rank: int, here: Mapping[int, Neighbour]) -> None:
         self._heartbeat, self._rank, self._here = heartbeat, rank, here
         self.last_step: LastStep | None = None
         self.why_not: str | None = None
+        self.is_saved = False
         self._said: dict[str, Any] = {}
         self._thread: threading.Thread | None = None
 
@@ -95,8 +122,9 @@ class Rescue:
         own = [rank for rank in verdict.savers if rank in self._here]
         if not own:
             nobody = f"{_NOTHING}: {_NOBODY}" if self._heartbeat.finished else ""
+            self.is_saved = bool(verdict.savers)
             return f"rank {verdict.savers[0]} saves the last step" if verdict.savers else nobody
-        self._tell(saver=None)
+        self.tell(saver=None)
         until = time.monotonic() + SAVE_S
         before = verdict.savers[: verdict.savers.index(own[0])]
         while any(map(is_at_work, before)) and time.monotonic() < until:
@@ -105,15 +133,15 @@ class Rescue:
         left = sorted(self._here, key=lambda rank: -self._here[rank].records.main().finished)
         found = ""
         for saver in dict.fromkeys([*own, *(rank for rank in left if rank not in verdict.ranks)]):
-            words, is_saved = self._result_of(saver, until, wait)
-            found = words if is_saved else found or words
-            if is_saved:
+            words, self.is_saved = self._result_of(saver, until, wait)
+            found = words if self.is_saved else found or words
+            if self.is_saved:
                 break
         return found
 
     def _result_of(self, saver: int, until: float, wait: Callable[[float], None]) -> tuple[str, bool]:
         """Have `saver` save; return what became of it, in a phrase, and whether a step is saved."""
-        self._tell(saver=saver)
+        self.tell(saver=saver)
         while time.monotonic() < until:
             self.serve()
             said = self._here[saver].records.rescue()
@@ -132,12 +160,13 @@ class Rescue:
             is_new = self.last_step.save()
         except Exception as error:
             why = str(error) if isinstance(error, RunEndError) else in_a_line(error)
-            self._tell(words=f"{_NOTHING}: {why}", is_saved=False)
+            self.tell(words=f"{_NOTHING}: {why}", is_saved=False)
         else:
             by = f", by rank {self._rank} in {time.monotonic() - began:.1f} s" if is_new else ""
-            self._tell(words=f"step {step} is saved{by}", is_saved=True)
+            self.tell(words=f"step {step} is saved{by}", is_saved=True)
 
-    def _tell(self, **facts: Any) -> None:
+    def tell(self, **facts: Any) -> None:
+        """Record `facts` beside this rank's heartbeat, for the others of its host."""
         self._said |= facts
         self._heartbeat.note_rescue(self._said)
 

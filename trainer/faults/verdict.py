@@ -102,7 +102,8 @@ class Observed:
 class Verdict:
     """The ranks to look at first. `status` is the exit status of every rank of the run.
 
-    `savers` are the ranks that save the last finished step, if the one before has not.
+    `savers` are the ranks that save the last finished step, if the one before has not. Then the ranks that
+    are `left` go on without the others; none: the run ends.
     """
 
     ranks: tuple[int, ...]
@@ -111,6 +112,7 @@ class Verdict:
     message: str
     facts: Mapping[str, object] = field(default_factory=dict)  # rank, host, phase, where, step, silent_s
     savers: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
 
     def followed_by(self, words: str) -> "Verdict":
         return replace(self, message=f"{self.message}; {words}") if words else self

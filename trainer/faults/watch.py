@@ -113,11 +113,14 @@ class Watch:
             self._kill_timer.cancel()
             self._kill_timer = None
 
-    def failed(self, error: BaseException, symptom: bool) -> None:
+    def failed(self, error: BaseException, symptom: bool) -> tuple[int, ...]:
         """Record that this rank ends with `error`, for the others.
 
         With a `symptom`, an error that another rank may have caused, this returns only if the watch itself
-        fails: otherwise the watch ends the process once the cause is known.
+        fails, or if ranks go on without others: otherwise the watch ends the process once the cause is known.
+
+        Returns:
+            The ranks that go on, this one among them; none if it ends.
         """
         in_worker = getattr(error, "where", None)
         note: dict[str, Any] = {
@@ -131,10 +134,17 @@ class Watch:
         }
         self._heartbeat.note(note)
         is_last = all(other.records.note() is not None for other in self._others_here())
-        if note["symptom"]:
+        may_go_on = symptom or not isinstance(error, RunEndError)
+        if note["symptom"] or (may_go_on and self.ending.left):
             self._closed.wait(_GRACE_S + ALONE_S)
             if self.ending.rescue.has_begun:
                 self._closed.wait(SAVE_S)
+        if may_go_on and self.ending.left:
+            self._here[self._rank].end_workers()
+            self.close()
+            return self.ending.left
+        if note["symptom"]:
+            pass  # the watch has failed
         elif isinstance(error, RunEndError):
             self.ending.record_orderly(error)
         elif is_last:
@@ -145,6 +155,7 @@ class Watch:
         if (is_last or holds_store) and not note["symptom"]:
             self.ending.send_last_report()
         self.close()
+        return ()
 
     # ---- the thread
 
@@ -164,6 +175,8 @@ class Watch:
             except Exception as error:  # a bug in here must not end a healthy run
                 exit_report.print_line(f"[rank {self._rank}] the watch cannot look: {error!r}")
                 time.sleep(ALONE_S)
+            if self.ending.left:
+                self._closed.set()
             # Not before: C code that holds the interpreter lets it go for a moment at each signal, as a
             # question for its stack is one, and a rank that has looked counts as awake.
             self._heartbeat.tick()
@@ -182,6 +195,9 @@ class Watch:
             note = neighbour.records.note() or {}
             if "verdict" in note:
                 exit_report.leave(int(note["verdict"]))
+            if left := neighbour.records.rescue().get("left"):
+                self.ending.go_on(left)
+                return
         if self._closed.is_set():
             return
         self.ending.rescue.serve()
@@ -201,6 +217,7 @@ class Watch:
             reports.tell(here, eager=suspicious)
             if reports.verdict is not None and not self.ending.prints_traceback(reports.verdict):
                 self.ending.end(reports.verdict)
+                return
         if suspicious:
             self._judge(here, reports.others() if reports else [])
         else:

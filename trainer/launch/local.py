@@ -50,14 +50,15 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> in
     on_gpus = config.distributed.device != "cpu"
     processes = config.launch.processes or (fresh.num_gpus() if on_gpus else 0) or 1
     if module is not None:
-        return _attempt(processes, argv, module)
+        return _attempt(processes, argv, module=module)
     run_dir = Path(config.run_dir or new_run_dir())
     argv = [*argv, set_to("run_dir", str(run_dir))]
     max_restarts = config.launch.max_restarts
     for attempt in range(max_restarts + 1):
         # The given resume holds until the run has saved; auto also before, since the directory is used now.
         is_told = config.resume is not None and not any((run_dir / "checkpoints").glob("step_*"))
-        status = _attempt(processes, [*argv, *(["resume=auto"] if attempt and not is_told else [])])
+        again = ["resume=auto"] if attempt and not is_told else []
+        status = _attempt(processes, [*argv, *again], config.distributed.shrink)
         if status != 1 or attempt == max_restarts:
             break
         pause_s = PAUSES_S[min(attempt, len(PAUSES_S) - 1)]
@@ -70,8 +71,12 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> in
     return status
 
 
-def _attempt(processes: int, argv: Sequence[str], module: str | None = None) -> int:
-    """Start the ranks and wait for their end; return the exit status."""
+def _attempt(processes: int, argv: Sequence[str], shrinks: bool = False, module: str | None = None) -> int:
+    """Start the ranks and wait for their end; return the exit status.
+
+    Args:
+        shrinks: whether the others go on when some are ended by a signal.
+    """
     ranks: list[subprocess.Popen[bytes]] = []
     printers: list[threading.Thread] = []
     received: list[int] = []
@@ -92,14 +97,14 @@ def _attempt(processes: int, argv: Sequence[str], module: str | None = None) -> 
                         printers.append(threading.Thread(target=_print, args=(pipe, out, rank), daemon=True))
                         printers[-1].start()
             server.close()
-            codes = _wait(ranks)
+            codes = _wait(ranks, shrinks)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
         for printer in printers:
             printer.join(1)
-    return _status(codes, received)
+    return _status(codes, received, shrinks)
 
 
 def _start(
@@ -122,17 +127,17 @@ def _print(pipe: IO[bytes], out: IO[str], rank: int) -> None:
             out.flush()
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], shrinks: bool) -> list[int | None]:
     """Wait for all, or for the grace period after the first failure; return the exit codes, None: it runs."""
     deadline = float("inf")
     while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
-        if deadline == float("inf") and any(codes):
+        if deadline == float("inf") and any(code and (code > 0 or not shrinks) for code in codes):
             deadline = time.monotonic() + (0 if codes[0] in _TOLD else _GRACE_S)
         time.sleep(_POLL_S)
     return codes
 
 
-def _status(codes: Sequence[int | None], received: Sequence[int]) -> int:
+def _status(codes: Sequence[int | None], received: Sequence[int], shrinks: bool) -> int:
     """The exit status of the run. Names the ranks that could not report their end themselves."""
     for rank, code in enumerate(codes):
         if code is None and codes[0] not in _TOLD:
@@ -145,6 +150,8 @@ def _status(codes: Sequence[int | None], received: Sequence[int]) -> int:
                 if 1 in codes:
                     hint += f", or rank {codes.index(1)}, if its verdict is that this one is stuck"
             print(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}", file=sys.stderr)
+    if shrinks and 0 in codes and all(code is not None and code <= 0 for code in codes):
+        return 0
     bad = {code for code in codes if code}
     final = [status for status in _TOLD if status in bad]
     if final or bad <= {StoppedBySignal.exit_code}:

@@ -33,7 +33,8 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     named = config.run_dir or ("runs/..." if settings.dry_run else str(new_run_dir()))
     run_dir = Path(named).absolute()
     words = [*(word for word in argv if not word.startswith("run_dir=")), set_to("run_dir", str(run_dir))]
-    script = _script(settings, run_dir / "slurm", shlex.join([*fresh.program(), *words]))
+    command_line = shlex.join([*fresh.program(), *words])
+    script = _script(settings, run_dir / "slurm", command_line, config.distributed.shrink)
     if settings.dry_run:
         print(script)
         return 0
@@ -66,8 +67,12 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     return status
 
 
-def _script(settings: SlurmLaunchConfig, folder: Path, command: str) -> str:
-    """The batch script; a requeued job resumes from its newest checkpoint."""
+def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bool) -> str:
+    """The batch script; a requeued job resumes from its newest checkpoint.
+
+    Args:
+        shrinks: whether tasks go on when another has died.
+    """
     asked = {
         "job-name": "ringmaster",
         "nodes": settings.nodes,
@@ -84,6 +89,7 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str) -> str:
     }
     told = {name: value for name, value in asked.items() if value is not None}
     logs = f"--unbuffered --open-mode=append --output={shlex.quote(str(folder / '%j_%t.out'))}"
+    waits = "--wait=0 --kill-on-bad-exit=0" if shrinks else f"--wait={_LAST_TASK_S}"
     again = [
         f"if [ $status = {StoppedBySignal.exit_code} ] && [ ! -e {shlex.quote(str(folder / 'stop'))} ]; then",
         '  scontrol requeue "$SLURM_JOB_ID"',
@@ -96,7 +102,7 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str) -> str:
             *settings.setup,
             *(f"export {name}={shlex.quote(value)}" for name, value in fresh.told_to_ranks("slurm").items()),
             *(["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"] if "cpus-per-task" in told else []),
-            f"srun --wait={_LAST_TASK_S} {logs} {command} ${{SLURM_RESTART_COUNT:+resume=auto}}",
+            f"srun {waits} {logs} {command} ${{SLURM_RESTART_COUNT:+resume=auto}}",
             "status=$?",
             *(again if settings.requeue else []),
             "exit $status",

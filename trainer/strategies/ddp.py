@@ -15,6 +15,7 @@ from trainer.comm.timeline import Timeline
 from trainer.config import AutoCommConfig, CommConfig, DdpConfig, HookCommConfig
 from trainer.distributed.collectives import broadcast_tensors
 from trainer.distributed.process_group import Dist
+from trainer.distributed.shrink import connecting
 from trainer.errors import UserError, first_few
 from trainer.optim.optimizer_checks import sparse_weights
 from trainer.strategies.base import Computing, Fill, Report, Strategy
@@ -102,7 +103,8 @@ class Ddp(Strategy):
                 options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
                 options["leaf_sums"] = self.order.sums
                 try:
-                    self.hook = attach(model, self.comm.algorithm, **options)
+                    with connecting():
+                        self.hook = attach(model, self.comm.algorithm, **options)
                     # A user's hook has no wire dtype.
                     facts = {"hosts": list(self.hosts), "wire_dtype": options.get("wire_dtype")}
                     self.report = TimelineReport(self.hook.timeline, {"device": self.device.type, **facts})

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from trainer import accelerator
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data.loading.base import TrainLoader
+from trainer.data.loading.batch import split_batch
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.nested import mapped
@@ -73,6 +75,7 @@ class KeptStep(Gate):
         self._stream = accelerator.stream(dist.device)  # made now: a full GPU has no room for another
         self._copied = accelerator.event(dist.device)
         self._lock, self._frozen = threading.Lock(), False
+        dist.heartbeat.finished = state.progress.step
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
@@ -123,6 +126,11 @@ class KeptStep(Gate):
             kept = {**self._buffers.kept(), **self._extra_states}
             return self._checkpointer.save_alone(self._state, self._data_state, kept)
 
+    def thaw(self) -> None:
+        if self._frozen:
+            self._frozen = False
+            self._lock.release()
+
     def _copied_extra_states(self) -> dict[str, Any]:
         return {
             name: copy.deepcopy(
@@ -148,13 +156,18 @@ def build_gate(
     """The gate of a run; with `checkpoint.at_fault` the watch is told what to save."""
     if not config.checkpoint.at_fault or dist.watch is None:
         return Gate()
-    rescue = dist.watch.ending.rescue
+    ending = dist.watch.ending
+    rescue = ending.rescue
     rescue.why_not = strategy.not_whole
     if rescue.why_not is not None:
         return Gate()
     rescue.last_step = kept = KeptStep(
         dist, state, checkpointer, loader, own_buffers=config.train.exact is None
     )
+    train = config.train
+    if train.exact is None:  # leaves are shared among any number of ranks
+        size, micro = train.global_batch_size, train.known_micro_batch_size
+        ending.check_shares = partial(split_batch, size, micro)
     return kept
 
 

@@ -1,0 +1,192 @@
+"""distributed.shrink: when ranks die or hang, the others go on in their processes, to the bits of any run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fault_parts import fault
+from tests.faults.test_ends import TINY
+from tests.programs import Ended, Program, finish, finish_ranks, started
+from tests.runs import settings
+from trainer.distributed import shrink
+from trainer.errors import UserError
+from trainer.faults.rescue import left_without
+from trainer.faults.verdict import Observed, Verdict
+from trainer.launch.place import Place
+
+RUN = ("strategy=ddp", "distributed.shrink=true", "distributed.timeout_s=5", "checkpoint.every_epochs=null")
+EXACT = (*TINY, "train.exact=6", "train.epochs=3")
+
+
+def rank(number: int, **more: object) -> Observed:
+    facts = {"step": 8, "finished": 7, "phase": "forward", "host": number // 2, **more}
+    return Observed(rank=number, hostname="h", pid=number, **facts)  # type: ignore[arg-type]
+
+
+def died(*ranks: int, kind: str = "died") -> Verdict:
+    return Verdict(ranks, kind, 1, "")
+
+
+def test_all_that_are_at_work_go_on() -> None:
+    four = [rank(0), rank(1), rank(2), rank(3, state="dead")]
+    assert left_without(four, died(3), by_host=False) == (0, 1, 2)
+    four[1] = rank(1, state="dead")  # at the same moment
+    assert left_without(four, died(3), by_host=False) == (0, 2)
+    four[0] = rank(0, status=1, symptom=True)  # it has an error of communication, which another has caused
+    assert left_without(four, died(3), by_host=False) == (0, 2)
+    four[0] = rank(0, status=1)
+    assert left_without(four, died(3), by_host=False) == (2,)
+
+
+def test_torchrun_takes_the_whole_host() -> None:
+    four = [rank(0), rank(1), rank(2), rank(3, state="dead")]
+    assert left_without(four, died(3), by_host=True) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("lost", "left"),
+    [((2, 3), (0, 1)), ((0, 1), ()), ((3,), (0, 1, 2)), ((1, 2, 3), ())],
+    ids=["half", "half, with rank 0", "fewer", "more"],
+)
+def test_behind_a_cut_link_one_side_goes_on(lost: tuple[int, ...], left: tuple[int, ...]) -> None:
+    four = [rank(number, heard_s=9.0 if number in lost else 0.0) for number in range(4)]
+    assert left_without(four, died(*lost, kind="lost"), by_host=False) == left
+
+
+def test_none_goes_on_after_an_exception_in_the_set_up_and_at_the_end() -> None:
+    three = [rank(0), rank(1), rank(2, status=1)]
+    assert left_without(three, died(2, kind="raised"), by_host=False) == ()
+    for more in ({"step": 0}, {"phase": "end"}):
+        some = [replace(three[0], **more), three[1], replace(three[2], state="dead")]
+        assert left_without(some, died(2), by_host=False) == ()
+
+
+def test_only_the_connections_of_groups_are_cut() -> None:
+    other = socket.socketpair()
+    with shrink.connecting():
+        of_group = socket.socketpair()
+        listener = socket.create_server(("127.0.0.1", 0))  # as gloo's, whose thread would abort the process
+    shrink.cut()
+    assert of_group[0].recv(1) == b""
+    other[0].send(b"x")
+    assert other[1].recv(1) == b"x"
+    with socket.create_connection(listener.getsockname()), listener.accept()[0]:
+        pass
+    for each in (*other, *of_group, listener):
+        each.close()
+
+
+@pytest.mark.parametrize(("launcher", "hosts"), [("torchrun", (0, 0)), ("mpirun", (0, 1))])
+def test_a_launcher_that_ends_the_others_is_refused(launcher: str, hosts: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match=rf"shrink=true, but {launcher} ends all its ranks .* launch=local"):
+        shrink.refuse(Place(0, 2, 0, 2, 0, launcher, "env://"), hosts)
+    shrink.refuse(Place(0, 2, 0, 1, 0, "torchrun", "env://"), (0, 1))
+    shrink.refuse(Place(0, 2, 0, 2, 0, "srun", "tcp://here:1"), (0, 0))
+
+
+def test_where_it_has_no_effect_it_says_why() -> None:
+    cpu = torch.device("cpu")
+    assert shrink.why_not(cpu, "gloo", ["10.0.0.1", "10.0.0.2"]) is None
+    assert shrink.why_not(cpu, "gloo", ["127.0.0.1", "127.0.0.1"]) is None
+    assert "nccl on cuda" in str(shrink.why_not(torch.device("cuda", 0), "nccl", []))
+    assert "loopback" in str(shrink.why_not(cpu, "gloo", ["127.0.1.1", "10.0.0.2"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("strategy=fsdp",), "strategy=fsdp"),
+        (("strategy=ddp", "checkpoint.at_fault=false"), "at_fault=false"),
+        (("strategy=ddp", "checkpoint.remote=file:///there"), "checkpoint.remote=file"),
+    ],
+)
+def test_contradictions(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError, match=f"distributed.shrink=true does not go with .*{words}"):
+        settings("distributed.shrink=true", *overrides)
+
+
+# ---- whole runs
+
+
+def result(run_dir: Path) -> dict[str, object]:
+    facts = json.loads((run_dir / "result.json").read_text())
+    return {name: facts[name] for name in ("world_size", "steps", "param_sha256")}
+
+
+def launched(ranks: int, run_dir: Path, *overrides: str) -> Ended:
+    words = (*RUN, *EXACT, f"run_dir={run_dir}", "launch=local", f"launch.processes={ranks}", *overrides)
+    return finish("train.py", *words, forks=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    (ended,) = finish_ranks(1, "train.py", *EXACT, f"run_dir={run_dir}")
+    assert ended.code == 0, ended
+    return str(result(run_dir)["param_sha256"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "comm"),
+    [
+        pytest.param(("kill", 0, 6, "all_reduce"), "ring", id="rank 0 is killed in the backward pass"),
+        pytest.param(("kill", 1, 6, "evaluate"), "native", id="rank 1 is killed in the evaluation"),
+        pytest.param(("stop", 2, 6, "forward"), "native", id="rank 2 is stopped"),
+    ],
+)
+def test_the_others_go_on_to_the_same_bits(
+    how: tuple[str, int, int, str], comm: str, undisturbed: str, tmp_path: Path
+) -> None:
+    once = fault(*how, mark=tmp_path / "mark")  # not of the next rank 0 again
+    ended = launched(3, tmp_path / "run", f"comm={comm}", *once)
+    assert ended.code == 0, ended.output
+    assert re.search(r"step \d+ is saved, by rank \d.*; without a restart, these go on: rank", ended.output)
+    facts = result(tmp_path / "run")
+    assert (facts["world_size"], facts["param_sha256"]) == (2, undisturbed), ended.output
+    assert not (tmp_path / "run" / "failure.json").exists()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert steps == sorted(steps)
+
+
+def kill_first_after(words: str, launcher: Program, run_dir: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if words in (run_dir / "train.log").read_text().partition("without a restart")[2]:
+                os.kill(launcher.ranks()[0], signal.SIGKILL)
+                return
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_second_death_while_the_others_begin_again(undisturbed: str, tmp_path: Path) -> None:
+    """The set-up is then repeated, too: rank 0 of those that are left dies right after it has resumed."""
+    words = (*RUN, *EXACT, f"run_dir={tmp_path}", "launch=local", "launch.processes=4", *fault("kill", 3, 6))
+    with started("train.py", *words, forks=True) as launcher:
+        kill_first_after("rehearsed a pass in", launcher, tmp_path)
+        ended = launcher.wait()
+    assert ended.code == 0, ended.output
+    assert result(tmp_path)["param_sha256"] == undisturbed
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_divide_ends_the_run(tmp_path: Path) -> None:
+    batch = ("train.exact=null", "train.global_batch_size=8")
+    ended = launched(4, tmp_path, *batch, *fault("kill", 3, 6))
+    assert ended.code == 1
+    assert (
+        "the others cannot go on: train.global_batch_size is 8, which does not divide over 3" in ended.output
+    )
+    assert (tmp_path / "failure.json").exists()
