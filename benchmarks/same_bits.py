@@ -1,0 +1,104 @@
+"""One hash on 1, 2, 3 and 4 ranks: trains two models with train.exact, and compares all bits.
+
+    python -m benchmarks.same_bits
+    ATEN_CPU_CAPABILITY=avx2 python -m benchmarks.same_bits     as on a processor without AVX-512
+
+Prints what decides bits beside the settings (processor, torch's build, threads); for each model its hash on
+any number of ranks; that of an MLP on 8 ranks, which are all killed, then 5, 3, and 8 under FSDP; and the
+hashes without train.exact. Exit status 1 if hashes differ that must not.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.fault_parts import fault
+from tests.programs import finish_ranks
+from trainer.exact.environment import environment, prepare
+
+EXACT = ("train.exact=8",)
+MODELS = {
+    "mlp": ("train.global_batch_size=48", "optim=adamw", "optim.lr=0.001", "train.max_steps=100"),
+    "gpt": (
+        *("data=text", "model=gpt", "model.width=64", "model.depth=2", "model.num_heads=4", "optim=adamw"),
+        *("optim.lr=0.001", "data.dataset.block_size=64", "train.global_batch_size=16", "train.max_steps=60"),
+    ),
+}
+RANKS = {"single": (1,), "ddp": (2, 3, 4), "fsdp": (2, 4)}
+SCHEDULE = (("ddp", 8, 25), ("ddp", 5, 50), ("ddp", 3, 75), ("fsdp", 8, 100))  # ranks, and the last step
+
+
+def run(run_dir: Path, model: str, strategy: str, ranks: int, *more: str, dies: bool = False) -> None:
+    """Train to the end, or until all ranks have died."""
+    words = ["train.eval_every_epochs=0", "checkpoint.every_epochs=null", "train.log_every_steps=1"]
+    words += [*MODELS[model], f"strategy={strategy}", "logger=jsonl", f"run_dir={run_dir}", *more]
+    ended = finish_ranks(ranks, "train.py", *words)
+    if any(rank.code for rank in ended) is not dies:
+        raise RuntimeError("\n".join(rank.output for rank in ended))
+
+
+def hash_of(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "result.json").read_text())["param_sha256"])
+
+
+def on_each(folder: Path, model: str, *more: str) -> dict[str, str]:
+    """The hashes of runs with different ranks, by words for these."""
+    found = {}
+    for strategy, numbers in RANKS.items():
+        for ranks in numbers:
+            run_dir = folder / f"{model}-{strategy}-{ranks}-{len(more)}"
+            run(run_dir, model, strategy, ranks, *more)
+            found[f"{strategy} on {ranks}"] = hash_of(run_dir)
+    return found
+
+
+def schedule(run_dir: Path) -> str:
+    """The hash of an MLP whose ranks are killed, all at once, and go on as other ranks."""
+    for strategy, ranks, last in SCHEDULE:
+        dies = last != SCHEDULE[-1][-1]
+        how = fault("kill", 0, last + 1, "data", count=ranks) if dies else ()
+        run(
+            run_dir,
+            "mlp",
+            strategy,
+            ranks,
+            *EXACT,
+            "resume=auto",
+            "checkpoint.every_steps=25",
+            *how,
+            dies=dies,
+        )
+    return hash_of(run_dir)
+
+
+def main() -> bool:
+    prepare(torch.device("cpu"))
+    for name, value in environment(torch.device("cpu")).items():
+        print(f"{name}: {value}")
+    same = True
+    with tempfile.TemporaryDirectory(prefix="same-bits-") as name:
+        folder = Path(name)
+        for model in MODELS:
+            found = on_each(folder, model, *EXACT)
+            if model == "mlp":
+                words = ", ".join(f"{strategy} on {ranks}" for strategy, ranks, _ in SCHEDULE)
+                found[f"killed and started again: {words}"] = schedule(folder / "schedule")
+            same = show(model, found) and same
+        show("mlp, without train.exact", on_each(folder, "mlp"))
+    print("the same bits" if same else "OTHER bits")
+    return same
+
+
+def show(model: str, found: dict[str, str]) -> bool:
+    """Print the hashes; whether they are one."""
+    for sha256 in dict.fromkeys(found.values()):
+        where = "; ".join(words for words, value in found.items() if value == sha256)
+        print(f"{model}: {where}: {sha256[:16]}", flush=True)
+    return len(set(found.values())) == 1
+
+
+if __name__ == "__main__":
+    sys.exit(not main())
