@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from planner.entries import number
+from planner.entries import Fields, number
 from planner.rounds import Round, rounds
 from planner.traffic import Traffic
 from trainer.comm.algorithms.pipeline import SEGMENT_MB, WIDTH, first_sweep
 from trainer.comm.algorithms.schedule import Schedule
-from trainer.files.untrusted import Fields
 
 _EQUAL = 1e-9  # relative: times that differ less are equal
 
@@ -52,7 +51,7 @@ def measured(results: Fields) -> dict[str, Any]:
     """
     if results.values.get("passed") is not True:
         raise ValueError("it is not the output of a preflight that passed, so its results cannot be used")
-    costs, on_cpu = results.mapping("costs"), results.text("device") == "cpu"
+    costs, on_cpu = results.mapping("costs"), results.take("device", str) == "cpu"
     found = {
         "add_s_per_byte": number(costs, "add_s_per_byte"),
         "parallelism": number(costs, "parallelism", positive=True),
@@ -65,7 +64,7 @@ def measured(results: Fields) -> dict[str, Any]:
             number(link, "message_us") * 1e-6,
             number(link, "processor_s_per_byte"),
         )
-        rows[link.count("source") == link.count("target")].append(row)
+        rows[link.take("source", int) == link.take("target", int)].append(row)
     if rows[True]:
         found["local_latency_s"], local, found["message_s"], _ = np.median(rows[True], axis=0).tolist()
         # On CPUs the processes of a host share memory and copy; on GPUs NCCL moves data over a link.

@@ -15,7 +15,6 @@ from planner import entries
 from planner.cost_model import Machine
 from planner.world import FP32, PlannedWorld
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
-from trainer.files.untrusted import Fields
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 _LIKE = {"native": "ring"}  # gloo's and NCCL's own all-reduces of long buckets are rings
@@ -127,15 +126,15 @@ def read(run_dir: Path) -> MeasuredRun:
             "exchange with parameter servers)"
         )
     timeline = result.mapping("timeline")
-    algorithm = _LIKE.get(result.text("comm"), result.text("comm"))
+    algorithm = _LIKE.get(result.take("comm", str), result.take("comm", str))
     if algorithm not in ALGORITHMS:
         raise ValueError(f"comm={algorithm} is not one of {', '.join(ALGORITHMS)}")
-    hosts, buckets = timeline.sequence("hosts", int), timeline.mappings("buckets")
+    hosts, buckets = timeline.take("hosts", list), timeline.mappings("buckets")
     if not hosts or set(hosts) != set(range(max(hosts) + 1)):
         raise ValueError(f"timeline.hosts is {hosts}, but must be each rank's host, from 0 without gaps")
     if not buckets:
         timeline.refuse("buckets", "a list of at least one bucket")
-    if (wire_dtype := timeline.text("wire_dtype")) not in _ITEMSIZE:
+    if (wire_dtype := timeline.take("wire_dtype", str)) not in _ITEMSIZE:
         timeline.refuse("wire_dtype", f"one of {', '.join(_ITEMSIZE)}")
     return MeasuredRun(
         step_s=entries.number(result, "ms_per_step", positive=True) / 1e3,
@@ -144,9 +143,9 @@ def read(run_dir: Path) -> MeasuredRun:
         algorithm=algorithm,
         hosts=hosts,
         itemsize=_ITEMSIZE[wire_dtype],
-        on_cpu=timeline.text("device") == "cpu",
+        on_cpu=timeline.take("device", str) == "cpu",
     )
 
 
-def _bucket(bucket: Fields) -> BucketTiming:
-    return BucketTiming(max(1, bucket.count("bytes") // FP32), entries.number(bucket, "early_ms") / 1e3)
+def _bucket(bucket: entries.Fields) -> BucketTiming:
+    return BucketTiming(max(1, bucket.take("bytes", int) // FP32), entries.number(bucket, "early_ms") / 1e3)

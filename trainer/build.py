@@ -198,10 +198,15 @@ def _lacking(task: Any, evaluates: bool) -> str:
     return " and ".join(lacking).replace(" and (", " (")
 
 
-def start_from(node: dict[str, Any], model: InitialModel, agreement: Agreement, dist: Dist) -> None:
+def start_from(
+    node: dict[str, Any], model: InitialModel, agreement: Agreement, local_rank: int
+) -> dict[int, Tensor]:
     """Load the initial weights of the model: those of `init_from`, or those that the model specifies.
 
     A model may have an attribute `pretrained`, a function that returns the path of a file of weights.
+
+    Returns:
+        By the id of a tensor of the model, what was found for it; rank 0 has all, others perhaps none.
     """
     source, ignore, key = node.get("init_from"), node.get("init_ignore") or (), node.get("init_key")
     frozen = patterns("model.freeze", node.get("freeze"))
@@ -209,12 +214,18 @@ def start_from(node: dict[str, Any], model: InitialModel, agreement: Agreement, 
     if source is not None and named is not None:
         raise UserError(f"model.init_from={source} and model.weights={node.get('weights')}: set one of them")
     if named is not None:  # the first process of each host may have to download the file for the others
-        agreement.everywhere(lambda: _file(named) if dist.local_rank == 0 else None)
+        agreement.everywhere(lambda: _file(named) if local_rank == 0 else None)
         source = agreement.everywhere(lambda: _file(named))
+    found: dict[str, Tensor] = {}
+
+    def read() -> dict[str, Tensor]:
+        found.update(weights_for(model.module, source, ignore, key, frozen))
+        return found
+
     if source is not None:  # if a host lacks the file, all ranks end with one message
-        agreement.everywhere(
-            lambda: model.load(lambda: weights_for(model.module, source, ignore, key, frozen))
-        )
+        agreement.everywhere(lambda: model.load(read))
+    held = model.module.state_dict(keep_vars=True) if found else {}
+    return {id(held[name]): tensor for name, tensor in found.items()}
 
 
 def _file(pretrained: Callable[[], Path]) -> Path:

@@ -23,7 +23,7 @@ from trainer.build import (
     start_from,
     wrap_model,
 )
-from trainer.checkpoint import Checkpointer, saved_settings_of
+from trainer.checkpoint import Checkpointer, frozen_digests, saved_settings_of
 from trainer.checks.frozen import Frozen
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
@@ -174,11 +174,12 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     progress = checkpoint.progress if checkpoint else Progress()
     total_steps = planned_steps(progress, train, num_samples)
 
-    wrapped, num_parameters, flops = _model(config, data, task, batch, strategy, dist)
+    leaves_out = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
+    wrapped, num_parameters, flops, begun = _model(config, data, task, batch, strategy, dist, leaves_out)
     state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch)
     saved = checkpoint.facts.get("exact") if checkpoint else None
     exact = exact_facts(train.exact, dist, saved, progress.step)
-    data_states = checkpointer.bind(state, exact)
+    data_states = checkpointer.bind(state, exact, begun)
     if checkpoint is not None:
         data.train_loader.resume(data_states)
         if num_samples is not None:
@@ -216,23 +217,40 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
 
 
 def _model(
-    config: Config, data: Data, task: Task, batch: BatchSplit, strategy: Strategy, dist: Dist
-) -> tuple[nn.Module, int, ModelFlops | None]:
-    """The model, wrapped; the number of its parameters; and what counts its FLOPs."""
+    config: Config,
+    data: Data,
+    task: Task,
+    batch: BatchSplit,
+    strategy: Strategy,
+    dist: Dist,
+    leaves_out: bool,
+) -> tuple[nn.Module, int, ModelFlops | None, dict[str, str]]:
+    """The model, wrapped; the number of its parameters; what counts its FLOPs; and its `frozen_digests`.
+
+    Args:
+        leaves_out: whether a checkpoint, read or to be saved, leaves out what these digests are of.
+    """
     assert config.seed is not None
     build = partial(build_model, config.model, data.train_set)
     model = initial_model(build, config.seed, dist if strategy.fills_by_unit else None)
-    start_from(config.model, model, Agreement(dist, config.checkpoint.timeout_s), dist)
+    agreement = Agreement(dist, config.checkpoint.timeout_s)
+    begun_with = start_from(config.model, model, agreement, dist.local_rank)
     compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), dist)
     num_parameters = parameter_count(model.module.parameters())
     freeze(model.module, config.model)
+    begun = agreement.on_main(lambda: frozen_digests(model.module, begun_with)) if leaves_out else {}
+    if not config.checkpoint.frozen and not begun:
+        raise UserError(
+            "checkpoint.frozen=false leaves out frozen parameters that came from model.init_from, and this "
+            "model has none: set checkpoint.frozen=true, or model.init_from and model.freeze"
+        )
     devices = max(strategy.devices, devices_of(model.module), key=len)
     flops = model_flops(model.module, task, config.train, batch, devices, dist)
     if batch.accumulation > 1 and (hooked := hooked_parameters(model.module)):
         strategy.notes.append(hooks_per_micro_batch_note(hooked))
     wrapped = wrap_model(config, model, strategy)
     seed_everything(config.seed, strategy.replica)
-    return wrapped, num_parameters, flops
+    return wrapped, num_parameters, flops, begun
 
 
 def _state(

@@ -5,6 +5,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,84 +48,59 @@ def _refusals(checkpoint: Path, damages: list[Damage]) -> list[str | None]:
     return messages
 
 
-class FlipBit:
+def flip_bit(seed: int, directory: Path) -> str:
     """One bit of one file, each bit of the checkpoint as likely as any other."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def __call__(self, directory: Path) -> str:
-        files = sorted(directory.iterdir())
-        draw = random.Random(self.seed)
-        path = draw.choices(files, [file.stat().st_size for file in files])[0]
-        data = bytearray(path.read_bytes())
-        position, bit = draw.randrange(len(data)), draw.randrange(8)
-        data[position] ^= 1 << bit
-        path.write_bytes(data)
-        return f"bit {bit} of byte {position} of {path.name}"
+    files = sorted(directory.iterdir())
+    draw = random.Random(seed)
+    path = draw.choices(files, [file.stat().st_size for file in files])[0]
+    data = bytearray(path.read_bytes())
+    position, bit = draw.randrange(len(data)), draw.randrange(8)
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+    return f"bit {bit} of byte {position} of {path.name}"
 
 
-class Truncate:
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def __call__(self, directory: Path) -> str:
-        draw = random.Random(self.seed)
-        path = draw.choice(sorted(directory.iterdir()))
-        size = draw.randrange(path.stat().st_size)
-        os.truncate(path, size)
-        return f"{path.name} cut to {size} bytes"
+def truncate(seed: int, directory: Path) -> str:
+    draw = random.Random(seed)
+    path = draw.choice(sorted(directory.iterdir()))
+    size = draw.randrange(path.stat().st_size)
+    os.truncate(path, size)
+    return f"{path.name} cut to {size} bytes"
 
 
-class Remove:
-    def __init__(self, pattern: str) -> None:
-        self.pattern = pattern
-
-    def __call__(self, directory: Path) -> str:
-        path = next(directory.glob(self.pattern))
-        path.unlink()
-        return path.name
+def remove(pattern: str, directory: Path) -> str:
+    path = next(directory.glob(pattern))
+    path.unlink()
+    return path.name
 
 
-class Empty(Remove):
-    def __call__(self, directory: Path) -> str:
-        path = next(directory.glob(self.pattern))
-        path.write_bytes(b"")
-        return path.name
+def flip_in_manifest(position: int, directory: Path) -> str:
+    """No other file vouches for it."""
+    path = directory / manifest.MANIFEST
+    data = bytearray(path.read_bytes())
+    data[position % len(data)] ^= 1
+    path.write_bytes(data)
+    return f"byte {position} of the manifest"
 
 
-class FlipManifest:
-    """One bit of the manifest, which no other file vouches for."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-    def __call__(self, directory: Path) -> str:
-        path = directory / manifest.MANIFEST
-        data = bytearray(path.read_bytes())
-        data[self.position % len(data)] ^= 1
-        path.write_bytes(data)
-        return f"byte {self.position} of the manifest"
-
-
-class Version1:
-    def __call__(self, directory: Path) -> str:
-        (directory / manifest.MANIFEST).write_text('{"format_version": 1, "files": {"tensors.pt": {}}}')
-        return "version 1"
+def of_version_1(directory: Path) -> str:
+    (directory / manifest.MANIFEST).write_text('{"format_version": 1, "files": {"tensors.pt": {}}}')
+    return "version 1"
 
 
 @pytest.mark.slow
 def test_every_damage_is_found(tmp_path: Path) -> None:
     run_ranks(_save, 1, tmp_path)
-    removed = ("model-*", "state.json", "optim-*", "manifest.json")
-    damages: list[Damage] = [Empty("model-*"), Version1(), *map(Remove, removed)]
-    damages += [FlipBit(seed) for seed in range(50)] + [Truncate(seed) for seed in range(10)]
-    damages += [FlipManifest(position) for position in range(0, 700, 25)]
+    removed = ("manifest.json", "model-*", "state.json", "optim-*")
+    damages: list[Damage] = [of_version_1, *(partial(remove, pattern) for pattern in removed)]
+    damages += [partial(flip_bit, seed) for seed in range(50)] + [
+        partial(truncate, seed) for seed in range(10)
+    ]
+    damages += [partial(flip_in_manifest, position) for position in range(0, 700, 25)]
     messages = run_ranks(_refusals, 1, tmp_path / "checkpoints" / "step_00000002", damages)[0]
     assert [index for index, message in enumerate(messages) if message is None] == []
-    assert "model-00000-of-00001.safetensors has 0 bytes" in messages[0]
-    assert "has format version 1; 3 is read here" in messages[1] and "\n" not in messages[1]
-    assert "no manifest.json" in messages[5]
+    assert "has format version 1; 4 is read here" in messages[0] and "\n" not in messages[0]
+    assert "no manifest.json" in messages[1]
 
 
 class Payload:

@@ -4,17 +4,15 @@ import contextlib
 import logging
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as torch_dist
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import Checkpointer, manifest, saved_settings_of, store, writing
+from trainer.checkpoint import Checkpointer, manifest, saved_settings_of, writing
 from trainer.config import KeepBest
 from trainer.errors import Fault, UserError
 
@@ -89,32 +87,6 @@ def test_one_ranks_failure_strands_nobody(tmp_path: Path) -> None:
     assert results[0] == results[1]
     assert "rank 1" in results[0] and "Permission denied" in results[0]
     assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def _save_slowly(run_dir: Path) -> float:
-    """A commit of 4.5 s where the network may take 3 s."""
-    torch_dist.init_process_group("gloo", timeout=timedelta(seconds=3))
-    state = tiny.train_state(sharded=True)
-    tiny.train(state, 1)
-    checkpointer = tiny.checkpointer(run_dir, state=state)
-    commit = store.Store.commit
-
-    def slow(*args: Any, **check: Any) -> Path:
-        time.sleep(4.5)
-        return commit(*args, **check)
-
-    store.Store.commit = slow  # type: ignore
-    begin = time.monotonic()
-    checkpointer.save(state)
-    seconds = time.monotonic() - begin
-    torch_dist.all_reduce(torch.ones(1))
-    torch_dist.destroy_process_group()
-    return seconds
-
-
-@pytest.mark.slow
-def test_a_save_may_take_longer_than_the_network(tmp_path: Path) -> None:
-    assert min(run_ranks(_save_slowly, 2, tmp_path, init=False)) > 4.4
 
 
 def _pass_over(run_dir: Path) -> dict[str, Any]:

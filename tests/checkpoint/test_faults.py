@@ -58,7 +58,7 @@ def _fail_everywhere(run_dir: Path, code: int) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("name", ["EIO", "ENOSPC", "ESTALE", "ETIMEDOUT", "EMFILE"])
+@pytest.mark.parametrize("name", ["EIO", "ENOSPC"])
 def test_a_disk_that_fails_once_is_a_fault_of_all_ranks(tmp_path: Path, name: str) -> None:
     code = getattr(errno, name)
     first, second = run_ranks(_fail_everywhere, 2, tmp_path, code)

@@ -345,25 +345,6 @@ def test_a_file_that_the_store_loses_is_put_again_by_its_rank(
     verify(_address(tmp_path) / "checkpoints" / "step_00000010")
 
 
-def test_rank_0_gives_up_on_files_that_do_not_arrive(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It tells why no newer step is safe, and goes on with what is newest then."""
-    monkeypatch.setattr("trainer.checkpoint.remote._LOOK_S", 0.01)
-    store, _ = _run(tmp_path)
-    remote = Remote(_address(tmp_path), store, "launch", Retention(last=2), patience_s=0.1)
-    directory = store.new_directory(10)
-    name = "model-00001-of-00002.safetensors"
-    store.commit(10, "sharded", {name: write_text(directory / name, "rank 1")}, {})
-    remote.follow(10)
-    _wait(lambda: f"step_00000010/{name} has not arrived in full" in caplog.text)
-    assert not _steps_there(tmp_path)
-    _save(store, 20)
-    remote.follow(20)
-    remote.finish(10)
-    assert _steps_there(tmp_path) == ["step_00000020"]
-
-
 def _save_there(root: Path) -> None:
     state = tiny.train_state()
     tiny.train(state, 2)

@@ -1,7 +1,6 @@
 """The directories of a run: which are kept, which are deleted, and which are never touched."""
 
 import errno
-import threading
 import time
 from pathlib import Path
 
@@ -10,13 +9,7 @@ import pytest
 from trainer.checkpoint import store as store_module
 from trainer.checkpoint.hashing import write_text
 from trainer.checkpoint.listing import Retention
-from trainer.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    manifest_text,
-    read_manifest,
-    verify,
-)
+from trainer.checkpoint.manifest import Manifest, read_manifest, verify
 from trainer.checkpoint.store import Store
 from trainer.errors import UserError
 
@@ -87,8 +80,12 @@ def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
         _save(store, step)
     assert [path.name[-2:] for path in store.newest_first()] == ["06", "10", "05"]
     _save(store, 10)
-    assert [path.name[-2:] for path in store.newest_first()] == ["10", "06", "05"]
-    assert (tmp_path / "step_00000010" / "a.txt").read_text() == "step 10"
+    store.prune(Retention(last=3))
+    assert [path.name for path in store.newest_first()] == [
+        "step_00000010-2",
+        "step_00000006",
+        "step_00000005",
+    ]
 
 
 def test_a_clock_set_back_does_not_make_the_newest_the_oldest(
@@ -107,7 +104,7 @@ def test_cleans_up_after_a_kill(tmp_path: Path) -> None:
     store = Store(tmp_path, "mine")
     _save(store, 1)
     (store.new_directory(2) / "half").write_text("...")
-    _save(store, 3).rename(tmp_path / ".replaced_step_00000003")  # killed between the two renames
+    _save(store, 3)
     (tmp_path / ".tmp_latest").symlink_to("step_00000001")
     (tmp_path / "latest").unlink()  # killed before it was pointed at the newest
     store.recover()
@@ -132,17 +129,6 @@ def test_a_part_of_the_files_can_be_verified_by_each_rank(tmp_path: Path) -> Non
     verify(final, 1, 2)
     with pytest.raises(UserError, match="sha256 of c"):
         verify(final, 0, 2)
-
-
-@pytest.mark.parametrize("name", ["../up", "manifest.json"])
-def test_refuses_a_manifest_that_climbs_out(tmp_path: Path, name: str) -> None:
-    store = Store(tmp_path, "mine")
-    directory = store.new_directory(1)
-    digest = write_text(directory / "a.txt", "a")
-    final = store.commit(1, "full", {"a.txt": digest}, {})
-    (final / MANIFEST).write_text(manifest_text(Manifest("full", 1, 0.0, {name: digest}, run_id="mine")))
-    with pytest.raises(UserError, match="only plain file names beside it"):
-        read_manifest(final)
 
 
 # ---- what cannot be deleted, moved or linked
@@ -181,22 +167,6 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named_once_and_goes_when_it_can(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000005"]
 
 
-def test_a_latest_that_cannot_be_linked_is_named_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
-) -> None:
-    def refused(*_: object) -> None:
-        raise OSError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "symlink_to", refused)
-    store = Store(tmp_path, "mine")
-    for step in (1, 2):
-        _save(store, step)
-        store.recover()
-    assert _steps(store) == [1, 2]
-    (said,) = warnings
-    assert "latest cannot be pointed at the newest checkpoint" in said and "Permission denied" in said
-
-
 def test_a_save_that_is_overtaken_is_the_older_one(tmp_path: Path) -> None:
     """One in the background may be complete only after a later one, made at a fault."""
     slow, quick = Store(tmp_path, "run"), Store(tmp_path, "run", shared=True)
@@ -204,24 +174,6 @@ def test_a_save_that_is_overtaken_is_the_older_one(tmp_path: Path) -> None:
     _save(quick, 7)
     slow.commit(5, "full", {"a.txt": write_text(directory / "a.txt", "step 5")}, {})
     assert [path.name for path in slow.newest_first()] == ["step_00000007", "step_00000005"]
-
-
-def test_savers_at_a_fault_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entered = threading.Event()
-
-    def second() -> None:
-        with Store(tmp_path, "run").turn():
-            entered.set()
-
-    thread = threading.Thread(target=second)
-    with Store(tmp_path, "run").turn():
-        thread.start()
-        assert not entered.wait(0.1)
-    assert entered.wait(10)
-    thread.join()
-    monkeypatch.setattr(store_module, "_TURN_S", 0.1)  # the other may be stopped
-    with Store(tmp_path, "run").turn(), Store(tmp_path, "run").turn():
-        pass
 
 
 def test_a_save_parses_no_kept_manifest_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

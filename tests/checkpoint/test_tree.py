@@ -19,7 +19,7 @@ def test_state_comes_back_as_it_was():
         "y": {"counts": Counter("aab"), "type": torch.bfloat16, "ordered": OrderedDict(k=True)},
     }
     tensors, plain = take_apart(tree)
-    back = {key: put_together(value, tensors, key) for key, value in plain.items()}
+    back = {key: put_together(value, tensors) for key, value in plain.items()}
     assert str(back) == str({**tree, "y": {**tree["y"], "ordered": {"k": True}}})
 
 
@@ -35,8 +35,8 @@ def test_two_tensors_of_one_path_are_refused(state):
 
 @pytest.mark.parametrize(
     "state",
-    [Pair(1, ONE), defaultdict(int, a=1), 10**6000, numpy.longdouble("0.1")],
-    ids=["names", "default", "digits", "long double"],
+    [Pair(1, ONE), defaultdict(int, a=1), numpy.longdouble("0.1")],
+    ids=["names", "default", "long double"],
 )
 def test_what_would_come_back_as_something_else_is_refused(state):
     with pytest.raises(UserError, match=r"a checkpoint cannot hold x\.state"):

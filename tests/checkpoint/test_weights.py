@@ -79,7 +79,7 @@ def test_of_several_that_fit_equally_none_is_guessed(
     teacher = {f"backbone.{name}": tensor + 1 for name, tensor in student.state_dict().items()}
     path = _saved(tmp_path, {"student": student.state_dict(), "teacher": teacher})
     with pytest.raises(
-        UserError, match=r"equally under student and teacher\.backbone; model\.init_key=student"
+        UserError, match=r"equally in several ways: its student for the model, its teacher\.backbone for"
     ):
         load_weights(ours, path)
     with pytest.raises(UserError, match=r"model\.init_key=pupil is not in .*: it has student, teacher"):
@@ -90,7 +90,7 @@ def test_of_several_that_fit_equally_none_is_guessed(
     assert "10 of the model's 10 tensors, under teacher.backbone; not used: student" in caplog.text
     two = nn.ModuleDict({"left": tiny.Net(), "right": tiny.Net()})
     with pytest.raises(
-        UserError, match=r"fits left and right of this model equally; model\.init_ignore=\[left\]"
+        UserError, match=r"its names for left, its names for right; .*model\.init_ignore leaves out a part"
     ):
         load_weights(two, path := _saved(tmp_path, student.state_dict()))
     load_weights(two, path, ["left"])
@@ -101,12 +101,12 @@ def test_a_frozen_parameter_that_would_stay_random_raises(tmp_path: Path) -> Non
     theirs, ours = _nets()
     kept = {name: value for name, value in theirs.state_dict().items() if not name.startswith("second.")}
     path = _saved(tmp_path, kept)
-    words = r"second.bias, second.weight would keep random values: frozen, .*model.freeze matches it"
+    words = r"second.bias, second.weight would keep random values: frozen, .*let model.freeze match less"
     for ignore in ((), "second"):
         with pytest.raises(UserError, match=words):
             weights_for(ours, path, ignore, freeze=["^second"])
     ours.second.weight.requires_grad_(False)
-    with pytest.raises(UserError, match=r"second.weight would keep .*model\.init_ignore=\[\.\.\.\] says"):
+    with pytest.raises(UserError, match=r"second.weight would keep .*name it in model\.init_ignore"):
         weights_for(ours, path)
     assert weights_for(ours, path, "second", freeze=["^first"]).keys() == kept.keys()
 
@@ -128,39 +128,9 @@ def test_lists_what_is_missing_and_what_is_left_over(
     assert torch.equal(ours.state_dict()["second.weight"], saved["second.weight"])
 
 
-def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
-    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    model[1].weight = model[0].weight
-    model.register_buffer("order", torch.arange(2))
-    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    load_weights(model, _saved(tmp_path, saved | {"order": torch.tensor([1.0, 0.0])}))
-    assert model.order.tolist() == [1, 0]
-    for name, value, words in (
-        (
-            "1.weight",
-            torch.eye(2),
-            "other values for 0.weight and 1.weight, which are one tensor in this model",
-        ),
-        ("order", torch.tensor([0.5, 0.0]), "torch.float32 numbers for order, which is torch.int64 here"),
-        ("0.bias", torch.ones(2) * 1j, "torch.complex64 numbers for 0.bias, which is torch.float32 here"),
-    ):
-        with pytest.raises(UserError, match=words):
-            load_weights(model, _saved(tmp_path, saved | {name: value}))
-        load_weights(model, _saved(tmp_path, saved | {name: value}), ignore=name)
-
-
 def _saved(folder: Path, tensors: Any) -> Path:
     torch.save(tensors, folder / "saved.pt")
     return folder / "saved.pt"
-
-
-def test_refuses_other_shapes_and_touches_nothing(tmp_path: Path) -> None:
-    ours = tiny.Net(7)
-    before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
-    torch.save(tiny.Net(8).state_dict(), tmp_path / "w.pt")
-    with pytest.raises(UserError, match=r"first.weight \(\[8, 5\] there, \[7, 5\] here\).* \(and 2 more\)"):
-        load_weights(ours, tmp_path / "w.pt")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
 
 
 def test_refuses_what_is_no_state_dict(tmp_path: Path) -> None:
@@ -170,7 +140,7 @@ def test_refuses_what_is_no_state_dict(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"torch.load\(weights_only=True\) refuses it"):
         load_weights(tiny.Net(), tmp_path / "text.pt")
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(UserError, match="holds no named tensors, but a list"):
+    with pytest.raises(UserError, match="it is a list without named tensors"):
         load_weights(tiny.Net(), tmp_path / "list.pt")
     torch.save({"a": torch.ones(1)}, tmp_path / "foreign.pt")
     with pytest.raises(UserError, match="no name in common"):
@@ -203,7 +173,7 @@ def test_reads_safetensors(tmp_path: Path) -> None:
     load_weights(ours, tmp_path / "w.safetensors")
     assert _same(theirs, ours)
     (tmp_path / "w.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(UserError, match="is not a safetensors file: its header would have"):
+    with pytest.raises(UserError, match=r"is not a safetensors file: UserError: .* is too short"):
         load_weights(ours, tmp_path / "w.safetensors")
 
 

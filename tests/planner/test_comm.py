@@ -15,12 +15,12 @@ from planner import comm as plan
 from planner import cost_model as predicting
 from planner import formulas, rounds, step
 from planner.cost_model import Machine, Prediction, measured, predict
+from planner.entries import Fields
 from planner.push_pull import exchange
 from planner.traffic import count_traffic
 from planner.world import PlannedWorld
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.algorithms.rank_order import Hosts
-from trainer.files.untrusted import Fields
 
 _N = 64 << 20  # bytes: divides by every world size here
 _NETWORK = Machine(latency_s=20e-6, link_bytes_per_s=1e9, local_latency_s=5e-6, local_bytes_per_s=50e9)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.convert import FILE_BYTES, FORMS, convert
+from trainer.checkpoint.convert import FORMS, convert
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
@@ -42,19 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument("--to", required=True, choices=FORMS)
             command.add_argument("--ema", action="store_true", help="the weights' moving averages")
             command.add_argument("--dtype", choices=DTYPES, help="of the weights; without it, their own")
-            command.add_argument(
-                "--max-shard-size",
-                type=_gigabytes,
-                default=FILE_BYTES / 1e9,
-                metavar="GB",
-                help="of a file of --to hf, in 10^9 bytes (%(default)g), if no single tensor is larger",
-            )
     chosen = parser.parse_args(arguments)
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # an ASCII terminal's
     try:
         if chosen.command == "convert":
-            dtype, file_bytes = DTYPES.get(chosen.dtype), round(chosen.max_shard_size * 1e9)
-            convert(chosen.directory, chosen.out, chosen.to, chosen.ema, dtype, file_bytes)
+            convert(chosen.directory, chosen.out, chosen.to, chosen.ema, DTYPES.get(chosen.dtype))
             print(f"{printable(chosen.out)} written")
             if chosen.to == "hf" and not (chosen.out / "config.json").exists():
                 print(
@@ -71,13 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(reports) else UserError.exit_code
 
 
-def _gigabytes(text: str) -> float:
-    size = float(text.lower().removesuffix("gb"))
-    if not 0 < size < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is not a size above 0")
-    return size
-
-
 def _checkpoints(directory: Location) -> Iterator[Location]:
     """`directory` itself, or the checkpoints in it if it is a run or its folder `checkpoints`."""
     if (directory / MANIFEST).exists() or not directory.is_dir():
@@ -92,30 +77,19 @@ def _checkpoints(directory: Location) -> Iterator[Location]:
 
 
 def _report(directory: Location, in_full: bool, is_listed: bool) -> bool:
-    """Print a report of one checkpoint; return whether it is intact, or is being copied or deleted."""
+    """Print a report of one checkpoint; return whether it is intact, or may be on its way to an address."""
     try:
-        source: OpenCheckpoint | None = verified(directory)
-        health = "intact"
+        source = verified(directory)
     except (UserError, Fault) as error:
-        if is_listed and _is_in_change(directory):
-            print(
-                f"{printable(directory)}: incomplete: its run is just copying or deleting it, or was killed"
-            )
+        if is_listed and isinstance(directory, Address) and not (directory / MANIFEST).exists():
+            print(f"{printable(directory)}: incomplete: it is being copied or deleted, or that was cut off")
             return True
-        source, health = None, f"{'UNREADABLE' if isinstance(error, Fault) else 'DAMAGED'}: {error}"
-    print(f"{printable(directory)}: {health}")
-    if in_full:
-        try:
-            for name, value in _facts(source or OpenCheckpoint.open(directory)).items():
-                print(f"  {printable(name):13s} {printable(value)}")
-        except (UserError, Fault) as error:
-            print(f"  {error}")
-    return source is not None
-
-
-def _is_in_change(directory: Location) -> bool:
-    """Whether a checkpoint that was listed is none: at an address it gets its manifest last."""
-    return not (directory / MANIFEST).exists() and (isinstance(directory, Address) or not directory.is_dir())
+        print(f"{printable(directory)}: {'UNREADABLE' if isinstance(error, Fault) else 'DAMAGED'}: {error}")
+        return False
+    print(f"{printable(directory)}: intact")
+    for name, value in _facts(source).items() if in_full else ():
+        print(f"  {printable(name):13s} {printable(value)}")
+    return True
 
 
 def _facts(source: OpenCheckpoint) -> dict[str, str]:

@@ -24,23 +24,24 @@ from trainer.checkpoint.fits import (
     saved_state,
     targets_for,
 )
-from trainer.checkpoint.layout import aliases_in
+from trainer.checkpoint.layout import Plan, aliases_in, plan_save
+from trainer.checkpoint.left_out import check_left_out
 from trainer.checkpoint.listing import Retention
 from trainer.checkpoint.model import load_model
-from trainer.checkpoint.open_checkpoint import DATA_STATES, MODEL_CONFIG, OpenCheckpoint
+from trainer.checkpoint.open_checkpoint import DATA_STATES, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
 from trainer.checkpoint.remote import Copier, NoRemote, Remote
 from trainer.checkpoint.resuming import check_data, opened_for, tell_what_changed
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import is_extra_state, take_apart
-from trainer.checkpoint.writing import Contents, SaveLayout, layout_of, write_checkpoint
+from trainer.checkpoint.writing import Contents, write_checkpoint
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement, Alone
 from trainer.distributed.process_group import Dist
-from trainer.errors import Fault, UserError, first_few, kind_of
+from trainer.errors import Fault, UserError, kind_of
 from trainer.faults.disk_progress import at_disk
 from trainer.files.address import Address
 from trainer.files.untrusted import first_five
-from trainer.optim.plain_names import buffer_names, named_buffers
+from trainer.optim.plain_names import buffer_names
 from trainer.optim.train_state import Progress, TrainState
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class Checkpointer:
         self._opened: OpenCheckpoint | None = None
         self._fits: Fits  # from `bind` on
         self._changing: set[str] = set()  # parameters that a forward pass changes
-        self._layout: tuple[Any, SaveLayout] | None = None  # what it is for, and that of the last save
+        self._plan: tuple[Any, Plan] | None = None  # what it is for, and that of the last save
         self._last_saved: int | None = None
         self._found_at = 0.0  # when the newest checkpoint of this run had been saved that it found here
         self._last_save_s = time.monotonic()  # or the start
@@ -143,11 +144,17 @@ class Checkpointer:
         self._opened = source
         return source
 
-    def bind(self, state: TrainState, exact: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    def bind(
+        self,
+        state: TrainState,
+        exact: Mapping[str, Any] | None = None,
+        begun: Mapping[str, str] | None = None,
+    ) -> list[dict[str, Any]]:
         """Save ``state``, as built, from now on; first restore what was opened, if it fits.
 
         Args:
             exact: of an exact run, what decides its bits, in plain values; saved with it.
+            begun: the `frozen_digests` of the model: with checkpoint.frozen=false saves leave these out.
 
         Returns:
             Where the data of each rank stood in what was opened; none if nothing was.
@@ -156,28 +163,31 @@ class Checkpointer:
             UserError: on every rank alike: a checkpoint cannot hold something in the model's state, by name;
                 or what was opened is of another model, or cannot be read.
         """
-        self._fits = self._agreement.everywhere(lambda: Fits(state))
-        for theirs in self._agreement.gather(self._fits.not_finite):  # each rank has looked at its own shards
-            for name, kinds in theirs.items():
-                self._fits.not_finite.setdefault(name, set()).update(kinds)
-        self._facts |= {"exact": exact, MODEL_CONFIG: self._fits.model_config}
+        begun = begun or {}
+        left_out = {} if self._settings.frozen else begun
+        self._fits = self._agreement.everywhere(lambda: Fits(state, left_out))
+        self._fits.not_finite.update(*self._agreement.gather(self._fits.not_finite))
+        self._facts |= {"exact": exact, MODEL_CONFIG: self._fits.model_config, LEFT_OUT: dict(left_out)}
         if self._opened is None:
             return []
-        data_states = self._restore(state, self._opened)
+        data_states = self._restore(state, self._opened, begun)
         self.restored_metrics = self._opened.manifest.metrics
         self._store.saved_after = self._opened.manifest.saved_at
         if self._opened.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
         return data_states
 
-    def _restore(self, state: TrainState, source: OpenCheckpoint) -> list[dict[str, Any]]:
+    def _restore(
+        self, state: TrainState, source: OpenCheckpoint, begun: Mapping[str, str]
+    ) -> list[dict[str, Any]]:
         plain, shapes = source.facts["state"], source.shapes
         targets: dict[str, Tensor] = {}
 
         def fit() -> tuple[list[str], list[dict[str, Any]]]:
             """No more than buffers is changed before all ranks have found that all of the state fits."""
+            check_left_out(source, begun)
             left = make_buffers(state.model, source, self._dist.device)
-            found, notes = targets_for(state, shapes, plain)
+            found, notes = targets_for(state, shapes, plain, source.left_out)
             targets.update(found)
             notes = [f"lacks {words}" for words in notes]
             if left:
@@ -205,28 +215,17 @@ class Checkpointer:
                 again then, so that they have the values of the checkpoint.
 
         Raises:
-            UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter;
-                or made other buffers on some ranks: all get those of rank 0 from a checkpoint.
+            UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter.
         """
         self._dist.heartbeat.enter("checkpoint")
         source, self._opened = self._opened, None
 
-        def report() -> dict[str, Any]:
+        def look() -> None:
             self._fits.take(state)
             if source is not None and changed:
                 load_model(state.model, source, self._dist.device)
-            return {name: (tuple(b.shape), str(b.dtype)) for name, b in named_buffers(state.model)}
 
-        def compare(reports: list[dict[str, Any]]) -> None:
-            for rank, theirs in enumerate(reports):
-                if differ := sorted(dict(reports[0].items() ^ theirs.items())):
-                    raise UserError(
-                        f"{self._dist.describe(rank)} differs from rank 0 in the buffers {first_few(differ)},"
-                        " which a forward pass made or resized: let all ranks make the same, or register them"
-                        " in __init__"
-                    )
-
-        self._agreement.decided(report, compare)
+        self._agreement.everywhere(look)
         self._changing = {f"model.{name}" for name in changed}
         self._remote.follow()
 
@@ -284,7 +283,7 @@ class Checkpointer:
 
         def report() -> _Report:
             live, facts["state"] = self._fits.take(state)
-            if self._layout is None:  # the first save
+            if self._plan is None:  # the first save
                 _check_optimizer(state, live, facts["state"])
             tensors.update(live)
             only_rank_0.update(buffer_names(state.model), filter(is_extra_state, live))
@@ -292,7 +291,9 @@ class Checkpointer:
             named = [(name, tensor.shape, tensor.dtype) for name, tensor in shared.items()]
             layout = hashlib.sha256(repr((named, aliases_in(shared))).encode()).hexdigest()
             # Rank 0 looks at all: what it writes follows from the reports.
-            own = live if self._dist.is_main else self._part_of(live, only_rank_0, alike=True)[1]
+            own = live
+            if not self._dist.is_main:
+                own = self._plan_for(live, only_rank_0, alike=True).part_of(live, self._dist.rank)
             return _Report(layout, self._fits.new_in(own), dict(data_state or {}))
 
         def decide(reports: list[_Report]) -> tuple[Path, bool]:
@@ -305,8 +306,9 @@ class Checkpointer:
             return self._store.new_directory(step), len({of_rank.layout for of_rank in reports}) == 1
 
         directory, alike = self._agreement.decided(report, decide)
-        layout, part = self._part_of(tensors, only_rank_0, alike)
-        contents = Contents(step, layout, part, {**self._facts, **facts}, metrics)
+        plan = self._plan_for(tensors, only_rank_0, alike)
+        part = plan.part_of(tensors, self._dist.rank)
+        contents = Contents(step, plan, part, {**self._facts, **facts}, metrics)
         self._last_saved = step
         if not self._settings.async_:
             self._write(directory, contents)
@@ -321,17 +323,14 @@ class Checkpointer:
         )
         return self.saving
 
-    def _part_of(
-        self, tensors: Mapping[str, Tensor], only_rank_0: set[str], alike: bool
-    ) -> tuple[SaveLayout, dict[str, Tensor]]:
-        """The layout of a save, and those of ``tensors`` that this rank writes or sends."""
+    def _plan_for(self, tensors: Mapping[str, Tensor], only_rank_0: set[str], alike: bool) -> Plan:
+        """That of the last save, if its tensors were the same."""
         key = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         of = key, aliases_in(tensors), alike
-        if self._layout is None or self._layout[0] != of:
-            made = layout_of(tensors, self._settings.format, self._agreement, only_rank_0, alike)
-            self._layout = of, made
-        layout = self._layout[1]
-        return layout, layout.plan.part_of(tensors, self._dist.rank)
+        if self._plan is None or self._plan[0] != of:
+            ranks = self._dist.rank, self._dist.world_size
+            self._plan = of, plan_save(tensors, self._settings.format, *ranks, only_rank_0, alike)
+        return self._plan[1]
 
     def _copies_of(self, tensors: Mapping[str, Tensor], changing: set[str]) -> Future[dict[str, Tensor]]:
         """Copy now what a forward pass changes, buffers above all, and the rest in the background."""
@@ -388,18 +387,16 @@ class Checkpointer:
         if bad := sorted(self._fits.new_in(tensors)):
             raise UserError(f"{first_five(bad)} is not finite")
         facts = {**self._facts, "state": plain, **plain_data}
-        contents = Contents(
-            step, layout_of(tensors, "full", Alone()), tensors, facts, self.evaluation_of(step)
-        )
+        plan = plan_save(tensors, "full", rank=0, world_size=1)
+        contents = Contents(step, plan, tensors, facts, self.evaluation_of(step))
         store = Store(self._store.root, self._store.run_id, shared=True)
         store.saved_after = self._store.saved_after
-        with store.turn():
-            newest = self._newest_step()
-            if newest == step:
-                return False
-            if newest == step + 1:  # behind a cut link: ranks are one step apart at most
-                raise UserError(f"the last step here is {step}; another rank has saved step {newest}")
-            write_checkpoint(store, store.new_directory(step), contents, Alone())
+        newest = self._newest_step()
+        if newest == step:
+            return False
+        if newest == step + 1:  # behind a cut link: ranks are one step apart at most
+            raise UserError(f"the last step here is {step}; another rank has saved step {newest}")
+        write_checkpoint(store, store.new_directory(step), contents, Alone())
         return True
 
     def metrics(self) -> dict[str, float]:

@@ -4,75 +4,60 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from trainer.checkpoint.hashing import fsync_directory, write_text
 from trainer.checkpoint.open_checkpoint import HELD_BY, MODEL_CONFIG, OpenCheckpoint, verified
-from trainer.checkpoint.safetensors_files import INDEX, NAMES, SINGLE, ToStore, write_file
+from trainer.checkpoint.safetensors_files import NAMES, SINGLE, ToStore, write_file
 from trainer.checkpoint.store import appear
 from trainer.errors import UserError
 from trainer.files.address import Location
-from trainer.files.untrusted import reason
+from trainer.files.atomic_file import check_free
 
-FORMS = ("safetensors", "torch", "hf", "dcp")
-FILE_BYTES = 5 * 10**9  # as Hugging Face splits
+FORMS = ("safetensors", "torch", "hf")
 
 
 def convert(
-    directory: Location,
-    out: Path,
-    to: str,
-    averaged: bool = False,
-    dtype: torch.dtype | None = None,
-    file_bytes: int = FILE_BYTES,
+    directory: Location, out: Path, to: str, averaged: bool = False, dtype: torch.dtype | None = None
 ) -> None:
     """Write the model's weights from the checkpoint in `directory` to `out`.
 
     `out` appears whole or not at all. `safetensors` and `torch` are files. `hf` is a folder for transformers'
-    `from_pretrained`, with a config.json if the run's model had such a config. `dcp` is a folder for
-    `torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=out)`. `safetensors` and `hf` need
+    `from_pretrained`, with a config.json if the run's model had such a config. `safetensors` and `hf` need
     memory for one tensor.
 
     Args:
         averaged: use the moving averages of the weights.
         dtype: of the floating-point weights in `out`; None keeps theirs.
-        file_bytes: `hf` begins another file before a tensor that makes one larger than this.
 
     Raises:
         UserError: the checkpoint does not verify, `out` exists, or its parent does not.
         OSError: of the disk.
     """
-    if out.exists() or out.is_symlink():
-        raise UserError(f"{out} exists already")
-    if not out.parent.is_dir():
-        raise UserError(f"{out.parent} is not a directory")
+    check_free(out)
     source = verified(directory)
     weights = source.weights(averaged)
     beside = Path(tempfile.mkdtemp(prefix=".tmp_", dir=out.parent))  # shared with no other attempt
     temporary = beside / out.name
     try:
-        match to:
-            case "safetensors":
-                write_weights(temporary, weights, dtype)
-            case "torch":
-                with temporary.open("xb") as file:
-                    torch.save(_converted(weights, dtype, copy=True), file)
-                    file.flush()
-                    os.fsync(file.fileno())
-            case "dcp":
-                _write_dcp(temporary, _converted(weights, dtype))
-                fsync_directory(temporary)
-            case "hf":
-                temporary.mkdir()
-                _write_hf(temporary, source, weights, dtype, file_bytes)
-                fsync_directory(temporary)
+        if to == "safetensors":
+            write_weights(temporary, weights, dtype)
+        elif to == "torch":
+            # Copies, each with memory of its own: of a mapped one, torch.save would write the whole file.
+            once = {id(value): value.to(_dtype_of(value, dtype), copy=True) for value in weights.values()}
+            with temporary.open("xb") as file:
+                torch.save({name: once[id(value)] for name, value in weights.items()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+        else:
+            temporary.mkdir()
+            _write_hf(temporary, source, weights, dtype)
+            fsync_directory(temporary)
         appear(temporary, out)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -86,36 +71,19 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype 
     """
 
     def to_store(name: str, value: Tensor) -> ToStore:
-        chunks = (_to(tensor, dtype) for tensor in (value,))  # converted when it is written
-        return ToStore(name, _dtype_of(value, dtype), tuple(value.shape), chunks)
+        kind = _dtype_of(value, dtype)
+        if kind not in NAMES:
+            raise UserError(f"{name} is {kind}, which safetensors has no name for; --to torch takes it")
+        return ToStore(name, kind, tuple(value.shape), (one.to(kind) for one in [value]))  # when written
 
-    for name, value in weights.items():
-        if _dtype_of(value, dtype) not in NAMES:
-            raise UserError(
-                f"{name} is {value.dtype}, which safetensors has no name for; --to torch takes it"
-            )
     ordered = sorted(weights.items(), key=lambda item: (-_dtype_of(item[1], dtype).itemsize, item[0]))
     write_file(path, [to_store(name, value) for name, value in ordered])
 
 
-def _write_dcp(folder: Path, weights: dict[str, Tensor]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a process without a process group, which no_dist says
-        try:
-            dcp.save(weights, checkpoint_id=folder, no_dist=True)
-        except dcp.CheckpointException as error:  # not an Exception
-            cause = next(iter(error.failures.values()))[0]
-            raise UserError(f"{folder.name} cannot be written: {reason(cause)}") from error
-
-
 def _write_hf(
-    folder: Path,
-    source: OpenCheckpoint,
-    weights: dict[str, Tensor],
-    dtype: torch.dtype | None,
-    file_bytes: int,
+    folder: Path, source: OpenCheckpoint, weights: dict[str, Tensor], dtype: torch.dtype | None
 ) -> None:
-    """Write config.json, the files of weights, and the index of these if there are several."""
+    """Write config.json and the file of weights."""
     config: dict[str, Any] | None = source.facts.get(MODEL_CONFIG)
     if config is not None and HELD_BY in config:
         raise UserError(
@@ -132,53 +100,9 @@ def _write_hf(
             config = {name: value for name, value in config.items() if name != "dtype"}
             config["torch_dtype"] = str(floating.pop()).removeprefix("torch.")
         write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-    parts = list(_split(weights, dtype, file_bytes))
-    names = [SINGLE]
-    if len(parts) > 1:
-        names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
-        places = {key: name for name, part in zip(names, parts, strict=True) for key in part}
-        size = sum(_num_bytes(value, dtype) for value in weights.values())
-        index = {"metadata": {"total_size": size}, "weight_map": places}
-        write_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-    for name, part in zip(names, parts, strict=True):
-        write_weights(folder / name, part, dtype)
-
-
-def _split(
-    weights: Mapping[str, Tensor], dtype: torch.dtype | None, file_bytes: int
-) -> Iterator[dict[str, Tensor]]:
-    """The weights of each file, in order; a file has more than `file_bytes` only for a single tensor."""
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name, value in weights.items():
-        more = _num_bytes(value, dtype)
-        if part and size + more > file_bytes:
-            yield part
-            part, size = {}, 0
-        part[name], size = value, size + more
-    yield part
-
-
-def _converted(
-    weights: Mapping[str, Tensor], dtype: torch.dtype | None, copy: bool = False
-) -> dict[str, Tensor]:
-    """`weights` in `dtype`; tied ones stay tied.
-
-    Args:
-        copy: give each its own memory: of a mapped one, torch.save would write the whole file.
-    """
-    once = {id(tensor): _to(tensor, dtype, copy) for tensor in weights.values()}
-    return {name: once[id(tensor)] for name, tensor in weights.items()}
-
-
-def _to(tensor: Tensor, dtype: torch.dtype | None, copy: bool = False) -> Tensor:
-    return tensor.to(_dtype_of(tensor, dtype), copy=copy)
+    write_weights(folder / SINGLE, weights, dtype)
 
 
 def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which `tensor` is written: `dtype` if it is a floating-point one."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-
-def _num_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
-    return tensor.numel() * _dtype_of(tensor, dtype).itemsize

@@ -5,19 +5,19 @@ shapes and dtypes before any of its tensors is read.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Muon
 
-from trainer.bits import same_bits
+from trainer.bits import bit_sums, changed_bits, same_bits
 from trainer.checkpoint.layout import DTYPES, Shapes, aliases_in
 from trainer.checkpoint.open_checkpoint import HELD_BY, OpenCheckpoint
 from trainer.checkpoint.tree import is_extra_state, put_together, take_apart
 from trainer.errors import NonFiniteError, UserError, first_few
-from trainer.files.untrusted import first_five, printable, reason
+from trainer.files.untrusted import first_five, printable
 from trainer.local_shard import is_dtensor, to_local
 from trainer.optim.combined import has_user_part, parts_of
 from trainer.optim.continued import OF_SCHEDULES
@@ -37,18 +37,24 @@ from trainer.optim.whole_matrices import WholeMatrices
 class Fits:
     """What each save of a run must contain, so that a resume can load it: its state as built.
 
+    Args:
+        left_out: the names of frozen parameters that no save contains; saved tensors never change them.
+
     Attributes:
-        not_finite: by the name of a tensor, which of "NaN" and "Inf" it holds from the start, as masks do; of
-            this rank's shards, until `Checkpointer.bind` adds those of the others.
+        not_finite: the names of tensors that hold NaN or Inf from the start, as masks do; of this rank's
+            shards, until `Checkpointer.bind` adds those of the others.
         model_config: the config.json of a Hugging Face model; None for other models.
 
     Raises:
         UserError: the model's state has a tensor that no checkpoint can hold or no resume can load; by name.
     """
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TrainState, left_out: Collection[str] = ()) -> None:
         _check_model(state.model)
-        tensors, _ = take_apart(state.state_dict())
+        self._left_out = left_out
+        tree, left_out_now = self._parted(state)
+        self._left_out_bits = bit_sums(left_out_now.items())
+        tensors, _ = take_apart(tree)
         for name, tensor in tensors.items():
             if (problem := _unsavable(to_local(tensor))) is not None:
                 raise UserError(f"a checkpoint cannot hold {name}, which {problem}")
@@ -56,7 +62,7 @@ class Fits:
         # Without DTensors: FSDP itself replaces them by gathered ones.
         self._parameters = {name: p for name, p in named if not is_dtensor(p)}
         self._shapes = _of_model(tensors)
-        self.not_finite = not_finite(tensors)
+        self.not_finite = set(not_finite(tensors))
         self.model_config = _config_of(state.model)
 
     def take(
@@ -79,7 +85,12 @@ class Fits:
                 "optimizer still updates the old one. Replace no parameter in a forward pass; make it in "
                 "__init__, and change its values under torch.no_grad()"
             )
-        tree = state.state_dict()
+        tree, left_out_now = self._parted(state)
+        if changed := changed_bits(self._left_out_bits, left_out_now.items()):
+            raise UserError(
+                f"{first_five(changed)} is frozen, but has other values than it began with, from "
+                "model.init_from; checkpoint.frozen=true saves them"
+            )
         if kept is not None:
             for part in ("model", "buffers"):
                 tree[part] = {name: kept.get(name, value) for name, value in tree[part].items()}
@@ -93,12 +104,14 @@ class Fits:
         )
         return tensors, plain
 
+    def _parted(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The state to be saved, and what this process holds of the parameters that are left out."""
+        tree = state.state_dict()
+        return tree, {name: to_local(tree["model"].pop(name)) for name in self._left_out}
+
     def new_in(self, tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
-        """By name, which of "NaN" and "Inf" this process holds in ``tensors``, and did not at the start."""
-        known = {name: tensors[name] for name in tensors.keys() & self.not_finite.keys()}
-        others = {name: tensors[name] for name in tensors if name not in known}
-        found = {name: kinds - self.not_finite[name] for name, kinds in not_finite(known).items()}
-        return not_finite(others) | {name: kinds for name, kinds in found.items() if kinds}
+        """`not_finite` of those of ``tensors`` that were finite at the start."""
+        return not_finite({name: tensors[name] for name in tensors if name not in self.not_finite})
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
@@ -196,38 +209,15 @@ def _check_model(model: nn.Module) -> None:
                 f"{name or 'the model'}, a {kind.__name__}, has get_extra_state without set_extra_state: it "
                 "would be saved and could not be resumed"
             )
+    held = dict(every_parameter(model)) | dict(named_buffers(model))
+    local = {name: to_local(tensor) for name, tensor in held.items()}
+    before = bit_sums(local.items())
     try:
-        saved = model_state(model)
-    except Exception as error:  # of a user's hook
-        words = f"{type(error).__name__}: {reason(error)}"
-        raise UserError(f"the model's state_dict() cannot be saved: {words}; look at its hooks") from error
-    parameters = dict(every_parameter(model))
-    held = parameters | dict(named_buffers(model))
-    own = {name: value for name, value in saved.items() if not is_extra_state(name)}
-    is_plain = all(name in held and _is_own(value, held[name]) for name, value in own.items())
-    if not is_plain or not parameters.keys() <= own.keys():  # a hook changed something
-        _try_to_restore(model, saved, held)
-
-
-def _is_own(value: Any, live: Tensor) -> bool:
-    """Whether ``value`` of a state dict is the model's own tensor, not one that a hook created."""
-    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (live.shape, live.dtype):
-        return False
-    return to_local(value).data_ptr() == to_local(live).data_ptr()
-
-
-@torch.no_grad()
-def _try_to_restore(model: nn.Module, saved: dict[str, Any], held: Mapping[str, Tensor]) -> None:
-    """Raise UserError unless ``model`` loads ``saved`` unchanged; ``held`` keeps its values in any case."""
-    before = {name: tensor.clone() for name, tensor in held.items()}
-    try:
-        load_model_state(model, saved)
-        changed = [name for name in held if not same_bits(to_local(held[name]), to_local(before[name]))]
+        load_model_state(model, model_state(model))  # hooks of users may rename, leave out or convert
+        changed = changed_bits(before, local.items())
         problem = f"other values come back of {first_five(changed)}" if changed else ""
     except Exception as error:
         problem = " ".join(str(error).split()) or type(error).__name__
-    for name, tensor in held.items():
-        tensor.copy_(before[name])
     if problem:
         raise UserError(
             "the model's load_state_dict() does not restore its state_dict(), so no checkpoint of it could "
@@ -239,7 +229,7 @@ def _try_to_restore(model: nn.Module, saved: dict[str, Any], held: Mapping[str, 
 
 
 def targets_for(
-    state: TrainState, shapes: Shapes, plain: Mapping[str, Any]
+    state: TrainState, shapes: Shapes, plain: Mapping[str, Any], left_out: Collection[str] = ()
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors to read a checkpoint into, by their saved names; and what it lacks, in words for the log.
 
@@ -250,13 +240,14 @@ def targets_for(
     Args:
         shapes: of the checkpoint's tensors.
         plain: the JSON part of the saved state.
+        left_out: names of parameters that it leaves out.
 
     Raises:
         UserError: the checkpoint is of another model or optimizer; lists the first five differences of each
             kind.
     """
     ours, lacks = state.state_dict(), []
-    targets = model_targets(ours["model"], shapes)
+    targets = model_targets(ours["model"], shapes, left_out)
     _compare_optimizers(state, ours["optimizer"]["param_groups"], plain["optimizer"]["param_groups"])
     buffers = {f"buffers.{name}": value for name, value in ours["buffers"].items()}
     fitting = {name: value for name, value in buffers.items() if _fits(name, value, shapes)}
@@ -279,10 +270,13 @@ def targets_for(
     return targets, lacks
 
 
-def model_targets(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
+def model_targets(
+    ours: Mapping[str, Any], shapes: Shapes, left_out: Collection[str] = ()
+) -> dict[str, Tensor]:
     """The tensors to read the model's part of a checkpoint into, by their saved names.
 
     These are the tensors in ``ours``, its own state dict, and new ones for the extra state of its modules.
+    Those of ``left_out`` are among them, though they are not in the checkpoint.
 
     Raises:
         UserError: the checkpoint is of another model.
@@ -293,7 +287,7 @@ def model_targets(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
     kept = {name: shapes[name] for name in saved if is_extra_state(name)}
     _compare_shapes(
         {name: shape for name, shape in saved.items() if name not in kept},
-        {name: (target.shape, target.dtype) for name, target in own.items()},
+        {n: (own[n].shape, own[n].dtype) for n in own if n.removeprefix("model.") not in left_out},
     )
     return own | {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kept.items()}
 
@@ -332,11 +326,6 @@ def check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
     A step on a small parameter, of size 2 in each dimension, shows what it creates. Only for torch's own
     optimizers: others may treat parameters differently, and keep state of no parameter.
     """
-    foreign = [str(key) for key in saved["state"] if key not in state.trained.whole]
-    if foreign and not has_user_part(state.optimizer):
-        raise UserError(
-            f"the checkpoint's optimizer has state of unknown parameters: {first_five(sorted(foreign))}"
-        )
     groups = state.state_dict()["optimizer"]["param_groups"]
     for part, group in zip(parts_of(state.optimizer), groups, strict=True):
         kind = Muon if isinstance(part, WholeMatrices) else type(part)
@@ -371,20 +360,14 @@ def _compare_optimizers(state: TrainState, mine: Sequence[Any], theirs: Sequence
 
     New settings may group them otherwise, except for a user's own optimizer: it may keep state in groups.
     """
-    is_users = has_user_part(state.optimizer)
     here, there = ({name: group for group in groups for name in group["params"]} for groups in (mine, theirs))
     members = [[group["params"] for group in groups] for groups in (mine, theirs)]
-    if here.keys() != there.keys() or (is_users and members[0] != members[1]):
-        moved = [
-            f"{name} ({was} there, {now} here)"
-            for name in {**there, **here}
-            if (was := _group(there, name)) != (now := _group(here, name))
-        ]
+    if here.keys() != there.keys() or (has_user_part(state.optimizer) and members[0] != members[1]):
+        differ = first_five(sorted(here.keys() ^ there.keys())) or "they are grouped otherwise"
         raise UserError(
             f"the checkpoint's optimizer has {len(there)} parameters in {len(theirs)} groups, this run's "
-            f"{len(here)} in {len(mine)}: {first_five(moved) or 'in another order'}; model, model.freeze"
-            + ", optim.groups, optim.weight_decay and optim.undecayed" * is_users
-            + " must be those of the checkpoint"
+            f"{len(here)} in {len(mine)}: {differ}; model, model.freeze and, for an optimizer of your own, "
+            "optim.groups, optim.weight_decay and optim.undecayed must be those of the checkpoint"
         )
     for group in mine:
         options = there[group["params"][0]].keys() | OF_SCHEDULES | {"name"}
@@ -392,10 +375,6 @@ def _compare_optimizers(state: TrainState, mine: Sequence[Any], theirs: Sequence
             raise UserError(
                 f"the checkpoint is of another optimizer, without {first_five(missing)}; set optim as it was"
             )
-
-
-def _group(groups: Mapping[str, Mapping[str, Any]], name: str) -> str:
-    return str(groups[name].get("name", "base")) if name in groups else "not trained"
 
 
 def _fits(name: str, tensor: Tensor, shapes: Shapes) -> bool:

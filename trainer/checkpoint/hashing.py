@@ -16,7 +16,6 @@ from trainer.faults.disk_progress import at_disk
 from trainer.files.untrusted import printable
 
 BLOCK_BYTES = 1 << 24
-ALGORITHM = "sha256 of each 16 MiB"  # by this name in manifests
 _NUM_THREADS = min(4, os.cpu_count() or 1)
 _PUSH_BYTES = 1 << 26  # written since the last fdatasync began
 _JOINED_BYTES = 1 << 20  # smaller pieces are written together: a write costs as much as to copy 100 kB

@@ -1,6 +1,7 @@
 """Which rank writes which part of a save, and the index of where each tensor is."""
 
 import heapq
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,6 @@ from torch import Tensor
 
 from trainer.checkpoint.safetensors_files import NAMES
 from trainer.checkpoint.tree import is_extra_state
-from trainer.errors import UserError
-from trainer.files.untrusted import printable
 from trainer.local_shard import is_dtensor, is_sharded, num_rows, rows_of_shard, to_local
 
 _MODEL = "model."
@@ -29,6 +28,9 @@ DTYPES = {
     for dtype in (*NAMES, *(getattr(torch, name) for name in _OTHER_DTYPES if hasattr(torch, name)))
 }
 """What a checkpoint may hold, by the name in its index."""
+
+Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""Of tensors, by their names in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -53,58 +55,45 @@ class IndexEntry:
 Index = Mapping[str, IndexEntry]
 """By the name of a tensor in the state."""
 
-Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
-"""Of tensors, by their names in a checkpoint."""
-
-
-def index_to_json(index: Index) -> dict[str, Any]:
-    """The index as state.json has it, under `tensors`."""
-    return {
-        name: {
-            "dtype": str(entry.dtype).removeprefix("torch."),
-            "shape": list(entry.shape),
-            "chunks": [{**vars(chunk), "shape": list(chunk.shape)} for chunk in entry.chunks],
-        }
-        for name, entry in index.items()
-    }
-
 
 def index_from_json(tensors: Mapping[str, Any]) -> dict[str, IndexEntry]:
-    """The inverse of `index_to_json`.
-
-    Raises:
-        UserError: the chunks of a tensor are not its rows, each once.
-        KeyError, TypeError, ValueError: it is nothing that `index_to_json` makes.
-    """
-    index = {}
-    for name, entry in tensors.items():
-        shape, end = torch.Size(entry["shape"]), 0
-        chunks = tuple(Chunk(**{**chunk, "shape": tuple(chunk["shape"])}) for chunk in entry["chunks"])
-        for chunk in chunks:
-            if chunk.begin != end or chunk.shape[1:] != shape[1:] or len(chunk.shape) != len(shape):
-                raise UserError(f"a chunk of {printable(name)} begins at row {chunk.begin}, not {end}")
-            end += num_rows(chunk.shape)
-        if end != num_rows(shape) or not chunks:
-            raise UserError(f"the chunks of {printable(name)} are {end:,} of its {num_rows(shape):,} rows")
-        index[name] = IndexEntry(DTYPES[entry["dtype"]], shape, chunks)
-    return index
+    """The index of which `Plan.index` is the JSON."""
+    return {
+        name: IndexEntry(
+            DTYPES[entry["dtype"]],
+            torch.Size(entry["shape"]),
+            tuple(Chunk(**{**chunk, "shape": tuple(chunk["shape"])}) for chunk in entry["chunks"]),
+        )
+        for name, entry in tensors.items()
+    }
 
 
 @dataclass(frozen=True)
 class Plan:
     """Which rank writes which part of a save.
 
+    The next save mostly has the same tensors, and takes it over: to make one for the 40,000 tensors of 10,000
+    parameters takes as long as the rest of a save.
+
     Attributes:
+        format: "full" or "sharded", for the manifest.
         writers: by the name of a tensor, the ranks that write it, in the order of its rows; names are in the
             order of writing.
         aliases: names of tensors that are other names of those in ``writers``, such as tied weights; they are
             written once.
+        index: where each tensor will be, as state.json has it; of rank 0's plan.
     """
 
+    format: str
     world_size: int
-    gathered: bool  # rank 0 writes all
     writers: dict[str, list[int]]
     aliases: dict[str, str]
+    index: str = ""
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the other ranks send theirs to rank 0, which writes all."""
+        return self.format == "full" and self.world_size > 1
 
     def part_of(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
         """Those of ``tensors`` that ``rank`` writes, or sends to the rank that writes them."""
@@ -118,12 +107,8 @@ class Plan:
         kind = "model" if _is_weight(name) else "optim"
         return f"{kind}-{rank:05d}-of-{1 if self.gathered else self.world_size:05d}.safetensors"
 
-    def index(self, tensors: Mapping[str, Tensor]) -> dict[str, IndexEntry]:
-        """Where each tensor will be. Called on rank 0, which has all ``tensors``."""
-        entries = {name: self._entry(name, tensors[name]) for name in self.writers}
-        return entries | {alias: entries[name] for alias, name in self.aliases.items()}
-
-    def _entry(self, name: str, tensor: Tensor) -> IndexEntry:
+    def entry(self, name: str, tensor: Tensor) -> dict[str, Any]:
+        """What the index says of a tensor."""
         shape, writers = tuple(tensor.shape), self.writers[name]
         chunks = []
         for part, rank in enumerate(writers):
@@ -131,7 +116,11 @@ class Plan:
             if begin < end or part == 0:
                 sizes = (end - begin, *shape[1:]) if shape else ()
                 chunks.append(Chunk(self.file_of(name, rank), key_of(name), begin, sizes))
-        return IndexEntry(tensor.dtype, tensor.shape, tuple(chunks))
+        return {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": shape,
+            "chunks": [*map(vars, chunks)],
+        }
 
 
 def _is_weight(name: str) -> bool:
@@ -144,31 +133,32 @@ def key_of(name: str) -> str:
     return name.removeprefix(_MODEL) if _is_weight(name) else name
 
 
-def name_of(key: str, file: str) -> str:
-    """The inverse of `key_of`."""
-    return f"{_MODEL}{key}" if file.startswith("model-") else key
-
-
-def plan_writers(
-    tensors: Mapping[str, Tensor], only_rank_0: Collection[str], gathered: bool, alike: bool, world_size: int
+def plan_save(
+    tensors: Mapping[str, Tensor],
+    format: str,
+    rank: int,
+    world_size: int,
+    only_rank_0: Collection[str] = (),
+    alike: bool = True,
 ) -> Plan:
     """Decide which rank writes which of the live ``tensors``: each rank decides the same of its own.
 
     Args:
+        format: "full": rank 0 writes all. "sharded": each rank writes its own; of several that hold a tensor,
+            the one with the least to write.
         only_rank_0: names of the tensors that rank 0 writes in any case: running statistics follow a rank's
             own data, and those of rank 0 are the model's.
-        gathered: whether rank 0 writes all. Otherwise each rank writes its own; of several that hold a
-            tensor, the one with the least to write.
         alike: whether all ranks have tensors of the same names and sizes, besides ``only_rank_0``. If not,
             rank 0 writes all that are not sharded.
     """
     aliases = aliases_in(tensors)
     writers: dict[str, list[int]] = {}
-    plain = [(0, rank) for rank in range(world_size if alike and not gathered else 1)]  # a heap
+    plan = Plan(format, world_size, writers, aliases)
+    plain = [(0, rank) for rank in range(world_size if alike and format == "sharded" else 1)]  # a heap
     sharded: dict[int, int] = {}  # by the first rank of several that hold a copy, how much they write
     for name in _in_order(tensors, aliases):
         tensor, num_bytes = tensors[name], tensors[name].numel() * tensors[name].itemsize
-        if gathered or name in only_rank_0:
+        if plan.gathered or name in only_rank_0:
             writers[name] = [0]
         elif is_dtensor(tensor):
             ranks = tensor.device_mesh.mesh
@@ -177,10 +167,14 @@ def plan_writers(
             sharded[least[0]] = sharded.get(least[0], 0) + num_bytes // len(least)
             writers[name] = least
         else:
-            written, rank = plain[0]
-            heapq.heapreplace(plain, (written + num_bytes, rank))
-            writers[name] = [rank]
-    return Plan(world_size, gathered, writers, aliases)
+            written, of = plain[0]
+            heapq.heapreplace(plain, (written + num_bytes, of))
+            writers[name] = [of]
+    if rank != 0:
+        return plan
+    entries = {name: plan.entry(name, tensors[name]) for name in writers}
+    entries |= {alias: entries[name] for alias, name in aliases.items()}
+    return Plan(format, world_size, writers, aliases, json.dumps(entries))
 
 
 def _in_order(tensors: Mapping[str, Tensor], aliases: Collection[str]) -> list[str]:

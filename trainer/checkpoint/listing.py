@@ -1,9 +1,10 @@
 """The checkpoints of a run in a directory or at an address: which there are, and which a run resumes from."""
 
+import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,7 +17,6 @@ from trainer.files.untrusted import printable
 log = logging.getLogger(__name__)
 
 P = TypeVar("P", Path, Address)
-_Dated = TypeVar("_Dated", bound=tuple[float, Any, Any])
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,15 @@ class Retention:
     last: int = 2
     best: tuple[str, str] | None = None
     every: int | None = None
+
+
+@dataclass(frozen=True)
+class Found(Generic[P]):
+    """A checkpoint that was found; a damaged one has no manifest."""
+
+    saved_at: float  # in seconds since 1970
+    path: P
+    manifest: Manifest | None
 
 
 class Listing(Generic[P]):
@@ -69,40 +78,36 @@ class Listing(Generic[P]):
             raise of_files(error, message) from error
         return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
 
-    def newest_first(self) -> list[P]:
+    def found(self) -> list[Found[P]]:
         """The checkpoints of this run, newest first, and damaged ones, which may be its own.
 
         The order of saving counts, not the step: after a run was resumed from step 5, its old step 10 is
         older.
-        """
-        return [path for _, path, _ in _newest_first(self.dated())]
-
-    def dated(self) -> Iterator[tuple[float, P, Manifest | None]]:
-        """The checkpoints of ``newest_first``, unordered: time in seconds since 1970, path, manifest.
-
-        A damaged one has no manifest.
 
         Raises:
             Fault: a disk or an address does not answer; which is the newest there is not known.
         """
+        found: list[Found[P]] = []
         for path in self.directories():
             try:
                 manifest = self.manifest(path)
             except UnreachableError:
                 raise
             except UserError:
-                try:
-                    saved_at = path.stat().st_mtime if isinstance(path, Path) else 0.0
-                except FileNotFoundError:  # its run has just deleted it
-                    continue
-                yield saved_at, path, None
+                with contextlib.suppress(FileNotFoundError):  # its run has just deleted it
+                    found.append(Found(path.stat().st_mtime if isinstance(path, Path) else 0.0, path, None))
             else:
                 if self.run_id in (manifest.run_id, None):  # None: those of all runs
-                    yield manifest.saved_at, path, manifest
+                    found.append(Found(manifest.saved_at, path, manifest))
+        return _newest_first(found)
+
+    def newest_first(self) -> list[P]:
+        """The paths of `found`."""
+        return [each.path for each in self.found()]
 
     def own(self) -> dict[P, Manifest]:
         """The manifests of the undamaged ones, newest first."""
-        return {path: manifest for _, path, manifest in _newest_first(self.dated()) if manifest is not None}
+        return {each.path: each.manifest for each in self.found() if each.manifest is not None}
 
     def beyond(self, retention: Retention) -> list[P]:
         """Those of this run that ``retention`` does not keep.
@@ -116,8 +121,7 @@ class Listing(Generic[P]):
         if retention.every is not None:
             keep |= {path for path, m in manifests.items() if m.step % retention.every == 0}
         if retention.best is not None:
-            best = _best(manifests, *retention.best)
-            keep |= set() if best is None else {best}
+            keep |= set(best_of(manifests, *retention.best))
         return [path for path in own if path not in keep]
 
 
@@ -129,53 +133,35 @@ def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[
     Raises:
         UserError, Fault: one of ``others`` cannot be reached, and ``own`` has none.
     """
-    found: list[tuple[float, Location, Manifest | None]] = list(own.dated())
+    found: list[Found[Any]] = list(own.found())
     for other in others:
         try:
-            theirs = list(other.dated())  # all of it, or nothing
-            begun = [
-                path for _, path, manifest in theirs if manifest is None and not (path / MANIFEST).exists()
-            ]
+            theirs = other.found()
+            begun = [each for each in theirs if each.manifest is None and not (each.path / MANIFEST).exists()]
         except (UserError, Fault) as error:
             if not found:
                 raise
             log.warning("%s; going by what is in %s", error, own.root)
-        else:
-            found += [each for each in theirs if each[1] not in begun]
-            for path in begun:
-                log.warning("passing over %s: its copy was never completed", printable(path))
-    return [path for _, path, _ in _newest_first(found)]
+            continue
+        found += [each for each in theirs if each not in begun]
+        for each in begun:
+            log.warning("passing over %s: its copy was never completed", printable(each.path))
+    return [each.path for each in _newest_first(found)]
 
 
-def _newest_first(dated: Iterable[_Dated]) -> list[_Dated]:
-    return sorted(dated, key=lambda each: each[0], reverse=True)
-
-
-def _best(manifests: Mapping[P, Manifest], metric: str, mode: str) -> P | None:
-    """The one with the best finite ``metric``; of equal ones the first. None if there is none."""
-    scored = [
-        (m.metrics[metric], path)
-        for path, m in manifests.items()
-        if math.isfinite(m.metrics.get(metric, math.nan))
-    ]
-    chosen = max if mode == "max" else min
-    return chosen(scored, key=lambda each: each[0])[1] if scored else None
-
-
-def best_checkpoint(run_dir: Location, metric: str, mode: str, run_id: str | None = None) -> Location:
-    """The checkpoint of a run with the best ``metric``; ``mode`` is min or max. Nothing is verified yet.
-
-    Raises:
-        UserError: none was saved with a finite ``metric``.
-    """
-    listing: Listing[Any] = Listing(run_dir / "checkpoints", run_id)
-    best: Location | None = _best(listing.own(), metric, mode)
-    if best is None:
-        raise UserError(f"{run_dir} has no checkpoint with a finite {metric}")
-    return best
+def _newest_first(found: list[Found[P]]) -> list[Found[P]]:
+    return sorted(found, key=lambda each: each.saved_at, reverse=True)
 
 
 def newest_run_id(run_dir: Location) -> str | None:
     """The id of the run that saved last under ``run_dir``; None if none did."""
     listing: Listing[Any] = Listing(run_dir / "checkpoints")
     return next((manifest.run_id for manifest in listing.own().values()), None)
+
+
+def best_of(manifests: Mapping[P, Manifest], metric: str, mode: str) -> list[P]:
+    """The one with the best finite ``metric``, by "min" or "max", of equal ones the first; [] without one."""
+    scored = {path: m.metrics.get(metric, math.nan) for path, m in manifests.items()}
+    scored = {path: score for path, score in scored.items() if math.isfinite(score)}
+    chosen = max if mode == "max" else min
+    return [chosen(scored, key=scored.__getitem__)] if scored else []

@@ -1,6 +1,7 @@
 """Finds a run's checkpoint and reads its model: for commands that run after training, or during it."""
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -8,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.fits import make_buffers, model_targets
-from trainer.checkpoint.listing import Listing, best_checkpoint
+from trainer.checkpoint.left_out import check_left_out
+from trainer.checkpoint.listing import Listing, best_of
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
 from trainer.checkpoint.tree import put_together
 from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement
-from trainer.errors import Fault, UserError
+from trainer.errors import UserError
 from trainer.files.address import Location, location
 from trainer.optim.plain_names import buffers_outside, load_model_state, model_state
 
 log = logging.getLogger(__name__)
 
 _AVERAGE = "ema.weights."
-_TRIES = 3  # a run that still trains may delete a checkpoint while it is being read
 
 
 def read_model(
@@ -31,6 +32,7 @@ def read_model(
     best: KeepBest | None,
     agreement: Agreement,
     device: torch.device,
+    begun: Mapping[str, str],
 ) -> OpenCheckpoint:
     """Load a checkpoint into `model`, sharded or not, and return it (a collective).
 
@@ -40,6 +42,7 @@ def read_model(
         run_id: of the run that `newest` and `best` mean; None for any.
         device: where the model computes.
         which: newest (of those that verify), best (by the metric `best`), or a path.
+        begun: `frozen_digests` of the model.
 
     Raises:
         UserError: on every rank alike: there is none, it is damaged, or it is of another model.
@@ -49,35 +52,26 @@ def read_model(
         look = partial(verified, directory.resolve(), agreement.rank, agreement.world_size)
         return agreement.everywhere(look)
 
-    for left in reversed(range(_TRIES)):
-        found = agreement.on_main(lambda: _candidates(run_dir, run_id, which, best))
-        try:
-            source = first_intact(found, read, agreement.rank == 0) if which == "newest" else read(found[0])
-            agreement.everywhere(partial(load_model, model, source, device))
-        except (UserError, Fault):
-            if not left or agreement.on_main(partial(_are_there, found)):
-                raise
-        else:
-            return source
-    raise AssertionError("unreachable")
-
-
-def _are_there(found: list[Location]) -> bool:
-    """Whether all candidates still exist: if not, a run has deleted one meanwhile, and a new look is due."""
-    return all(path.is_dir() for path in found)
+    found = agreement.on_main(lambda: _candidates(run_dir, run_id, which, best))
+    source = first_intact(found, read, agreement.rank == 0) if which == "newest" else read(found[0])
+    agreement.everywhere(lambda: check_left_out(source, begun))
+    agreement.everywhere(partial(load_model, model, source, device))
+    return source
 
 
 def _candidates(run_dir: Location, run_id: str | None, which: str, best: KeepBest | None) -> list[Location]:
     """The checkpoints that `which` may mean, to be tried in order. UserError if there is none."""
+    listing: Listing[Any] = Listing(run_dir / "checkpoints", run_id)
     if which == "best":
         if best is None:
             raise UserError(
                 f"{run_dir} was not told what is best: its checkpoint.keep_best is null; add for instance "
                 "'checkpoint.keep_best={metric: eval/loss, mode: min}'"
             )
-        return [best_checkpoint(run_dir, best.metric, best.mode, run_id)]
+        if not (chosen := best_of(listing.own(), best.metric, best.mode)):
+            raise UserError(f"{run_dir} has no checkpoint with a finite {best.metric}")
+        return chosen
     if which == "newest":
-        listing: Listing[Any] = Listing(run_dir / "checkpoints", run_id)
         found: list[Location] = listing.newest_first()
         if not found:
             raise UserError(f"{run_dir} has no checkpoint: {run_dir / 'checkpoints'} holds none of this run")
@@ -111,7 +105,7 @@ def load_model(model: nn.Module, source: OpenCheckpoint, device: torch.device) -
     """Load the model's state, and those of its other buffers that were saved in the same size."""
     make_buffers(model, source, device)
     held = model_state(model)
-    targets = model_targets(held, source.shapes)
+    targets = model_targets(held, source.shapes, source.left_out)
     others = {f"buffers.{name}": buffer for name, buffer in buffers_outside(model, set(held)).items()}
     targets |= {
         name: buffer
@@ -120,4 +114,4 @@ def load_model(model: nn.Module, source: OpenCheckpoint, device: torch.device) -
     }
     with torch.no_grad():
         source.read_into(targets)
-    load_model_state(model, put_together(source.facts["state"]["model"], targets, "model"))
+    load_model_state(model, put_together(source.facts["state"]["model"], targets))

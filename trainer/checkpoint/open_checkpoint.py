@@ -15,11 +15,11 @@ from trainer.checkpoint.layout import Index, Shapes, index_from_json
 from trainer.checkpoint.manifest import Manifest, open_listed, read_manifest, verify
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import Stored, as_tensor, read_header, stored_as
-from trainer.checkpoint.tree import is_extra_state, put_together, tensor_names
+from trainer.checkpoint.tree import is_extra_state, put_together
 from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
 from trainer.files.address import Location
-from trainer.files.untrusted import first_five, printable, read_json, reason
+from trainer.files.untrusted import first_five, printable, read_json
 from trainer.local_shard import num_rows, own_rows, to_local
 from trainer.optim.train_state import Progress
 
@@ -30,8 +30,7 @@ STATE = "state.json"
 MODEL_CONFIG = "model_config"  # the config.json of a Hugging Face model
 HELD_BY = "held_by"  # alone in it: the class that holds one under names that are not its own
 DATA_STATES = "places"  # where the data of each rank stands
-_PARTS = ("model", "buffers", "optimizer", "schedule", "scaler", "settings", "ema")
-_OTHER_CONTENTS = (KeyError, TypeError, ValueError, AttributeError, RecursionError)  # than a save writes
+LEFT_OUT = "left_out"  # the sha256 of parameters that are not in it, by their names
 _NUM_THREADS = 4
 _BUFFER_BYTES = 1 << 25
 
@@ -56,20 +55,15 @@ class OpenCheckpoint:
         """Read all but the tensors.
 
         Raises:
-            UserError: ``directory`` cannot be read, or is not a checkpoint; a file or a tensor is missing; or
-                its contents contradict each other.
+            UserError: ``directory`` cannot be read, or is not a checkpoint; a file or a tensor is missing.
         """
         manifest = read_manifest(directory)
-        if STATE not in manifest.files:
-            raise UserError(f"{printable(directory)} is incomplete: its manifest lacks {STATE}")
-        facts = _read_facts(directory, manifest)
-        path = printable(directory / STATE)
-        try:
-            index = index_from_json(facts.pop("tensors"))
-            _check_facts(facts, manifest, index)
-        except _OTHER_CONTENTS as error:
-            words = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            raise UserError(f"{path} is not what a save writes: {words}{reason(error)}") from error
+        digest = manifest.files[STATE]
+        with open_listed(directory, manifest, STATE) as file:
+            check_blocks(file, digest, range(len(digest.sha256)))
+            facts = read_json(directory / STATE, file.read())
+        facts["state"]["model"] |= {name: {"$tensor": f"model.{name}"} for name in facts[LEFT_OUT]}
+        index = index_from_json(facts.pop("tensors"))
         return cls(directory, manifest, facts, index, _stored_chunks(directory, manifest, index))
 
     @property
@@ -88,23 +82,38 @@ class OpenCheckpoint:
         return config
 
     @property
+    def left_out(self) -> Mapping[str, str]:
+        """The sha256 of frozen parameters that are in `initial_weights`, and not here, by their names."""
+        found: dict[str, str] = self.facts[LEFT_OUT]
+        return found
+
+    @property
+    def initial_weights(self) -> str:
+        """The setting by which the run began with weights."""
+        path = self.config.get("model.init_from")
+        return f"model.init_from={path}" if path else f"model.weights={self.config.get('model.weights')}"
+
+    @property
     def progress(self) -> Progress:
         """The run's progress, in a new object."""
         return Progress(**self.facts["state"]["progress"])
 
     def data_states(self) -> list[dict[str, Any]]:
         """Where the data of each rank stands, from its loader."""
-        found = self.read_named(tensor_names(self.facts[DATA_STATES]))
+        found = self.read_named([name for name in self.index if name.startswith(f"{DATA_STATES}.")])
         copies = {name: tensor.clone() for name, tensor in found.items()}  # a stream may keep them
-        states: list[dict[str, Any]] = put_together(self.facts[DATA_STATES], copies, DATA_STATES)
+        states: list[dict[str, Any]] = put_together(self.facts[DATA_STATES], copies)
         return states
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill the tensors by their names: full ones, or this rank's rows of sharded ones."""
+        """Fill the tensors by their names: full ones, or this rank's rows of sharded ones.
+
+        Those that were left out keep their values.
+        """
         by_file: dict[str, list[tuple[str, int, Tensor]]] = {}
         for name, target in targets.items():
             (begin, end), here = own_rows(target), to_local(target)
-            for chunk in self.index[name].chunks:
+            for chunk in self.index[name].chunks if name in self.index else ():
                 first, last = max(begin, chunk.begin), min(end, chunk.begin + num_rows(chunk.shape))
                 if first < last:
                     rows = here[first - begin : last - begin] if here.ndim else here
@@ -156,40 +165,22 @@ class OpenCheckpoint:
         """The model's state; with `averaged`, the moving averages that `ema.decay` kept in place of weights.
 
         Raises:
-            UserError: there are no averages.
+            UserError: there are no averages; or as `model_state`.
         """
         averages = self.read("ema.weights.") if averaged else {}
         if averaged and not averages:
             raise UserError(f"{printable(self.directory)} holds no averages: its run had ema.decay=null")
-        weights = self.read("model.")
+        weights = self.model_state()
         return {name: weights[name] for name in weights if not is_extra_state(name)} | averages
 
-
-def _read_facts(directory: Location, manifest: Manifest) -> dict[str, Any]:
-    """The contents of state.json, compared with its hashes."""
-    digest = manifest.files[STATE]
-    with open_listed(directory, manifest, STATE) as file:
-        check_blocks(file, digest, range(len(digest.sha256)))
-        return read_json(directory / STATE, file.read())
-
-
-def _check_facts(facts: Mapping[str, Any], manifest: Manifest, index: Index) -> None:
-    """Raise some error unless a resume can rely on the facts: on their types, and that nothing is missing."""
-    state = facts["state"]
-    for mapping in (facts["config"], *(state[part] for part in _PARTS)):
-        mapping.keys()
-    step, groups = Progress(**state["progress"]).step, state["optimizer"]["param_groups"]
-    for of_groups in ([group["params"] for group in groups], state["settings"]["groups"]):
-        if len(of_groups) != len(groups):
-            raise ValueError(f"{len(of_groups)} groups instead of {len(groups)}")
-    if step != manifest.step or len(facts[DATA_STATES]) != facts["world_size"]:
-        raise ValueError(
-            f"its state is of step {step}, the manifest of step {manifest.step}; it has the data's states of "
-            f"{len(facts[DATA_STATES])} ranks of {facts['world_size']}"
-        )
-    named = sorted([*tensor_names(state), *tensor_names(facts[DATA_STATES])])
-    if named != sorted(index):
-        raise ValueError(f"of state and index, one lacks {first_five(sorted(set(named) ^ index.keys()))}")
+    def model_state(self) -> dict[str, Tensor]:
+        """The tensors of the model's state dict. UserError if some are not here."""
+        if self.left_out:
+            raise UserError(
+                f"{printable(self.directory)} leaves out {first_five(self.left_out)}: they are in "
+                f"{self.initial_weights} (checkpoint.frozen=false); trainer.load_model(RUN) reads both"
+            )
+        return self.read("model.")
 
 
 def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> None:
@@ -246,8 +237,6 @@ def _stored_chunks(directory: Location, manifest: Manifest, index: Index) -> dic
     """Where the chunks are. UserError if one is not there, or of another size."""
     found: dict[tuple[str, str], Stored] = {}
     for name in sorted({chunk.file for entry in index.values() for chunk in entry.chunks}):
-        if name not in manifest.files:
-            raise UserError(f"{printable(directory)} is incomplete: its manifest lacks {printable(name)}")
         with open_listed(directory, manifest, name) as file:
             found |= {(name, key): stored for key, stored in read_header(file).items()}
     for name, entry in index.items():

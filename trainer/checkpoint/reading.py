@@ -2,9 +2,7 @@
 
 import io
 import os
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import TracebackType
 
@@ -16,7 +14,7 @@ from trainer.errors import UserError, of_files
 from trainer.files.address import Address, Location
 from trainer.files.untrusted import printable, reason
 
-_FETCH_BYTES, _NUM_KEPT, _NUM_FETCHERS = 1 << 20, 32, 4  # bytes of a block, blocks, threads
+_FETCH_BYTES, _NUM_KEPT = 1 << 20, 32  # bytes of a block, blocks
 
 
 class MissingFileError(UserError):
@@ -58,14 +56,10 @@ class PlainFile:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes from ``offset`` on. UserError if the file is too short."""
         end = offset + len(buffer)
-        if not 0 <= offset <= end <= self.size:
-            raise UserError(
-                f"{printable(self.path)} has no {len(buffer)} bytes from {offset} on, but {self.size} in all"
-            )
         while buffer:
             count = self._read_some(end - len(buffer), buffer)
             if count == 0:
-                raise UserError(f"{printable(self.path)} became shorter while it was read")
+                raise UserError(f"{printable(self.path)} is too short: it has no bytes {offset} to {end}")
             buffer = buffer[count:]
 
     def _read_some(self, offset: int, buffer: memoryview) -> int:
@@ -74,15 +68,12 @@ class PlainFile:
         except OSError as error:
             raise of_files(error, f"{printable(self.path)} is unreadable ({_cause(error)})") from error
 
-    def read_at(self, offset: int, count: int) -> bytes:
-        """Exactly ``count`` bytes from ``offset`` on. UserError if the file is too short."""
-        data = bytearray(min(count, self.size + 1))  # of a damaged count no more memory than of the file
-        self.read_into(offset, memoryview(data))
+    def read(self, begin: int = 0, end: int | None = None) -> bytes:
+        """Bytes ``begin`` to ``end``, or all. UserError if the file is too short."""
+        end = self.size if end is None else end
+        data = bytearray(min(end, self.size + 1) - begin)  # of a wrong `end` no more memory than of the file
+        self.read_into(begin, memoryview(data))
         return bytes(data)
-
-    def read(self) -> bytes:
-        """The whole file."""
-        return self.read_at(0, self.size)
 
     def part(self, begin: int, end: int) -> Tensor:
         """Bytes `begin` to `end` as uint8, read when used. Writing to the tensor does not change the file."""
@@ -119,32 +110,20 @@ class RemoteFile(PlainFile):
             self.size = path.size()
         except FileNotFoundError as error:
             raise MissingFileError(f"{printable(path)} does not exist") from error
-        self._lock, self._fetched = threading.Lock(), dict[int, Future[bytes]]()
-        self._threads = ThreadPoolExecutor(_NUM_FETCHERS, thread_name_prefix="remote")
+        self._block = lru_cache(_NUM_KEPT)(self._fetch)
 
     def _read_some(self, offset: int, buffer: memoryview) -> int:
         if len(buffer) >= _FETCH_BYTES:
             data = self._fetch(offset, offset + len(buffer))
         else:
-            number, skipped = divmod(offset, _FETCH_BYTES)
-            data = self._block(number)[skipped : skipped + len(buffer)]
+            begin = offset - offset % _FETCH_BYTES
+            data = self._block(begin, begin + _FETCH_BYTES)[offset - begin :][: len(buffer)]
         buffer[: len(data)] = data
         return len(data)
 
-    def _block(self, number: int) -> bytes:
-        with self._lock:  # so that threads that need the same block fetch it once
-            if number not in self._fetched:
-                begin = number * _FETCH_BYTES
-                end = min(begin + _FETCH_BYTES, self.size)
-                self._fetched[number] = self._threads.submit(self._fetch, begin, end)
-                while len(self._fetched) > _NUM_KEPT:
-                    del self._fetched[next(iter(self._fetched))]
-            coming = self._fetched[number]
-        return coming.result()
-
     def _fetch(self, begin: int, end: int) -> bytes:
         try:
-            return self._at.read(begin, end)
+            return self._at.read(begin, min(end, self.size)) if begin < self.size else b""
         except FileNotFoundError as error:
             raise UserError(f"{printable(self.path)} was deleted while it was read") from error
 
@@ -155,7 +134,7 @@ class RemoteFile(PlainFile):
         return data
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._block.cache_clear()
 
 
 def opened(path: Location) -> PlainFile:

@@ -26,7 +26,7 @@ from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_
 from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, UnreachableError
 from trainer.files.atomic_file import atomic_file
-from trainer.files.untrusted import Fields, printable, read_json, reason
+from trainer.files.untrusted import printable, read_json, reason
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,6 @@ class Remote(Copier):
         self.listings = (self._there,)
         self._number = 0  # of this launch among those of the run, from 1 on; 0 before it is known
         self._attempt = 0  # to copy a checkpoint
-        self._unfinished: set[Address] = set()  # folders of checkpoints that this launch began to copy
 
     def metrics(self) -> dict[str, float]:
         return {"checkpoint/remote_behind": float(max(0, self._newest_step - self._safe_step))}
@@ -206,17 +205,12 @@ class Remote(Copier):
         if self._safe_step < self._newest_step and not self._is_taken:
             log.info("%s: waiting up to %.0f s for step %d", self._address, timeout_s, self._newest_step)
         super().finish(timeout_s)
+        words = f"{self._address} holds step {self._safe_step}"
         if self._done == self._asked:
-            log.info("%s holds step %d", self._address, self._safe_step)
-            return
-        log.warning(
-            "%s holds step %d; step %d is in %s alone%s",
-            self._address,
-            self._safe_step,
-            self._newest_step,
-            self._here.root.parent,
-            f": {self._problem}" if self._problem else "",
-        )
+            log.info("%s", words)
+        else:
+            where, problem = self._here.root.parent, f": {self._problem}" if self._problem else ""
+            log.warning("%s; step %d is in %s alone%s", words, self._newest_step, where, problem)
 
     def _copy(self) -> None:
         try:
@@ -238,14 +232,17 @@ class Remote(Copier):
         run_id = _run_of(before, self._address)
         if run_id not in (None, self._here.run_id):
             raise TakenError(f"{self._address} belongs to another run, {run_id}")
-        number = before["number"][:9] if before is not None else ""
-        self._number = self._number or 1 + (int(number) if number.isdecimal() else 0)
+        self._number = self._number or 1 + (int(before["number"]) if before is not None else 0)
         self._say_what_is_copied("", "")
+        self._remove_incomplete()
+        self._safe_step = max((m.step for m in list(self._there.own().values())[:1]), default=0)
+        self._has_begun = True
+
+    def _remove_incomplete(self) -> None:
+        """Remove what was cut off, or left for a newer one while the store failed."""
         for directory in self._there.directories():
             if not (directory / MANIFEST).exists():
                 directory.remove()
-        self._safe_step = max((m.step for m in list(self._there.own().values())[:1]), default=0)
-        self._has_begun = True
 
     def _say_what_is_copied(self, of: str, place: str) -> None:
         """Write run.json: the checkpoint `of` is copied to the folder `place`; both "" while none is."""
@@ -267,29 +264,20 @@ class Remote(Copier):
         there = self._free_place(manifest)
         if there is None:
             return
-        self._unfinished.add(there)
         there.make()
         others = {name for name in manifest.files if "-of-" in name and "-00000-of-" not in name}
-        if others:
-            self._attempt += 1
-            self._say_what_is_copied(path.name, there.name)
+        self._attempt += 1
+        self._say_what_is_copied(path.name, there.name)
         self._put_files(path, there, manifest.files.keys() - others)
         self._wait_for_others(there, {name: manifest.files[name].bytes for name in others})
-        if read_manifest(path) != manifest:
-            self._copied.clear()
-            raise UserError(f"{path} was replaced while it was copied")
         self._owner_now()
         (there / MANIFEST).write(manifest_text(manifest).encode(), create=True)
         self._safe_step = manifest.step
         self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
-        self._unfinished.discard(there)
-        for left in list(self._unfinished):  # a newer one came while the store failed
-            left.remove()
-            self._unfinished.discard(left)
         for old in self._there.beyond(self._retention):
             if old != there:
                 (old / MANIFEST).remove()  # first: without it, this is not a checkpoint
-                old.remove()
+        self._remove_incomplete()
 
     def _wait_for_others(self, there: Address, sizes: Mapping[str, int]) -> None:
         """Wait until the files of other ranks are there. Fault if none arrives for `patience_s`."""
@@ -323,13 +311,12 @@ def _owner(address: Address) -> dict[str, str] | None:
     """What run.json at `address` says, all of it texts; None if there is none."""
     file = address / OWNER
     try:
-        fields = Fields(str(file), read_json(file, file.read(0, 1 << 16)))
+        said = read_json(file, file.read())
     except FileNotFoundError:
         return None
-    if not is_run_id(fields.text("run_id")):
-        raise UserError(f"{printable(file)} is damaged: its run_id is {printable(fields.text('run_id'))}")
-    names = ("run_id", "number", "session", "process", "of", "place", "attempt")
-    return {name: printable(fields.text(name)) if name in fields.values else "" for name in names}
+    if not is_run_id(str(said.get("run_id"))):
+        raise UserError(f"{printable(file)} is damaged: its run_id is {printable(said.get('run_id'))}")
+    return {name: printable(value) for name, value in said.items()}
 
 
 def run_at(address: str) -> str | None:

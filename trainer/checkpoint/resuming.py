@@ -57,16 +57,13 @@ def check_data(source: OpenCheckpoint, now: int | None) -> None:
     """Raise UserError if the training data has another length ``now`` than when ``source`` was saved."""
     then = source.facts["num_samples"]
     if now != then:
+        lengths = ["an unknown number of" if number is None else number for number in (now, then)]
         raise UserError(
-            f"the training data holds {_number(now)} samples, but {_number(then)} when "
-            f"{printable(source.directory)} was saved: their "
-            "order is another, so some would be read twice or never; use the original data, or start a "
-            f"new run from these weights with model.init_from={source.directory}"
+            f"the training data holds {lengths[0]} samples, but {lengths[1]} when "
+            f"{printable(source.directory)} was saved: their order is another, so some would be read twice "
+            "or never; use the original data, or start a new run from these weights with "
+            f"model.init_from={source.directory}"
         )
-
-
-def _number(num_samples: int | None) -> str:
-    return "an unknown number of" if num_samples is None else str(num_samples)
 
 
 def tell_what_changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

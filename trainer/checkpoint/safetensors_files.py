@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from trainer.checkpoint.hashing import FileDigest, HashingFile
 from trainer.checkpoint.reading import PlainFile
 from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
-from trainer.files.untrusted import printable, read_json
+from trainer.files.untrusted import printable, reason
 
 # Every version of the library since 0.4 reads these.
 DTYPES = {
@@ -40,8 +40,6 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # in a folder of Hugging Face
-_MAX_DIMENSIONS = 64
-_MAX_BYTES = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,6 @@ def write_file(path: Path, tensors: Iterable[ToStore]) -> FileDigest:
     """
     tensors = list(tensors)
     header, places = header_of(tensors)
-
     with HashingFile(path) as file:
         file.write(header)
         for tensor, (begin, end) in zip(tensors, places, strict=True):
@@ -113,46 +110,25 @@ def read_header(file: PlainFile) -> dict[str, Stored]:
     """Where each tensor is in ``file``, by its name; only the header is read.
 
     Raises:
-        UserError: the header is missing or wrong; a dtype is unknown; or bytes belong to two tensors or to
-            none.
+        UserError: there is none, a dtype is unknown, or a tensor is not where it would be.
     """
-    size = int.from_bytes(file.read_at(0, 8), "little") if file.size >= 8 else file.size
-    if not 2 <= size <= file.size - 8:
-        raise _refusal(file, f"its header would have {size:,} of its {file.size:,} bytes")
-    header = read_json(file.path, file.read_at(8, size))
-    header.pop("__metadata__", None)
-    found = {name: _stored(file, name, entry, 8 + size) for name, entry in header.items()}
-    end = 8 + size
-    for name, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if stored.begin != end:
-            raise _refusal(file, f"{printable(name)} begins at byte {stored.begin:,}, not {end:,}")
-        end = stored.end
-    if end != file.size:
-        raise _refusal(file, f"its tensors end at byte {end:,} of {file.size:,}")
-    return found
+    try:
+        origin = 8 + int.from_bytes(file.read(0, 8), "little")
+        header = json.loads(file.read(8, origin))
+        header.pop("__metadata__", None)
+        return {name: _stored(entry, origin, file.size) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        words = f"{type(error).__name__}: {reason(error)}"
+        raise UserError(f"{printable(file.path)} is not a safetensors file: {words}") from error
 
 
-def _stored(file: PlainFile, name: str, entry: Any, origin: int) -> Stored:
+def _stored(entry: dict[str, Any], origin: int, size: int) -> Stored:
     """The tensor of a header's ``entry``; its offsets are counted from byte ``origin`` of the file on."""
-    fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _refusal(file, f"{printable(name)} has the dtype {printable(dtype)}")
-    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS or not _are_sizes(offsets) or len(offsets) != 2:
-        raise _refusal(file, f"{printable(name)} has no shape, or no place")
-    begin, end = offsets
-    if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise _refusal(file, f"{printable(name)} has {end - begin:,} bytes for {shape} of {dtype}")
-    return Stored(DTYPES[dtype], tuple(shape), origin + begin, origin + end)
-
-
-def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    is_list = isinstance(values, list)
-    return is_list and all(type(value) is int and 0 <= value < _MAX_BYTES for value in values)
-
-
-def _refusal(file: PlainFile, words: str) -> UserError:
-    return UserError(f"{printable(file.path)} is not a safetensors file: {words}")
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    begin, end = (origin + offset for offset in entry["data_offsets"])
+    if end - begin != math.prod(shape) * dtype.itemsize or not origin <= begin <= end <= size:
+        raise ValueError(f"{shape} of {dtype} would be at bytes {begin:,} to {end:,} of {size:,}")
+    return Stored(dtype, shape, begin, end)
 
 
 def tensors_in(file: PlainFile) -> dict[str, Tensor]:

@@ -3,16 +3,14 @@
 A checkpoint is ``root/step_00000100/``. Its files are written to ``root/.tmp_step_00000100/`` and fsynced.
 The manifest, with the size of each file and the sha256 of its blocks, is written last. Then the directory is
 renamed, its parent is fsynced, and ``root/latest`` is pointed at it. A kill at any point leaves the old or
-the new one complete.
+the new one complete. Nothing is replaced: a step saved twice, as after a resume from an older one, is also in
+``step_00000100-2``, until the first of the two is pruned.
 """
 
-import contextlib
-import fcntl
 import logging
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.checkpoint.hashing import FileDigest, fsync_directory, write_text
@@ -24,8 +22,7 @@ from trainer.files.new_directory import unused_path
 
 log = logging.getLogger(__name__)
 
-_TEMPORARY, _REPLACED = ".tmp_", ".replaced_"
-_TURN_S = 5.0
+_TEMPORARY = ".tmp_"
 
 
 def seal(temporary: Path, manifest: Manifest) -> None:
@@ -56,7 +53,7 @@ def appear(temporary: Path, final: Path) -> None:
 class Store(Listing[Path]):
     """The checkpoints of the run ``run_id`` under ``root``. Only rank 0 writes, renames or deletes here.
 
-    It does not prune or replace those of other runs.
+    It does not prune those of other runs.
 
     Args:
         shared: another process may still write here: what it has not finished is left to the next start.
@@ -74,27 +71,6 @@ class Store(Listing[Path]):
         self._warned: set[Path] = set()
         self._known: dict[Path, tuple[tuple[int, ...], Manifest]] = {}  # by path: its file's identity
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait until no other process of this host is within.
-
-        It waits 5 s at most, since the other may be stopped, and not at all on a file system without locks.
-        """
-        self.root.mkdir(parents=True, exist_ok=True)
-        descriptor, until = os.open(self.root, os.O_RDONLY), time.monotonic() + _TURN_S
-        try:
-            while time.monotonic() < until:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(0.02)
-                except OSError:
-                    break
-            yield
-        finally:
-            os.close(descriptor)
-
     def manifest(self, path: Path) -> Manifest:
         """As `Listing.manifest`, but parsed once: that of 1 TB takes 0.1 s, and all ranks wait."""
         try:
@@ -106,9 +82,6 @@ class Store(Listing[Path]):
             known = self._known[path] = identity, read_manifest(path)
         return known[1]
 
-    def path(self, step: int) -> Path:
-        return self.root / f"step_{step:08d}"
-
     @at_disk()
     def new_directory(self, step: int) -> Path:
         """An empty temporary directory to fill for ``step``."""
@@ -118,7 +91,7 @@ class Store(Listing[Path]):
         # set back, the newest must still have the latest time.
         before = max([self.saved_after, *map(self._saved_at, self.directories())])
         self._begun_at = max(time.time(), before + 1e-3)
-        self._filling = unused_path(self.root / f"{_TEMPORARY}{self.path(step).name}")
+        self._filling = unused_path(self.root / f"{_TEMPORARY}step_{step:08d}")
         self._filling.mkdir()
         return self._filling
 
@@ -129,53 +102,20 @@ class Store(Listing[Path]):
         format: str,
         files: Mapping[str, FileDigest],
         metrics: Mapping[str, float],
-        check: Callable[[Path], object] = lambda sealed: None,
     ) -> Path:
         """Make the ``new_directory``, with all files fsynced, the checkpoint of ``step`` and ``latest``.
 
-        Args:
-            check: called with the complete directory before it has its name: raises if no resume would read
-                it.
-
-        Returns its path. Raises as `seal` and as ``check``.
+        Returns its path. Raises as `seal`.
         """
         values = {name: float(value) for name, value in metrics.items()}
         assert self.run_id is not None
         manifest = Manifest(format, step, self._begun_at, dict(files), values, self.run_id)
         seal(self._filling, manifest)
-        check(self._filling)
-        final = self._free_path(step)
+        final = unused_path(self.root / f"step_{step:08d}")
         appear(self._filling, final)
         self._known[final] = _identity(final), manifest
-        self._clear_leftovers()
         self._point_latest(final.name)
         return final
-
-    def _free_path(self, step: int) -> Path:
-        """The path for the checkpoint of ``step``.
-
-        What is there is moved aside, to be replaced, if it is this run's, saved before the run was resumed
-        from an earlier step, or no intact checkpoint. If it is another run's, or stays, the path is beside.
-        """
-        final = self.path(step)
-        if not os.path.lexists(final):
-            return final
-        try:
-            if not self._is_of_another_run(final):
-                final.rename(final.with_name(f"{_REPLACED}{final.name}"))
-                return final
-            words = "is another run's"
-        except OSError as error:  # such as an immutable directory, or a mount point
-            words = f"cannot be replaced: {error}"
-        beside = unused_path(final)
-        log.warning("%s %s; step %d is saved as %s", final, words, step, beside.name)
-        return beside
-
-    def _is_of_another_run(self, path: Path) -> bool:
-        try:
-            return not path.is_symlink() and self.manifest(path).run_id != self.run_id
-        except UserError:  # not a checkpoint, or a damaged one: nothing to lose
-            return False
 
     def _point_latest(self, name: str) -> None:
         """Make ``latest`` a link to the checkpoint ``name``, or warn: no resume needs it."""
@@ -196,7 +136,7 @@ class Store(Listing[Path]):
     def recover(self) -> float:
         """Called at the start: remove what a killed process left, and point ``latest`` at the newest.
 
-        A checkpoint that it had renamed to replace it is put back. Returns when the newest was saved.
+        Returns when the newest was saved.
         """
         if not self.root.is_dir():
             return 0.0
@@ -211,23 +151,10 @@ class Store(Listing[Path]):
         return own[newest].saved_at
 
     def _clear_leftovers(self) -> None:
-        """Delete what kills, replacements and failed deletions left; put back what was moved, not replaced.
-
-        Called when nothing is being written.
-        """
-        if self._shared:
-            return
+        """Delete what kills and failed deletions left. Called when nothing is being written."""
         for entry in list(self.root.iterdir()):
-            final = self.root / entry.name.removeprefix(_REPLACED)
-            if entry.name.startswith(_TEMPORARY):
+            if entry.name.startswith(_TEMPORARY) and not self._shared:
                 self._delete(entry)
-            elif entry != final and final.exists():
-                self._rename_and_delete(entry)
-            elif entry != final:
-                try:
-                    entry.rename(final)
-                except OSError as error:
-                    self._warn(entry, f"cannot be put back as {final.name}: {error}")
 
     def _delete(self, path: Path) -> bool:
         """Delete ``path``; returns whether it is gone. If not, warns: the next save tries again."""

@@ -4,16 +4,13 @@ Tensor files hold only tensors, and the other files only JSON: no reader needs a
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.errors import UserError
-from trainer.files.untrusted import printable
-
-_INT_BITS = 10_000  # Python reads and writes no longer decimals
 
 
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -30,8 +27,6 @@ def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(tree, int) and tree.bit_length() > _INT_BITS:
-        raise UserError(f"a checkpoint cannot hold {prefix}, an integer of {tree.bit_length()} bits")
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     if isinstance(tree, Tensor):
@@ -75,45 +70,27 @@ def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, st
     return {"$tensor": path}
 
 
-def put_together(plain: Any, tensors: Mapping[str, Tensor], path: str = "") -> Any:
-    """The inverse of ``take_apart``; ``plain`` may be the branch of a tree at ``path``.
-
-    Raises:
-        UserError: ``plain`` is not what ``take_apart`` makes, or names a tensor that belongs elsewhere.
-    """
+def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of ``take_apart``; ``plain`` may be a branch of a tree."""
     if isinstance(plain, list):
-        return [put_together(item, tensors, f"{path}.{i}") for i, item in enumerate(plain)]
+        return [put_together(item, tensors) for item in plain]
     if not isinstance(plain, dict):
         return plain
-    kind = next(iter(plain), "")
-    if len(plain) != 1 or not kind.startswith("$"):
-        return {
-            key: put_together(value, tensors, f"{path}.{key}" if path else key)
-            for key, value in plain.items()
-        }
-    value = plain[kind]
-    match kind, value:
-        case "$tensor", str() if value == path and value in tensors:
+    kind, value = next(iter(plain.items()), ("", None))
+    match kind:
+        case "$tensor":
             return tensors[value]
-        case "$tuple", list():
-            return tuple(put_together(value, tensors, path))
-        case "$dict", list():
-            return dict(_pairs(value, tensors, path))
-        case "$counter", list():
-            return Counter(dict(_pairs(value, tensors, path)))
-        case "$bytes", {"$tensor": str()}:
-            return put_together(value, tensors, path).numpy().tobytes()
-        case "$dtype", str() if isinstance(getattr(torch, value, None), torch.dtype):
+        case "$tuple":
+            return tuple(put_together(value, tensors))
+        case "$dict":
+            return dict(put_together(value, tensors))
+        case "$counter":
+            return Counter(dict(put_together(value, tensors)))
+        case "$bytes":
+            return put_together(value, tensors).numpy().tobytes()
+        case "$dtype":
             return getattr(torch, value)
-    raise UserError(
-        f"the checkpoint's state holds at {printable(path)} what no save puts there: {printable(plain)}"
-    )
-
-
-def _pairs(plain: list[Any], tensors: Mapping[str, Tensor], path: str) -> Iterator[tuple[Any, Any]]:
-    for plain_key, value in plain:
-        key = put_together(plain_key, tensors, path)
-        yield key, put_together(value, tensors, f"{path}.{key}")
+    return {key: put_together(item, tensors) for key, item in plain.items()}
 
 
 def is_extra_state(name: str) -> bool:

@@ -20,7 +20,7 @@ from trainer.checkpoint.safetensors_files import INDEX, SINGLE, tensors_in
 from trainer.checkpoint.tree import is_extra_state
 from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, Location, location
-from trainer.files.untrusted import Fields, first_five, printable, read_json, reason
+from trainer.files.untrusted import first_five, printable, read_json, reason
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ def weights_for(
 
     Raises:
         UserError: unreadable; no name in common, or several prefixes with equally many; other shapes (the
-            first five, both shapes each); values that do not fit into the model's tensor; or a parameter that
-            is frozen would stay as initialised.
+            first five, both shapes each); or a parameter that is frozen would stay as initialised.
     """
     path, ignore = location(path), [ignore] if isinstance(ignore, str) else ignore
     state = model.state_dict(keep_vars=True).items()
@@ -77,8 +76,7 @@ def weights_for(
     found = _read(path)
     shift, places = _matched(path, [name for name in found if not is_extra_state(name)], wanted, key)
     common = {name: found[place] for name, place in places.items()}
-    _refuse_other_shapes(path, {name: (common[name], wanted[name]) for name in wanted if name in common})
-    _refuse_loss(path, {name: (common[name], wanted[name]) for name in wanted if name in common})
+    _refuse_other_shapes(path, {name: (there, wanted[name]) for name, there in common.items()})
     given = {id(wanted[name]) for name in common}  # a tied weight may be there under one of its names
     missing = sorted(name for name, tensor in everything.items() if id(tensor) not in given)
     _refuse_frozen(path, {name: everything[name] for name in missing}, ignore, freeze)
@@ -118,34 +116,24 @@ def _matched(
     same = _Shift((), ())
     fit = {shift: count for shift, count in counts.items() if count >= at_least or shift == same}
     if not fit:
-        most = "".join(
-            f"; {count} are under {(prefix := '.'.join(shift.there))}: model.init_key={prefix} takes them"
-            for shift, count in counts.most_common(1)
-            if shift.there
-        )
         raise UserError(
             f"model.init_from={path} has no name in common with this model: it holds "
-            f"{first_five(sorted(found))}; the model {first_five(sorted(wanted))}{most}"
+            f"{first_five(sorted(found))}; the model {first_five(sorted(wanted))}; model.init_key=PREFIX "
+            "takes what is under a prefix, however little"
         )
     best = [shift for shift, count in fit.items() if count == max(fit.values())]
     if len(best) > 1 and same not in best:
-        if len(prefixes := sorted({".".join(shift.there) for shift in best})) > 1:
-            raise UserError(
-                f"model.init_from={path} fits this model equally under {' and '.join(prefixes)}; "
-                f"model.init_key={prefixes[0]} takes one"
-            )
-        parts = sorted({".".join(shift.here) for shift in best})
+        ways = [f"its {'.'.join(a) or 'names'} for {'.'.join(b) or 'the model'}" for a, b in sorted(best)]
         raise UserError(
-            f"model.init_from={path} fits {' and '.join(parts)} of this model equally; "
-            f"model.init_ignore=[{parts[0]}] leaves one out"
+            f"model.init_from={path} fits equally in several ways: {first_five(ways)}; model.init_key takes "
+            "one prefix of the file, model.init_ignore leaves out a part of the model"
         )
     shift = same if same in best else best[0]
     places: dict[str, str] = {}
     for plain, names in ours.items():
         options = theirs.get(shift.there + plain[len(shift.here) :], []) if _begins(plain, shift.here) else []
         for name in names:
-            exact = [option for option in options if f".{option}".endswith(f".{name}")]
-            fitting = exact or (options if len({id(wanted[each]) for each in names}) == 1 else [])
+            fitting = [option for option in options if f".{option}".endswith(f".{name}")] or options
             if len(fitting) > 1:
                 way_out = f"model.init_ignore=[{name}] takes none"
                 raise UserError(f"model.init_from={path} has {first_five(fitting)} for {name}; {way_out}")
@@ -187,16 +175,14 @@ def _refuse_other_shapes(path: Location, pairs: Mapping[str, tuple[Tensor, Tenso
     """Raise UserError if shapes differ; by name, the tensors there and here."""
     different = {name: pair for name, pair in pairs.items() if pair[0].shape != pair[1].shape}
     if different:
-        words = [
+        words = first_five(
             f"{name} ({list(there.shape)} there, {list(here.shape)} here)"
             for name, (there, here) in different.items()
-        ]
-        modules = sorted({name.rpartition(".")[0] or name for name in different})
-        way_out = (
-            f"; model.init_ignore=[{','.join(modules)}] leaves these as initialised, as for other classes"
         )
+        modules = first_five(sorted({name.rpartition(".")[0] or name for name in different}))
         raise UserError(
-            f"model.init_from={path} is of another model: {first_five(words)}{way_out * (len(modules) <= 5)}"
+            f"model.init_from={path} is of another model: {words}; model.init_ignore=[{modules}] leaves "
+            "these as initialised, as for other classes"
         )
 
 
@@ -204,43 +190,21 @@ def _refuse_frozen(
     path: Location, left: Mapping[str, Tensor], ignore: Sequence[str], freeze: Sequence[str]
 ) -> None:
     """Raise UserError if a parameter that is left as initialised is never trained."""
-    chosen = [name for name in left if any(re.search(pattern, name) for pattern in freeze)]
-    built = [
-        name for name, tensor in left.items() if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    names = [
+        name
+        for name, tensor in left.items()
+        if isinstance(tensor, nn.Parameter)
+        and (
+            any(re.search(pattern, name) for pattern in freeze)
+            or (not tensor.requires_grad and not _is_under(name, ignore))
+        )
     ]
-    for names, way_out in (
-        (chosen, "model.freeze matches it; let it match less"),
-        (
-            [name for name in built if not _is_under(name, ignore)],
-            "model.init_ignore=[...] says that this is meant",
-        ),
-    ):
-        names = [name for name in names if isinstance(left[name], nn.Parameter)]
-        if names:
-            raise UserError(
-                f"{first_five(names)} would keep random values: frozen, and not taken from "
-                f"model.init_from={path}; {way_out}"
-            )
-
-
-def _refuse_loss(path: Location, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Raise UserError if a tensor would lose values as it is copied; by name, those there and here."""
-    first: dict[int, str] = {}
-    for name, (there, here) in pairs.items():
-        other = first.setdefault(id(here), name)
-        if other != name and not there.equal(pairs[other][0]):
-            raise UserError(
-                f"model.init_from={path} has other values for {other} and {name}, which are one tensor in "
-                f"this model; model.init_ignore=[{name}] takes those of {other}"
-            )
-        is_cut = here.dtype.is_complex < there.dtype.is_complex
-        if not here.is_floating_point() and there.is_floating_point():
-            is_cut = not there.equal(there.to(here.dtype).to(there.dtype))
-        if is_cut:
-            raise UserError(
-                f"model.init_from={path} has {there.dtype} numbers for {name}, which is {here.dtype} here "
-                f"and would lose a part of them; model.init_ignore=[{name}] leaves it as initialised"
-            )
+    if names:
+        raise UserError(
+            f"{first_five(names)} would keep random values: frozen, and not taken from "
+            f"model.init_from={path}; let model.freeze match less, or, of what the model itself freezes, "
+            "name it in model.init_ignore"
+        )
 
 
 def _is_under(name: str, prefixes: Sequence[str]) -> bool:
@@ -250,13 +214,13 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
 def _read(path: Location) -> dict[str, Any]:
     """The tensors and extra state in ``path``, by their names there. UserError if it cannot be read."""
     if not path.exists():
-        raise UserError(f"model.init_from={printable(path)} does not exist")
+        raise UserError(f"model.init_from={printable(path)} does not exist: give its path as it is now")
     try:
         if (path / SINGLE).exists():
             return _read_file(path / SINGLE)
         if (path / INDEX).exists():
             return _read_index(path)
-        return _checkpoint_in(path).read("model.") if path.is_dir() else _read_file(path)
+        return _checkpoint_in(path).model_state() if path.is_dir() else _read_file(path)
     except (UserError, Fault) as error:
         raise kind_of(error)(f"model.init_from={printable(path)}: {error}") from error
 
@@ -274,18 +238,13 @@ def _read_file(path: Location) -> dict[str, Any]:
 def _read_index(folder: Location) -> dict[str, Any]:
     """The tensors of the files that `INDEX` names, which are beside it."""
     with opened(folder / INDEX) as file:
-        index = Fields(str(folder / INDEX), read_json(folder / INDEX, file.read()))
-    places = index.mapping("weight_map")
-    names = sorted({places.text(name) for name in places.values})
-    for name in names:
-        if Path(name).name != name:
-            raise UserError(
-                f"{printable(folder / INDEX)} names {printable(name)}, which is not a file beside it"
-            )
-    files = {name: _read_file(folder / name) for name in names}
-    if missing := sorted(name for name, file in places.values.items() if name not in files[file]):
+        places = read_json(folder / INDEX, file.read())["weight_map"]
+    found: dict[str, Any] = {}
+    for name in sorted(set(places.values())):
+        found |= _read_file(folder / Path(name).name)
+    if missing := sorted(places.keys() - found.keys()):
         raise UserError(f"{printable(folder)} lacks {first_five(missing)}, which its {INDEX} names")
-    return {name: files[file][name] for name, file in places.values.items()}
+    return found
 
 
 def _read_torch(file: PlainFile) -> dict[str, Any]:
@@ -296,11 +255,8 @@ def _read_torch(file: PlainFile) -> dict[str, Any]:
     except Exception as error:  # torch raises any error of its zip reader and unpickler
         words = f"{type(error).__name__}: {reason(error)}"
         raise UserError(f"torch.load(weights_only=True) refuses it: {words}") from error
-    if not isinstance(loaded, Mapping):
-        raise UserError(f"it holds no named tensors, but a {type(loaded).__name__}")
-    if not (named := dict(_flat(loaded, ""))):
-        kinds = sorted({f"{type(k).__name__}: {type(v).__name__}" for k, v in loaded.items()})
-        raise UserError(f"it holds no named tensors, but {first_five(kinds) or 'nothing'}")
+    if not (named := dict(_flat(loaded, "")) if isinstance(loaded, Mapping) else {}):
+        raise UserError(f"it is a {type(loaded).__name__} without named tensors")
     for name, tensor in named.items():
         if isinstance(tensor, Tensor) and (problem := unusual(tensor)) is not None:
             raise UserError(f"{printable(name)} {problem}")

@@ -44,7 +44,7 @@ def saved_settings(run_dir: Folder, overrides: Sequence[str] = ()) -> Config:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("train", overrides=[f"{group}={name}" for group, name in groups.items()])
         settings = _merged(composed, saved, groups)
-        settings.run_dir, settings.resume, settings.model.init_from = str(run_dir), None, None
+        settings.run_dir, settings.resume = str(run_dir), None
         settings.comm.timeline = False  # there will be no gradients to time
         for change in changes:
             if not _names_group(change):

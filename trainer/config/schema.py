@@ -143,6 +143,7 @@ class CheckpointConfig:
     every_minutes: float | None = above(0)
     every_epochs: int | None = at_least(1)
     at_fault: bool = MISSING
+    frozen: bool = MISSING
     keep_last: int = at_least(1)
     keep_best: KeepBest | None = MISSING
     keep_every: int | None = at_least(1)

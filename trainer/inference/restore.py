@@ -16,8 +16,16 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from trainer.build import build_dataset, build_model, build_task, build_to_device, load_held_out, split
-from trainer.checkpoint import OpenCheckpoint, read_averages, read_model
+from trainer.build import (
+    build_dataset,
+    build_model,
+    build_task,
+    build_to_device,
+    load_held_out,
+    split,
+    start_from,
+)
+from trainer.checkpoint import OpenCheckpoint, frozen_digests, read_averages, read_model
 from trainer.config import Config, TrainConfig, flatten
 from trainer.config.overrides import leaves
 from trainer.data.loading.base import EvalLoader
@@ -28,7 +36,7 @@ from trainer.distributed.seeding import generators_kept, seed_everything
 from trainer.errors import UserError
 from trainer.files.address import location
 from trainer.inference.evaluation import ModelContext
-from trainer.meta_init import initial_model
+from trainer.meta_init import InitialModel, initial_model
 from trainer.optim.param_groups import freeze
 from trainer.run_dir.claim import run_id_of
 from trainer.run_dir.console import terminal
@@ -86,9 +94,9 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         assert config.seed is not None
         sharded_over = dist if strategy.fills_by_unit else None
         model = initial_model(_builder(config, train_set), config.seed, sharded_over)
-        freeze(model.module, config.model)  # how strategies shard depends on it
+        begun = _freeze(model, config, agreement, dist.local_rank)  # how strategies shard depends on it
         wrapped = strategy.wrap(model.module, model.fill)
-        source = _read(strategy.unwrap(wrapped), config, checkpoint, agreement, strategy.device)
+        source = _read(strategy.unwrap(wrapped), config, checkpoint, agreement, strategy.device, begun)
         strategy.weights_changed(wrapped)
         where = f"{config.strategy.name} on {dist.world_size} x {dist.device.type}"
         log.info("%s, %s", source.directory, where)
@@ -118,9 +126,17 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
     assert config.seed is not None
     with generators_kept():
         model = initial_model(_builder(config, _training_data(config)), config.seed, None)
+        begun = {} if config.checkpoint.frozen else _freeze(model, config, Alone(), local_rank=0)
         model.fill(model.module)
-    _read(model.module, config, checkpoint, Alone(), torch.device("cpu"))
+    _read(model.module, config, checkpoint, Alone(), torch.device("cpu"), begun)
     return model.module.eval()
+
+
+def _freeze(model: InitialModel, config: Config, agreement: Agreement, local_rank: int) -> dict[str, str]:
+    """Freeze parameters as in training, and read those that checkpoints leave out; their `frozen_digests`."""
+    begun_with = {} if config.checkpoint.frozen else start_from(config.model, model, agreement, local_rank)
+    freeze(model.module, config.model)
+    return agreement.on_main(lambda: frozen_digests(model.module, begun_with))
 
 
 def _tell_whose_classes(config: Config) -> None:
@@ -141,12 +157,17 @@ def _builder(config: Config, train_set: Callable[[], Any]) -> Callable[[], nn.Mo
 
 
 def _read(
-    model: nn.Module, config: Config, checkpoint: str, agreement: Agreement, device: torch.device
+    model: nn.Module,
+    config: Config,
+    checkpoint: str,
+    agreement: Agreement,
+    device: torch.device,
+    begun: dict[str, str],
 ) -> OpenCheckpoint:
     run_dir = location(config.run_dir or "")
     run_id = agreement.on_main(lambda: run_id_of(run_dir))
     best = config.checkpoint.keep_best
-    source = read_model(model, run_dir, run_id, checkpoint, best, agreement, device)
+    source = read_model(model, run_dir, run_id, checkpoint, best, agreement, device, begun)
     if agreement.rank == 0 and source.manifest.run_id not in (run_id, None):
         log.warning("%s was saved by a different run than the one in %s", source.directory, run_dir)
     if evaluates_ema(config):

@@ -27,7 +27,7 @@ from trainer.errors import (
     which_try,
 )
 from trainer.files.atomic_file import atomic_file
-from trainer.files.untrusted import Fields, load_json
+from trainer.files.untrusted import load_json
 from trainer.launch.place import place, told_rank
 from trainer.launch.signals import signal_at_parents_death
 
@@ -116,9 +116,9 @@ def _end_as_before() -> None:
     if file_of_end is not None and restarts:
         file_of_end = file_of_end.parents[1] / f"attempt_{restarts - 1}" / file_of_end.name
         with contextlib.suppress(OSError, UserError):
-            end = Fields(str(file_of_end), load_json(file_of_end))
-            if end.count("status") in _FINAL:
-                raise EndedBefore(end.count("status"), end.text("message"))
+            end = load_json(file_of_end)
+            if end["status"] in _FINAL:
+                raise EndedBefore(end["status"], end["message"])
             time.sleep(PAUSES_S[min(restarts, len(PAUSES_S)) - 1])
 
 

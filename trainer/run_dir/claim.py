@@ -19,7 +19,7 @@ from trainer.errors import Fault, UserError, writing
 from trainer.files.address import Address, Location
 from trainer.files.atomic_file import atomic_file
 from trainer.files.new_directory import new_run_dir, unused_path
-from trainer.files.untrusted import Fields, load_json, printable
+from trainer.files.untrusted import load_json, printable
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +135,8 @@ def _is_of(path: Path, run_id: str | None, resume: str) -> bool:
 def run_id_of(path: Location) -> str | None:
     """The recorded id, or else that of the newest checkpoint; None for runs older than ids."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, UserError):
-        run_id = Fields(str(path / RUN), load_json(path / RUN)).text("run_id")
-        if is_run_id(run_id):
+        run_id = load_json(path / RUN).get("run_id")
+        if isinstance(run_id, str) and is_run_id(run_id):
             return run_id
     return newest_run_id(path)
 

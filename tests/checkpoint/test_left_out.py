@@ -1,0 +1,129 @@
+"""checkpoint.frozen=false: frozen parameters that model.init_from gave are read from there again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.faults.test_ends import TINY
+from tests.ranks import run_ranks
+from tests.runs import train
+from tests.user_parts import Tiny
+from trainer import api
+from trainer.checkpoint.__main__ import main
+from trainer.config.saved_run import saved_settings
+from trainer.errors import UserError
+from trainer.inference.restore import restored_run
+
+
+def words(root: Path) -> tuple[str, ...]:
+    return (
+        *(*TINY, "schedule=constant", "train.eval_every_epochs=0", "model.freeze=[layers.0]"),
+        *(f"model.init_from={root / 'base.pt'}", "checkpoint.frozen=false", "checkpoint.every_steps=2"),
+    )
+
+
+def begun(root: Path, bias: float = 1.0) -> dict[str, torch.Tensor]:
+    weights = {name: torch.full_like(value, 0.3) for name, value in Tiny().state_dict().items()}
+    weights["layers.0.bias"] += bias
+    torch.save(weights, root / "base.pt")
+    return weights
+
+
+def refused(*settings: str) -> str:
+    with pytest.raises(UserError) as raised:
+        train(*settings)
+    if dist.is_initialized():  # an error leaves it to the end of the process, which is not now
+        dist.destroy_process_group()
+    return str(raised.value)
+
+
+def runs(root: Path, *strategy: str) -> list[str]:
+    """The hashes of a whole run, of one resumed, and of one resumed from a save that has all."""
+    given = (*words(root), *strategy)
+    hashes = [str(train(*given, "train.max_steps=4", f"run_dir={root / 'whole'}")["param_sha256"])]
+    for name, frozen in (("halves", "false"), ("mixed", "true")):
+        here = (*given, f"run_dir={root / name}")
+        train(*here, "train.max_steps=2", f"checkpoint.frozen={frozen}")
+        hashes.append(str(train(*here, "train.max_steps=4", "resume=auto")["param_sha256"]))
+    with restored_run(saved_settings(root / "halves", strategy[:1]), "newest") as restored:
+        assert restored.checkpoint.left_out.keys() == {"layers.0.weight", "layers.0.bias"}
+    return hashes
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        (1, ("strategy=single",)),
+        (2, ("strategy=fsdp", "checkpoint=sharded", "checkpoint.frozen=false", "checkpoint.async=true")),
+        pytest.param(2, ("strategy=fsdp",), marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            ("strategy=ddp", "checkpoint=sharded", "checkpoint.frozen=false", "checkpoint.async=true"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_resume_reads_them_from_init_from(
+    tmp_path: Path, world_size: int, strategy: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = begun(tmp_path)
+    hashes = run_ranks(runs, world_size, tmp_path, *strategy, init=False)[0]
+    assert len(set(hashes)) == 1, hashes
+    newest = tmp_path / "halves" / "checkpoints" / "step_00000004"
+    saved = set().union(*(load_file(path) for path in newest.glob("model-*")))
+    assert saved == {"layers.2.weight", "layers.2.bias"}
+    model = api.load_model(tmp_path / "halves", "newest")
+    assert model.get_parameter("layers.0.bias").equal(base["layers.0.bias"])
+    assert not model.get_parameter("layers.2.bias").equal(base["layers.2.bias"])
+    assert main(["convert", str(newest), str(tmp_path / "out"), "--to", "torch"]) == 2
+    assert (
+        "leaves out layers.0.weight, layers.0.bias: they are in model.init_from=" in capsys.readouterr().err
+    )
+
+
+def refusals(root: Path) -> list[str]:
+    here = (*words(root), "strategy=single", f"run_dir={root / 'run'}", "train.max_steps=4")
+    train(*here, "train.max_steps=2")
+    begun(root, bias=2.0)
+    changed = refused(*here, "resume=auto")
+    (root / "base.pt").unlink()
+    missing = refused(*here, "resume=auto")
+    own = refused(*here, "resume=auto", "model.init_from=null", "checkpoint.frozen=true")
+    none = refused(*here, "model.init_from=null", f"run_dir={root / 'other'}")
+    begun(root)
+    weights = refused(*here, f"model.init_from={root / 'run'}", f"run_dir={root / 'third'}")
+    return [changed, missing, own, none, weights]
+
+
+def test_other_or_missing_weights_are_refused_in_a_line(tmp_path: Path) -> None:
+    begun(tmp_path)
+    changed, missing, own, none, weights = run_ranks(refusals, 1, tmp_path, init=False)[0]
+    left_out = (
+        f"leaves out {{}}, as checkpoint.frozen=false has it: model.init_from={tmp_path}/base.pt had other"
+    )
+    assert left_out.format("layers.0.bias") in changed
+    assert f"model.init_from={tmp_path}/base.pt does not exist: give its path" in missing
+    assert left_out.format("layers.0.weight, layers.0.bias") in own
+    assert "leaves out frozen parameters that came from model.init_from, and this model has none" in none
+    assert "layers.0.bias: they are in model.init_from=" in weights
+
+
+def changes_them(run_dir: Path) -> str:
+    return refused(*words(run_dir), "model._target_=tests.checkpoint.test_left_out.Drifts", "strategy=single")
+
+
+class Drifts(Tiny):
+    """A forward pass changes what is frozen."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.layers[0].bias.data += 1
+        return super().forward(rows)
+
+
+def test_a_frozen_parameter_that_changes_cannot_be_left_out(tmp_path: Path) -> None:
+    begun(tmp_path)
+    (said,) = run_ranks(changes_them, 1, tmp_path, init=False)
+    assert "layers.0.bias is frozen, but has other values than it began with" in said
