@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import convert, load_weights
+from trainer.checkpoint import convert
 from trainer.checkpoint.__main__ import main
 
 STEP = "checkpoints/step_00000003"
@@ -40,7 +40,7 @@ def test_weights_alone_can_be_taken_elsewhere(tmp_path: Path, saved: Saved, to: 
     (run_dir, tensors), out = saved, tmp_path / f"weights.{to}"
     assert main(["convert", str(run_dir / STEP), str(out), "--to", to]) == 0
     net = tiny.Net()
-    load_weights(net, out)
+    tiny.load_weights(net, out)
     for name, tensor in net.state_dict().items():
         assert torch.equal(tensor, tensors[f"model.{name}"])
     if to == "torch":

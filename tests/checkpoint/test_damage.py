@@ -14,7 +14,7 @@ import torch
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import checkpointer, load_weights, manifest, resuming
+from trainer.checkpoint import checkpointer, manifest, resuming
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.errors import UserError
 
@@ -118,7 +118,7 @@ def test_weights_that_hold_a_call_run_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "would").exists()
     torch.save({"first.weight": Payload(tmp_path / "ran")}, tmp_path / "w.pt")
     with pytest.raises(UserError, match=r"torch.load\(weights_only=True\) refuses it"):
-        load_weights(tiny.Net(), tmp_path / "w.pt")
+        tiny.load_weights(tiny.Net(), tmp_path / "w.pt")
     assert not (tmp_path / "ran").exists()
 
 

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import load_weights
 from trainer.checkpoint.__main__ import main
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
@@ -105,11 +104,11 @@ def test_a_run_begins_with_a_folder_of_theirs(
     for folder in ("single", "split"):
         ours = KINDS[kind]()
         with caplog.at_level(logging.WARNING):
-            load_weights(ours, tmp_path / folder)
+            tiny.load_weights(ours, tmp_path / folder)
         assert _logits(ours).equal(_logits(theirs))
     assert "left as initialised" not in caplog.text, "the head of GPT-2 is tied, and is not in their file"
     theirs.base_model.save_pretrained(tmp_path / "without_head")
     ours = KINDS[kind]()
-    load_weights(ours, tmp_path / "without_head")
+    tiny.load_weights(ours, tmp_path / "without_head")
     parameters = zip(ours.base_model.parameters(), theirs.base_model.parameters(), strict=True)
     assert all(map(torch.equal, *zip(*parameters, strict=True)))

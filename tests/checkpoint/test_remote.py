@@ -22,7 +22,6 @@ from tests.fault_parts import fault
 from tests.programs import finish_ranks, started_ranks
 from tests.ranks import run_ranks
 from tests.runs import settings
-from trainer.checkpoint import load_weights
 from trainer.checkpoint.__main__ import main
 from trainer.checkpoint.hashing import write_text
 from trainer.checkpoint.listing import Listing, Retention
@@ -360,7 +359,7 @@ def test_commands_take_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for run in (address, f"{address}/checkpoints/step_00000002"):
         assert main(["show", run]) == main(["verify", run]) == 0
     net = tiny.Net()
-    load_weights(net, run)
+    tiny.load_weights(net, run)
     here = verified(tmp_path / "first" / "checkpoints" / "step_00000002").weights(False)
     assert all(here[name].equal(value) for name, value in net.state_dict().items())
     assert main(["convert", run, str(tmp_path / "w.safetensors"), "--to", "safetensors"]) == 0

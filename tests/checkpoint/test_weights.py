@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import load_weights, weights_for
+from trainer.checkpoint import weights_for
 from trainer.errors import UserError
 
 
@@ -45,7 +45,7 @@ def test_reads_state_dicts_of_wrapped_models_in_any_container(
     optimizer = {"state": {0: {"exp_avg": torch.ones(2)}}}
     torch.save({container: saved, "epoch": 3, "o": optimizer} if container else saved, tmp_path / "w.pt")
     assert not _same(theirs, ours)
-    load_weights(ours, tmp_path / "w.pt")
+    tiny.load_weights(ours, tmp_path / "w.pt")
     assert _same(theirs, ours)
 
 
@@ -68,7 +68,7 @@ def test_wrappers_anywhere_and_a_prefix_are_no_part_of_a_name(tmp_path: Path, th
             module.add_module(part, nn.Module())
             module = module.get_submodule(part)
         module.register_parameter(last, nn.Parameter(torch.rand(3)))
-    load_weights(model, _saved(tmp_path, there.state_dict()))
+    tiny.load_weights(model, _saved(tmp_path, there.state_dict()))
     assert _same(model, there)
 
 
@@ -81,7 +81,7 @@ def test_of_several_that_fit_equally_none_is_guessed(
     with pytest.raises(
         UserError, match=r"equally in several ways: its student for the model, its teacher\.backbone for"
     ):
-        load_weights(ours, path)
+        tiny.load_weights(ours, path)
     with pytest.raises(UserError, match=r"model\.init_key=pupil is not in .*: it has student, teacher"):
         weights_for(ours, path, key="pupil")
     with caplog.at_level(logging.INFO):
@@ -92,8 +92,8 @@ def test_of_several_that_fit_equally_none_is_guessed(
     with pytest.raises(
         UserError, match=r"its names for left, its names for right; .*model\.init_ignore leaves out a part"
     ):
-        load_weights(two, path := _saved(tmp_path, student.state_dict()))
-    load_weights(two, path, ["left"])
+        tiny.load_weights(two, path := _saved(tmp_path, student.state_dict()))
+    tiny.load_weights(two, path, ["left"])
     assert _same(two["right"], student)
 
 
@@ -120,7 +120,7 @@ def test_lists_what_is_missing_and_what_is_left_over(
     saved["head.weight"] = saved.pop("first.bias")
     torch.save(saved, tmp_path / "w.pt")
     with caplog.at_level(logging.WARNING):
-        load_weights(ours, tmp_path / "w.pt")
+        tiny.load_weights(ours, tmp_path / "w.pt")
     assert (
         "9 of the model's 10 tensors; left as initialised: first.bias; not used: head.weight" in caplog.text
     )
@@ -135,16 +135,16 @@ def _saved(folder: Path, tensors: Any) -> Path:
 
 def test_refuses_what_is_no_state_dict(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
-        load_weights(tiny.Net(), tmp_path / "none.pt")
+        tiny.load_weights(tiny.Net(), tmp_path / "none.pt")
     (tmp_path / "text.pt").write_text("hello")
     with pytest.raises(UserError, match=r"torch.load\(weights_only=True\) refuses it"):
-        load_weights(tiny.Net(), tmp_path / "text.pt")
+        tiny.load_weights(tiny.Net(), tmp_path / "text.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(UserError, match="it is a list without named tensors"):
-        load_weights(tiny.Net(), tmp_path / "list.pt")
+        tiny.load_weights(tiny.Net(), tmp_path / "list.pt")
     torch.save({"a": torch.ones(1)}, tmp_path / "foreign.pt")
     with pytest.raises(UserError, match="no name in common"):
-        load_weights(tiny.Net(), tmp_path / "foreign.pt")
+        tiny.load_weights(tiny.Net(), tmp_path / "foreign.pt")
 
 
 def test_leaves_as_initialised_what_it_is_told_to_ignore(
@@ -155,11 +155,11 @@ def test_leaves_as_initialised_what_it_is_told_to_ignore(
     torch.save(theirs.state_dict(), tmp_path / "w.pt")
     before = ours.second.weight.clone()
     with pytest.raises(UserError, match=r"second.weight \(\[10, 7\] .*model.init_ignore=\[second\]"):
-        load_weights(ours, tmp_path / "w.pt")
+        tiny.load_weights(ours, tmp_path / "w.pt")
     with pytest.raises(UserError, match=r"model\.init_ignore names sec, which this model does not have"):
-        load_weights(ours, tmp_path / "w.pt", ["sec"])
+        tiny.load_weights(ours, tmp_path / "w.pt", ["sec"])
     with caplog.at_level(logging.INFO):
-        load_weights(ours, tmp_path / "w.pt", ["second"])
+        tiny.load_weights(ours, tmp_path / "w.pt", ["second"])
     assert torch.equal(ours.second.weight, before)
     assert torch.equal(ours.first.weight, theirs.first.weight)
     (line,) = caplog.records
@@ -170,11 +170,11 @@ def test_reads_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     theirs, ours = _nets()
     safetensors.save_file(theirs.state_dict(), tmp_path / "w.safetensors")
-    load_weights(ours, tmp_path / "w.safetensors")
+    tiny.load_weights(ours, tmp_path / "w.safetensors")
     assert _same(theirs, ours)
     (tmp_path / "w.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(UserError, match=r"is not a safetensors file: UserError: .* is too short"):
-        load_weights(ours, tmp_path / "w.safetensors")
+        tiny.load_weights(ours, tmp_path / "w.safetensors")
 
 
 def _save_and_load(run_dir: Path) -> list[bool]:
@@ -185,7 +185,7 @@ def _save_and_load(run_dir: Path) -> list[bool]:
 
     def matches(path: Path) -> None:
         fresh = tiny.Net()
-        load_weights(fresh, path)
+        tiny.load_weights(fresh, path)
         results.append(
             all(torch.equal(tensor, saved[f"model.{name}"]) for name, tensor in fresh.state_dict().items())
         )

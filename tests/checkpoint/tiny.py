@@ -1,6 +1,6 @@
 """A small model in training, plain or sharded; all its numbers can be compared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoint import Checkpointer, weights_for
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
 from trainer.distributed.process_group import Dist
@@ -145,6 +145,11 @@ def everything(state: TrainState) -> dict[str, Any]:
     """All of ``state``, as whole CPU tensors and plain values."""
     tensors, plain = take_apart(state.state_dict())
     return {"tensors": whole(tensors), "plain": plain}
+
+
+def load_weights(model: nn.Module, path: str | Path, ignore: str | Sequence[str] = ()) -> None:
+    """Begin with the weights of a file, as model.init_from does."""
+    model.load_state_dict(weights_for(model, path, ignore), strict=False)
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from trainer.checkpoint.model import read_averages, read_model
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.remote import fetch_history, run_at
 from trainer.checkpoint.resuming import saved_settings_of
-from trainer.checkpoint.weights import load_weights, weights_for
+from trainer.checkpoint.weights import weights_for
 
 __all__ = [
     "Checkpointer",
@@ -16,7 +16,6 @@ __all__ = [
     "fetch_history",
     "frozen_digests",
     "is_run_id",
-    "load_weights",
     "newest_run_id",
     "read_averages",
     "read_manifest",

@@ -17,7 +17,6 @@ from torch import Tensor
 from trainer.checkpoint.background import Saving, host_stager
 from trainer.checkpoint.fits import (
     Fits,
-    check_optimizer_state,
     make_buffers,
     parameter_of,
     refuse_not_finite,
@@ -284,7 +283,9 @@ class Checkpointer:
         def report() -> _Report:
             live, facts["state"] = self._fits.take(state)
             if self._plan is None:  # the first save
-                _check_optimizer(state, live, facts["state"])
+                for name in live:
+                    if name.startswith("optimizer."):
+                        parameter_of(name, live[name].shape, state.trained.whole)
             tensors.update(live)
             only_rank_0.update(buffer_names(state.model), filter(is_extra_state, live))
             shared = {name: live[name] for name in live if name not in only_rank_0}
@@ -411,11 +412,3 @@ class Checkpointer:
         self._dist.heartbeat.enter("checkpoint")
         with at_disk():
             self._remote.finish(self._settings.timeout_s)
-
-
-def _check_optimizer(state: TrainState, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-    """Raise UserError if a resume of this run could not load the optimizer's part of what it saves."""
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer."):
-            parameter_of(name, tensor.shape, state.trained.whole)
-    check_optimizer_state(state, saved_state(plain, tensors)["optimizer"])

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Muon
 
 from trainer.bits import bit_sums, changed_bits, same_bits
 from trainer.checkpoint.layout import DTYPES, Shapes, aliases_in
@@ -19,7 +18,7 @@ from trainer.checkpoint.tree import is_extra_state, put_together, take_apart
 from trainer.errors import NonFiniteError, UserError, first_few
 from trainer.files.untrusted import first_five, printable
 from trainer.local_shard import is_dtensor, to_local
-from trainer.optim.combined import has_user_part, parts_of
+from trainer.optim.combined import has_user_part
 from trainer.optim.continued import OF_SCHEDULES
 from trainer.optim.plain_names import (
     every_parameter,
@@ -29,7 +28,8 @@ from trainer.optim.plain_names import (
     named_modules,
 )
 from trainer.optim.train_state import TrainState
-from trainer.optim.whole_matrices import WholeMatrices
+
+_WITH_STATE = ("amsgrad", "centered")  # options of torch's optimizers that need more state
 
 # ---- what a run saves
 
@@ -50,7 +50,6 @@ class Fits:
     """
 
     def __init__(self, state: TrainState, left_out: Collection[str] = ()) -> None:
-        _check_model(state.model)
         self._left_out = left_out
         tree, left_out_now = self._parted(state)
         self._left_out_bits = bit_sums(left_out_now.items())
@@ -58,6 +57,7 @@ class Fits:
         for name, tensor in tensors.items():
             if (problem := _unsavable(to_local(tensor))) is not None:
                 raise UserError(f"a checkpoint cannot hold {name}, which {problem}")
+        _check_model(state.model)
         named = every_parameter(state.model)
         # Without DTensors: FSDP itself replaces them by gathered ones.
         self._parameters = {name: p for name, p in named if not is_dtensor(p)}
@@ -266,7 +266,6 @@ def targets_for(
                 targets[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:
                 targets[name] = torch.empty(shape, dtype=dtype)
-    check_optimizer_state(state, saved_state(plain, targets)["optimizer"])
     return targets, lacks
 
 
@@ -293,10 +292,7 @@ def model_targets(
 
 
 def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The saved state for ``TrainState.load_state_dict``, made of ``plain`` and ``targets``.
-
-    Called before these are read, to check that it fits, and after, to load it.
-    """
+    """The saved state for ``TrainState.load_state_dict``, made of ``plain`` and ``targets``, once read."""
     buffers = plain["buffers"]
     read = {name: value for name, value in buffers.items() if f"buffers.{name}" in targets}
     average = plain["ema"] if any(name.startswith("ema.") for name in targets) else {}
@@ -320,41 +316,6 @@ def parameter_of(name: str, shape: torch.Size, parameters: Mapping[str, Tensor])
     return parameter
 
 
-def check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
-    """Raise UserError if the state of a parameter lacks what a step of this run's optimizer creates.
-
-    A step on a small parameter, of size 2 in each dimension, shows what it creates. Only for torch's own
-    optimizers: others may treat parameters differently, and keep state of no parameter.
-    """
-    groups = state.state_dict()["optimizer"]["param_groups"]
-    for part, group in zip(parts_of(state.optimizer), groups, strict=True):
-        kind = Muon if isinstance(part, WholeMatrices) else type(part)
-        made: dict[int, set[str]] = {}
-        for name in group["params"] if kind.__module__.startswith("torch.optim.") else ():
-            found, ndim = saved["state"].get(name), state.trained.whole[name].ndim
-            if not found:  # it never had a gradient
-                continue
-            if ndim not in made:
-                made[ndim] = _made_by_one_step(kind, group, ndim)
-            if missing := sorted(made[ndim] - found.keys()):
-                raise UserError(
-                    f"the checkpoint lacks optimizer.state.{printable(name)}.{missing[0]}, which "
-                    f"{kind.__name__} keeps with this run's settings; set optim as it was"
-                )
-
-
-def _made_by_one_step(kind: type[Any], group: Mapping[str, Any], ndim: int) -> set[str]:
-    """The state that a ``kind`` keeps of a parameter of shape (2,) * ``ndim``; none if its step fails."""
-    parameter = torch.zeros((2,) * ndim, requires_grad=True)
-    parameter.grad = torch.zeros_like(parameter)
-    try:
-        optimizer = kind([{**group, "params": [parameter]}])
-        optimizer.step()
-    except Exception:  # it needs a closure, sparse gradients or a GPU: the run's own step will show errors
-        return set()
-    return set(optimizer.state[parameter])
-
-
 def _compare_optimizers(state: TrainState, mine: Sequence[Any], theirs: Sequence[Any]) -> None:
     """Raise UserError unless both groups have the same parameters, and `theirs` all options of `mine`.
 
@@ -370,11 +331,12 @@ def _compare_optimizers(state: TrainState, mine: Sequence[Any], theirs: Sequence
             "optim.groups, optim.weight_decay and optim.undecayed must be those of the checkpoint"
         )
     for group in mine:
-        options = there[group["params"][0]].keys() | OF_SCHEDULES | {"name"}
-        if missing := sorted(group.keys() - options):
-            raise UserError(
-                f"the checkpoint is of another optimizer, without {first_five(missing)}; set optim as it was"
-            )
+        then = there[group["params"][0]]
+        missing = group.keys() - then.keys() - OF_SCHEDULES - {"name"}
+        missing |= {option for option in _WITH_STATE if group.get(option) and not then.get(option)}
+        if missing:
+            words = first_five(sorted(missing))
+            raise UserError(f"the checkpoint is of another optimizer, without {words}; set optim as it was")
 
 
 def _fits(name: str, tensor: Tensor, shapes: Shapes) -> bool:

@@ -37,11 +37,6 @@ class _Shift(NamedTuple):
     here: Plain
 
 
-def load_weights(model: nn.Module, path: str | Location, ignore: str | Sequence[str] = ()) -> None:
-    """Copy what ``weights_for`` finds into ``model``. Raises as ``weights_for``."""
-    model.load_state_dict(weights_for(model, path, ignore), strict=False)
-
-
 def weights_for(
     model: nn.Module,
     path: str | Location,
