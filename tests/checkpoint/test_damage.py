@@ -14,7 +14,7 @@ import torch
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import checkpointer, manifest, resuming
+from trainer.checkpoint import checkpointer, manifest, open_checkpoint
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.errors import UserError
 
@@ -130,7 +130,7 @@ def _one_rank_sees_it(checkpoint: Path) -> list[str]:
         raise UserError("this host sees another disk")
 
     for module, name in (
-        (resuming, "verified"),
+        (open_checkpoint, "verified"),
         (checkpointer, "targets_for"),
         (OpenCheckpoint, "read_into"),
     ):

@@ -134,7 +134,7 @@ def test_auto_says_what_it_passed_over_and_what_differs(tmp_path: Path) -> None:
     assert "passing over step_00000002" in text and f"sha256 of {TENSORS}" in text
     assert "resumed from" in text and "step_00000001 at step 1" in text
     assert "optim.lr was 0.1 in the checkpoint, is 0.5 now" in text
-    assert "new is 1 now, and was not a setting in the checkpoint" in text
+    assert "new was no setting in the checkpoint, is 1 now" in text
     # A run without a seed continues with the one that it drew.
     first = tmp_path / "checkpoints" / "step_00000001"
     for resume, seed in (("auto", 0), (str(first), 0), (str(tmp_path / "none"), None)):

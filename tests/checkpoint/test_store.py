@@ -38,9 +38,8 @@ def test_keeps_the_last_the_best_and_every_nth(tmp_path: Path, retention: Retent
         _save(store, step, loss=loss)
     _save(store, 50)
     _save(store, 60)
-    gone = store.prune(retention)
+    store.prune(retention)
     assert _steps(store) == kept
-    assert len(gone) == 6 - len(kept)
     assert verify(tmp_path / "latest").step == 60
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 

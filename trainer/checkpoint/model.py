@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.fits import make_buffers, model_targets
 from trainer.checkpoint.left_out import check_left_out
 from trainer.checkpoint.listing import Listing, best_of
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified_by_all
 from trainer.checkpoint.tree import put_together
 from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement
@@ -48,14 +47,14 @@ def read_model(
         UserError: on every rank alike: there is none, it is damaged, or it is of another model.
     """
 
-    def read(directory: Location) -> OpenCheckpoint:
-        look = partial(verified, directory.resolve(), agreement.rank, agreement.world_size)
-        return agreement.everywhere(look)
-
     found = agreement.on_main(lambda: _candidates(run_dir, run_id, which, best))
-    source = first_intact(found, read, agreement.rank == 0) if which == "newest" else read(found[0])
-    agreement.everywhere(lambda: check_left_out(source, begun))
-    agreement.everywhere(partial(load_model, model, source, device))
+    source = first_intact(found, agreement) if which == "newest" else verified_by_all(found[0], agreement)
+
+    def load() -> None:
+        check_left_out(source, begun)
+        load_model(model, source, device)
+
+    agreement.everywhere(load)
     return source
 
 
@@ -81,7 +80,7 @@ def _candidates(run_dir: Location, run_id: str | None, which: str, best: KeepBes
         raise UserError(f"the checkpoint {which} is not a directory; use newest, best or the path of one")
     if (named[0] / "checkpoints").is_dir():
         raise UserError(f"the checkpoint {which} is a run; name one of {named[0] / 'checkpoints'}")
-    return named[:1]
+    return [named[0].resolve()]
 
 
 def read_averages(model: nn.Module, source: OpenCheckpoint, agreement: Agreement) -> None:

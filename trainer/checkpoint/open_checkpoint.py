@@ -1,7 +1,7 @@
 """A checkpoint opened for reading: its facts and its tensors."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from trainer.checkpoint.manifest import Manifest, open_listed, read_manifest, ve
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import Stored, as_tensor, read_header, stored_as
 from trainer.checkpoint.tree import is_extra_state, put_together
+from trainer.distributed.agreement import Agreement
 from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
 from trainer.files.address import Location
@@ -213,10 +214,13 @@ def verified(directory: Location, reader: int = 0, num_readers: int = 1) -> Open
     return source
 
 
-def first_intact(
-    found: Sequence[Location], read: Callable[[Location], OpenCheckpoint], tells: bool, more: str = ""
-) -> OpenCheckpoint:
-    """The first of ``found`` that ``read``, which verifies it, takes; ``tells``: whether to warn of others.
+def verified_by_all(directory: Location, agreement: Agreement) -> OpenCheckpoint:
+    """As `verified`, each rank its share of the blocks (a collective)."""
+    return agreement.everywhere(lambda: verified(directory, agreement.rank, agreement.world_size))
+
+
+def first_intact(found: Sequence[Location], agreement: Agreement, more: str = "") -> OpenCheckpoint:
+    """The first of ``found`` that verifies (a collective).
 
     Raises:
         UserError: there is none; with ``more`` at the end.
@@ -224,10 +228,10 @@ def first_intact(
     reasons: list[str] = []
     for directory in found:
         try:
-            return read(directory)
+            return verified_by_all(directory, agreement)
         except UserError as error:
             reasons.append(str(error))
-            if tells:
+            if agreement.rank == 0:
                 log.warning("passing over %s: %s", directory.name, error)
     where = printable(found[0].parent)
     raise UserError(f"none of the {len(found)} checkpoints in {where} is intact: {reasons[0]}{more}")

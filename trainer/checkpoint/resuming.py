@@ -3,12 +3,11 @@
 import contextlib
 import logging
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.listing import Listing, newest_of
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified_by_all
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
 from trainer.files.address import Address, Location
@@ -26,19 +25,15 @@ def opened_for(
 
     None if there is none in ``own`` and ``others``, the run's places, for "auto".
     """
-
-    def read(directory: Location) -> OpenCheckpoint:
-        return agreement.everywhere(partial(verified, directory, agreement.rank, agreement.world_size))
-
     if resume != "auto":
-        return read(agreement.on_main(lambda: _existing(resume)))
+        return verified_by_all(agreement.on_main(lambda: _existing(resume)), agreement)
     found = agreement.on_main(lambda: newest_of(own, others))
     if not found:
         log.info("resume=auto: no checkpoint in %s, starting a new run", own.root)
         return None
     where = printable(found[0].parent)
     more = f"; `python -m trainer.checkpoint verify {where}` shows all, another run_dir starts a new run"
-    return first_intact(found, read, agreement.rank == 0, more)
+    return first_intact(found, agreement, more)
 
 
 def _existing(resume: str) -> Path:
@@ -69,13 +64,9 @@ def check_data(source: OpenCheckpoint, now: int | None) -> None:
 def tell_what_changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Log which settings are others than in a checkpoint."""
     for key in sorted(key for key in then.keys() | now.keys() if not key.startswith(_MAY_DIFFER)):
-        shown = printable(key), printable(repr(then.get(key)))
-        if key not in now:
-            log.info("  %s was %s in the checkpoint, and is not a setting now", *shown)
-        elif key not in then:
-            log.info("  %s is %r now, and was not a setting in the checkpoint", key, now[key])
-        elif then[key] != now[key]:
-            log.info("  %s was %s in the checkpoint, is %r now", *shown, now[key])
+        was, is_now = (printable(repr(each[key])) if key in each else "no setting" for each in (then, now))
+        if was != is_now:
+            log.info("  %s was %s in the checkpoint, is %s now", printable(key), was, is_now)
 
 
 def saved_settings_of(

@@ -156,8 +156,8 @@ class Store(Listing[Path]):
             if entry.name.startswith(_TEMPORARY) and not self._shared:
                 self._delete(entry)
 
-    def _delete(self, path: Path) -> bool:
-        """Delete ``path``; returns whether it is gone. If not, warns: the next save tries again."""
+    def _delete(self, path: Path) -> None:
+        """Delete ``path``. If it cannot be, which is told once, the next save tries again."""
         try:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)  # as much as possible
@@ -167,8 +167,6 @@ class Store(Listing[Path]):
                 path.unlink(missing_ok=True)
         except OSError as error:  # immutable, busy, or NFS keeps a file that is open elsewhere
             self._warn(path, f"cannot be deleted, which is tried again at each save: {error}")
-            return False
-        return True
 
     def _warn(self, path: Path, words: str) -> None:
         """Warn of ``path`` once."""
@@ -177,23 +175,20 @@ class Store(Listing[Path]):
             log.warning("%s %s", path, words)
 
     @at_disk()
-    def prune(self, retention: Retention, spared: Path | None = None) -> list[Path]:
-        """Delete checkpoints of this run that ``retention`` does not keep, except ``spared``; return them.
+    def prune(self, retention: Retention, spared: Path | None = None) -> None:
+        """Delete checkpoints of this run that ``retention`` does not keep, except ``spared``.
 
-        A directory without a manifest stays.
+        A directory without a manifest stays. Each is renamed first: a kill leaves no half of a checkpoint.
         """
-        return [path for path in self.beyond(retention) if path != spared and self._rename_and_delete(path)]
-
-    def _rename_and_delete(self, path: Path) -> bool:
-        """Rename a checkpoint, then delete it; returns whether it is gone. A kill leaves a temporary."""
-        temporary = unused_path(self.root / f"{_TEMPORARY}{path.name}")
-        try:
-            path.rename(temporary)
-        except OSError as error:
-            self._warn(path, f"cannot be deleted, which is tried again at each save: {error}")
-            return False
-        self._known.pop(path, None)
-        return self._delete(temporary)
+        for path in self.beyond(retention):
+            temporary = unused_path(self.root / f"{_TEMPORARY}{path.name}")
+            try:
+                if path != spared:
+                    path.rename(temporary)
+                    self._known.pop(path, None)
+                    self._delete(temporary)
+            except OSError as error:
+                self._warn(path, f"cannot be deleted, which is tried again at each save: {error}")
 
     def _saved_at(self, directory: Path) -> float:
         """When it was saved, in seconds since 1970; its directory's time if its manifest cannot tell."""
