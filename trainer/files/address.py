@@ -137,8 +137,10 @@ class Address:
             yield Address(f"{self.url}/{name}", entry["type"] == "directory")
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of each file here, by name."""
-        return {name: entry["size"] for name, entry in self._entries().items() if entry["type"] == "file"}
+        """The bytes of each file here, by name; none if there is no such folder."""
+        with contextlib.suppress(FileNotFoundError):
+            return {name: entry["size"] for name, entry in self._entries().items() if entry["type"] == "file"}
+        return {}
 
     def _entries(self) -> dict[str, dict[str, Any]]:
         path = self._store[1]
