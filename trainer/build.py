@@ -216,15 +216,16 @@ def start_from(
     if named is not None:  # the first process of each host may have to download the file for the others
         agreement.everywhere(lambda: _file(named) if local_rank == 0 else None)
         source = agreement.everywhere(lambda: _file(named))
+    if source is None:
+        return {}
     found: dict[str, Tensor] = {}
 
     def read() -> dict[str, Tensor]:
         found.update(weights_for(model.module, source, ignore, key, frozen))
         return found
 
-    if source is not None:  # if a host lacks the file, all ranks end with one message
-        agreement.everywhere(lambda: model.load(read))
-    held = model.module.state_dict(keep_vars=True) if found else {}
+    agreement.everywhere(lambda: model.load(read))  # if a host lacks the file, all ranks end with one message
+    held = model.module.state_dict(keep_vars=True)
     return {id(held[name]): tensor for name, tensor in found.items()}
 
 

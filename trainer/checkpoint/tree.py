@@ -76,7 +76,8 @@ def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [put_together(item, tensors) for item in plain]
     if not isinstance(plain, dict):
         return plain
-    kind, value = next(iter(plain.items()), ("", None))
+    value: Any
+    kind, value = next(iter(plain.items()), ("", ""))
     match kind:
         case "$tensor":
             return tensors[value]
