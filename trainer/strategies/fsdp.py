@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.comm.shard_sums import add_by_leaves
 from trainer.config import FsdpConfig
-from trainer.distributed.backend_flags import DTYPES
+from trainer.distributed.backend_flags import DTYPES, return_large_blocks
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.local_shard import is_dtensor
@@ -49,6 +49,7 @@ class Fsdp(Strategy):
 
     def __init__(self, settings: FsdpConfig, dist_: Dist, computing: Computing) -> None:
         super().__init__(dist_.device, computing)
+        return_large_blocks(dist_.device)
         self.settings = settings
         self._may_hold_gathers = False  # torch cannot gather before the first pass
         self._stale_check: StaleReferenceCheck | None = None

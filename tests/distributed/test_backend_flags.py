@@ -1,0 +1,37 @@
+"""Memory that the C library keeps."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from tests.ranks import run_ranks
+from trainer.distributed.backend_flags import return_large_blocks
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _kept() -> int:
+    """Bytes that stay resident after 64 blocks of 2 MiB, each before a small one that lives on, are freed."""
+    before = _resident()
+    blocks, small = [], []
+    for _ in range(64):
+        blocks.append(torch.ones(1 << 19))
+        small.append(torch.ones(1 << 8))
+    blocks.clear()
+    return _resident() - before
+
+
+def _both(rank: int) -> tuple[int, int]:
+    ctypes.CDLL(None).mallopt(-3, 32 << 20)  # where glibc's own limit goes
+    by_itself = _kept()
+    return_large_blocks(torch.device("cpu"))
+    return by_itself, _kept()
+
+
+def test_freed_blocks_go_back_to_the_system(tmp_path: Path) -> None:
+    by_itself, returned = run_ranks(_both, 1, tmp_path, init=False)[0]
+    assert by_itself > 50 << 20
+    assert returned < 10 << 20
