@@ -46,7 +46,7 @@ def main() -> None:
 
 def files() -> list[Path]:
     """Pages, pictures and the style, relative to the repository."""
-    found = [*ROOT.glob("*.md"), *(ROOT / "examples").glob("**/*.md")]
+    found = [*ROOT.glob("*.md"), *(ROOT / "examples").glob("**/*.md"), *(ROOT / "examples").glob("*.ipynb")]
     found += [file for ending in ("md", "svg", "png", "css") for file in (ROOT / "docs").rglob(f"*.{ending}")]
     found += (ROOT / "benchmarks/results").glob("*.json")
     return sorted(file.relative_to(ROOT) for file in found)
@@ -55,15 +55,12 @@ def files() -> list[Path]:
 def navigation() -> list[object]:
     """README.md, then the parts of docs/README.md, each with the pages that it links to."""
     parts: dict[str, list[str]] = {}
-    for paragraph in re.split(r"^\*\*(?=[A-Z])", (ROOT / "docs/README.md").read_text(), flags=re.M):
-        name = re.match(r"([\w -]+)(?: \.\.\.|:)\*\*", paragraph)
-        links = re.findall(r"\]\(([\w/.-]+\.md)\)", paragraph)
-        part = parts.setdefault(name[1] if name else "Learn", [])
-        part += [str(Path("docs", link)) for link in links if not link.startswith("..")]
+    text = (ROOT / "docs/README.md").read_text()
+    for name, part in re.findall(r"^## (.+)\n(.*?)(?=^## |\Z)", text, re.M | re.S):
+        links = (ROOT / "docs" / link for link in re.findall(r"\]\(([\w/.-]+\.md)\)", part))
+        parts[name] = [str(link.resolve().relative_to(ROOT)) for link in links]
     parts["Reference"].append("docs/reference/docstrings.md")
-    parts["How to"].append("examples/README.md")
-    more = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
-    return [{"Ringmaster": "README.md"}, *({name: links} for name, links in parts.items()), {"Project": more}]
+    return [{"Ringmaster": "README.md"}, *({name: links} for name, links in parts.items())]
 
 
 if __name__ == "__main__":

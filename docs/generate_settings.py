@@ -42,13 +42,12 @@ has the settings of every run, the second the groups.
 
 def page() -> str:
     """The whole page."""
-    parts = [_INTRO, "## Every run\n", "`conf/train.yaml`.\n", table(CONF / "train.yaml")]
+    parts = [_INTRO, "## Every run\n", "`conf/train.yaml`.\n", entries(CONF / "train.yaml")]
     for group in GROUPS:
         for file in sorted((CONF / group).glob("*.yaml")):
-            parts += [f"## `{group}={file.stem}`\n", head(file), table(file, f"{group.replace('/', '.')}.")]
+            parts += [f"## `{group}={file.stem}`\n", head(file), entries(file, f"{group.replace('/', '.')}.")]
     parts += ["## Experiments\n", "An experiment chooses one of each group, and sets what fits together.\n"]
-    rows = [f"| `experiment={f.stem}` | {head(f).strip()} |" for f in _experiments()]
-    parts += ["\n".join(["| choice | what it is |", "|---|---|", *rows]) + "\n"]
+    parts += ["\n".join(f"- `experiment={f.stem}`: {head(f).strip()}" for f in _experiments()) + "\n"]
     return "\n".join(part for part in parts if part)
 
 
@@ -72,18 +71,23 @@ def head(file: Path) -> str:
 def escaped(text: str) -> str:
     """Text in which Markdown finds no marks, except `code`."""
     parts = re.split(r"(`[^`]*`)", text)
-    marks = [part if part.startswith("`") else re.sub(r"([|*_])", r"\\\1", part) for part in parts]
+    marks = [part if part.startswith("`") else re.sub(r"([*_])", r"\\\1", part) for part in parts]
     # GitHub knows \<, Python's Markdown only &lt;
     return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in marks)
 
 
-def table(file: Path, prefix: str = "") -> str:
-    """The settings of a file: name, default, and what it means."""
-    rows = []
+def entries(file: Path, prefix: str = "") -> str:
+    """The settings of a file, an item for each: name, default, and what it means; a heading for each node."""
+    lines: list[str] = []
+    node = ""
     for name, value, comment in settings(file):
+        above = name.partition(".")[0]
+        if not prefix and above != node and ("." in name or node):
+            node = above
+            lines += ["", f"### {node}", ""]
         said = comment or _meaning(file, prefix + name, value)
-        rows.append(f"| `{prefix}{name}` | `{value}` | {said} |")
-    return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n" if rows else ""
+        lines.append(f"- `{prefix}{name}` = `{value}`  \n  {said}")  # two spaces end a line
+    return "\n".join(lines) + "\n" if lines else ""
 
 
 def _meaning(file: Path, name: str, value: str) -> str:
@@ -125,7 +129,7 @@ def settings(file: Path) -> Iterator[tuple[str, str, str]]:
             continued = comment
         elif name.split(".")[0] not in ("defaults", "hydra"):
             said = f"{continued}: {comment}" if continued and comment else continued or comment
-            yield name, value.replace("|", "\\|"), said
+            yield name, value, said
             continued = ""
 
 

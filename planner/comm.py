@@ -190,7 +190,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add("--oversubscription", type=float, default=1.0, help="links of a switch's hosts : its trunk (1)")
     add("--local-gbit", type=float, help="from one process to another of its host")
     add("--local-latency-us", type=float, help="of a message within a host")
-    add("--message-us", type=float, help="processor time to send or receive a message")
+    add("--message-us", type=float, help="CPU time to send or receive a message")
     add("--servers", default="", metavar="1,2,all", help="numbers of parameter servers to predict, too")
     add("--train", type=Path, metavar="RUN", help="predict the step of the run in this directory")
     add("--formulas", action="store_true", help="print the classic traffic table; needs no link")

@@ -123,26 +123,46 @@ CELLS = [
 ]
 
 
-@pytest.mark.slow
-def test_in_the_kernel_of_a_notebook(tmp_path: Path) -> None:
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+def executed(notebook: Any, folder: Path) -> list[str]:
+    """What each cell of `notebook` prints and returns, executed in `folder` by a kernel of this Python."""
+    nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     kernel: dict[str, Any] = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]}
-    specs = tmp_path / "data" / "kernels" / "here"
+    specs = folder / "data" / "kernels" / "here"
     specs.mkdir(parents=True)
     (specs / "kernel.json").write_text(json.dumps(kernel | {"display_name": "here", "language": "python"}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_PATH", str(tmp_path / "data"))
+        patch.setenv("JUPYTER_PATH", str(folder / "data"))
         nbclient.NotebookClient(
-            notebook, timeout=250, kernel_name="here", resources={"metadata": {"path": str(tmp_path)}}
+            notebook, timeout=250, kernel_name="here", resources={"metadata": {"path": str(folder)}}
         ).execute()
-    said = ["".join(out.get("text", "") for out in cell.outputs) for cell in notebook.cells]
+    return [
+        "".join(out.get("text", "") + out.get("data", {}).get("text/plain", "") for out in cell.outputs)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.mark.slow
+def test_in_the_kernel_of_a_notebook(tmp_path: Path) -> None:
+    v4 = pytest.importorskip("nbformat").v4
+    said = executed(v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in CELLS]), tmp_path)
     assert "strategy is dpp, but must be one of" in said[1]
     assert "__main__.Net" in said[2] and "mine.Net" in said[2]
     assert "1 x 2 processes on cpu" in said[3]  # rank 0's log reaches the cell
     assert said[3].rstrip().splitlines()[-1].startswith("sha ")
     assert said[4].strip() == "MLP"
+
+
+@pytest.mark.slow
+def test_the_notebook_of_the_examples(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(ROOT / "examples/first_run.ipynb", as_version=4)
+    path = nbformat.v4.new_code_cell(f"import sys; sys.path.insert(0, {str(ROOT)!r})")
+    notebook.cells.insert(0, path)
+    _, digits, spirals, losses, model = executed(notebook, tmp_path)
+    assert float(digits.split()[-1]) > 0.85 and float(spirals.split()[-1]) > 0.6
+    assert losses.startswith("[(50, ") and model.startswith("tensor([[")
 
 
 def ends_of_processes(run_dir: str) -> list[str]:

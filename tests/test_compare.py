@@ -54,6 +54,11 @@ def test_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
+def test_the_lowest_loss_is_named(tmp_path: Path) -> None:
+    runs = read_runs([write(tmp_path / "a"), write(tmp_path / "b", **{"eval/loss": 0.25})])
+    assert "; b has the lowest eval/loss, 0.25; " in compare(runs)
+
+
 def test_a_difference_within_the_spread_is_none(tmp_path: Path) -> None:
     runs = read_runs([write(tmp_path / "a"), write(tmp_path / "b", ms=4.01)])
     assert (

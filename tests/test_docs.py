@@ -85,7 +85,12 @@ def test_there_are_pages_and_blocks() -> None:
 
 
 def test_the_readme_fits() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 600
+    names, about = re.findall(r"then in `trainer/`: (.*?)\.\n.* ([\d,]+) lines", text, re.S)[0]
+    files = [ROOT / "train.py", *(ROOT / "trainer" / name for name in re.findall(r"`([\w/.]+)`", names))]
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    assert len(files) == 7 and abs(lines - int(about.replace(",", ""))) < 100
 
 
 def test_the_help_fits_a_screen_and_names_pages() -> None:
@@ -173,6 +178,21 @@ def test_figures_are_those_that_a_benchmark_wrote() -> None:
     assert linked
 
 
+def test_the_messages_of_the_troubleshooting_page_are_in_the_code() -> None:
+    """Each heading before torch's own: its parts between the dots."""
+    texts = []
+    for file in (ROOT / "trainer").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant):  # what an f-string has between its values is one, too
+                texts.append(str(node.value))
+    ours, theirs = (ROOT / "docs/howto/troubleshooting.md").read_text().split("\n## torch and torchrun\n")
+    messages = re.findall(r"^### `(.+)`$", ours, re.M)
+    assert len(messages) + theirs.count("\n### ") >= 25
+    for message in messages:
+        for part in message.split("..."):
+            assert any(part.strip() in text for text in texts), message
+
+
 def test_every_page_is_listed() -> None:
     listed = {
         (ROOT / "docs" / link).resolve() for link in _LINK.findall((ROOT / "docs/README.md").read_text())
@@ -192,7 +212,7 @@ def test_the_settings_page_is_made_from_conf() -> None:
         for name, _ in leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False), group):
             if name and not name.startswith(("experiment", "hydra.", "defaults", f"{group}.defaults")):
                 assert f"`{name.rstrip('.')}`" in page, f"{file}: {name}"
-    unexplained = re.findall(r"^\| `(\S+)` \| .* \| +\|$", page, re.M)
+    unexplained = re.findall(r"^- `(\S+)` = .*\n +$", page, re.M)
     assert not unexplained, f"needs a comment in conf/: {unexplained}"
 
 

@@ -97,6 +97,11 @@ def _verdict(runs: Mapping[str, RunFiles]) -> str:
         words = [f"{fastest} is fastest, {slow / fast:.2f} x as fast as the next, {next_one}"]
         if fast + spread >= slow - its_spread:
             words[0] += " (within their spread: no difference shown)"
+    losses = sorted(
+        (run.metrics["eval/loss"], name) for name, run in runs.items() if "eval/loss" in run.metrics
+    )
+    if len(losses) > 1 and cell(losses[0][0], ".5g") != cell(losses[1][0], ".5g"):
+        words.append(f"{losses[0][1]} has the lowest eval/loss, {losses[0][0]:.5g}")
     first, *_ = hashes = {name: run.result.get("param_sha256") for name, run in runs.items()}
     same = [name for name in hashes if hashes[first] and hashes[name] == hashes[first]]
     if len(same) > 1:

@@ -43,7 +43,9 @@ if __name__ == "__main__":
         axes.annotate(
             f"{end:.0f} GB", (end, strategy), xytext=(5, 0), textcoords="offset points", va="center"
         )
-    axes.set_xlim(0, 1.1 * max(left))
+    axes.axvline(80, color="#e45756", linestyle="--", linewidth=1.5)
+    axes.text(79, len(SHOWN) - 1.5, "a GPU of 80 GB", ha="right", color="#e45756")
+    axes.set_xlim(0, 84)
     axes.invert_yaxis()
     axes.tick_params(left=False)
     figure.legend(loc="outside lower center", ncols=3)

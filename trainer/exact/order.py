@@ -72,7 +72,7 @@ class ByLeaves(SumOrder):
         if (threads := torch.get_num_threads()) != NUM_THREADS:
             raise UserError(
                 f"train.exact: {self._where} computes with {threads} threads, though the run set "
-                f"{NUM_THREADS}: other bits would follow; remove torch.set_num_threads from your code"
+                f"{NUM_THREADS}, so that bits would differ; remove torch.set_num_threads from your code"
             )
         for part in (self.sums, *self._shards):
             if part is not None:

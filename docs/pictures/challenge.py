@@ -1,0 +1,68 @@
+"""The moves of a challenge, beside the undisturbed run: python docs/pictures/challenge.py [--seed N].
+
+Runs `python -m trainer.exact.challenge`, and draws what it prints and where each move resumed.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import style
+from matplotlib.figure import Figure
+
+ROOT = style.HERE.parents[1]
+MOVE = re.compile(r"move +(\d+): (\S+(?: \S+)?) on (\d+) +to step +(\d+)(?:, SIGKILL of (.*))?")
+COLOURS = {"ddp": "#4c78a8", "fsdp": "#f2b14a"}
+ON_BAR = "#101418"  # dark in both variants
+
+
+def draw(said: str, begins: Mapping[int, int]) -> Figure:
+    """What the challenge `said`; `begins` has the step at which each move resumed."""
+    hashes = re.findall(r"^(?:undisturbed|in moves) +([0-9a-f]{64})$", said, re.M)
+    moves = [(int(n), what, int(ranks), int(to), of) for n, what, ranks, to, of in MOVE.findall(said)]
+    last = max(to for *_, to, _ in moves)
+    figure = Figure(figsize=(6, 2.8), layout="constrained")
+    axes = figure.add_subplot(xlabel="step")
+    axes.barh(0, last, color="#59a87a", height=0.7)
+    axes.text(4, 0, "undisturbed: 1 process", va="center", fontsize=13, color=ON_BAR)
+    for row, (number, what, ranks, to, of) in enumerate(moves, 1):
+        begin = begins[number]
+        axes.barh(-row, to - begin, left=begin, color=COLOURS[what.split()[0]], height=0.7)
+        left = begin > last / 2
+        axes.annotate(
+            f"{what} × {ranks}",
+            (begin if left else to, -row),
+            xytext=(-6 if left else 12, 0),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            va="center",
+            fontsize=13,
+        )
+        if of:
+            axes.plot(to, -row, "x", color="#e45756", markersize=11, markeredgewidth=3)
+    for row, sha in ((0, hashes[0]), (-len(moves), hashes[1])):
+        axes.text(
+            last + 5, row, f"{sha[:8]}…", va="center", family="monospace", fontsize=13, fontweight="bold"
+        )
+    axes.set_xlim(0, last * 1.31)
+    axes.set_xticks(range(0, last + 1, 100))
+    axes.set_ylim(-len(moves) - 0.5, 0.5)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    return figure
+
+
+if __name__ == "__main__":
+    style.use()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "trainer.exact.challenge", "--folder", folder, *sys.argv[1:]]
+        said = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+        print(said)
+        begins = {}
+        for log in Path(folder).glob("move*.log"):
+            resumed = re.search(r"at step (\d+)", log.read_text())
+            begins[int(log.name[4 : log.name.index(".")])] = int(resumed[1]) if resumed else 0
+    style.save(draw(said, begins), "challenge")
