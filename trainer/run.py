@@ -79,8 +79,8 @@ def run(config: Config) -> dict[str, Any]:
     Raises:
         UserError: a setting does not fit this machine, this data or the other ranks.
     """
-    here = place(config.distributed)
-    with StopRequest(is_watched(here)) as stop_request:
+    here: Place | None = None
+    with StopRequest(is_watched(place(config.distributed))) as stop_request:
         while True:
             parts: list[Run] = []
             try:
@@ -98,8 +98,12 @@ def run(config: Config) -> dict[str, Any]:
             config = dataclasses.replace(config, run_dir=run_dir, resume="auto")
 
 
-def _run(config: Config, here: Place, stop_request: StopRequest, parts: list[Run]) -> dict[str, Any]:
-    """`run` as one of the ranks at `here`, to the end, or until some of these are gone; appends its parts."""
+def _run(config: Config, here: Place | None, stop_request: StopRequest, parts: list[Run]) -> dict[str, Any]:
+    """`run`, to the end or until some of the ranks are gone. It appends its parts to `parts`.
+
+    Args:
+        here: the place of this process, if others are gone already.
+    """
     with (
         process_group(config.distributed, lambda: stop_request.is_set, here) as dist,
         ExitStack() as resources,

@@ -82,7 +82,7 @@ def process_group(
         Fault: ranks did not arrive within `distributed.timeout_s`; the message names them.
         Shrunk: other ranks died or hang, and this one goes on without them.
     """
-    here = here or place(settings)
+    begins, here = here is None, here or place(settings)
     heartbeat, stacks, own_door = Heartbeat(), Stacks(), None
     told = introduction(here.rank, heartbeat, stacks)
     told["address"] = address_towards(store_host(here.init_method)) if here.world_size > 1 else None
@@ -106,7 +106,9 @@ def process_group(
         with shrink.connecting():
             joined = _join(settings, here, hosts, store)
         if own_door is not None:
-            _let_shrink(joined, here, [member["address"] for member in members], watch)
+            if begins:  # the launcher of the one host that is left has left its ranks alone
+                shrink.refuse(here, joined.hosts)
+            _let_shrink(joined, [member["address"] for member in members], watch)
         yield replace(joined, heartbeat=heartbeat, watch=watch)
     except GeneratorExit:
         raise
@@ -128,9 +130,8 @@ def process_group(
     raise Shrunk(shrink.place_among(left, here, identities, own_door), watch.ending.run_dir)
 
 
-def _let_shrink(joined: Dist, here: Place, addresses: Sequence[str | None], watch: Watch) -> None:
+def _let_shrink(joined: Dist, addresses: Sequence[str | None], watch: Watch) -> None:
     """Have the watch let ranks go on without others, if they can."""
-    shrink.refuse(here, joined.hosts)
     why_not = shrink.why_not(joined.device, joined.backend, addresses)
     if why_not is None:
         watch.ending.cut = shrink.cut
