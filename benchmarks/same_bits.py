@@ -27,7 +27,7 @@ MODELS = {
         *("optim.lr=0.001", "data.dataset.block_size=64", "train.global_batch_size=16", "train.max_steps=60"),
     ),
 }
-RANKS = {"single": (1,), "ddp": (2, 3, 4), "fsdp": (2, 4)}
+RANKS = {"mlp": ("single 1", "ddp 2", "ddp 3", "ddp 4", "fsdp 4"), "gpt": ("single 1", "ddp 3", "fsdp 2")}
 SCHEDULE = (("ddp", 8, 25), ("ddp", 5, 50), ("ddp", 3, 75), ("fsdp", 8, 100))  # ranks, and the last step
 
 
@@ -47,11 +47,11 @@ def hash_of(run_dir: Path) -> str:
 def on_each(folder: Path, model: str, *more: str) -> dict[str, str]:
     """The hashes of runs with different ranks, by words for these."""
     found = {}
-    for strategy, numbers in RANKS.items():
-        for ranks in numbers:
-            run_dir = folder / f"{model}-{strategy}-{ranks}-{len(more)}"
-            run(run_dir, model, strategy, ranks, *more)
-            found[f"{strategy} on {ranks}"] = hash_of(run_dir)
+    for words in RANKS[model]:
+        strategy, ranks = words.split()
+        run_dir = folder / f"{model}-{words}-{len(more)}"
+        run(run_dir, model, strategy, int(ranks), *more)
+        found[f"{strategy} on {ranks}"] = hash_of(run_dir)
     return found
 
 
@@ -60,17 +60,8 @@ def schedule(run_dir: Path) -> str:
     for strategy, ranks, last in SCHEDULE:
         dies = last != SCHEDULE[-1][-1]
         how = fault("kill", 0, last + 1, "data", count=ranks) if dies else ()
-        run(
-            run_dir,
-            "mlp",
-            strategy,
-            ranks,
-            *EXACT,
-            "resume=auto",
-            "checkpoint.every_steps=25",
-            *how,
-            dies=dies,
-        )
+        saves = ("resume=auto", "checkpoint.every_steps=25")
+        run(run_dir, "mlp", strategy, ranks, *EXACT, *saves, *how, dies=dies)
     return hash_of(run_dir)
 
 

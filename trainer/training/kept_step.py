@@ -75,7 +75,6 @@ class KeptStep(Gate):
         self._stream = accelerator.stream(dist.device)  # made now: a full GPU has no room for another
         self._copied = accelerator.event(dist.device)
         self._lock, self._frozen = threading.Lock(), False
-        dist.heartbeat.finished = state.progress.step
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
@@ -164,6 +163,8 @@ def build_gate(
     rescue.last_step = kept = KeptStep(
         dist, state, checkpointer, loader, own_buffers=config.train.exact is None
     )
+    if config.distributed.shrink:  # a rank may die before the next step, too
+        dist.heartbeat.finished = state.progress.step
     train = config.train
     if train.exact is None:  # leaves are shared among any number of ranks
         size, micro = train.global_batch_size, train.known_micro_batch_size
