@@ -230,7 +230,7 @@ def test_settings_are_the_run_s_but_for_where_it_runs(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(was))
     now = saved_settings(tmp_path, ["strategy=fsdp", "data.dataset.num_samples=99", "train.precision=bf16"])
     assert (now.strategy.name, now.comm.algorithm, now.launch.name) == ("fsdp", "native", "as_started")
-    assert (now.distributed.rank, now.model["init_from"], now.seed) == (None, None, 5)
+    assert (now.distributed.rank, now.model["init_from"], now.seed) == (None, "gone.pt", 5)
     assert (now.data.dataset["num_samples"], now.train.precision) == (99, "bf16")
     assert now.model["_target_"] == "tests.user_parts.Normed" and now.run_dir == str(tmp_path)
 
