@@ -1,6 +1,5 @@
 """show, verify and convert: every form holds the same tensors."""
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -92,19 +91,6 @@ def test_what_a_killed_attempt_left_is_not_in_the_way(
             (folder / "left").touch()
     assert main(command) == 0
     assert not (out / "left").exists(), "nothing of the attempt before is in it"
-
-
-@pytest.mark.parametrize("to", ["torch", "hf"])
-def test_a_full_disk_is_told_in_a_line(
-    saved: Saved, to: str, small_disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with contextlib.suppress(OSError), (small_disk / "ballast").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    assert main(["convert", str(saved[0] / STEP), str(small_disk / "out"), "--to", to]) == 1
-    said = capsys.readouterr().err
-    assert "No space left on device" in said and said.count("\n") == 1
-    assert [path.name for path in small_disk.iterdir()] == ["ballast"]
 
 
 def test_a_tied_weight_stays_tied_for_torch_and_is_whole_for_others(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import Checkpointer, manifest, saved_settings_of, writing
+from trainer.checkpoint import Checkpointer, manifest, saved_settings_of
 from trainer.config import KeepBest
 from trainer.errors import Fault, UserError
 
@@ -66,27 +66,6 @@ def test_a_full_disk_spares_the_checkpoint_before(small_disk: Path, format: str,
         assert "No space left on device" in result["message"]
         assert result["entries"] == ["latest", "step_00000001"]
         assert result["after"] == ["latest", "step_00000001", "step_00000003"]
-
-
-def _fail_on_one_rank(run_dir: Path) -> str:
-    state = tiny.train_state(sharded=True)
-    checkpointer = tiny.checkpointer(run_dir, format="sharded", state=state)
-    if torch_dist.get_rank() == 1:
-
-        def refuse(*args: Any) -> None:
-            raise PermissionError(13, "Permission denied", "a file")
-
-        writing.write_file = refuse
-    with pytest.raises(UserError) as failure:
-        checkpointer.save(state)
-    return str(failure.value)
-
-
-def test_one_ranks_failure_strands_nobody(tmp_path: Path) -> None:
-    results = run_ranks(_fail_on_one_rank, 2, tmp_path)
-    assert results[0] == results[1]
-    assert "rank 1" in results[0] and "Permission denied" in results[0]
-    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def _pass_over(run_dir: Path) -> dict[str, Any]:

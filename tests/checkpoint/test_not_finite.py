@@ -43,17 +43,17 @@ def _poison(state: TrainState, what: str, value: float) -> None:
 
 
 POISONS = [
-    ("first.weight", INF, "Inf"),
-    ("optimizer.state.first.weight.exp_avg", NAN, "NaN"),
-    ("ema.weights.first.weight", -INF, "Inf"),
-    ("norm.running_var", NAN, "NaN"),
+    ("first.weight", INF),
+    ("optimizer.state.first.weight.exp_avg", NAN),
+    ("ema.weights.first.weight", -INF),
+    ("norm.running_var", NAN),
 ]
 
 
 def _refused(run_dir: Path, format: str, sharded: bool, async_: bool) -> list[str]:
     """Save a good step, then a bad one for each poison; return the run's message for each."""
     messages = []
-    for what, value, _ in POISONS:
+    for what, value in POISONS:
         state = _state(sharded)
         checkpointer = tiny.checkpointer(run_dir / what, format=format, async_=async_, state=state)
         tiny.train(state, 1)
@@ -81,24 +81,23 @@ def _refused(run_dir: Path, format: str, sharded: bool, async_: bool) -> list[st
 def test_what_is_not_finite_is_not_saved(tmp_path: Path, format: str, sharded: bool, async_: bool) -> None:
     ranks = run_ranks(_refused, 2, tmp_path, format, sharded, async_)
     assert ranks[0] == ranks[1]
-    for (what, _, kind), message in zip(POISONS, ranks[0], strict=True):
+    for (what, _), message in zip(POISONS, ranks[0], strict=True):
         on = 1 if sharded and "first" in what else 0
         assert message.startswith(
-            f"{what} holds {kind} after step 2 on rank {on} (host 0); nothing of that"
+            f"{what} holds NaN or Inf after step 2 on rank {on} (host 0); nothing of that"
         ), message
         assert [path.name for path in (tmp_path / what / "checkpoints").glob("step*")] == ["step_00000001"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64, torch.float8_e5m2])
-def test_kinds_are_told_apart_by_name(dtype: torch.dtype) -> None:
+def test_they_are_found_by_name(dtype: torch.dtype) -> None:
     tensors = {
         "fine": torch.tensor([torch.finfo(dtype).max] * 3, dtype=torch.float64).to(dtype),
         "none": torch.empty(0, dtype=dtype),
         "whole": torch.ones(3, dtype=torch.int64),
         "scalar": torch.tensor(1.0).to(dtype),
     }
-    assert not_finite(tensors) == {}
+    assert not_finite(tensors) == []
     bad = {"nan": [1, NAN], "inf": [INF, 1], "minus": [[-INF]], "both": [NAN, INF], "one": NAN}
     tensors |= {name: torch.tensor(values).to(dtype) for name, values in bad.items()}
-    expected = {"nan": {"NaN"}, "inf": {"Inf"}, "minus": {"Inf"}, "both": {"NaN", "Inf"}, "one": {"NaN"}}
-    assert not_finite(tensors) == expected
+    assert not_finite(tensors) == list(bad)

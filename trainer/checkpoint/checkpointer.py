@@ -50,7 +50,7 @@ class _Report(NamedTuple):
     """What each rank tells rank 0 ahead of a save."""
 
     layout: str  # a hash of names, shapes and dtypes of what any rank may write
-    not_finite: dict[str, set[str]]
+    not_finite: list[str]
     data_state: dict[str, Any]
 
 

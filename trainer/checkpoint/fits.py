@@ -109,15 +109,15 @@ class Fits:
         tree = state.state_dict()
         return tree, {name: to_local(tree["model"].pop(name)) for name in self._left_out}
 
-    def new_in(self, tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
+    def new_in(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """`not_finite` of those of ``tensors`` that were finite at the start."""
         return not_finite({name: tensors[name] for name in tensors if name not in self.not_finite})
 
 
-def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
-    """By name, which of "NaN" and "Inf" are among the numbers that this process holds of ``tensors``.
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of ``tensors`` of which this process holds a NaN or Inf.
 
-    If all are finite, this costs one read of them, and one wait for each device; {} is returned.
+    If all are finite, this costs one read of them, and one wait for each device.
     """
     here = {name: _real(to_local(tensor)) for name, tensor in tensors.items()}
     here = {name: part for name, part in here.items() if part.numel() and part.is_floating_point()}
@@ -126,43 +126,29 @@ def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
     for part in here.values():
         ends.setdefault(part.device, []).extend(part.aminmax())
     if all(torch.stack(of_device).isfinite().all() for of_device in ends.values()):
-        return {}
-    kinds = {"NaN": torch.isnan, "Inf": torch.isinf}
-    found = {
-        name: {kind for kind, is_such in kinds.items() if is_such(part).any()} for name, part in here.items()
-    }
-    return {name: held for name, held in found.items() if held}
+        return []
+    return [name for name, part in here.items() if not part.isfinite().all()]
 
 
-def refuse_not_finite(found: Sequence[Mapping[str, set[str]]], step: int, hosts: Sequence[str]) -> None:
+def refuse_not_finite(found: Sequence[Sequence[str]], step: int, hosts: Sequence[str]) -> None:
     """Raise NonFiniteError if a rank has ``found`` something; ``hosts`` describes the ranks."""
-    for rank, theirs in enumerate(found):
-        if theirs:
-            names = first_few((name.removeprefix("model.") for name in theirs), 1)
-            kind = " and ".join(sorted(next(iter(theirs.values()))))
+    for rank, names in enumerate(found):
+        if names:
+            shown = first_few((name.removeprefix("model.") for name in names), 1)
             raise NonFiniteError(
-                f"{names} holds {kind} after step {step} on {hosts[rank]}; nothing of that step is saved. "
-                "Lower optim.lr, or set train.clip_grad_norm; resume=auto continues from the "
-                "checkpoint before",
+                f"{shown} holds NaN or Inf after step {step} on {hosts[rank]}; nothing of that step is "
+                "saved. Lower optim.lr, or set train.clip_grad_norm; resume=auto continues from the checkpoint "
+                "before",
                 ranks=(rank,),
             )
 
 
-def unusual(tensor: Tensor) -> str | None:
-    """Why ``tensor`` is no plain dense tensor with numbers, as the end of a sentence; None if it is one."""
+def _unsavable(tensor: Tensor) -> str | None:
+    """Why a checkpoint cannot hold ``tensor``, or a resume cannot fill it, as the end of a sentence."""
     if tensor.layout != torch.strided:
         return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); save it dense, with to_dense()"
-    if tensor.is_meta:
-        return "is on the meta device: it was saved without its numbers"
-    if tensor.is_nested or tensor.is_quantized or type(tensor) not in (Tensor, nn.Parameter):
-        return f"is nested, quantized or a {type(tensor).__name__}, not a plain tensor"
-    return None
-
-
-def _unsavable(tensor: Tensor) -> str | None:
-    """Why a checkpoint cannot hold ``tensor``, or a resume cannot fill it; as `unusual`."""
-    if (problem := unusual(tensor)) is not None:
-        return problem
+    if tensor.is_meta or tensor.is_nested or type(tensor) not in (Tensor, nn.Parameter):
+        return f"is on the meta device, nested or a {type(tensor).__name__}, not a plain tensor with numbers"
     if tensor.dtype not in DTYPES.values():
         return f"is of {tensor.dtype}, which no checkpoint holds; keep its bytes, with view(torch.uint8)"
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):

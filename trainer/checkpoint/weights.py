@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.fits import unusual
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
@@ -253,9 +252,6 @@ def _read_torch(file: PlainFile) -> dict[str, Any]:
         raise UserError(f"torch.load(weights_only=True) refuses it: {words}") from error
     if not (named := dict(_flat(loaded, "")) if isinstance(loaded, Mapping) else {}):
         raise UserError(f"it is a {type(loaded).__name__} without named tensors")
-    for name, tensor in named.items():
-        if isinstance(tensor, Tensor) and (problem := unusual(tensor)) is not None:
-            raise UserError(f"{printable(name)} {problem}")
     return named
 
 
