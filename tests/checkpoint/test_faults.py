@@ -22,9 +22,10 @@ def _fail_once(patch: pytest.MonkeyPatch, where: Any, name: str, code: int) -> N
     real, calls = getattr(where, name), list[None]()
 
     def called(*args: Any, **options: Any) -> Any:
-        calls.append(None)
-        if len(calls) == 1:
-            raise OSError(code, os.strerror(code))
+        if not str(args[0]).startswith("/proc"):  # whose descriptors a new group looks at
+            calls.append(None)
+            if len(calls) == 1:
+                raise OSError(code, os.strerror(code))
         return real(*args, **options)
 
     patch.setattr(where, name, called)
