@@ -20,6 +20,8 @@ DOCSTRINGS = """# Docstrings
 The functions and classes of the [Python API](python-api.md), as their docstrings have them.
 
 ::: trainer.train
+::: trainer.open
+::: trainer.gather
 ::: trainer.load_model
 ::: trainer.tasks.base.Task
 ::: trainer.data.stream.Stream

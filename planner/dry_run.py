@@ -34,13 +34,14 @@ from trainer.data.loading.loaders import train_loader
 from trainer.errors import UserError, first_line
 from trainer.local_shard import to_local
 from trainer.meta_init import InitialModel, initial_model, on_meta
-from trainer.nested import mapped
 from trainer.optim.optimizer_checks import sparse_weights
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 from trainer.strategies.base import grad_scaler, parameter_count
+from trainer.tasks import offers
+from trainer.tasks.label_counts import loss_of
 
 STATE = ("parameters", "optimizer", "averages")
 
@@ -78,7 +79,7 @@ class DryRun:
         data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
         share = Share(0, config.seed, CPU, collate=build_collate(data))
         self._loader = lambda size: train_loader(train_set, data, BatchSplit(size, 1, size, 1), share)
-        self.sample = self.batch(1)
+        self.samples = self.batch(1), self.batch(2)
         self._seed = config.seed
         model = self._model(config).module
         self.num_parameters = parameter_count(model.parameters())
@@ -166,7 +167,7 @@ class Stage:
         Raises:
             UserError: the model reads the data of tensors, which have none.
         """
-        batch = mapped(self._dry_run.sample, lambda value: repeated(value, micro_batch_size))
+        batch = repeated(*self._dry_run.samples, micro_batch_size)
         for _ in range(1 if self._has_state else 2):
             self._ledger.forget_peaks()
             self._step(batch, min(accumulation, 2))
@@ -205,12 +206,14 @@ class Stage:
             for parameter, bucket in self._buckets.items():
                 parameter.grad = bucket
         module.train()
+        if offers(self._dry_run.task, "begin_step"):
+            self._dry_run.task.begin_step(1, 1)
         try:
             for micro_step in range(accumulation if self.trains else 0):
                 on_device = self._to_device(batch)
                 with strategy.gradient_sync(module, enabled=micro_step == accumulation - 1):
                     with strategy.autocast():
-                        loss = self._dry_run.task.loss(module, on_device) / accumulation
+                        loss = loss_of(self._dry_run.task, module, on_device)[0] / accumulation
                     state.scaler.scale(loss).backward()
                     del loss, on_device
         except (RuntimeError, ValueError) as error:  # of torch, for an operator without a fake result

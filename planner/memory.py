@@ -25,7 +25,7 @@ from planner.dry_run import DryRun, Footprint, Stage
 from planner.fit import MOST, largest_micro_batch_size
 from planner.ledger import KINDS
 from planner.pretend import DryRunWorld
-from trainer.api import composed
+from trainer.api import composed, searched
 from trainer.config import Config, ParameterServerConfig
 from trainer.config.overrides import CONF
 from trainer.data.loading.batch import BatchSplit
@@ -61,6 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="OVERRIDES", help="as for train.py: model=gpt model.size=gpt2 ...")
+    add("--config-dir", action="append", default=[], metavar="DIR", help="a folder like conf/ of your own")
     add("--world", type=int, default=8, help="ranks (8)")
     add("--per-host", type=int, default=8, help="ranks on each host (8)")
     add("--rank", type=int, help="the rank to simulate (0: its shards are the largest; and the first worker)")
@@ -96,7 +97,7 @@ def predict(options: argparse.Namespace) -> dict[str, Row]:
     found: dict[str, Row] = {}
     refused: dict[str, UserError] = {}
     dry_run: DryRun | None = None
-    choices = _choices(options.overrides)
+    choices = _choices([*options.overrides, *searched(options.config_dir)])
     for name, overrides in choices.items():
         try:
             config = composed(overrides)

@@ -18,6 +18,7 @@ from planner.ledger import parts
 from planner.simulated import CPU, PlacedStrategy
 from trainer.distributed.process_group import Dist
 from trainer.meta_init import InitialModel, named_tensors, replace
+from trainer.nested import leaves, mapped
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,27 @@ def without_values(model: InitialModel, placed: PlacedStrategy) -> InitialModel:
     return model
 
 
-def repeated(value: Any, size: int) -> Any:
-    """A fake tensor of `size` samples, from that of one sample."""
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        return value
-    return torch.empty((size, *value.shape[1:]), dtype=value.dtype, device=CPU)
+def repeated(one: Any, two: Any, size: int) -> Any:
+    """A batch of `size` samples in fake tensors, from those of one and of two samples.
+
+    The dimension that is twice as large for two is that of samples; the first, if they have other parts.
+    """
+    pairs = {id(leaf): leaf for leaf in leaves(one)}
+    if len(pairs) == len(of_two := leaves(two)):
+        pairs = dict(zip(pairs, of_two, strict=True))
+
+    def enlarged(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        larger = pairs[id(value)]
+        shape, grown = list(value.shape), 0 if larger is value else None
+        if grown is None and larger.ndim == value.ndim:
+            grown = next((at for at, length in enumerate(shape) if larger.shape[at] == 2 * length), None)
+        if grown is not None:
+            shape[grown] *= size
+        return torch.empty(shape, dtype=value.dtype, device=CPU)
+
+    return mapped(one, enlarged)
 
 
 class FusedAttention(TorchFunctionMode):

@@ -19,7 +19,10 @@ from tests.programs import fork_what_starts
 from tests.ranks import run_ranks
 from tests.runs import settings
 from trainer.config import to_yaml
+from trainer.data.digits import Digits
+from trainer.data.images import ImagesInMemory
 from trainer.errors import NonFiniteError, UserError
+from trainer.predict import predict as write_predictions
 from trainer.training import run_hash
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +92,44 @@ def test_a_model_is_loaded_from_its_run(tmp_path: Path) -> None:
     made, newest, best, first = run_ranks(loaded, 1, str(tmp_path), init=False)[0]
     assert newest == made
     assert len({newest, best, first}) == 3  # the worst evaluation came after the first epoch of two
+
+
+class InAFile(ImagesInMemory):
+    """Digits as bytes, from a file that may be gone."""
+
+    def __init__(self, split: str, path: str) -> None:
+        images, labels = torch.load(path)
+        super().__init__(images, labels, num_classes=10, mean=(0.3,), std=(0.2,))
+
+
+def opened(run_dir: str) -> list[Any]:
+    """What `trainer.predict` writes, and what the opened run predicts when its data is gone."""
+    os.environ.clear()
+    digits, file = Digits("eval"), Path(run_dir, "digits.pt")
+    images = (digits.images[:70] * 255).byte()
+    file.parent.mkdir()
+    torch.save((images, digits.labels[:70]), file)
+    data = ["data.dataset._target_=tests.test_api.InAFile", f"+data.dataset.path={file}"]
+    data += ["data.eval_transforms=[{_target_: torchvision.transforms.v2.RandomHorizontalFlip, p: 1}]"]
+    trainer.train([*TINY, *data, f"run_dir={run_dir}/run"])
+    write_predictions(f"{run_dir}/run", f"{run_dir}/written.pt")
+    written = torch.load(f"{run_dir}/written.pt")
+    file.unlink()
+    run = trainer.open(f"{run_dir}/run")
+    found = run.predict(list(zip(images, digits.labels, strict=False)), batch_size=32)
+    alone = run.predict(list(images))
+    assert "label" in found and "label" not in alone and not run.model.training
+    with pytest.raises(UserError, match=r"has no method unlabelled"):
+        run.predict(["a.png"])
+    return [written["probabilities"], found["probabilities"], alone["probabilities"]]
+
+
+@pytest.mark.slow
+def test_a_run_is_opened_and_predicts_without_its_data(tmp_path: Path) -> None:
+    written, found, alone = run_ranks(opened, 1, str(tmp_path / "it"), init=False)[0]
+    assert len(written) == 70
+    torch.testing.assert_close(found, written)
+    assert torch.equal(alone.argmax(1), found.argmax(1))
 
 
 @pytest.mark.slow

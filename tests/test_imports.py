@@ -48,7 +48,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "checkpoint": "accelerator bits config distributed errors faults files local_shard optim",
         "exact": "accelerator bits comm distributed errors files launch local_shard optim",
         "meta_init": "distributed errors local_shard nested",
-        "tasks": "accelerator data errors nested",
+        "tasks": "accelerator data distributed errors nested",
     },
     {
         "run_dir": "checkpoint distributed errors files",

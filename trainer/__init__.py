@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import RunEndError, without_internals
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+    from trainer.inference.trained import TrainedRun
 
 if sys.platform != "linux":  # locks, shared memory, signals and network interfaces are asked of its kernel
     raise ImportError(f"Ringmaster runs on Linux only; this system is {sys.platform}")
@@ -41,6 +43,37 @@ def train(
 
     try:
         return train(overrides, processes, config_dirs)
+    except RunEndError as error:
+        raise without_internals(error) from error.__cause__
+
+
+def gather(z: "Tensor") -> "tuple[Tensor, int]":
+    """Return the rows of `z` of all ranks, and the number of this rank's first row among them (a collective).
+
+    For a loss that compares samples of the whole global batch, as SimCLR's and CLIP's do: `Task.loss`
+    compares the rows of its rank with all, and returns their mean. Gradients go back to each rank's rows.
+    In a single process, and outside a run, it returns `(z, 0)`.
+
+    Args:
+        z: (B, ...); ranks may have unequal B.
+
+    Raises:
+        UserError: a step has several micro-batches, train.exact is set, or this is an evaluation.
+    """
+    from trainer.distributed.gather_samples import gather
+
+    return gather(z)
+
+
+def open(run_dir: str | Path, checkpoint: str | Path = "newest") -> "TrainedRun":
+    """Return a trained run: its `model`, and `predict(samples)`, without its training data.
+
+    The arguments and errors are those of `load_model`.
+    """
+    from trainer.api import open_run
+
+    try:
+        return open_run(run_dir, checkpoint)
     except RunEndError as error:
         raise without_internals(error) from error.__cause__
 

@@ -22,6 +22,7 @@ from trainer.files.address import Location, location
 from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import load_json
 from trainer.inference.restore import restored_model
+from trainer.inference.trained import TrainedRun
 from trainer.launch.fresh import launched_by
 from trainer.run import run
 
@@ -36,7 +37,7 @@ def train(
         raise UserError(
             f"overrides is the string {overrides!r}, but must be a list of strings: [{overrides!r}]"
         )
-    overrides = [*overrides, *_searched(config_dirs)]
+    overrides = [*overrides, *searched(config_dirs)]
     if processes is not None and processes != 1:
         overrides += ["launch=local", f"launch.processes={processes}"]
     settings = composed(overrides)
@@ -66,6 +67,12 @@ def load_model(run_dir: str | Location, checkpoint: str | Path) -> nn.Module:
     return restored_model(saved_settings(location(run_dir)), str(checkpoint))
 
 
+def open_run(run_dir: str | Location, checkpoint: str | Path) -> TrainedRun:
+    """See `trainer.open`."""
+    config = saved_settings(location(run_dir))
+    return TrainedRun(config, restored_model(config, str(checkpoint)))
+
+
 def composed(overrides: list[str]) -> Config:
     """The settings of conf/ with `overrides`. UserError: they cannot be composed, or are invalid."""
     try:
@@ -80,7 +87,7 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _searched(config_dirs: Sequence[str | Path]) -> list[str]:
+def searched(config_dirs: Sequence[str | Path]) -> list[str]:
     """The override that has Hydra search these folders before conf/, here and in launched processes."""
     if isinstance(config_dirs, str | Path):
         config_dirs = [config_dirs]

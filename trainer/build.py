@@ -1,6 +1,8 @@
 """Builds data, task and model from the settings, in the same way for training and after it."""
 
+import contextlib
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ from torch.utils.data import default_collate
 
 from trainer.checkpoint import weights_for
 from trainer.config import Config, DataConfig, TrainConfig, UnitsConfig, model_settings, patterns
-from trainer.config.instantiate import instantiate
+from trainer.config.instantiate import filled, instantiate
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.loading.base import EvalLoader, Share, TrainLoader
 from trainer.data.loading.batch import BatchSplit, split_batch, split_leaves
@@ -113,13 +115,46 @@ def build_dataset(data: DataConfig, split: str) -> Any:
     return dataset
 
 
-def build_to_device(config: Config, device: torch.device, train_set: Any) -> ToDevice:
+def as_built(config: Config, train_set: Any) -> Config:
+    """`config` with what is taken from the training data, so that the model can be used without these.
+
+    An `auto` whose value has no form in YAML stays.
+    """
+    model = _without_auto(config.model, filled("model", config.model, train_set))
+    given = _normalisation(config, train_set)
+    images = dataclasses.replace(config.data.images, mean=given["mean"], std=given["std"])
+    return dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, images=images))
+
+
+def _without_auto(node: dict[str, Any], built: dict[str, Any]) -> dict[str, Any]:
+    found = dict(node)
+    for name, value in node.items():
+        if isinstance(value, dict):
+            found[name] = _without_auto(value, built[name])
+        elif value == "auto":
+            with contextlib.suppress(TypeError):
+                found[name] = json.loads(json.dumps(built[name]))
+    return found
+
+
+def build_to_device(config: Config, device: torch.device, train_set: Any = None) -> ToDevice:
     """Moves batches to the device; images are normalised by the settings, or else by the dataset's values."""
-    images, normalise = config.data.images, None
-    mean, std = images.mean or getattr(train_set, "mean", None), images.std or getattr(train_set, "std", None)
-    if mean is not None and std is not None:
-        normalise = Normalise(mean, std, device)
+    given = _normalisation(config, train_set)
+    normalise = Normalise(given["mean"], given["std"], device) if given["mean"] and given["std"] else None
     return ToDevice(device, config.train.channels_last, normalise)
+
+
+def _normalisation(config: Config, train_set: Any) -> dict[str, list[float]]:
+    """mean and std of the settings, or else of the dataset; [] without any."""
+    images = config.data.images
+    given = {
+        "mean": getattr(train_set, "mean", None) if images.mean is None else images.mean,
+        "std": getattr(train_set, "std", None) if images.std is None else images.std,
+    }
+    return {
+        name: [] if values is None else torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
+        for name, values in given.items()
+    }
 
 
 def build_model(node: dict[str, Any], train_set: Any) -> nn.Module:

@@ -1,12 +1,14 @@
 """What the attributes of an object hold: numbers, text, tensors, random generators, by their places."""
 
 import copy
+import functools
 import itertools
 import random
 import sys
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,10 +154,17 @@ def _inside(item: Any) -> dict[str, Any] | None:
         }
     if isinstance(item, Optimizer | LRScheduler):
         return {".state_dict()": item.state_dict()}
-    is_users = type(item).__module__.partition(".")[0] not in _NOT_WALKED
-    if is_users or isinstance(item, Dataset):
+    if _is_users(type(item).__module__.partition(".")[0]) or isinstance(item, Dataset):
         return {f".{name}": part for name, part in getattr(item, "__dict__", {}).items()} or None
     return None
+
+
+@functools.cache
+def _is_users(package: str) -> bool:
+    """Whether a class is of a user's own code, and not of a library, whose objects may be large."""
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    is_installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
+    return package not in _NOT_WALKED and not is_installed
 
 
 def _value_if_any(leaf: Any) -> Any:

@@ -170,10 +170,10 @@ def evaluate_now(run: "Run") -> dict[str, float]:
     has_average, instead = run.state.average is not None, run.ema.evaluate == "instead"
     assert run.eval_loader is not None
     if not (has_average and instead):
-        metrics |= evaluate_as(run, run.eval_loader, "eval/")
+        metrics |= evaluate_as(run, run.eval_loader, "eval/", shows=not has_average)
     if has_average:
         with averages_in_place(run):
-            metrics |= evaluate_as(run, run.eval_loader, "eval/" if instead else "eval/ema/")
+            metrics |= evaluate_as(run, run.eval_loader, "eval/" if instead else "eval/ema/", shows=True)
     run.run_log.scalars(metrics, progress.step)
     words = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
     run.run_log.line(f"eval at step {progress.step}  {words}")
@@ -183,10 +183,13 @@ def evaluate_now(run: "Run") -> dict[str, float]:
     return metrics
 
 
-def evaluate_as(run: "Run", loader: "EvalLoader", prefix: str) -> dict[str, float]:
-    """Evaluate the weights that the model has now; the metrics' names begin with `prefix`."""
+def evaluate_as(run: "Run", loader: "EvalLoader", prefix: str, shows: bool) -> dict[str, float]:
+    """Evaluate the weights that the model has now, and perhaps show what they do.
+
+    The metrics' names begin with `prefix`.
+    """
     evaluation = evaluate(run, loader)
-    if prefix == "eval/":
+    if shows:
         show(run, evaluation, run.run_log, run.state.progress.step, at_end=is_over(run))
     return {f"{prefix}{name}": value for name, value in evaluation.metrics.items()}
 

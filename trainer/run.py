@@ -15,6 +15,7 @@ from torch import nn
 
 from trainer.build import (
     Data,
+    as_built,
     build_model,
     build_task,
     build_to_device,
@@ -31,6 +32,7 @@ from trainer.checks.unsaved import UnsavedState
 from trainer.config import Config, TrainConfig, flatten, to_yaml
 from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
+from trainer.distributed.gather_samples import gathering
 from trainer.distributed.process_group import Dist, process_group
 from trainer.distributed.seeding import seed_everything
 from trainer.distributed.shrink import Shrunk
@@ -47,7 +49,13 @@ from trainer.meta_init import initial_model
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.progress import planned_steps
-from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule, settings_of
+from trainer.optim.schedules import (
+    ScheduleFacts,
+    build_schedule,
+    check_schedule,
+    settings_of,
+    watched_metric,
+)
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 from trainer.run_dir.claim import RunDir, claim
@@ -125,10 +133,11 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, parts: l
             if claimed.used:  # a refusal before this line leaves the former run unchanged
                 on_main(take_over, dist)
                 dist.watch.ending.writes_to(run_dir)
+            on_main(partial(_write_settings, run_.as_built, run_dir), dist)
             on_main(run_.run_log.open, dist)
             resources.callback(run_.run_log.leave_terminal)
             _log_start(config, run_)
-            with causes_named(config):
+            with causes_named(config), gathering(_why_no_gather(config, run_)):
                 metrics = fit(run_)
             run_.run_log.plots(run_.strategy.report.plots, run_.state.progress.step, at_end=True)
             result = _result(config, run_, metrics)
@@ -201,6 +210,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         train_loader=data.train_loader,
         eval_loader=data.eval_loader,
         settings=train,
+        as_built=as_built(config, data.train_set),
         ema=config.ema,
         batch=batch,
         first_micro_batch=batch.first_micro_batch(strategy.replica),
@@ -265,7 +275,8 @@ def _state(
     fused_on_cpu = config.train.exact is None and config.train.precision != "fp16"
     optimizer = build_optimizer(trained, config.optim, fused_on_cpu)
     facts = ScheduleFacts(total_steps, steps_per_epoch)
-    schedule = build_schedule(config.schedule, optimizer, facts)
+    of_schedule = facts.in_steps(config.schedule)
+    schedule = build_schedule(of_schedule, optimizer, facts)
     check_schedule(schedule, evaluates=config.train.evaluates)
     strategy.order.check(optimizer, strategy.gradients_differ)
     early_end = EarlyEnd(config.train.stop, config.train.max_hours)
@@ -275,7 +286,7 @@ def _state(
         schedule,
         grad_scaler(strategy),
         Progress(),
-        settings_of(config.schedule, facts),
+        settings_of(of_schedule, facts),
         early_end=early_end,
     )
     if config.ema.decay is not None:
@@ -317,17 +328,37 @@ def _log_start(config: Config, run_: Run) -> None:
         log.info("%s", note)
 
 
+def _why_no_gather(config: Config, run_: Run) -> str | None:
+    """Why no loss can be over the outputs of all ranks, in words."""
+    if config.train.exact is not None:
+        return f"train.exact={config.train.exact} computes each part of a batch alone; set it to null"
+    if run_.batch.num_micro_batches > run_.batch.num_replicas:
+        return (
+            f"a step of train.global_batch_size={config.train.global_batch_size} has "
+            f"{run_.batch.accumulation} micro-batches on each rank, each of which would be compared with a "
+            "part of the batch alone; set train.micro_batch_size=null, and a smaller global batch if memory "
+            "is short"
+        )
+    if run_.strategy.some_make_no_pass:
+        return f"strategy={config.strategy.name} has ranks without samples; use ddp or fsdp"
+    return None
+
+
 def _check_metrics(config: Config, task: Task) -> None:
     """Refuse a metric that no evaluation will yield, if the task lists its metrics."""
     own = list(getattr(task, "metric_names", ()))
     averages = own if config.ema.decay is not None and config.ema.evaluate == "beside" else []
     metrics = [f"eval/{name}" for name in own] + [f"eval/ema/{name}" for name in averages]
-    asked = {"checkpoint.keep_best": config.checkpoint.keep_best, "train.stop": config.train.stop}
-    for name, choice in asked.items():
-        if choice is not None and metrics and choice.metric not in metrics:
+    best, stop = config.checkpoint.keep_best, config.train.stop
+    asked = {
+        "checkpoint.keep_best": best and best.metric,
+        "train.stop": stop and stop.metric,
+        "schedule": watched_metric(config.schedule),
+    }
+    for name, metric in asked.items():
+        if metric is not None and metrics and metric not in metrics:
             raise UserError(
-                f"{name}.metric is {choice.metric}, but must be one that evaluation yields: "
-                f"{', '.join(metrics)}"
+                f"{name}.metric is {metric}, but must be one that evaluation yields: {', '.join(metrics)}"
             )
 
 
@@ -345,6 +376,10 @@ def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int, int | Non
 def _take_over(config: Config, run_dir: Path, open_log: Callable[[], None]) -> None:
     """Called on rank 0: from now on the files of the run directory are this run's."""
     exit_report.forget_failure(run_dir)
+    _write_settings(config, run_dir)
+    open_log()
+
+
+def _write_settings(config: Config, run_dir: Path) -> None:
     with writing(run_dir), atomic_file(run_dir / "config.yaml") as file:
         file.write(to_yaml(config).encode())
-    open_log()

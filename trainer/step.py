@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trainer.distributed.seeding import seed_micro_batch
+from trainer.tasks.base import begin_step, end_step
 from trainer.tasks.label_counts import divided, label_count, loss_of
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
     counts = [label_count(run.task, batch, run.batch) for batch in micro_batches]
     run.agreement.start(counts, run.asked(), batches.data_left)
 
+    begin_step(run, step)
     checks.gradients.begin_step()
     strategy.begin_step(run.model)
     run.gate.note_shared_buffers()
@@ -64,6 +66,8 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
                 updater = run.dist.rank if strategy.gradients_differ else 0
                 seed_micro_batch(run.seed, step, -1 - updater, strategy.devices)
             strategy.update(state, finite)
+            if finite:
+                end_step(run, step)
         state.progress.advance(run.settings.global_batch_size, agreed.data_left)
     return (losses if finite else None), norm, agreed.after
 
@@ -82,11 +86,11 @@ def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number:
     seed_micro_batch(run.seed, step, run.first_micro_batch + number, strategy.devices)
     with strategy.gradient_sync(run.model, enabled=last):
         with strategy.autocast():
-            loss = loss_of(run.task, run.model, run.to_device(batch), label_count)
+            loss, parts = loss_of(run.task, run.model, run.to_device(batch), label_count)
         # Of the mean replica where gradients are averaged, of all where they are only added.
         all_labels = run.agreement.finish().num_labels / strategy.order.mean_over(strategy.num_replicas)
         loss = divided(loss, all_labels, label_count)
-        run.meter.count_batch(run.task, batch, all_labels, label_count)
+        run.meter.count_batch(run.task, batch, parts, all_labels, label_count)
         enter("backward")
         scaled = run.state.scaler.scale(loss)
         # Ones; from NaN if the loss is NaN or Inf, so that the gradients of all ranks become NaN, too.

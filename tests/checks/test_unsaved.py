@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.runs import train
 from trainer.checks.unsaved import UnsavedState
+from trainer.fingerprint import _is_users
 from trainer.optim.combined import CombinedOptimizer
 
 
@@ -173,6 +174,11 @@ def test_so_is_what_an_optimizer_keeps_outside_its_state(caplog: pytest.LogCaptu
     assert warnings_of(caplog, optimizer=_two) == ["optimizer.num_steps"]  # which does not use its state dict
     assert not warnings_of(caplog, optimizer=Sharing)
     assert not warnings_of(caplog, optimizer=Deciding)
+
+
+def test_objects_of_libraries_are_not_looked_into() -> None:
+    """Wherever they are installed; they may be large."""
+    assert _is_users("tests") and not any(map(_is_users, ("hydra", "torch", "trainer", "json", "yaml")))
 
 
 @pytest.mark.slow

@@ -158,7 +158,11 @@ def test_refuses(override: str, words: str) -> None:
         ),
         _slow("data.dataset.colour=1", "(+data.dataset.colour=VALUE passes it to data.dataset._target_"),
         _slow("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),
-        _slow("run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value"),
+        _slow("run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value: KEY='\"VALUE\"'"),
+        _slow(
+            "model.freeze=[^a]", "cannot be read from '^a]' on; quote it within the list: KEY='[\"VALUE\"]'"
+        ),
+        _slow("run_dir=runs/lr=1", "a value has a second =; quote it: run_dir='\"runs/lr=0.1\"'"),
         _slow(
             "train.stop.metric=eval/loss",
             "has no place, since train.stop is null; set all of it: 'train.stop={metric: ...",

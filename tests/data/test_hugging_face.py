@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,47 @@ def test_rows_are_read_once_in_one_order_resumed_or_not(options: dict, sharded: 
             reader.resume([writer.state_dict() for writer in writers])
         ranks = [[rows for rows, _ in reader.epoch(1, 16)] for reader in readers]
         assert torch.equal(torch.cat(global_batches(ranks)), torch.cat(whole[2:]))
+
+
+def tokenize(row: dict[str, Any]) -> dict[str, Any]:
+    """As many tokens as its number says, and one at its end."""
+    number = int(row["row"][0])
+    return {"input_ids": [number] * (number % 5) + [99], "name": str(number)}
+
+
+@pytest.mark.parametrize(("sharded", "buffer"), [(False, 0), (True, 0), (False, 10)])
+def test_rows_are_tokenized_and_packed_resumed_or_not(options: dict, sharded: bool, buffer: int) -> None:
+    options = {**options, "columns": ["input_ids", "labels"], "map": tokenize, "pack": 7}
+
+    def loader(world: int = 1, rank: int = 0):  # type: ignore[no-untyped-def]
+        return train_loader(
+            hugging_face("train", shuffle_buffer=buffer, **options), 4, world, rank, sharded=sharded
+        )
+
+    whole = [tokens for tokens, _ in loader().epoch(1)]
+    every = torch.cat(whole).flatten().tolist()
+    if not sharded and not buffer:
+        wanted = [token for number in range(48) for token in tokenize({"row": [number]})["input_ids"]]
+        assert every == wanted[: len(every)] and len(wanted) - len(every) < 4 * 7 + 7
+    assert all(tokens.shape == (4, 7) and tokens.equal(labels) for tokens, labels in loader().epoch(1))
+    writers = [loader(2, rank) for rank in (0, 1)]
+    for writer in writers:
+        batches = writer.epoch(1)
+        batches.take(), batches.take()
+    readers = [loader(2, rank) for rank in (0, 1)]
+    for reader in readers:
+        reader.resume([writer.state_dict() for writer in writers])
+    ranks = [[tokens for tokens, _ in reader.epoch(1, 8)] for reader in readers]
+    assert torch.equal(torch.cat(global_batches(ranks)), torch.cat(whole[2:]))
+
+
+def test_rows_are_mapped_alone(options: dict) -> None:
+    stream = hugging_face("eval", **{**options, "columns": None, "map": tokenize})
+    made = stream.decode(next(iter(stream)))
+    assert made["input_ids"].tolist() == [99] and made["name"] == "0"
+    packed = hugging_face("eval", **{**options, "pack": 4})
+    with pytest.raises(UserError, match=r"but a row has row, label; let data\.dataset\.map return them"):
+        next(iter(packed))
 
 
 def test_held_out_rows_are_evaluated_once(options: dict) -> None:

@@ -48,6 +48,7 @@ def test_training_crops_at_random_and_evaluation_takes_the_centre(root: Path) ->
     image, _ = held_out[0]
     assert torch.equal(image, held_out[0][0])
     assert image[0, 0].tolist() == list(range(16, 240, 4))  # 4 pixels off either side
+    assert torch.equal(image, ImageFolder.unlabelled(held_out.samples[0][0], image_size=56, root="/gone"))
     train = ImageFolder("train", str(root), 56)
     crops = [train[0][0] for _ in range(12)]
     assert len({crop[0, 0, 0].item() for crop in crops}) > 6

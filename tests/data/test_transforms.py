@@ -12,7 +12,7 @@ from torchvision.transforms import v2
 from tests.data.settings import CPU, train_loader
 from tests.runs import settings
 from trainer.build import build_dataset, build_to_device
-from trainer.data.device import Normalise, ToDevice
+from trainer.data.device import Mirrored, Normalise, ToDevice
 from trainer.data.images import ImagesInMemory
 from trainer.data.transforms import Transformed
 from trainer.errors import UserError
@@ -87,6 +87,14 @@ def test_floats_cannot_be_mirrored_on_the_device() -> None:
     [batch] = train_loader(floats, 8, mirrors=True).epoch(0)
     with pytest.raises(UserError, match=r"data\.images\.flip is true, but the batch holds no uint8 images"):
         ToDevice(CPU, False, None)(batch)
+
+
+def test_a_mask_that_would_not_be_mirrored_is_named() -> None:
+    pixels = torch.zeros(8, 1, 4, 4, dtype=torch.uint8)
+    batch = Mirrored((pixels, torch.zeros(8, 4, 4)), torch.ones(8, dtype=torch.bool))
+    with pytest.raises(UserError, match=r"also has torch.float32 \(8, 4, 4\), which would stay as it is"):
+        ToDevice(CPU, False, None)(batch)
+    ToDevice(CPU, False, None)(Mirrored((pixels, torch.zeros(8)), torch.ones(8, dtype=torch.bool)))
 
 
 class MovesInPlace:

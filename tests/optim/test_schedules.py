@@ -1,6 +1,7 @@
 """Which of torch's optimizers and schedules fit: ReduceLROnPlateau does, others are refused before a step."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.runs import context_of, train
 from trainer.checkpoint.tree import put_together, take_apart
 from trainer.errors import UserError
 from trainer.optim.optimizer_checks import check_optimizer
+from trainer.optim.schedules import ScheduleFacts
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 
@@ -47,6 +49,46 @@ def test_plateau_follows_the_evaluation_and_is_in_the_checkpoint(tmp_path: Path)
     assert restored["last_epoch"] == 2, "two evaluations in two epochs, not one step for each of 44 steps"
     assert restored["_last_lr"][0] < 0.1
     assert whole == resumed
+
+
+def _by_accuracy(run_dir: Path) -> list[Any]:
+    rises = ("schedule.metric=eval/accuracy", "+schedule.mode=max", "schedule.factor=0.5", "train.epochs=3")
+    options = ("schedule=plateau", *rises, "schedule.patience=0", "model.hidden=[8]", "+schedule.threshold=9")
+    train(*options, f"run_dir={run_dir / 'rises'}")
+    told = []
+    for metric in ("eval/miou", "eval/loss"):
+        with pytest.raises(UserError) as error:
+            train(
+                "schedule=plateau",
+                f"schedule.metric={metric}",
+                "+schedule.mode=max",
+                f"run_dir={run_dir / 'no'}",
+            )
+        told.append(str(error.value))
+    lines = (run_dir / "rises" / "metrics.jsonl").read_text().splitlines()
+    return [[json.loads(line)["train/lr"] for line in lines if "train/lr" in line][-1], *told]
+
+
+@pytest.mark.slow
+def test_plateau_follows_the_metric_that_the_settings_name(tmp_path: Path) -> None:
+    """No accuracy is nine times the one before it, so that each evaluation but the first lowers the rate."""
+    rate, unknown, falls = run_ranks(_by_accuracy, 1, tmp_path, init=False)[0]
+    assert rate == pytest.approx(0.05)
+    assert "schedule.metric is eval/miou, but must be one that evaluation yields: eval/loss, eval" in unknown
+    assert "schedule.mode is max, but eval/loss should fall" in falls
+
+
+def test_a_schedule_may_be_told_epochs() -> None:
+    node = {
+        "step_size": "2 epochs",
+        "milestones": ["1 epoch", 5, "1.5 epochs"],
+        "gamma": 0.1,
+        "name": "epochs",
+    }
+    found = ScheduleFacts(100, 22).in_steps(node)
+    assert found == {"step_size": 44, "milestones": [22, 5, 33], "gamma": 0.1, "name": "epochs"}
+    with pytest.raises(UserError, match="2 epochs of a stream has an unknown number of steps"):
+        ScheduleFacts(100, None).in_steps(node)
 
 
 def _model() -> nn.Module:

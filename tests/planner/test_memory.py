@@ -11,7 +11,7 @@ from planner.dry_run import DryRun, Footprint
 from planner.fit import MOST, largest_micro_batch_size
 from planner.ledger import MemoryLedger
 from planner.memory import STRATEGIES, main
-from planner.pretend import DryRunWorld, FusedAttention
+from planner.pretend import DryRunWorld, FusedAttention, repeated
 from tests.runs import settings
 from trainer.errors import UserError
 
@@ -100,6 +100,15 @@ def test_a_server_and_a_worker_take_their_own() -> None:
         assert found.parts["parameters"] == num_bytes
         assert found.parts["optimizer"] == pytest.approx(state * num_bytes, rel=0.5), "of what it owns"
     assert worker.peak == pytest.approx(3 * num_bytes, rel=0.05), "with what it pushes, and what it pulls"
+
+
+def test_the_dimension_of_samples_is_the_one_that_grows() -> None:
+    one = {"rows": torch.ones(1, 5), "time_first": torch.ones(7, 1), "table": torch.ones(3, 3), "name": "a"}
+    two = {"rows": torch.ones(2, 5), "time_first": torch.ones(9, 2), "table": torch.ones(3, 3), "name": "a"}
+    made = repeated(one, two, 8)
+    shapes = {name: tuple(value.shape) for name, value in made.items() if name != "name"}
+    assert shapes == {"rows": (8, 5), "time_first": (7, 8), "table": (3, 3)}
+    assert repeated([torch.ones(1, 4)], [torch.ones(1, 4)] * 2, 8)[0].shape == (8, 4)
 
 
 def test_several_gpus_of_dp_are_refused_in_a_line() -> None:

@@ -182,7 +182,10 @@ class Names(nn.Module):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (lambda model: ["block"], "holds 'block', which is not a submodule of it"),
+        (
+            lambda model: ["block"],
+            "holds 'block', which is not a submodule of it; list the modules themselves",
+        ),
         (lambda model: [None], "holds None, which is not a submodule of it"),
         (lambda model: [model], "holds Names, which is not a submodule of it"),
         (lambda model: [nn.Linear(2, 2)], "holds Linear, which is not a submodule of it"),

@@ -359,7 +359,7 @@ def test_a_loss_of_0_by_0_is_0_for_a_model_that_returns_an_object() -> None:
             return (model(batch).logits * 0).sum() / torch.zeros(())
 
     model = Wrapped(2, 2)
-    divided(loss_of(Mine(), model, torch.ones(3, 2), 0), 1, 0).backward()
+    divided(loss_of(Mine(), model, torch.ones(3, 2), 0)[0], 1, 0).backward()
     assert not any(p.grad.count_nonzero() for p in model.parameters() if p.grad is not None)
 
 

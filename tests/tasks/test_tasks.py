@@ -178,6 +178,35 @@ def test_a_loss_of_the_models_own_is_over_the_labels_that_count(shifted: bool) -
         OwnLoss().weight(parts[0])
     each = {"logits": logits[:5, 0], "labels": torch.tensor([1, -100, 2, 3, 4])}
     assert OwnLoss().weight(each) == 4 and OwnLoss().weight({"logits": logits}) == 17
+    assert "accuracy" not in found
+    with pytest.raises(UserError, match="which this model does not return"):
+        task.predict(model, parts[0])
+    with pytest.raises(UserError, match="a batch is a tuple, but OwnLoss passes it to the model as keywords"):
+        task.loss(model, (logits, labels))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["object", "dict", "tuple"])
+def test_the_accuracy_of_a_model_with_a_loss_of_its_own(form: str) -> None:
+    """Where it also returns logits (B, classes)."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(9, 4), torch.tensor([0, 1, 2, 3, 0, -100, 1, 2, 3])
+
+    def model(logits: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        loss = F.cross_entropy(logits, labels) if labels is not None else None
+        both = {"loss": loss, "logits": logits}
+        return {"object": SimpleNamespace(**both), "dict": both, "tuple": (loss, logits)}[form]
+
+    task: Any = OwnLoss()
+    sums = [
+        task.eval_sums(model, {"logits": logits[at], "labels": labels[at]}) for at in (slice(5), slice(5, 9))
+    ]
+    right = (logits.argmax(1) == labels)[labels != -100].double().mean().item()
+    assert task.summarise(sum(sums)) == pytest.approx(
+        {"loss": F.cross_entropy(logits, labels).item(), "accuracy": right}
+    )
+    known, unknown = (task.predict(model, {"logits": logits, **more}) for more in ({"labels": labels}, {}))
+    assert known["label"].equal(labels) and "label" not in unknown
+    assert unknown["prediction"].equal(logits.argmax(1)) and unknown["probabilities"].equal(logits.softmax(1))
 
 
 @pytest.mark.cuda

@@ -113,8 +113,8 @@ def of_two_micro_batches() -> dict[str, float]:
     targets = tokens if rank == 0 else tokens.where(torch.arange(7) < 2, -100)
     loss = smoothed.loss(nn.Identity(), images)
     for _ in range(2):
-        meter.count_batch(smoothed, images, 2, 1)
-        meter.count_batch(LanguageModelling(), (tokens, targets), 2, 1)
+        meter.count_batch(smoothed, images, None, 2, 1)
+        meter.count_batch(LanguageModelling(), (tokens, targets), None, 2, 1)
     meter.count_step([loss.detach()])
     plain = nn.functional.cross_entropy(*images).item()
     return meter.metrics(begin, global_batch_size=12) | {"expected": plain, "minimised": loss.item()}

@@ -25,7 +25,7 @@ from trainer.errors import UserError, first_few
 from trainer.fingerprint import Trace
 from trainer.local_shard import to_local
 from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_rank_note, not_all
-from trainer.tasks.base import refuse_own_parameters
+from trainer.tasks.base import begin_step, refuse_own_parameters
 from trainer.tasks.label_counts import described, label_count, loss_of
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def rehearse(run: "Run", batches: "Batches") -> None:
     versions = {} if is_sharded else _versions(model)
     trace = Trace(model)
     with generators_kept():
+        begin_step(run, heartbeat.step)
         for _ in range(strategy.num_rehearsed):
             _drop_gradients(model)
             strategy.begin_step(run.model)
@@ -75,8 +76,10 @@ def rehearse(run: "Run", batches: "Batches") -> None:
                 raise UserError(f"strategy=ddp: the loss used {not_all(idle)}")
             strategy.aggregate(run.model)
     trace.put_back()
-    has_gradients = any(parameter.grad is not None for parameter in trained.values())
-    if not any(gather_objects(has_gradients) if run.dist.world_size > 1 else [has_gradients]):
+    own_facts = any(p.grad is not None for p in trained.values()), run.meter.parts.are_given
+    facts = gather_objects(own_facts) if run.dist.world_size > 1 else [own_facts]
+    run.meter.parts.are_given = any(gives_parts for _, gives_parts in facts)
+    if not any(has_gradients for has_gradients, _ in facts):
         raise UserError(f"the first backward pass gave no parameter a gradient. {_no_gradients(is_sharded)}")
     if gathered is not None:
         gathered.close()
@@ -116,13 +119,14 @@ def _make_pass(run: "Run", batch: Any, number: int, last: bool, gathered: Gather
     marks = _marked(model) if not number else {}
     with strategy.gradient_sync(run.model, enabled=last):
         with strategy.autocast(), _explained(strategy, in_backward=False):
-            loss = loss_of(run.task, run.model, run.to_device(batch), count)
+            loss, parts = loss_of(run.task, run.model, run.to_device(batch), count)
         if not number:
             names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
             if gathered is not None:
                 gathered.compare_root()
                 names |= gathered.names
             _check_loss(run, loss, names, marks)
+            run.meter.parts.are_given = parts is not None
             if strategy.uses != "any":
                 _compare_use(run, loss, names)
         enter("backward")
@@ -153,7 +157,8 @@ def _check_loss(run: "Run", loss: Any, names: dict[Tensor, str], marks: dict[Ten
     method = f"{type(run.task).__name__}.loss"
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad or loss.is_complex():
         raise UserError(
-            f"{method} returns {described(loss)}, but must return a scalar to differentiate, a mean"
+            f"{method} returns {described(loss)}, but must return a scalar to differentiate, a mean; "
+            "or that and a dict of its parts by name, for the log"
         )
     are_marks = all(parameter.grad is marks.get(parameter) for parameter in names)
     # Through `grad.data` torch counts no version.

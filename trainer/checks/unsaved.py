@@ -34,6 +34,11 @@ class UnsavedState:
         self._num_steps = 0
         self._before: dict[str, dict[str, Any]] = {}  # fingerprints of the last step of a pair
         self._warned: set[str] = set()
+        self._left_out = {*OF_EVERY_MODULE, "plain_loss"}  # `Task.loss` sets the latter for the log
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Attributes of the task that each step sets again."""
+        self._left_out.update(names)
 
     def look(self) -> None:
         """Called after each step."""
@@ -84,7 +89,7 @@ class UnsavedState:
         # A task may be a module, but no checkpoint holds its buffers and modules.
         parts = {**getattr(task, "_buffers", {}), **getattr(task, "_modules", {})}
         for name, value in (vars(task) | parts).items():
-            if name not in {*OF_EVERY_MODULE, "plain_loss"}:  # `Task.loss` sets it for the log
+            if name not in self._left_out:
                 yield f"task.{name}", fingerprint(value, known)
         optimizers = {id(part): part for part in parts_of(self._optimizer)}.values()
         if len(optimizers) == 1 and type(self._optimizer).state_dict is not Optimizer.state_dict:

@@ -27,9 +27,9 @@ def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = Non
         UserError: the target does not exist, has no such argument or refuses a value; or `auto` is set for
             a key that `facts` does not have.
     """
-    filled = _filled(name, node, facts)
+    built = filled(name, node, facts)
     try:
-        return hydra.utils.instantiate(filled, *args, **kwargs, _convert_="all")
+        return hydra.utils.instantiate(built, *args, **kwargs, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, UserError):
@@ -75,13 +75,14 @@ def _hidden(target: str) -> str:
     return "" if ours == theirs else f"; {name} is {ours} here and hides {theirs}: rename yours"
 
 
-def _filled(name: str, node: dict[str, Any], facts: object) -> dict[str, Any]:
-    filled = {}
+def filled(name: str, node: dict[str, Any], facts: object) -> dict[str, Any]:
+    """`node` with the attributes of `facts` in place of `auto`; see `instantiate`."""
+    found = {}
     for key, value in node.items():
         if isinstance(value, dict) and "_target_" in value:
-            value = _filled(f"{name}.{key}", value, facts)
-        filled[key] = _fact(name, key, facts) if value == "auto" else value
-    return filled
+            value = filled(f"{name}.{key}", value, facts)
+        found[key] = _fact(name, key, facts) if value == "auto" else value
+    return found
 
 
 def _fact(name: str, key: str, facts: object) -> Any:

@@ -42,7 +42,9 @@ def above(limit: float) -> Any:
 
 
 def each_above(limit: float) -> Any:
-    return limited(lambda values: values and min(values) > limit, f"numbers, each greater than {limit}")
+    return limited(
+        lambda values: all(value > limit for value in values), f"numbers, each greater than {limit}"
+    )
 
 
 def one_of(*values: str, default: str = MISSING) -> Any:

@@ -46,7 +46,12 @@ def in_words(error: Exception) -> str:
     unread = re.match(r"LexerNoViableAltException: (.*)\n( *)\^", said)
     if unread:  # the mark is below the first character that no grammar rule accepts
         at = max(0, len(unread[2]) - len("LexerNoViableAltException: "))
-        return f"{unread[1]} cannot be read from {unread[1][at:]!r} on; quote the value: KEY='\"VALUE\"'"
+        way = "quote the value: KEY='\"VALUE\"'"
+        if "[" in unread[1][:at]:
+            way = "quote it within the list: KEY='[\"VALUE\"]'"
+        return f"{unread[1]} cannot be read from {unread[1][at:]!r} on; {way}"
+    if said.startswith("mismatched input '=' expecting <EOF>"):
+        return "a value has a second =; quote it: run_dir='\"runs/lr=0.1\"'"
     return " ".join(said.partition("\nSee https://hydra.cc")[0].split())
 
 

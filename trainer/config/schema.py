@@ -60,6 +60,7 @@ class TrainConfig:
     log_every_steps: int | None = at_least(1)
     eval_every_epochs: int = count_or_never()
     eval_every_steps: int | None = at_least(1)
+    show_every: int | None = at_least(1)
     check_replicas_every: int | None = at_least(1)
     histograms_every: int | None = at_least(1)
     peak_tflops: float | None = above(0)

@@ -53,7 +53,7 @@ class ToDevice:
 
     def __init__(self, device: torch.device, channels_last: bool, normalise: Normalise | None) -> None:
         self.device, self.channels_last, self.normalise = device, channels_last, normalise
-        self._stream = accelerator.stream(device)
+        self._stream, self._looked = accelerator.stream(device), False
 
     def __call__(self, batch: Any) -> Any:
         with accelerator.on(self._stream):
@@ -73,7 +73,21 @@ class ToDevice:
                 "data.images.flip is true, but the batch holds no uint8 images (B, C, H, W): let the "
                 "dataset return them as uint8, or flip with data.train_transforms"
             )
+        if mirrored is not None and not self._looked:
+            self._refuse_other_pictures(batch, images)
         return mapped(batch, lambda value: self._ready(value, mirrored) if value is images else value)
+
+    def _refuse_other_pictures(self, batch: Any, images: Tensor) -> None:
+        """Called for the first batch that is mirrored."""
+        self._looked = True
+        for value in leaves(batch):
+            is_other = isinstance(value, Tensor) and value is not images and value.ndim > 2
+            if is_other and value.shape[-2:] == images.shape[-2:]:
+                raise UserError(
+                    f"data.images.flip mirrors the images {tuple(images.shape)}, but the batch also has "
+                    f"{value.dtype} {tuple(value.shape)}, which would stay as it is; mirror both by "
+                    "data.train_transforms, with masks as torchvision.tv_tensors.Mask"
+                )
 
     def _moved(self, batch: Any) -> Any:
         arrived = mapped(batch, self._on_device)

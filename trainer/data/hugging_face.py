@@ -1,11 +1,13 @@
 """A dataset of Hugging Face's `datasets`, read as a stream: local files, or a dataset of the hub."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from trainer.data.images import check_split
+from trainer.data.images import check_at_least_one, check_split
 from trainer.errors import UserError, on_one_line
 
 
@@ -15,6 +17,8 @@ def hugging_face(
     columns: Sequence[str] | None = None,
     splits: dict[str, str] | None = None,
     shuffle_buffer: int = 0,
+    map: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+    pack: int | None = None,
     **options: Any,
 ) -> "HubStream":
     """The rows of ``datasets.load_dataset(path, streaming=True, **options)``, numbers and images as tensors.
@@ -25,6 +29,10 @@ def hugging_face(
         splits: the dataset's names for our splits, such as {eval: validation}.
         shuffle_buffer: the number of rows of training data held in memory to draw from. Checkpoints do not
             hold the buffer: a resumed run reads all rows up to where it stopped, and draws the same.
+        map: makes of a row, as plain values, the dict that takes its place, such as a tokenizer's.
+        pack: tokens of a sample: the ``input_ids`` of all rows are put together, and cut into samples of this
+            length, without padding. Each is a dict of input_ids and labels, which are equal. What is left at
+            the end of an epoch is dropped. Let ``map`` end each text with a token that says so.
         options: further arguments, such as data_files={train: ..., eval: ...}.
 
     Raises:
@@ -38,16 +46,19 @@ def hugging_face(
     theirs = (splits or {}).get(split, split)
     try:
         rows = datasets.load_dataset(path, split=theirs, streaming=True, **options)
-        if columns is not None:
+        if columns is not None and map is None and pack is None:
             rows = rows.select_columns(list(columns))
     except Exception as error:  # each kind of file and hub raises its own
         raise UserError(
             f"datasets.load_dataset({path!r}, split={theirs!r}) cannot be read: {on_one_line(error)}"
         ) from error
-    rows = rows.with_format("torch")
+    if map is None and pack is None:
+        rows = rows.with_format("torch")
+    check_at_least_one(pack=pack)
     if shuffle_buffer and split == "train":
-        return HubStream(rows.shuffle(seed=0, buffer_size=shuffle_buffer), columns, has_state=False)
-    return HubStream(rows, columns, has_state=True)
+        rows = rows.shuffle(seed=0, buffer_size=shuffle_buffer)
+        return HubStream(rows, columns, has_state=False, map=map, pack=pack)
+    return HubStream(rows, columns, has_state=True, map=map, pack=pack)
 
 
 class HubStream(IterableDataset[Any]):
@@ -55,15 +66,25 @@ class HubStream(IterableDataset[Any]):
 
     Args:
         has_state: whether it resumes where it stopped without reading what came before.
+        map, pack: see `hugging_face`.
 
     Attributes:
         num_classes: of a column of class labels, if there is one.
     """
 
-    def __init__(self, rows: Any, columns: Sequence[str] | None, has_state: bool) -> None:
-        self.rows, self.columns, self._has_state = rows, columns, has_state
+    def __init__(
+        self,
+        rows: Any,
+        columns: Sequence[str] | None,
+        has_state: bool,
+        map: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+        pack: int | None = None,
+    ) -> None:
+        self.rows, self.columns, self._has_state, self._map, self._pack = rows, columns, has_state, map, pack
+        self._start = list[int]()  # what `rest` is where an epoch begins or is resumed
+        self._rest, self._begin = list[int](), 0  # tokens of rows that were read; how many are given out
         if has_state:
-            self.state_dict, self.load_state_dict = rows.state_dict, rows.load_state_dict
+            self.state_dict, self.load_state_dict = self._state, self._load
         self.num_shards: int = rows.num_shards
         features = rows.features or {}  # unknown for some kinds of files
         for name in columns or features:
@@ -71,13 +92,51 @@ class HubStream(IterableDataset[Any]):
                 self.num_classes: int = number
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
+        return iter(self.rows) if self._pack is None else self._windows(self._pack)
 
     def set_epoch(self, epoch: int) -> None:
         self.rows.set_epoch(epoch)
 
-    def decode(self, row: dict[str, Any]) -> Any:
+    def decode(self, row: Any) -> Any:
+        if self._pack is not None:
+            row = {"input_ids": torch.tensor(row), "labels": torch.tensor(row)}
+        elif self._map is not None:
+            row = {name: _as_tensor(value) for name, value in self._map(row).items()}
         return row if self.columns is None else tuple(row[name] for name in self.columns)
 
     def shard(self, num_shards: int, index: int) -> "HubStream":
-        return HubStream(self.rows.shard(num_shards, index), self.columns, self._has_state)
+        rows = self.rows.shard(num_shards, index)
+        return HubStream(rows, self.columns, self._has_state, self._map, self._pack)
+
+    def _windows(self, size: int) -> Iterator[list[int]]:
+        self._rest, self._begin, self._start = self._start, 0, []
+        for row in self.rows:
+            made = row if self._map is None else self._map(row)
+            if "input_ids" not in made:
+                raise UserError(
+                    f"data.dataset.pack={size} puts input_ids together, but a row has {', '.join(made)}; let "
+                    "data.dataset.map return them"
+                )
+            self._rest, self._begin = [*self._rest[self._begin :], *made["input_ids"]], 0
+            while len(self._rest) - self._begin >= size:
+                self._begin += size
+                yield self._rest[self._begin - size : self._begin]
+
+    def _state(self) -> dict[str, Any]:
+        if self._pack is None:
+            return self.rows.state_dict()
+        return {"rows": self.rows.state_dict(), "rest": torch.tensor(self._rest[self._begin :])}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if self._pack is None:
+            self.rows.load_state_dict(state)
+            return
+        self.rows.load_state_dict(state["rows"])
+        self._start = self._rest = state["rest"].tolist()
+        self._begin = 0
+
+
+def _as_tensor(value: Any) -> Any:
+    """Numbers and lists of them as tensors; a text stays."""
+    is_numbers = isinstance(value, int | float | list) and not isinstance(value, Tensor)
+    return torch.tensor(value) if is_numbers else value

@@ -1,6 +1,7 @@
 """A folder of images for each class: the layout of ImageNet."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -51,6 +52,12 @@ class ImageFolder(datasets.ImageFolder):
         self.num_classes = len(self.classes)
         if image_size is not None:
             self.input_shape = (3, image_size, image_size)
+
+    @staticmethod
+    def unlabelled(path: str, image_size: int | None = 224, **_: object) -> Any:
+        """A picture of no folder, as evaluation reads it; the other arguments are the dataset's."""
+        picture = read_rgb(path)
+        return picture if image_size is None else _crop("eval", image_size)(picture)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         """All folders but those that programs hide, such as .ipynb_checkpoints."""

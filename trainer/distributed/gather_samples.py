@@ -1,19 +1,27 @@
-"""Gathers rows of samples from all ranks on rank 0: each sample once, in the order of the dataset."""
+"""What ranks have of samples: rows, gathered on rank 0 in the dataset's order; and outputs, for a loss."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from trainer.distributed.agreement import compare_across_ranks
+from trainer.distributed.collectives import all_gather_single
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import Dist
 
 Rows = dict[str, Tensor]
+IN_EVALUATION = (
+    "which samples an evaluation has in a batch depends on the number of ranks; return the embeddings from "
+    "the task's rows, and compare them in summarise_rows"
+)
+_refusals: list[str | None] = []  # of the run of this process, and what it does; empty outside a run
 
 
 class SampleGather:
@@ -69,3 +77,50 @@ class SampleGather:
                 f"{self._source} gives {layout}, but gave {self._layout} for the batch before; rows must "
                 "have the same shape and dtype: pad them"
             )
+
+
+@contextmanager
+def gathering(refusal: str | None) -> Iterator[None]:
+    """Within, `gather` works over all ranks, or raises an error that says `refusal`."""
+    _refusals.append(refusal)
+    try:
+        yield
+    finally:
+        _refusals.pop()
+
+
+def gather(z: Tensor) -> tuple[Tensor, int]:
+    """See `trainer.gather`."""
+    if _refusals and _refusals[-1] is not None:
+        raise UserError(f"trainer.gather: {_refusals[-1]}")
+    if not _refusals or dist.get_world_size() == 1:
+        return z, 0
+    # On the host, since the host would wait for a GPU.
+    device = torch.device("cpu") if "gloo" in dist.get_backend_config() else z.device
+    lengths = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
+    all_gather_single(lengths, torch.tensor([len(z)], device=device))
+    each = lengths.tolist()
+    first = sum(each[: dist.get_rank()])
+    gathered: Tensor = _Gather.apply(z, each, first)
+    return gathered, first
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, each: list[int], first: int) -> Tensor:
+        ctx.rows = slice(first, first + len(z))
+        most, world_size = max(each), len(each)
+        padded = F.pad(z, (0, 0) * (z.ndim - 1) + (0, most - len(z))).contiguous()
+        every = padded.new_empty(world_size * most, *z.shape[1:])
+        all_gather_single(every, padded)
+        if min(each) == most:
+            return every
+        parts = every.view(world_size, most, *z.shape[1:])
+        return torch.cat([part[:length] for part, length in zip(parts, each, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """The losses of all ranks depend on the rows of each; the strategy divides their sum."""
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total[ctx.rows], None, None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.distributed.agreement import on_main
-from trainer.distributed.gather_samples import Rows, SampleGather
+from trainer.distributed.gather_samples import IN_EVALUATION, Rows, SampleGather, gathering
 from trainer.distributed.seeding import seed_micro_batch
 from trainer.errors import UserError
 from trainer.nested import leaves
@@ -48,7 +48,8 @@ def evaluate(context: ModelContext, loader: "EvalLoader") -> Evaluation:
     """
     context.dist.heartbeat.enter("evaluate")
     context.strategy.share_buffers(context.model)
-    with evaluation_mode(context.strategy.unwrap(context.model)) as model:
+    model = context.strategy.unwrap(context.model)
+    with evaluation_mode(model), gathering(IN_EVALUATION):
         return _evaluate(context, loader, model)
 
 
@@ -141,7 +142,7 @@ def predict(context: ModelContext, loader: "EvalLoader") -> Iterator[tuple[list[
 
 @torch.no_grad()
 def show(context: ModelContext, evaluation: Evaluation, run_log: "RunLog", step: int, at_end: bool) -> None:
-    """Log what the task shows (a collective): at the end, and before for at most 1 % of the time."""
+    """Log what the task shows (a collective): at the end, and before as `train.show_every` says."""
     if not offers(context.task, "show") or not on_main(
         lambda: at_end or run_log.shows.is_due(), context.dist
     ):

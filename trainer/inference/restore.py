@@ -106,7 +106,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
             strategy=strategy,
             task=build_task(config),
             model=wrapped,
-            to_device=build_to_device(config, strategy.device, train_set()),
+            to_device=build_to_device(config, strategy.device, _facts(config, train_set)),
             seed=config.seed,
             config=config,
             checkpoint=source,
@@ -152,8 +152,13 @@ def _training_data(config: Config) -> Callable[[], Any]:
 
 
 def _builder(config: Config, train_set: Callable[[], Any]) -> Callable[[], nn.Module]:
-    facts = train_set() if "auto" in dict(leaves(config.model)).values() else None
-    return functools.partial(build_model, config.model, facts)
+    return functools.partial(build_model, config.model, _facts(config, train_set))
+
+
+def _facts(config: Config, train_set: Callable[[], Any]) -> Any:
+    """The training data, if the settings still lack what a run takes from it: where overrides name others."""
+    is_known = config.data.images.mean is not None and "auto" not in dict(leaves(config.model)).values()
+    return None if is_known else train_set()
 
 
 def _read(

@@ -29,12 +29,16 @@ class Pace:
 
     Args:
         first_after_s: seconds until it is due for the first time.
+        every: due at each `every`-th question instead, however long it takes.
     """
 
-    def __init__(self, first_after_s: float = 0) -> None:
-        self._due = time.perf_counter() + first_after_s
+    def __init__(self, first_after_s: float = 0, every: int | None = None) -> None:
+        self._due, self._every, self._asked = time.perf_counter() + first_after_s, every, 0
 
     def is_due(self) -> bool:
+        self._asked += 1
+        if self._every is not None:
+            return self._asked % self._every == 0
         return time.perf_counter() >= self._due
 
     def __enter__(self) -> None:
@@ -56,7 +60,7 @@ class RunLog:
         assert config.run_dir is not None
         run_dir = Path(config.run_dir)
         self.enabled = dist.is_main
-        self.shows = Pace(first_after_s=10)
+        self.shows = Pace(first_after_s=10, every=config.train.show_every)
         self._plotting = Pace(first_after_s=60)  # the first plot imports matplotlib: 0.6 s, 1 % of a minute
         self._run_dir, self._total_steps, self._steps_before = run_dir, total_steps, steps_before
         self._loggers: dict[str, Logger] = {}  # by their settings

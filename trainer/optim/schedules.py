@@ -4,6 +4,7 @@ Every schedule here warms up linearly over its first `warmup_steps` steps; step 
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,30 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
 
-WATCHED = "eval/loss"  # the metric for ReduceLROnPlateau
+_LOSS = "eval/loss"
+
+
+class Plateau(ReduceLROnPlateau):
+    """Torch's ReduceLROnPlateau, which is told of one metric of each evaluation.
+
+    Args:
+        metric: as in the log, eval/loss or eval/accuracy; with mode=max for one that should rise.
+        options: of ReduceLROnPlateau.
+    """
+
+    def __init__(self, optimizer: Optimizer, metric: str = _LOSS, **options: Any) -> None:
+        super().__init__(optimizer, **options)
+        self.metric = metric
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "metric"}
+
+
+def watched_metric(node: dict[str, Any]) -> str | None:
+    """The metric that the schedule of `node` follows, if it follows one."""
+    if not str(node["_target_"]).endswith(("ReduceLROnPlateau", ".Plateau")):
+        return None
+    return str(node.get("metric", _LOSS))
 
 
 def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
@@ -125,6 +149,19 @@ class ScheduleFacts:
     total_steps: int
     steps_per_epoch: int | None  # None: a stream of unknown length
 
+    def in_steps(self, node: Any) -> Any:
+        """`node` with steps in place of texts such as "30 epochs", also in lists and nested schedules."""
+        if isinstance(node, dict):
+            return {key: self.in_steps(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [self.in_steps(value) for value in node]
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) epochs?", node) if isinstance(node, str) else None
+        if found is None:
+            return node
+        if self.steps_per_epoch is None:
+            raise UserError(f"schedule: {node} of a stream has an unknown number of steps; set steps")
+        return round(float(found[1]) * self.steps_per_epoch)
+
     @property
     def T_max(self) -> int:  # noqa: N802, CosineAnnealingLR's
         return self.total_steps
@@ -175,12 +212,16 @@ def after_evaluation(schedule: LRScheduler, metrics: Mapping[str, float]) -> Non
     """Pass the metrics of an evaluation to ReduceLROnPlateau; `metrics` are the same on every rank.
 
     Raises:
-        UserError: the task's evaluation returns no loss.
+        UserError: the evaluation yields no such metric.
     """
     if isinstance(schedule, ReduceLROnPlateau):
-        if WATCHED not in metrics:
-            raise UserError(f"schedule: ReduceLROnPlateau needs {WATCHED}; there is {', '.join(metrics)}")
-        schedule.step(metrics[WATCHED])
+        metric = getattr(schedule, "metric", _LOSS)
+        if metric not in metrics:
+            raise UserError(
+                f"schedule.metric is {metric}, but evaluation yields {', '.join(metrics)}; set one of them, "
+                "with schedule=plateau"
+            )
+        schedule.step(metrics[metric])
 
 
 def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:
@@ -191,8 +232,8 @@ def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:
         return
     if not evaluates:
         raise UserError(
-            f"schedule: ReduceLROnPlateau lowers the learning rate when {WATCHED} no longer falls, but "
-            "train.eval_every_epochs=0 never evaluates; set it to 1"
+            "schedule: ReduceLROnPlateau lowers the learning rate when a metric of evaluation no longer "
+            "improves, but train.eval_every_epochs=0 never evaluates; set it to 1"
         )
-    if schedule.mode != "min":
-        raise UserError(f"schedule.mode is {schedule.mode}, but {WATCHED} should fall; set it to min")
+    if schedule.mode != "min" and (metric := getattr(schedule, "metric", _LOSS)).endswith("/loss"):
+        raise UserError(f"schedule.mode is {schedule.mode}, but {metric} should fall; set it to min")

@@ -127,7 +127,8 @@ def named_units(model: nn.Module) -> list[nn.Module]:
     units = {id(unit): unit for unit in named or ()}
     for key, unit in units.items():
         if not names.get(key):
-            raise UserError(f"fsdp_units of {kind} holds {_short(unit)}, which is not a submodule of it")
+            way = "; list the modules themselves, not their names" if isinstance(unit, str) else ""
+            raise UserError(f"fsdp_units of {kind} holds {_short(unit)}, which is not a submodule of it{way}")
         if isinstance(unit, CONTAINERS):
             raise UserError(
                 f"fsdp_units of {kind} holds {names[key]}, a {type(unit).__name__}: never called, so "

@@ -4,13 +4,19 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from trainer.distributed.seeding import seed_micro_batch
 from trainer.errors import UserError
 from trainer.nested import leaves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from trainer.training.context import Run
+
+_BEGIN, _END = -(1 << 32), -(1 << 32) - 1  # in place of a micro-batch's number: random numbers of their own
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,33 @@ class Task(Protocol):
     attribute ``plain_loss``: it is logged to compare with ``eval/loss``.
     """
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Mapping[str, Any]]:
         """Mean over the counted labels of the micro-batch, a scalar to differentiate.
 
-        Without counted labels it may be NaN; its gradient by the model's outputs then counts as 0.
+        Without counted labels it may be NaN; its gradient by the model's outputs then counts as 0. With it
+        may come its parts, scalars by name, such as {"box": ..., "class": ...}: the log has their means, with
+        the weights of the loss, as train/box and train/class.
+        """
+
+    def begin_step(self, step: int, last_step: int) -> None:
+        """Called before the first micro-batch of each optimizer step, on every rank, also after a resume.
+
+        For what depends on the step: whose turn it is, a rate that falls. Set it in attributes, which no
+        checkpoint need hold. The rehearsal calls it, too, for the step that follows.
+
+        Args:
+            step: counted from 1.
+            last_step: of the whole run, unless its data or `train.stop` end it before.
+        """
+
+    def end_step(self, model: nn.Module, step: int) -> None:
+        """Called after the update of each step, on every rank: for a teacher that follows its student.
+
+        Runs without gradients. A step that `train.skip_nonfinite` leaves out has no update.
+
+        Args:
+            model: unwrapped, without gradients. Under fsdp its parameters are sharded: treat them element by
+                element, as in `teacher.lerp_(student, 0.01)`, with parameters of the same shape.
         """
 
     def weight(self, batch: Any) -> float | Tensor:
@@ -105,3 +134,28 @@ def refuse_own_parameters(task: Task, known: Collection[int] = ()) -> None:
                     f"data.task: {type(task).__name__} has parameters, which no optimizer would train and "
                     "no checkpoint hold; put them into the model, or freeze them (requires_grad_(False))"
                 )
+
+
+def begin_step(run: "Run", step: int) -> None:
+    """Called before the first micro-batch of `step`, and in the rehearsal.
+
+    What the method sets on the task is no state that a checkpoint should hold: each step sets it again.
+    """
+    task = run.task
+    if not offers(task, "begin_step"):
+        return
+    run.dist.heartbeat.enter("forward")
+    seed_micro_batch(run.seed, step, _BEGIN, run.strategy.devices)
+    before = dict(vars(task))
+    task.begin_step(step, run.total_steps)
+    run.checks.unsaved.leave_out(name for name, now in vars(task).items() if now is not before.get(name, ...))
+
+
+@torch.no_grad()
+def end_step(run: "Run", step: int) -> None:
+    """Called after the update of `step`, on every rank with the same random numbers."""
+    if not offers(run.task, "end_step"):
+        return
+    seed_micro_batch(run.seed, step, _END, run.strategy.devices)
+    run.strategy.weights_changed(run.model)  # so that parameters are the shards, and not copies of the whole
+    run.task.end_step(run.state.model, step)

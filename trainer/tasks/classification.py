@@ -8,6 +8,7 @@ from trainer.tasks.cross_entropy import (
     CrossEntropy,
     classes_of,
     counted,
+    inputs_and_any_labels,
     inputs_and_labels,
     logits_as_made,
     logits_of,
@@ -65,15 +66,15 @@ class Classification:
         sums = [loss.double(), hits[:, 0].sum(), count, hits.sum() * has_top5, count * has_top5]
         return torch.cat([torch.stack(sums), _confusions(likeliest[:, 0], labels, logits.shape[1])])
 
-    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    def predict(self, model: nn.Module, batch: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """label (B,), prediction (B,), the most likely class, and probabilities (B, classes).
 
-        An uncounted label stays -100.
+        An uncounted label stays -100; a batch of inputs alone has no column for them.
         """
-        inputs, labels = inputs_and_labels(batch)
+        inputs, labels = inputs_and_any_labels(batch)
         logits = logits_of(model(inputs))
-        label, prediction = classes_of(labels, logits), _likeliest(logits)[:, 0]
-        return {"label": label, "prediction": prediction, "probabilities": logits.softmax(dim=1)}
+        known = {} if labels is None else {"label": classes_of(labels, logits)}
+        return known | {"prediction": _likeliest(logits)[:, 0], "probabilities": logits.softmax(dim=1)}
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
         loss, accuracy = (sums[:2] / sums[2]).tolist()  # NaN if no label counts

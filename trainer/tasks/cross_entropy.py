@@ -34,6 +34,11 @@ def inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
     return inputs, labels
 
 
+def inputs_and_any_labels(batch: Any) -> tuple[Any, Tensor | None]:
+    """As `inputs_and_labels`; of a batch of inputs alone, without labels."""
+    return (batch, None) if isinstance(batch, Tensor) else inputs_and_labels(batch)
+
+
 def num_counted(labels: Tensor) -> int:
     """The number of counted labels of a batch on the host; for probabilities (B, classes), its rows."""
     if labels.is_floating_point():
@@ -105,7 +110,8 @@ class CrossEntropy:
             smallest, largest = int(given.min()), int(given.max())
             raise UserError(
                 f"the largest label is {largest} and the smallest {smallest}, but the model has classes 0 to "
-                f"{num_classes - 1}; set {self._setting}={max(largest + 1, num_classes)}, or check the data"
+                f"{num_classes - 1}; set {self._setting}={max(largest + 1, num_classes)}, or check the data; "
+                f"a label that is to be ignored is {IGNORED}"
             )
 
 

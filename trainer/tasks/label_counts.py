@@ -1,7 +1,7 @@
 """How many labels of each micro-batch count, and its part of the loss of a step that follows from it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -91,14 +91,19 @@ def divided(loss: Tensor, all_labels: float, label_count: float) -> Tensor:
     return loss / (all_labels / label_count)
 
 
-def loss_of(task: Task, model: nn.Module, batch: Any, label_count: float) -> Tensor:
-    """The mean loss of a micro-batch, a scalar.
+def loss_of(
+    task: Task, model: nn.Module, batch: Any, label_count: float = 1
+) -> tuple[Tensor, Mapping[str, Any] | None]:
+    """The mean loss of a micro-batch, a scalar, and its parts by name, if the task gives any.
 
     Without counted labels the model's outputs get gradients of 0, also from a loss that is 0/0: the gradient
     of a division by 0 is NaN, whatever follows.
     """
     with nullcontext() if label_count else _zero_gradients(model):
-        return task.loss(model, batch)
+        given = task.loss(model, batch)
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
+        return given
+    return given, None  # whatever it is: the rehearsal looks at it
 
 
 def scalar(value: Any, source: str, device: torch.device) -> Tensor:

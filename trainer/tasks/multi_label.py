@@ -63,11 +63,15 @@ class MultiLabel:
             "macro_f1": _mean([f1(guess, label) for _, label, guess in each]),
         }
 
-    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """labels, predictions (0 or 1) and probabilities, (B, L) each."""
-        scores, labels = self._scores(model, batch)
+    def predict(self, model: nn.Module, batch: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """labels, predictions (0 or 1) and probabilities, (B, L) each; no labels of inputs alone."""
+        if isinstance(batch, Tensor):
+            scores, known = logits_of(model(batch)), {}
+        else:
+            scores, labels = self._scores(model, batch)
+            known = {"labels": labels.long()}
         predictions = (scores >= self._least_score).long()
-        return {"labels": labels.long(), "predictions": predictions, "probabilities": scores.sigmoid()}
+        return known | {"predictions": predictions, "probabilities": scores.sigmoid()}
 
     def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
         """A table with a line for each label."""

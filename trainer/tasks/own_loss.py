@@ -1,6 +1,7 @@
 """A model that computes its own loss, as Hugging Face's do when given labels."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +18,68 @@ class OwnLoss:
     It must be the mean over the batch's counted ``labels``: integers other than -100. In a batch
     without labels, or with floats, each sample counts.
 
-    Evaluation: the mean of the loss over all counted labels.
+    Evaluation: the mean of the loss over all counted labels; and accuracy, if the model also returns
+    ``logits`` (B, classes), and labels are classes (B,).
 
     Args:
         shifted: whether the model leaves out the first label of each sequence, as causal language models of
             Hugging Face do, since no token comes before it. Required if labels are sequences.
     """
 
-    metric_names = ("loss",)
+    metric_names = ("loss", "accuracy")
 
     def __init__(self, shifted: bool | None = None) -> None:
         self.shifted = shifted
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        output = model(**batch)
+        return self._loss(self._output(model, batch))
+
+    def weight(self, batch: dict[str, Tensor]) -> int | Tensor:
+        labels = _as_keywords(batch).get("labels")
+        if labels is None or labels.is_floating_point():
+            return next(len(value) for value in batch.values() if isinstance(value, Tensor))
+        if labels.ndim > 1 and self.shifted is None:
+            raise UserError(
+                f"the labels are sequences, {tuple(labels.shape)}; set data.task.shifted=true for a causal "
+                "language model, which leaves the first label of each sequence out of its loss, or "
+                "data.task.shifted=false for other models"
+            )
+        return counted(labels[:, 1:] if labels.ndim > 1 and self.shifted else labels).sum()
+
+    def eval_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """[loss, counted labels, correct, counted labels with logits]"""
+        output = self._output(model, batch)
+        loss = self._loss(output).double()
+        count = torch.as_tensor(self.weight(batch)).to(loss)
+        sums = [torch.where(count > 0, loss * count, 0.0), count]  # a mean over no label is NaN
+        logits, labels = _logits(output), batch.get("labels")
+        if logits is None or labels is None or labels.ndim != 1 or labels.is_floating_point():
+            return torch.stack([*sums, torch.zeros_like(count), torch.zeros_like(count)])
+        return torch.stack([*sums, (logits.argmax(1) == labels).sum().double(), count])
+
+    def summarise(self, sums: Tensor) -> dict[str, float]:
+        loss = {"loss": float(sums[0] / sums[1])}
+        return loss | ({"accuracy": float(sums[2] / sums[3])} if sums[3] else {})
+
+    def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """prediction (B,), the most likely class, and probabilities (B, classes); label (B,) if known.
+
+        Raises:
+            UserError: the model returns no logits of this shape.
+        """
+        logits, labels = _logits(self._output(model, batch)), batch.get("labels")
+        if logits is None:
+            raise UserError(
+                "OwnLoss predicts classes from logits (B, classes), which this model does not return; give a "
+                "task of your own (data.task) a method predict"
+            )
+        known = {} if labels is None or labels.ndim != 1 else {"label": labels}
+        return known | {"prediction": logits.argmax(1), "probabilities": logits.softmax(dim=1)}
+
+    def _output(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        return model(**_as_keywords(batch))
+
+    def _loss(self, output: Any) -> Tensor:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
             loss = output[0] if isinstance(output, tuple | list) and output else output
@@ -43,23 +92,20 @@ class OwnLoss:
             )
         return loss
 
-    def weight(self, batch: dict[str, Tensor]) -> int | Tensor:
-        labels = batch.get("labels")
-        if labels is None or labels.is_floating_point():
-            return next(len(value) for value in batch.values() if isinstance(value, Tensor))
-        if labels.ndim > 1 and self.shifted is None:
-            raise UserError(
-                f"the labels are sequences, {tuple(labels.shape)}; set data.task.shifted=true for a causal "
-                "language model, which leaves the first label of each sequence out of its loss, or "
-                "data.task.shifted=false for other models"
-            )
-        return counted(labels[:, 1:] if labels.ndim > 1 and self.shifted else labels).sum()
 
-    def eval_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """[loss, counted labels]"""
-        loss = self.loss(model, batch).double()
-        count = torch.as_tensor(self.weight(batch)).to(loss)
-        return torch.stack([torch.where(count > 0, loss * count, 0.0), count])  # a mean over no label is NaN
+def _as_keywords(batch: Any) -> Mapping[str, Tensor]:
+    if isinstance(batch, Mapping):
+        return batch
+    raise UserError(
+        f"a batch is a {type(batch).__name__}, but OwnLoss passes it to the model as keywords: let the "
+        "dataset return a dict for each sample, or set data.task to a task that takes it, as "
+        "trainer.tasks.Classification takes inputs and labels"
+    )
 
-    def summarise(self, sums: Tensor) -> dict[str, float]:
-        return {"loss": float(sums[0] / sums[1])}
+
+def _logits(output: Any) -> Tensor | None:
+    """(B, classes), if the model returned any: as an attribute or a key, or second in a tuple."""
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if logits is None and isinstance(output, tuple | list) and len(output) > 1:
+        logits = output[1]
+    return logits.float() if isinstance(logits, Tensor) and logits.ndim == 2 else None

@@ -58,8 +58,10 @@ class Regression:
             "r2": 1 - squared / variation if variation > 0 else float("nan"),
         }
 
-    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """target and prediction, (B, K) each."""
+    def predict(self, model: nn.Module, batch: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """target and prediction, (B, K) each; no target of inputs alone."""
+        if isinstance(batch, Tensor):
+            return {"prediction": logits_of(model(batch)).float().reshape(len(batch), -1)}
         outputs, targets = self._outputs(model, batch)
         return {"target": targets, "prediction": outputs}
 

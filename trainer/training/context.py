@@ -9,7 +9,7 @@ from trainer.checks.frozen import Frozen
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
-from trainer.config import EmaConfig, TrainConfig
+from trainer.config import Config, EmaConfig, TrainConfig
 from trainer.data.loading.base import EvalLoader, TrainLoader
 from trainer.data.loading.batch import BatchSplit
 from trainer.inference.evaluation import ModelContext
@@ -37,6 +37,7 @@ class Run(ModelContext):
     """All of one process's parts of a run."""
 
     settings: TrainConfig
+    as_built: Config  # all settings, with what was taken from the training data
     ema: EmaConfig
     state: TrainState  # of the module that the strategy owns
     train_loader: TrainLoader

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 def log_step(run: "Run", grad_norm: Tensor) -> None:
     """Log the steps since the last time (a collective)."""
     progress, devices = run.state.progress, run.strategy.devices
+    parts = run.meter.parts.means()
     values: dict[str, float] = {
+        **{f"train/{name}": value for name, value in parts.items()},
         **run.meter.metrics(run.meter.window, run.settings.global_batch_size),
         **run.state.learning_rates(),
         "train/grad_norm": grad_norm.item(),
@@ -37,8 +39,9 @@ def log_step(run: "Run", grad_norm: Tensor) -> None:
         done = f"{progress.samples_seen:,} samples"
     else:
         done = f"epoch {values['train/epoch']:.2f}"
+    words = ", ".join(f"{name} {value:.4f}" for name, value in parts.items())
     run.run_log.step_line(
         f"step {progress.step}/{run.total_steps}  {done}  "
-        f"loss {values['train/loss']:.4f}  lr {values['train/lr']:.2e}  "
+        f"loss {values['train/loss']:.4f}{f' ({words})' if words else ''}  lr {values['train/lr']:.2e}  "
         f"{values['speed/samples_per_second']:.0f} samples/s"
     )

@@ -1,7 +1,7 @@
 """Measures the time of steps by parts, and their mean loss."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from trainer import accelerator
 from trainer.exact.sum_order import AS_THEY_COME, SumOrder
 from trainer.tasks import Task
 from trainer.tasks.label_counts import divided, scalar
+from trainer.training.loss_parts import LossParts
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import Dist
@@ -58,6 +59,7 @@ class Meter:
         # Loss, plain loss (as evaluation computes it), tokens: added many steps at once, which launches less.
         self._pending: tuple[list[Tensor], ...] = ([], [], [])
         self._has_plain = False
+        self.parts = LossParts(dist, order)
         self._plain_of_step: list[Tensor] = []
         self._tokens_of_step: list[Tensor] = []
         self._total_s = 0.0
@@ -88,8 +90,11 @@ class Meter:
         yield
         self.rest_s += time.perf_counter() - begin
 
-    def count_batch(self, task: Task, batch: Any, all_labels: float, label_count: float) -> None:
+    def count_batch(
+        self, task: Task, batch: Any, parts: Mapping[str, Any] | None, all_labels: float, label_count: float
+    ) -> None:
         """Add the task's metrics of a micro-batch, after its loss was computed; see `divided`."""
+        self.parts.add(parts, all_labels, label_count)
         plain = getattr(task, "plain_loss", None)
         if plain is not None:
             self._has_plain = True
@@ -107,6 +112,7 @@ class Meter:
         None if the step was left out: a NaN would stay in the sums.
         """
         self.steps += 1
+        self.parts.end_step(made=losses is not None)
         if losses is None:
             self._left_out += 1
         else:
@@ -131,6 +137,7 @@ class Meter:
 
     def begin_window(self) -> Mark:
         """Called when an epoch begins, and after each line of the log: the next one is of what follows."""
+        self.parts.begin_window()
         self.window = self.mark()
         return self.window
 

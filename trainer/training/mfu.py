@@ -22,6 +22,7 @@ from trainer.distributed.seeding import generators_kept
 from trainer.errors import first_line
 from trainer.nested import mapped
 from trainer.tasks import Task
+from trainer.tasks.label_counts import loss_of
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class ModelFlops:
 
         try:
             with generators_kept(), self._fakes, FlopCounterMode(display=False) as counter:
-                self._task.loss(model.train(), mapped(batch, self._faked)).backward()
+                loss_of(self._task, model.train(), mapped(batch, self._faked))[0].backward()
             self._per_step = counter.get_total_flops() * self._micro_batches
         except Exception as error:  # a forward pass may need values in any way
             reason = first_line(error)

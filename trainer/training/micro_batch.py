@@ -29,6 +29,8 @@ from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.trained import Trained
 from trainer.strategies.base import Strategy, grad_scaler
 from trainer.strategies.build import build_strategy
+from trainer.tasks import offers
+from trainer.tasks.label_counts import loss_of
 
 log = logging.getLogger(__name__)
 
@@ -153,12 +155,14 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
         free, _ = accelerator.memory_info(dist.device)
         beside.append(torch.empty(int(_SPARED * free), dtype=torch.uint8, device=dist.device))
     module.train()
-    for _ in range(2):
+    for step in (1, 2):
+        if offers(task, "begin_step"):
+            task.begin_step(step, 2)
         strategy.begin_step(module)
         for number in range(1, num_micro_batches + 1):
             with strategy.gradient_sync(module, enabled=number == num_micro_batches):
                 with strategy.autocast():
-                    loss = task.loss(module, to_device(batch))
+                    loss, _ = loss_of(task, module, to_device(batch))
                 scaler.scale(loss).backward()
                 del loss
         strategy.aggregate(module)

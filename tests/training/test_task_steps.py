@@ -1,0 +1,140 @@
+"""`begin_step` and `end_step` of a task: the step is known to it, also after a resume, and a teacher follows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.fault_parts import fault
+from tests.programs import finish
+from tests.ranks import run_ranks
+from tests.runs import context_of, steps_of, train
+from trainer.local_shard import to_local
+
+GAN = (
+    *("logger=jsonl", "data=own", "data.dataset._target_=trainer.data.digits.Digits", "model=own"),
+    *("data.task._target_=examples.recipes.gan.Turns", "model._target_=examples.recipes.gan.Gan"),
+    *("+model.latent=4", "+model.width=8", "optim=adamw", "schedule=constant", "train.max_steps=12"),
+    *("train.micro_batch_size=16", "train.eval_every_epochs=0", "checkpoint.every_epochs=null"),
+    "checkpoint.keep_last=9",
+)
+UNUSED = "strategy.find_unused_parameters=true"
+WAYS = {
+    "single": (1, "strategy=single"),
+    "ddp": (2, "strategy=ddp", UNUSED),
+    "fsdp": (2, "strategy=fsdp", "checkpoint=sharded"),
+}
+
+
+def whole_and_resumed(folder: Path, *overrides: str) -> list[str]:
+    """The hashes of a run, and of one that begins at its fifth step."""
+    whole = train(*GAN, *overrides, "checkpoint.every_steps=5", f"run_dir={folder}/whole")
+    saved = folder / "whole" / "checkpoints" / "step_00000005"
+    resumed = train(*GAN, *overrides, f"resume={saved}", f"run_dir={folder}/resumed")
+    return [whole["param_sha256"], resumed["param_sha256"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_alternating_updates_go_on_where_they_stopped(way: str, tmp_path: Path) -> None:
+    world, *overrides = WAYS[way]
+    for whole, resumed in run_ranks(whole_and_resumed, world, tmp_path, *overrides, init=False):
+        assert whole == resumed
+    said = (tmp_path / "whole" / "train.log").read_text()
+    assert "WARNING" not in said and "no checkpoint holds it" not in said
+
+
+@pytest.mark.slow
+def test_one_that_is_killed_ends_with_the_same_hash(tmp_path: Path) -> None:
+    """In the middle of a step; what it saves then is a step of the critic's."""
+    gan = [word for word in GAN if "task._target_" not in word]
+    killed = fault("kill", 0, 8, "backward", mark=tmp_path / "mark", task="examples.recipes.gan.Turns")
+    hashes = []
+    for name, saves in ("whole", "checkpoint.every_steps=100"), ("killed", "checkpoint.every_steps=5"):
+        if name == "whole":
+            (tmp_path / "mark").touch()
+        else:
+            (tmp_path / "mark").unlink()
+            finish("train.py", *gan, *killed, saves, f"run_dir={tmp_path / name}")
+        done = finish("train.py", *gan, *killed, saves, "resume=auto", f"run_dir={tmp_path / name}")
+        assert done.code == 0, done.output
+        hashes.append((tmp_path / name / "result.json").read_text().split('"param_sha256": ')[1])
+    assert hashes[0] == hashes[1]
+
+
+class Student(nn.Module):
+    """Beside it is a frozen teacher, each a unit under fsdp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(64, 6), nn.Linear(64, 6).requires_grad_(False)
+        self.fsdp_units = [self.student, self.teacher]
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            wanted = self.teacher(images.flatten(1))
+        return self.student(images.flatten(1)), wanted
+
+
+class Follows:
+    """The teacher follows its student after each step, by a part that the step says, with some noise."""
+
+    rate = 1.0
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, int]] = []
+        self.ended: list[int] = []
+
+    def begin_step(self, step: int, last_step: int) -> None:
+        self.begun.append((step, last_step))
+        self.rate = 1 / step
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(*model(batch[0])) + model(batch[0])[0].square().mean()
+
+    def end_step(self, model: Any, step: int) -> None:
+        self.ended.append(step)
+        assert all(p.grad is None for p in model.parameters())
+        noise = torch.rand(()).item()
+        for mine, theirs in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+            mine.lerp_(theirs, self.rate * noise)
+
+
+def followed(folder: Path, *overrides: str) -> list[Any]:
+    """What the task was told in a resumed run, and by how much the teacher differs from one moved by hand."""
+    run = (
+        *("logger=jsonl", "data=own", "data.dataset._target_=trainer.data.digits.Digits", "model=own"),
+        *("data.task._target_=tests.training.test_task_steps.Follows", "train.max_steps=4"),
+        *("model._target_=tests.training.test_task_steps.Student", "checkpoint.every_steps=2"),
+        *(
+            "train.eval_every_epochs=0",
+            "checkpoint.keep_last=9",
+            "train.micro_batch_size=16",
+            *overrides,
+            f"run_dir={folder}",
+        ),
+    )
+    first = train(*run)
+    with context_of(*run, f"resume={folder}/checkpoints/step_00000002") as context:
+        model: Any = context.state.model
+        off = []
+        for _ in steps_of(context):
+            pairs = zip(model.teacher.parameters(), model.student.parameters(), strict=True)
+            off.append(max(float((to_local(a) - to_local(b)).abs().max()) for a, b in pairs))
+        from trainer.training.run_hash import parameters_sha256
+
+        told = [context.task.begun, context.task.ended]  # type: ignore[attr-defined]
+        return [*told, min(off) > 0, first["param_sha256"] == parameters_sha256(model)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_teacher_follows_and_the_step_is_counted_on(way: str, tmp_path: Path) -> None:
+    world, strategy, *_ = WAYS[way]
+    for found in run_ranks(followed, world, tmp_path, strategy, init=False):
+        assert found == [[(3, 4), (3, 4), (4, 4)], [3, 4], True, True]
+    said = (tmp_path / "train.log").read_text()
+    assert "task.begun" in said and "task.rate" not in said, "what begin_step sets is not said to be unsaved"

@@ -1,0 +1,108 @@
+"""The parts of a loss that a task names: their means for the log, with the weights of the loss itself."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainer.distributed.agreement import gather_objects
+from trainer.errors import UserError
+from trainer.exact.sum_order import SumOrder
+from trainer.tasks.label_counts import divided, scalar
+
+if TYPE_CHECKING:
+    from trainer.distributed.process_group import Dist
+
+_ADDED_AT_ONCE = 256  # scalars on the device
+_TAKEN = {
+    *("loss", "plain_loss", "lr", "grad_norm", "epoch", "update_to_weight"),
+    *("skipped_updates", "skipped_steps"),
+}
+
+
+class LossParts:
+    """Sums of each part and of its weights since the last line of the log; only `means` waits for the device.
+
+    The weight of a micro-batch is its share of the counted labels of its step. A part is the mean over the
+    micro-batches that name it, so that each of a GAN's losses is the mean over its own steps.
+
+    Attributes:
+        are_given: whether `Task.loss` returns parts on any rank; the same on all, after the rehearsal.
+    """
+
+    def __init__(self, dist: "Dist", order: SumOrder) -> None:
+        self._dist, self._order = dist, order
+        self.are_given = False
+        self._of_step: list[tuple[str, Tensor, float]] = []
+        self._pending: list[tuple[str, Tensor, float]] = []
+        self._sums: dict[str, Tensor] = {}  # of value and weight, as `order` adds them
+
+    def add(self, parts: Mapping[str, Any] | None, all_labels: float, label_count: float) -> None:
+        """Add those of a micro-batch; see `divided`.
+
+        Raises:
+            UserError: one is not a number, or has the name of another metric; or there were none before.
+        """
+        if parts is None:
+            return
+        if not self.are_given:
+            raise UserError(
+                f"the loss returned parts ({', '.join(map(str, parts))}) and none in the first pass, which "
+                "tells ranks whether to add them; return {} where there are none"
+            )
+        for name, part in parts.items():
+            if name not in self._sums:
+                self._sums[name] = self._zero()
+                if str(name).partition("/")[0] in _TAKEN:
+                    raise UserError(
+                        f"the loss names a part {name}, but train/{name} is another metric; rename it"
+                    )
+            plain = part.detach() if isinstance(part, Tensor) else part
+            value = scalar(plain, f"the part {name} of the loss", self._dist.device).float()
+            share = label_count / all_labels if all_labels else math.nan
+            self._of_step.append((name, divided(value, all_labels, label_count), share))
+
+    def end_step(self, made: bool) -> None:
+        """Count what was added since the last step; not so if the step was left out."""
+        if made:
+            times = Counter(name for name, *_ in self._of_step)
+            self._pending += [  # a step without labels counts as 0, as its loss does
+                (name, value, 1 / times[name] if math.isnan(share) else share)
+                for name, value, share in self._of_step
+            ]
+        self._of_step.clear()
+        if len(self._pending) >= _ADDED_AT_ONCE:
+            self._add_pending()
+
+    def begin_window(self) -> None:
+        """Forget what was added: the next means are of what follows."""
+        self._pending.clear()
+        self._sums.clear()
+
+    def means(self) -> dict[str, float]:
+        """The mean of each part over all ranks (a collective, if parts are given)."""
+        if not self.are_given:
+            return {}
+        self._add_pending()
+        own = list(self._sums)
+        everyones = gather_objects(own) if self._dist.world_size > 1 else [own]
+        names = list(dict.fromkeys(name for theirs in everyones for name in theirs))
+        if not names:
+            return {}
+        sums = torch.stack([self._sums.get(name, self._zero()) for name in names], dim=-2)
+        pairs = zip(names, self._order.over_ranks(sums).tolist(), strict=True)
+        return {name: value / weight for name, (value, weight) in pairs if weight}
+
+    def _add_pending(self) -> None:
+        for name in dict.fromkeys(name for name, *_ in self._pending):
+            values = torch.stack([value for other, value, _ in self._pending if other == name]).double()
+            shares = [share for other, _, share in self._pending if other == name]
+            rows = torch.stack([values, values.new_tensor(shares)], 1).unbind()
+            self._sums[name] = self._sums.get(name, self._zero()) + self._order.sum_of(rows)
+        self._pending.clear()
+
+    def _zero(self) -> Tensor:
+        return self._order.sum_of([torch.zeros(2, device=self._dist.device, dtype=torch.float64)])
