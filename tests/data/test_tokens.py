@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,41 @@ def test_gpt2_with_a_vocabulary_of_ones_own(tmp_path: Path, folder: Path) -> Non
     assert train[:3].tolist() == [258, ord(" "), ord("0")]  # line, space, 0
     assert (train == 259).sum() >= 290  # the end of each document
     assert Tokens("train", str(out), block_size=8).vocab_size == 260
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_a_tokenizer_of_hugging_face_goes_with_its_tokens(tmp_path: Path, folder: Path, kind: str) -> None:
+    """Byte by byte, or with a sign for a space; the text comes back, also where a character is cut in two."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    made = tokenizers.Tokenizer(models.BPE(byte_fallback=kind == "words"))
+    if kind == "bytes":
+        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        alphabet = []
+    special = ["<end>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    told = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["line 1 document 23456789 é"], told)
+    (tmp_path / "hf").mkdir()
+    made.save(str(tmp_path / "hf" / "tokenizer.json"))
+    arguments = [str(folder), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "hf")]
+    assert main(arguments) == 2, "no name of the token at a text's end"
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
+    assert main(arguments) == 0
+    shutil.rmtree(tmp_path / "hf")
+    train = Tokens("train", str(tmp_path / "out"), block_size=8)
+    tokenizer = train.tokenizer
+    assert tokenizer is not None and train.vocab_size == tokenizer.vocab_size == made.get_vocab_size()
+    written = np.fromfile(tmp_path / "out" / "train.bin", np.uint16)
+    assert (written == tokenizer.end).sum() >= 290
+    (tokens,) = tokenizer.encode(["line 1 document é\u20ac".encode()])
+    text = b"".join(tokenizer.decode([token]) for token in tokens.tolist()).decode()
+    assert text.strip() == "line 1 document é\u20ac"
 
 
 def test_windows_of_nanogpts_files(tmp_path: Path) -> None:

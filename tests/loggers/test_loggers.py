@@ -222,3 +222,39 @@ def test_wandb_is_told_every_scalar_by_rank_0_alone(tmp_path: Path) -> None:
     assert scalars_of(history) == curves(tmp_path)
     assert {"train/loss", "eval/accuracy"} <= scalars_of(history).keys()
     assert any(line.get("config", {}) for line in history), "the settings as a text"
+
+
+def with_logger(name: str, *overrides: str) -> None:
+    train(*SHORT, f"logger={name}", *overrides)
+
+
+@pytest.mark.slow
+def test_mlflow_has_every_curve_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    for steps, resume in (4, "null"), (6, "auto"):
+        options = (f"train.max_steps={steps}", f"resume={resume}", f"run_dir={tmp_path}")
+        run_ranks(with_logger, 1, "mlflow", *options, init=False)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (experiment,) = [one for one in client.search_experiments() if one.name == "ringmaster"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["optim.lr"] == "0.1"
+    told = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
+    assert told == curves(tmp_path)["train/loss"]
+
+
+@pytest.mark.slow
+def test_trackio_has_every_curve_and_goes_on_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    for steps, resume in (4, "null"), (6, "auto"):
+        options = (f"train.max_steps={steps}", f"resume={resume}", f"run_dir={tmp_path / 'run'}")
+        run_ranks(
+            with_logger, 1, "trackio", *options, init=False, env={"TRACKIO_DIR": str(tmp_path / "trackio")}
+        )
+    from trackio.sqlite_storage import SQLiteStorage
+
+    rows = SQLiteStorage.get_logs("ringmaster", "run")
+    told = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    assert told == curves(tmp_path / "run")["train/loss"]

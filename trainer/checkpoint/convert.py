@@ -20,6 +20,7 @@ from trainer.files.address import Location
 from trainer.files.atomic_file import check_free
 
 FORMS = ("safetensors", "torch", "hf")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 def convert(
@@ -101,6 +102,10 @@ def _write_hf(
             config["torch_dtype"] = str(floating.pop()).removeprefix("torch.")
         write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     write_weights(folder / SINGLE, weights, dtype)
+    for name in _TOKENIZER:  # of tokens that were made by one of Hugging Face
+        beside = Path(str(source.config.get("data.dataset.path"))) / name
+        if beside.is_file():
+            shutil.copyfile(beside, folder / name)
 
 
 def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -1,7 +1,8 @@
-"""Converts text to token files: ``python -m trainer.data.tokenize PATH OUT --tokenizer bytes|gpt2``.
+"""Converts text to token files: ``python -m trainer.data.tokenize PATH OUT --tokenizer bytes|gpt2|FOLDER``.
 
 PATH is a file or a folder of text or .jsonl. OUT becomes a folder with train.bin and val.bin, of uint16
-or uint32, and tokens.json, which describes them; data=tokens and nanoGPT train on it.
+or uint32, and tokens.json, which describes them; data=tokens and nanoGPT train on it. FOLDER is one of
+Hugging Face's with a tokenizer.json, which OUT gets, too.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from trainer.data.text.files import TextFiles
-from trainer.data.text.tokenizers import NAMES, Tokenizer, tokenizer
+from trainer.data.text.tokenizers import NAMES, TOKENIZER_FILES, Tokenizer, tokenizer
 from trainer.data.text.tokens import FACTS, FILES
 from trainer.errors import UserError
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "path", type=Path, help="a file, or a folder of files, of text or JSON lines (.jsonl)"
     )
     parser.add_argument("out", type=Path, help="the folder to write; must not exist")
-    parser.add_argument("--tokenizer", choices=NAMES, default="gpt2")
+    parser.add_argument("--tokenizer", default="gpt2", metavar="bytes|gpt2|FOLDER")
     parser.add_argument(
         "--vocabulary", type=Path, help="of gpt2, if it cannot be downloaded: a file or a folder"
     )
@@ -95,12 +96,15 @@ def tokenize(
                     f"{split}; change it, or check the files"
                 )
         facts: dict[str, int | float | str] = {
-            "tokenizer": name,
+            "tokenizer": name if name in NAMES else TOKENIZER_FILES[0],
             "vocab_size": by.vocab_size,
             "dtype": dtype.name,
             **counts,
             "bytes_per_token": round(sum(size for _, size in written.values()) / sum(counts.values()), 4),
         }
+        for beside in TOKENIZER_FILES if name not in NAMES else ():
+            if (Path(name) / beside).is_file():
+                shutil.copyfile(Path(name) / beside, part / beside)
         (part / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
         part.rename(out)
     finally:

@@ -1,9 +1,11 @@
-"""From text to tokens and back: raw bytes, or GPT-2's byte-pair encoding.
+"""From text to tokens and back: raw bytes, GPT-2's byte-pair encoding, or a tokenizer of Hugging Face.
 
 A text dataset has its tokenizer as the attribute ``tokenizer``.
 """
 
+import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +15,8 @@ import numpy as np
 from trainer.errors import UserError, on_one_line
 
 NAMES = ("bytes", "gpt2")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
@@ -28,7 +32,7 @@ class Tokenizer(Protocol):
 
 
 def tokenizer(name: str, vocabulary: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of that name.
+    """The tokenizer of that name, or of a folder of Hugging Face's with a tokenizer.json.
 
     Args:
         vocabulary: of gpt2, if it cannot be downloaded: a file r50k_base.tiktoken, or a folder with vocab.bpe
@@ -38,7 +42,11 @@ def tokenizer(name: str, vocabulary: str | Path | None = None) -> Tokenizer:
         UserError: the name is unknown, tiktoken is not installed, or the vocabulary is missing.
     """
     if name not in NAMES:
-        raise UserError(f"tokenizer is {name}, but must be one of {', '.join(NAMES)}")
+        if not (file := Path(name) / TOKENIZER_FILES[0]).is_file():
+            raise UserError(
+                f"tokenizer is {name}, but must be one of {', '.join(NAMES)}, or a folder with {file.name}"
+            )
+        return HuggingFace(Path(name))
     if name == "bytes":
         if vocabulary is not None:
             raise UserError(f"vocabulary={vocabulary} is for tokenizer=gpt2; tokenizer=bytes takes none")
@@ -93,6 +101,59 @@ class Gpt2:
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         return self._encoding.decode_bytes(list(tokens))
+
+
+class HuggingFace:
+    """A tokenizer.json, through the library `tokenizers`.
+
+    A document ends with the ``eos_token`` of the tokenizer_config.json beside it or, without one, with the
+    first known name of such a token.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError:
+            raise UserError(
+                f"the tokenizer {folder} needs: pip install 'ringmaster-trainer[tokenizers]'"
+            ) from None
+        file, beside = (folder / name for name in TOKENIZER_FILES)
+        try:
+            self._library = Library.from_file(str(file))
+            named = json.loads(beside.read_text()).get("eos_token") if beside.is_file() else None
+            decoder = json.dumps(json.loads(file.read_text()).get("decoder"))
+        except Exception as error:  # the library raises plain ones
+            raise UserError(f"{file} cannot be read: {on_one_line(error)}") from error
+        self._bytes = _bytes_of_characters() if "ByteLevel" in decoder else None
+        self.vocab_size: int = self._library.get_vocab_size()
+        names = [named["content"] if isinstance(named, dict) else named] if named else _ENDS
+        known = [number for name in names if (number := self._library.token_to_id(name)) is not None]
+        if not known:
+            raise UserError(f"{folder} has no token for the end of a text; set eos_token in {beside.name}")
+        self.end = np.array(known[:1], np.uint32)
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        decoded = [text.decode(errors="replace") for text in texts]
+        encoded = self._library.encode_batch(decoded, add_special_tokens=False)
+        return [np.array(each.ids, np.uint32) for each in encoded]
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(map(self._bytes_of, tokens))
+
+    def _bytes_of(self, token: int) -> bytes:
+        text: str = self._library.id_to_token(token) or ""
+        if self._bytes is not None:
+            return bytes(self._bytes[c] for c in text) if self._bytes.keys() >= {*text} else text.encode()
+        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", text):
+            return bytes.fromhex(byte[1])
+        return text.replace("\u2581", " ").encode()
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """By which printable character byte-level encodings write each byte, as GPT-2's does."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 def _ranks(vocabulary: Path) -> dict[bytes, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from trainer.data.images import check_at_least_one, check_split
-from trainer.data.text.tokenizers import Tokenizer
+from trainer.data.text.tokenizers import TOKENIZER_FILES, Tokenizer
 from trainer.data.text.tokenizers import tokenizer as tokenizer_named
 from trainer.data.text.windows import Windows
 from trainer.errors import UserError
@@ -64,6 +64,8 @@ class Tokens(Windows):
             )
         super().__init__(np.memmap(file, dtype, mode="r"), block_size, size, border=border)
         self._tokenizer_name, self._vocabulary = facts.get("tokenizer"), vocabulary
+        if self._tokenizer_name == TOKENIZER_FILES[0]:
+            self._tokenizer_name = path
         if split == "eval" and eval_windows is not None:
             self.numbers = self.numbers[:eval_windows]
 

@@ -1,0 +1,98 @@
+"""MLflow: a tracking server, or run_dir/mlflow.db for `mlflow ui`."""
+
+import os
+import re
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from trainer.errors import UserError, on_one_line
+from trainer.loggers.base import Logger
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_AT_ONCE = 100  # the most parameters that MLflow takes in a call
+
+
+class MLflow(Logger):
+    """One MLflow run for each run, also when it is resumed, found by its tag `ringmaster.run_id`.
+
+    Texts, pictures and figures are artifacts, a file for each step; MLflow has no histograms.
+
+    Args:
+        tracking_uri: of a server, http://host:5000; None: MLFLOW_TRACKING_URI or else run_dir/mlflow.db.
+        experiment: its name; it is made if there is none.
+        name: None: the name of run_dir.
+
+    Raises:
+        UserError: mlflow is not installed, or the server does not answer.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        run_id: str,
+        first_step: int,
+        settings: Mapping[str, Any],
+        tracking_uri: str | None = None,
+        experiment: str = "ringmaster",
+        name: str | None = None,
+    ) -> None:
+        try:
+            import mlflow
+        except ImportError as error:
+            raise UserError(
+                f"logger.mlflow needs the package mlflow ({error}): pip install 'ringmaster-trainer[mlflow]'"
+            ) from error
+        here = f"sqlite:///{run_dir.resolve()}/mlflow.db"
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or here
+        self._metric = mlflow.entities.Metric
+        try:
+            self._client = mlflow.MlflowClient(uri)
+            of = self._client.get_experiment_by_name(experiment)
+            at = {"artifact_location": (run_dir.resolve() / "mlflow").as_uri()} if uri == here else {}
+            number = self._client.create_experiment(experiment, **at) if of is None else of.experiment_id
+            known = self._client.search_runs([number], f"tags.`ringmaster.run_id` = '{run_id}'")
+            tags = {"ringmaster.run_id": run_id}
+            run = (
+                known[0]
+                if known
+                else self._client.create_run(number, run_name=name or run_dir.resolve().name, tags=tags)
+            )
+            self._run = run.info.run_id
+            if not known:
+                params = [mlflow.entities.Param(key, str(value)[:500]) for key, value in settings.items()]
+                for first in range(0, len(params), _AT_ONCE):
+                    self._client.log_batch(self._run, params=params[first : first + _AT_ONCE])
+        except mlflow.exceptions.MlflowException as error:
+            raise UserError(f"logger.mlflow: {uri}: {on_one_line(error)}") from error
+        self.look = uri if uri != here else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._metric(_named(name), float(value), now, step) for name, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self._client.log_text(self._run, text, f"{_named(name)}/{step}.md")
+
+    def image(self, name: str, image: Tensor, step: int) -> None:
+        pixels = (image * 255).byte() if image.is_floating_point() else image
+        pixels = pixels.expand(3, -1, -1).permute(1, 2, 0)
+        self._client.log_image(self._run, pixels.numpy(), f"{_named(name)}/{step}.png")
+
+    def figure(self, name: str, figure: "Figure", step: int) -> None:
+        self._client.log_figure(self._run, figure, f"{_named(name)}/{step}.png")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+def _named(name: str) -> str:
+    """With the characters that MLflow takes in a name."""
+    return re.sub(r"[^\w/. -]", "_", name)
