@@ -32,6 +32,9 @@ NEEDS = {
     "model=vision": ["model.name=resnet18"],
     "data=imagefolder": ["data.dataset.root=/data"],
     **{f"data={kind}": ["data.dataset.path=/data"] for kind in ("text_stream", "tokens", "hugging_face")},
+    **{f"{group}=own": [f"{group}._target_=mine.It"] for group in ("model", "schedule")},
+    "optim=own": ["optim._target_=mine.It", "optim.lr=0.1"],
+    "data=own": ["data.dataset._target_=mine.It", "data.task._target_=mine.Task"],
     "experiment=imagefolder_resnet50": ["data.dataset.root=/data"],
 }
 
