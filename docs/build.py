@@ -58,7 +58,7 @@ def navigation() -> list[object]:
     """README.md, then the parts of docs/README.md, each with the pages that it links to."""
     parts: dict[str, list[str]] = {}
     text = (ROOT / "docs/README.md").read_text()
-    for name, part in re.findall(r"^## (.+)\n(.*?)(?=^## |\Z)", text, re.M | re.S):
+    for name, part in re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.M | re.S):
         links = (ROOT / "docs" / link for link in re.findall(r"\]\(([\w/.-]+\.md)\)", part))
         parts[name] = [str(link.resolve().relative_to(ROOT)) for link in links]
     parts["Reference"].append("docs/reference/docstrings.md")
