@@ -34,7 +34,7 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # What a command may begin with, besides those that are looked at more closely.
 OTHERS = {
     *("pip", "pytest", "git", "ruff", "mypy", "tensorboard", "docker", "grep"),
-    *("cd", "ls", "head", "pkill", "source", "python3"),
+    *("cd", "ls", "head", "pkill", "source", "python3", "scontrol"),
 }
 
 

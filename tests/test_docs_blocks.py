@@ -8,6 +8,8 @@ where README.md has it, or where a later command reads it.
 from __future__ import annotations
 
 import re
+import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,26 @@ def _run_to_look_at(text: str) -> list[str]:
     kind = ["experiment=text_gpt", *_SMALL_GPT] if text_model else re.findall(r"model=vit", text)[:1]
     best = "checkpoint.keep_best={metric: eval/loss, mode: min}"
     return ["run_dir=runs/mine", "train.max_steps=2", "schedule.warmup_steps=0", "ema.decay=0.9", best, *kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", ["SKYPILOT", "DSTACK"])
+def test_the_command_for_a_cloud_runs(service: str, tmp_path: Path) -> None:
+    """With the variables of the service for one node; without its GPUs and its bucket."""
+    (text,) = (b.text for b in _blocks("yaml") if b.page.name == "clouds.md" and service in b.text)
+    command = re.sub(r"\$\([^)]*\)", "127.0.0.1", text[text.index("torchrun ") :].partition("\nresources")[0])
+    given = {"MASTER_NODE_IP": "127.0.0.1", "NODE_RANK": "0"} | dict.fromkeys(("NUM_NODES", "NODES_NUM"), "1")
+    given |= dict.fromkeys(("NUM_GPUS_PER_NODE", "GPUS_PER_NODE"), "2")
+    command = re.sub(rf"\${service}_(\w+)", lambda name: given[name[1]], command)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        command = command.replace("29500", str(free.getsockname()[1]))
+    words = [word for word in shlex.split(command) if not word.startswith("checkpoint.remote=")]
+    words = [str(ROOT / word) if word == "train.py" else word for word in words[1:]]
+    cut = ("train.max_steps=2", "schedule.warmup_steps=0")
+    done = finish(
+        "-m", "torch.distributed.run", "--start-method=fork", *words, *cut, cwd=tmp_path, forks=True
+    )
+    assert done.code == 0 and "1 x 2 processes" in done.output, done.output
 
 
 def test_what_a_block_needs_is_known() -> None:
