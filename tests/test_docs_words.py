@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.test_docs import _BLOCK, PAGES, ROOT
+from tests.test_docs import _BLOCK, PAGES, ROOT, texts_in_code
 
 MOST = 25
 # Old or private English, and what to write for it.
@@ -64,16 +63,10 @@ def test_a_page_is_plain_english(page: Path) -> None:
 
 
 def test_messages_are_plain_english() -> None:
-    """All text in code but docstrings and names."""
-    found = []
-    for file in [*(ROOT / "trainer").rglob("*.py"), *(ROOT / "planner").rglob("*.py")]:
-        tree = ast.parse(file.read_text())
-        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and id(node) not in docstrings and " " in str(node.value):
-                found += [
-                    f"{file}:{node.lineno}: {word}"
-                    for word in BANNED
-                    if re.search(word, str(node.value), re.I)
-                ]
+    found = [
+        (where, word)
+        for where, text in texts_in_code().items()
+        for word in BANNED
+        if " " in text and re.search(word, text, re.I)
+    ]
     assert not found
