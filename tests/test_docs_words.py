@@ -65,7 +65,7 @@ def test_a_page_is_plain_english(page: Path) -> None:
 def test_messages_are_plain_english() -> None:
     found = [
         (where, word)
-        for where, text in texts_in_code().items()
+        for where, text in texts_in_code()
         for word in BANNED
         if " " in text and re.search(word, text, re.I)
     ]
