@@ -130,6 +130,7 @@ def test_the_command_for_a_cloud_runs(service: str, tmp_path: Path) -> None:
     """With the variables of the service for one node; without its GPUs and its bucket."""
     (text,) = (b.text for b in _blocks("yaml") if b.page.name == "clouds.md" and service in b.text)
     command = re.sub(r"\$\([^)]*\)", "127.0.0.1", text[text.index("torchrun ") :].partition("\nresources")[0])
+    command = command.replace("\\\n", " ")
     given = {"MASTER_NODE_IP": "127.0.0.1", "NODE_RANK": "0"} | dict.fromkeys(("NUM_NODES", "NODES_NUM"), "1")
     given |= dict.fromkeys(("NUM_GPUS_PER_NODE", "GPUS_PER_NODE"), "2")
     command = re.sub(rf"\${service}_(\w+)", lambda name: given[name[1]], command)

@@ -1,4 +1,4 @@
-"""The first page of TensorBoard: python docs/pictures/tensorboard_page.py RUN.
+"""Pages of TensorBoard: python docs/pictures/tensorboard_page.py RUN.
 
 Needs Chromium and playwright (pip install playwright).
 """
@@ -18,21 +18,27 @@ CHROMIUM = "/usr/bin/chromium"
 PORT = 6106
 
 
+PAGES = {"tensorboard": "", "tensorboard-speed": "4_speed", "tensorboard-comm": "6_comm"}  # tags of each
+
+
 def photograph(address: str) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM,
             args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
         )
-        for scheme in ("light", "dark"):
-            context = browser.new_context(viewport={"width": 1280, "height": 860}, color_scheme=scheme)
-            page = context.new_page()
-            page.goto(address)
-            page.wait_for_selector("card-view", timeout=60_000)
-            page.wait_for_timeout(5_000)  # curves come one by one
-            file = style.HERE / f"tensorboard-{scheme}.png"
-            page.screenshot(path=file)
-            Image.open(file).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(file, optimize=True)
+        for name, tags in PAGES.items():
+            for scheme in ("light", "dark"):
+                context = browser.new_context(viewport={"width": 1280, "height": 860}, color_scheme=scheme)
+                page = context.new_page()
+                page.goto(f"{address}/?tagFilter={tags}#timeseries")
+                page.wait_for_selector("card-view", timeout=60_000)
+                page.wait_for_timeout(5_000)  # curves come one by one
+                file = style.HERE / f"{name}-{scheme}.png"
+                page.screenshot(path=file)
+                small = Image.open(file).convert("P", palette=Image.Palette.ADAPTIVE, colors=64)
+                small.save(file, optimize=True)
+                context.close()
         browser.close()
 
 
