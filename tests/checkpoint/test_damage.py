@@ -14,8 +14,7 @@ import torch
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import checkpointer, manifest, open_checkpoint
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint
+from trainer.checkpoint import manifest
 from trainer.errors import UserError
 
 Damage = Callable[[Path], str]
@@ -120,33 +119,3 @@ def test_weights_that_hold_a_call_run_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"torch.load\(weights_only=True\) refuses it"):
         tiny.load_weights(tiny.Net(), tmp_path / "w.pt")
     assert not (tmp_path / "ran").exists()
-
-
-def _one_rank_sees_it(checkpoint: Path) -> list[str]:
-    """The error on each rank if only rank 1 cannot read the state, and then the numbers."""
-    state, rank, heard = tiny.train_state(seed=3), tiny.facts().rank, []
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise UserError("this host sees another disk")
-
-    for module, name in (
-        (open_checkpoint, "verified"),
-        (checkpointer, "targets_for"),
-        (OpenCheckpoint, "read_into"),
-    ):
-        good = getattr(module, name)
-        if rank == 1:
-            setattr(module, name, fail)
-        with pytest.raises(UserError) as refusal:
-            tiny.restore(tiny.checkpointer(checkpoint.parent), state, str(checkpoint))
-        heard.append(str(refusal.value))
-        setattr(module, name, good)
-    assert tiny.restore(tiny.checkpointer(checkpoint.parent), state, str(checkpoint))
-    return heard
-
-
-@pytest.mark.slow
-def test_all_ranks_refuse_what_one_cannot_read(tmp_path: Path) -> None:
-    run_ranks(_save, 1, tmp_path)
-    heard = run_ranks(_one_rank_sees_it, 2, tmp_path / "checkpoints" / "step_00000002")
-    assert heard == [["rank 1: this host sees another disk"] * 3] * 2

@@ -1,4 +1,4 @@
-"""Initial weights: torchvision's by name, other heads, frozen parameters; recomputed activations."""
+"""Initial weights: torchvision's by name, other heads, frozen parameters; activations that are computed again."""
 
 from pathlib import Path
 from typing import Any
@@ -115,23 +115,3 @@ def test_units_are_computed_twice_and_keep_less() -> None:
     assert [module.calls for module in model] == [3, 3, 3]
     with pytest.raises(UserError, match="none of its modules has"):
         checkpoint_activations(model, UnitsConfig("x", 1000))
-
-
-def _hashes(root: Path) -> list[str]:
-    options = (
-        *("data=text", "model=gpt", "data.dataset.block_size=16", "model.width=16", "model.depth=2"),
-        *("model.num_heads=2", "model.dropout=0.1", "optim=adamw", "train.max_steps=3", "strategy=fsdp"),
-        *("train.eval_every_epochs=0", "checkpoint.every_epochs=null", "train.global_batch_size=4"),
-    )
-    found = []
-    for again in ("false", "true"):
-        here = (f"strategy.activation_checkpointing={again}", f"run_dir={root / again}")
-        found.append(train(*options, *here)["param_sha256"])
-    return found
-
-
-@pytest.mark.slow
-def test_activations_computed_again_train_the_same_model(tmp_path: Path) -> None:
-    """Dropout draws the same units again."""
-    without, with_ = run_ranks(_hashes, 2, tmp_path, init=False)[0]
-    assert without == with_

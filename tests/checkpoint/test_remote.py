@@ -85,16 +85,6 @@ def test_the_newest_is_copied_and_as_many_kept_as_here(tmp_path: Path) -> None:
     )
 
 
-def test_a_step_saved_again_takes_the_place_of_the_former(tmp_path: Path) -> None:
-    """Else two of keep_last=2 might be of step 20, the former damaged: its run was resumed from step 10."""
-    store, remote = _run(tmp_path, retention=Retention(last=2))
-    for step in (10, 20, 20):
-        _save(store, step)
-        remote.follow(step)
-        remote.finish(10)
-    assert _steps_there(tmp_path) == ["step_00000010", "step_00000020-2"]
-
-
 def test_a_store_that_fails_is_told_once_tried_again_and_never_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,6 @@
 """The directories of a run: which are kept, which are deleted, and which are never touched."""
 
 import errno
-import time
 from pathlib import Path
 
 import pytest
@@ -44,17 +43,6 @@ def test_keeps_the_last_the_best_and_every_nth(tmp_path: Path, retention: Retent
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 
 
-def test_checkpoints_of_another_run_neither_count_nor_go(tmp_path: Path) -> None:
-    other, ours = Store(tmp_path, "other"), Store(tmp_path, "ours")
-    for step in (1, 2, 3):
-        _save(other, step)
-        _save(ours, step * 10)
-        _save(other, step + 100)
-    ours.prune(Retention(last=1))
-    assert _steps(ours) == [1, 2, 3, 30, 101, 102, 103]
-    assert [path.name for path in ours.newest_first()] == ["step_00000030"]
-
-
 def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     other = Store(outside, "mine")
@@ -85,18 +73,6 @@ def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
         "step_00000006",
         "step_00000005",
     ]
-
-
-def test_a_clock_set_back_does_not_make_the_newest_the_oldest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Store(tmp_path, "mine")
-    _save(store, 1)
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
-    for step in (2, 3):
-        _save(store, step)
-        store.prune(Retention(last=1))
-        assert _steps(store) == [step]
 
 
 def test_cleans_up_after_a_kill(tmp_path: Path) -> None:

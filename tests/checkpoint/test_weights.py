@@ -111,6 +111,17 @@ def test_a_frozen_parameter_that_would_stay_random_raises(tmp_path: Path) -> Non
     assert weights_for(ours, path, "second", freeze=["^first"]).keys() == kept.keys()
 
 
+def test_weights_that_are_tied_here_alone_are_refused(tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model[1].weight = model[0].weight
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tiny.load_weights(model, _saved(tmp_path, saved))
+    path = _saved(tmp_path, saved | {"1.weight": torch.eye(2)})
+    with pytest.raises(UserError, match=r"other values for 0\.weight and 1\.weight, which are one tensor"):
+        tiny.load_weights(model, path)
+    tiny.load_weights(model, path, ignore="1.weight")
+
+
 def _saved(folder: Path, tensors: Any) -> Path:
     torch.save(tensors, folder / "saved.pt")
     return folder / "saved.pt"

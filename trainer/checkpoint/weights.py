@@ -60,7 +60,8 @@ def weights_for(
 
     Raises:
         UserError: unreadable; no name in common, or several prefixes with equally many; other shapes (the
-            first five, both shapes each); or a parameter that is frozen would stay as initialised.
+            first five, both shapes each); other values for names that are tied here; or a parameter that is
+            frozen would stay as initialised.
     """
     path, ignore = location(path), [ignore] if isinstance(ignore, str) else ignore
     state = model.state_dict(keep_vars=True).items()
@@ -72,6 +73,7 @@ def weights_for(
     shift, places = _matched(path, [name for name in found if not is_extra_state(name)], wanted, key)
     common = {name: found[place] for name, place in places.items()}
     _refuse_other_shapes(path, {name: (there, wanted[name]) for name, there in common.items()})
+    _refuse_untied(path, common, wanted)
     given = {id(wanted[name]) for name in common}  # a tied weight may be there under one of its names
     missing = sorted(name for name, tensor in everything.items() if id(tensor) not in given)
     _refuse_frozen(path, {name: everything[name] for name in missing}, ignore, freeze)
@@ -179,6 +181,18 @@ def _refuse_other_shapes(path: Location, pairs: Mapping[str, tuple[Tensor, Tenso
             f"model.init_from={path} is of another model: {words}; model.init_ignore=[{modules}] leaves "
             "these as initialised, as for other classes"
         )
+
+
+def _refuse_untied(path: Location, common: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Raise UserError if names that are one tensor in this model have other values in the file."""
+    first: dict[int, str] = {}
+    for name, there in common.items():
+        other = first.setdefault(id(wanted[name]), name)
+        if other != name and not there.equal(common[other]):
+            raise UserError(
+                f"model.init_from={path} has other values for {other} and {name}, which are one tensor in "
+                f"this model; model.init_ignore=[{name}] takes those of {other}"
+            )
 
 
 def _refuse_frozen(
