@@ -60,7 +60,7 @@ def _train(run_dir: Path, kind: str) -> tuple[Tensor, Tensor]:
     for _ in range(2):
         model(TOKENS).logits.square().mean().backward()
         optimizer.step()
-        state.step_schedule_and_average()
+        state.update_average()
         optimizer.zero_grad()
         state.progress.advance(12, 48)
     checkpointer.save(state)
