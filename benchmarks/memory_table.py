@@ -28,7 +28,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "ddp, checkpointing": ("strategy=ddp", *AGAIN),
     "fsdp": ("strategy=fsdp",),
     "fsdp, none freed": ("strategy=fsdp", "strategy.reshard_after_forward=false"),
-    "fsdp, three ahead": ("strategy=fsdp", "strategy.prefetch_units=3"),
     "fsdp, checkpointing": ("strategy=fsdp", *AGAIN),
     "fsdp, every other": ("strategy=fsdp", *AGAIN, "strategy.activation_checkpointing_every=2"),
     "fsdp, products kept": ("strategy=fsdp", *AGAIN, "strategy.activation_checkpointing_keep=[matmul]"),

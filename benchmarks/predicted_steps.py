@@ -89,8 +89,7 @@ def main() -> int:
 
 def compare(per_host: int, model: str, rate: str, steps: int) -> bool:
     kept, alone = True, [0] * (2 * per_host)
-    sizes = (f"strategy.{name}_mb={BUCKET_MB[model]}" for name in ("first_bucket", "bucket_cap"))
-    settings = (*MODELS[model], "strategy=ddp", *sizes)
+    settings = (*MODELS[model], "strategy=ddp", f"strategy.bucket_cap_mb={BUCKET_MB[model]}")
     with tempfile.TemporaryDirectory() as name, network(2, rate) as (a, b):
         folder, places = Path(name), [*[a] * per_host, *[b] * per_host]
         before = {

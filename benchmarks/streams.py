@@ -7,8 +7,8 @@ growth of the resident set of a fresh process; a resume is timed to its first ba
 state and by reading again.
 
 Windows per second: of data=tokens beside a Dataset that cuts each window from the same memory-mapped file,
-of data=text_stream beside an IterableDataset that reads the same file in its order, both in torch's
-DataLoader, in rotation, each in a process of its own. `a core` is per second of processor time, workers
+and of a stream that reads the same file in its order, both beside torch's DataLoader, in rotation, each in a
+process of its own. `a core` is per second of processor time, workers
 included. The limit is one core that only copies windows of these bytes to int64.
 """
 
@@ -32,7 +32,6 @@ from trainer.data.loading.base import Share
 from trainer.data.loading.batch import split_batch
 from trainer.data.loading.loaders import train_loader
 from trainer.data.text.in_memory import python_reference
-from trainer.data.text.stream import TextStream
 from trainer.data.text.tokens import Tokens
 
 GLOBAL_BATCH = 32
@@ -72,16 +71,16 @@ def _write(path: Path, num_bytes: int, repeat: bool) -> None:
         file.truncate(num_bytes)
 
 
-def _loader(dataset: Any, sharded: bool = True, workers: int = 0) -> Any:
+def _loader(dataset: Any, workers: int = 0) -> Any:
     batch, cpu = split_batch(GLOBAL_BATCH, None, 1), torch.device("cpu")
     reading = DataConfig(num_workers=workers, prefetch_factor=2, pin_memory=None, persistent_workers=True)
-    reading.on_bad_sample, reading.sharded = "raise", sharded
+    reading.on_bad_sample, reading.sharded = "raise", False
     return train_loader(dataset, reading, batch, Share(replica=0, seed=0, device=cpu))
 
 
 def _memory(path: str, block_size: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = _time(lambda: _loader(TextStream("train", path, block_size)), 2000)
+    seconds = _time(lambda: _loader(PlainStream(path, block_size)), 2000)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     print(f"memory     {grown:.0f} MiB over base after 2,000 batches, {2000 / seconds:.0f} batches/s")
 
@@ -102,20 +101,27 @@ class PlainTokens(Dataset[Any]):
 
 
 class PlainStream(IterableDataset[Any]):
-    """What one would write for a large file: each worker reads its part of it."""
+    """What one would write for a large file: each worker reads its part of it, and a resume begins there."""
 
     def __init__(self, path: str, block_size: int) -> None:
-        self._path, self._size = path, block_size
+        self._path, self._size, self._done = path, block_size, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self._done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._done = state["done"]
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         worker = get_worker_info()
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         with Path(self._path).open("rb") as file:
-            file.seek(Path(self._path).stat().st_size // count * number)
+            file.seek(Path(self._path).stat().st_size // count * number + self._done * self._size)
             last = file.read(1)
             while len(text := file.read(self._size)) == self._size:
                 window = torch.from_numpy(np.frombuffer(last + text, np.uint8).astype(np.int64))
                 last = text[-1:]
+                self._done += 1
                 yield window[:-1], window[1:]
 
 
@@ -125,15 +131,13 @@ def _rates(path: str, block_size: int, numbers_of_workers: Sequence[int]) -> Non
     kinds: dict[str, tuple[type, Callable[[int], Iterable[Any]], Callable[[], Any], bool]] = {
         "tokens": (
             np.uint16,
-            lambda workers: _loader(
-                Tokens("train", str(folder), block_size, 50257), sharded=False, workers=workers
-            ).epoch(0),
+            lambda workers: _loader(Tokens("train", str(folder), block_size, 50257), workers).epoch(0),
             lambda: PlainTokens(path, block_size),
             True,
         ),
-        "text_stream": (
+        "stream": (
             np.uint8,
-            lambda workers: _loader(TextStream("train", path, block_size), workers=workers).epoch(0),
+            lambda workers: _loader(PlainStream(path, block_size), workers).epoch(0),
             lambda: PlainStream(path, block_size),
             False,
         ),
@@ -206,12 +210,12 @@ def _time(make: Callable[[], Any], num_batches: int) -> float:
 
 
 def _resumes(path: str, block_size: int) -> None:
-    writer = _loader(TextStream("train", path, block_size))
+    writer = _loader(PlainStream(path, block_size))
     batches, num_batches = writer.epoch(0), 2000
     for _ in range(num_batches):
         batches.take()
     for name, states in (("from its state", [writer.state_dict()]), ("by reading again", [])):
-        loader = _loader(TextStream("train", path, block_size))
+        loader = _loader(PlainStream(path, block_size))
         loader.resume(states)
         began = time.perf_counter()
         loader.epoch(0, num_batches * GLOBAL_BATCH).take()

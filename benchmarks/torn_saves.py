@@ -30,7 +30,7 @@ from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import take_apart
 from trainer.errors import UserError
-from trainer.local_shard import to_local
+from trainer.tensors.local_shard import to_local
 
 WAYS: dict[str, dict[str, Any]] = {
     "full": {"format": "full"},

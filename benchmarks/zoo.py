@@ -60,7 +60,7 @@ WORDS = (
 
 
 def built(name: str) -> str:
-    from trainer.meta_init import on_meta
+    from trainer.strategies.meta_init import on_meta
 
     model, why = on_meta(lambda: zoo_models.build(name), seed=0)
     return f"whole: {why}" if model is None else "yes"

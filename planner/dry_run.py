@@ -32,16 +32,16 @@ from trainer.data.loading.base import Share
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import train_loader
 from trainer.errors import UserError, first_line
-from trainer.local_shard import to_local
-from trainer.meta_init import InitialModel, initial_model, on_meta
 from trainer.optim.optimizer_checks import sparse_weights
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 from trainer.strategies.base import grad_scaler, parameter_count
+from trainer.strategies.meta_init import InitialModel, initial_model, on_meta
 from trainer.tasks import offers
 from trainer.tasks.label_counts import loss_of
+from trainer.tensors.local_shard import to_local
 
 STATE = ("parameters", "optimizer", "averages")
 
@@ -138,7 +138,7 @@ class Stage:
         self._buckets = _ddp_buckets(config, module)
         ledger.name("gradients", self._buckets.values())
         trained = Trained(self._plain)
-        optimizer = build_optimizer(trained, config.optim, tries=False)
+        optimizer = build_optimizer(trained, config.optim)
         scaler = grad_scaler(self._strategy)
         self._state = TrainState(trained, optimizer, constant(optimizer), scaler, Progress())
         if config.ema.decay is not None:

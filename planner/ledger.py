@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.local_shard import to_local
-from trainer.nested import leaves
+from trainer.tensors.local_shard import to_local
+from trainer.tensors.nested import leaves
 
 KINDS = ("parameters", "gradients", "optimizer", "averages", "communication", "activations")
 _REST, _COMMUNICATION = "activations", "communication"

@@ -17,8 +17,8 @@ from torch.testing._internal.distributed import fake_pg
 from planner.ledger import parts
 from planner.simulated import CPU, PlacedStrategy
 from trainer.distributed.process_group import Dist
-from trainer.meta_init import InitialModel, named_tensors, replace
-from trainer.nested import leaves, mapped
+from trainer.strategies.meta_init import InitialModel, named_tensors, replace
+from trainer.tensors.nested import leaves, mapped
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from trainer.faults.heartbeat import Heartbeat
-from trainer.local_shard import to_local
+from trainer.tensors.local_shard import to_local
 
 KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge", "cut")
 CLASSIFICATION = "trainer.tasks.Classification"

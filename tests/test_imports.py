@@ -20,35 +20,31 @@ FLOORS: tuple[dict[str, str], ...] = (
         "accelerator": "",
     },
     {
-        "bits": "accelerator",
         "errors": "",
-        "local_shard": "",
-        "nested": "",
+        "tensors": "accelerator",
     },
     {
         "config": "errors",
         "files": "errors",
-        "fingerprint": "bits local_shard",
     },
     {
         "launch": "config errors files",
-        "optim": "accelerator config errors local_shard nested",
+        "optim": "accelerator config errors tensors",
     },
     {
         "faults": "errors files",
     },
     {
-        "data": "accelerator config errors faults fingerprint launch nested",
-        "distributed": "accelerator config errors faults files launch local_shard",
+        "data": "accelerator config errors faults launch tensors",
+        "distributed": "accelerator config errors faults files launch tensors",
     },
     {
-        "comm": "accelerator config distributed errors launch local_shard",
+        "comm": "accelerator config distributed errors launch tensors",
     },
     {
-        "checkpoint": "accelerator bits config distributed errors faults files local_shard optim",
-        "exact": "accelerator bits comm distributed errors files launch local_shard optim",
-        "meta_init": "distributed errors local_shard nested",
-        "tasks": "accelerator data distributed errors nested",
+        "checkpoint": "accelerator config distributed errors faults files optim tensors",
+        "exact": "accelerator comm distributed errors files launch optim tensors",
+        "tasks": "accelerator data distributed errors tensors",
     },
     {
         "run_dir": "checkpoint distributed errors files",
@@ -56,31 +52,29 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "loggers": "config distributed errors run_dir",
-        "strategies": "accelerator comm config distributed errors exact local_shard meta_init nested optim",
+        "strategies": "accelerator comm config distributed errors exact optim tensors",
         "sweep": "config errors files launch run_dir",
     },
     {
-        "checks": "accelerator bits distributed errors fingerprint local_shard nested optim strategies tasks",
-        "build": "checkpoint config data distributed errors meta_init optim strategies tasks",
+        "checks": "accelerator distributed errors optim strategies tasks tensors",
+        "build": "checkpoint config data distributed errors optim strategies tasks",
         "compare": "config errors files sweep",
     },
     {
-        "inference": "build checkpoint config data distributed errors files launch "
-        "meta_init nested optim run_dir strategies tasks",
+        "inference": "build checkpoint config data distributed errors files launch optim run_dir strategies tasks",
     },
     {
         "evaluate": "config distributed files inference",
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
-        "training": "accelerator bits build checkpoint checks config data distributed errors exact faults inference launch "
-        "local_shard loggers meta_init nested optim run_dir strategies tasks",
+        "training": "accelerator build checkpoint checks config data distributed errors exact faults inference launch "
+        "loggers optim run_dir strategies tasks tensors",
     },
     {
         "loop": "accelerator checks errors inference step training",
     },
     {
-        "run": "build checkpoint checks config data distributed errors exact faults files launch loggers loop "
-        "meta_init optim run_dir strategies tasks training",
+        "run": "build checkpoint checks config data distributed errors exact faults files launch loggers loop optim run_dir strategies tasks training",
     },
     {
         "cli": "config errors launch run",
@@ -246,8 +240,7 @@ def test_no_strategy_imports_a_sibling() -> None:
     shared = {
         "base",
         "ddp_comm",
-        "gradient_hooks",
-        "outside_reads",
+        "meta_init",
         "placement",
         "shardable",
         "sharding_errors",

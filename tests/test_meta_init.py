@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.runs import context_of
 from tests.strategies.test_fsdp import fsdp
 from trainer.errors import UserError
-from trainer.meta_init import InitialModel, initial_model, named_tensors, on_meta
+from trainer.strategies.meta_init import InitialModel, initial_model, named_tensors, on_meta
 
 
 class Everything(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from trainer.nested import leaves, mapped
+from trainer.tensors.nested import leaves, mapped
 
 
 class Pair(NamedTuple):

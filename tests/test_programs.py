@@ -43,10 +43,3 @@ def test_settings_composed_once_are_those_of_the_command_line(monkeypatch: pytes
     monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
     (composed,) = cli.compose()
     assert runs.settings(*words.split()) == config.load(composed)
-
-
-@pytest.mark.slow
-def test_one_that_hangs_is_shown_with_its_stack_and_is_gone_with_its_session(tmp_path: Path) -> None:
-    text = "import os, time\ndef dream(): time.sleep(1000)\nos.fork()\ndream()"
-    with pytest.raises(AssertionError, match=r"still runs after 1 s(.|\n)*in dream"):
-        finish(_script(tmp_path, text), timeout_s=1)

@@ -193,6 +193,7 @@ def _workers_after(run_dir: Path) -> int:
     return len(active_children())
 
 
+@pytest.mark.slow
 def test_data_workers_end_with_the_run_not_with_a_garbage_collection(tmp_path: Path) -> None:
     """In which each of them would take 5 s."""
     assert run_ranks(_workers_after, 1, tmp_path, init=False, fresh=True) == [0]

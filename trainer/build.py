@@ -25,9 +25,9 @@ from trainer.data.transforms import Transformed
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.meta_init import InitialModel
 from trainer.optim.param_groups import keep_frozen_statistics
 from trainer.strategies.base import Strategy
+from trainer.strategies.meta_init import InitialModel
 from trainer.strategies.units import checkpoint_activations
 from trainer.tasks import Task, offers
 from trainer.tasks.base import refuse_own_parameters

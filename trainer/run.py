@@ -25,7 +25,6 @@ from trainer.build import (
     wrap_model,
 )
 from trainer.checkpoint import Checkpointer, frozen_digests, saved_settings_of
-from trainer.checks.frozen import Frozen
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
@@ -45,7 +44,6 @@ from trainer.launch.place import Place, place, publish
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.loop import fit
-from trainer.meta_init import initial_model
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.progress import planned_steps
@@ -63,7 +61,7 @@ from trainer.run_dir.console import messages
 from trainer.run_dir.result import write as write_result
 from trainer.strategies.base import Strategy, grad_scaler, parameter_count
 from trainer.strategies.build import build_strategy
-from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_micro_batch_note
+from trainer.strategies.meta_init import initial_model
 from trainer.strategies.placement import devices_of
 from trainer.tasks import Task
 from trainer.training import run_hash
@@ -260,8 +258,6 @@ def _model(
         )
     devices = max(strategy.devices, devices_of(model.module), key=len)
     flops = model_flops(model.module, task, config.train, batch, devices, dist)
-    if batch.accumulation > 1 and (hooked := hooked_parameters(model.module)):
-        strategy.notes.append(hooks_per_micro_batch_note(hooked))
     wrapped = wrap_model(config, model, strategy)
     seed_everything(config.seed, strategy.replica)
     return wrapped, num_parameters, flops, begun
@@ -316,7 +312,6 @@ def _checks(
             train.skip_nonfinite,
         ),
         unsaved=UnsavedState(model, task, state.optimizer, strategy.replica == 0),
-        frozen=Frozen(model),
     )
 
 

@@ -49,7 +49,6 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
             batches.ahead()  # while a GPU still computes
 
     heartbeat.enter("optimizer")
-    checks.frozen.drop_gradients()
     strategy.aggregate(run.model)
     agreed = run.agreement.finish()
     state.take_gradients()

@@ -11,8 +11,8 @@ from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint.fits import not_finite
 from trainer.errors import NonFiniteError
-from trainer.local_shard import to_local
 from trainer.optim.train_state import TrainState
+from trainer.tensors.local_shard import to_local
 
 NAN, INF = float("nan"), float("inf")
 

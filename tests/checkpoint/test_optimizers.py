@@ -11,11 +11,11 @@ from tests.checkpoint import tiny
 from tests.checkpoint.whole_runs import SINGLE, differences, run
 from tests.faults.test_ends import TINY, refusals
 from tests.ranks import run_ranks
-from trainer.bits import same_bits
 from trainer.checkpoint.tree import take_apart
 from trainer.distributed.process_group import process_group
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
+from trainer.tensors.bits import same_bits
 
 STOP = 4  # within the second epoch
 BASE = (

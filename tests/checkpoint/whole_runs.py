@@ -34,7 +34,7 @@ SETTINGS = (
     "checkpoint.keep_last=20",
     "distributed.timeout_s=60",
 )
-DDP = ("strategy=ddp", "strategy.first_bucket_mb=0.001", "strategy.bucket_cap_mb=0.001", *SETTINGS)
+DDP = ("strategy=ddp", "strategy.bucket_cap_mb=0.001", *SETTINGS)
 FSDP = ("strategy=fsdp", *SETTINGS)
 PS = ("strategy=parameter_server", "strategy.bucket_mb=0.001", *SETTINGS)
 SINGLE = ("strategy=single", *SETTINGS)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.runs import train
-from trainer.checks.unsaved import UnsavedState
-from trainer.fingerprint import _is_users
+from trainer.checks.unsaved import UnsavedState, _is_users
 from trainer.optim.combined import CombinedOptimizer
 
 

@@ -120,6 +120,7 @@ def check_as_on_gpus(hosts: list[int], sizes: list[int]) -> dict[str, int]:
         return check(list(ALGORITHMS), hosts, sizes)
 
 
+@pytest.mark.slow
 def test_messages_grouped_as_for_nccl_give_all_ranks_the_same_bits_of_the_right_sum() -> None:
     hashes = run_ranks(check_as_on_gpus, 3, [0, 0, 1], [7, 50_003])
     for case in hashes[0]:

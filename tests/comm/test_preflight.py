@@ -98,12 +98,12 @@ def _zeros_from(operation: str, *argv: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_a_wrong_result_is_named() -> None:
-    results = run_ranks(_zeros_from, 2, "reduce", init=False)
+    results = run_ranks(_zeros_from, 2, "all_to_all_single", init=False)
     assert [code for code, _ in results] == [1, 1]
     table = results[0][1]
-    row = next(line for line in table.splitlines() if line.startswith("reduce"))
+    row = next(line for line in table.splitlines() if line.startswith("all_to_all"))
     assert "FAIL on ranks [1]" in row
-    assert f"rank 1 (host 0) on {os.uname().nodename}: reduce (cpu): element" in table
+    assert f"rank 1 (host 0) on {os.uname().nodename}: all_to_all (cpu): element" in table
 
 
 HANGS = """
@@ -111,7 +111,7 @@ import os, time
 import torch.distributed
 from trainer.comm import preflight
 if os.environ["RANK"] == "1":
-    torch.distributed.scatter = lambda *_, **__: time.sleep(1000)
+    torch.distributed.all_to_all_single = lambda *_, **__: time.sleep(1000)
 preflight.main(["--timeout-s", "2"])
 """
 

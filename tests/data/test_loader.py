@@ -58,7 +58,7 @@ class Told(Dataset[int]):
         return self.epoch
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_data_read_by_index_is_told_its_epoch_also_in_workers_that_stay(workers: int) -> None:
     mixed = Mixture("train", [lambda split: Told(), lambda split: Subset(Told(), range(8))])
     for dataset in (Told(), Subset(Told(), range(8)), mixed):
@@ -144,7 +144,7 @@ def what_is_told() -> Iterator[None]:
             logging.getLogger("trainer").removeHandler(handler)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_generator_that_a_dataset_keeps_is_named_once(
     workers: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +295,7 @@ def _interrupted_epoch() -> tuple[int, int]:
     return len(active_children()), sum(1 for _ in batches)
 
 
+@pytest.mark.slow
 def test_workers_outlive_the_signals_that_stop_a_session() -> None:
     assert run_ranks(_interrupted_epoch, 1, init=False) == [(2, 8)]
 
@@ -305,6 +306,7 @@ def _where_the_temporary_directory_has_a_long_path(folder: str) -> int:
     return len(epoch(train_loader(Noisy(), 8, num_workers=1, timeout_s=20)))
 
 
+@pytest.mark.slow
 def test_workers_hand_over_their_batches_where_tmpdir_is_longer_than_a_sockets_path(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
@@ -347,7 +349,7 @@ def _told_of_a_worker(report: Path, is_killed: bool) -> None:
     ("is_killed", "words"),
     [
         (True, r"worker \(pid.*\) (is killed by signal|exited unexpectedly)"),
-        (False, "timed out after 1 seconds"),
+        pytest.param(False, "timed out after 1 seconds", marks=pytest.mark.slow),
     ],
     ids=["killed", "stuck"],
 )

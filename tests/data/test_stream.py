@@ -127,6 +127,7 @@ class ByRank(Numbers):
         super().__init__(split, 64, first=int(os.environ.get("RANK", 0)), step=2)
 
 
+@pytest.mark.slow
 def test_a_stream_that_divides_itself_unsaid_is_refused_before_the_first_step(tmp_path: Path) -> None:
     words = [f"data.dataset._target_={__name__}.ByRank", "model.input_shape=[10]", "logger=jsonl"]
     words += ["train.max_steps=2", "train.global_batch_size=8", "train.eval_every_epochs=0", "strategy=ddp"]

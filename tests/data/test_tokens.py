@@ -186,9 +186,9 @@ def test_random_numbers_are_spread_and_follow_from_their_three_sources() -> None
 def test_the_settings_of_each_kind_of_text_give_batches(tmp_path: Path, folder: Path) -> None:
     words = [str(folder), str(tmp_path / "tokens"), "--tokenizer", "bytes", "--eval-fraction", "0.2"]
     assert main(words) == 0
-    for kind, path in (("tokens", tmp_path / "tokens"), ("text_stream", folder), ("text", folder / "a.txt")):
+    for kind, path in (("tokens", tmp_path / "tokens"), ("text", folder / "a.txt")):
         data = settings(f"data={kind}", f"data.dataset.path={path}", "data.dataset.block_size=16").data
         dataset = build_dataset(data, "train")
-        [(tokens, targets)] = train_loader(dataset, 8, sharded=data.sharded).epoch(0).take()
+        [(tokens, targets)] = train_loader(dataset, 8).epoch(0).take()
         assert tokens.shape == targets.shape == (8, 16) and dataset.vocab_size == 256
         assert torch.equal(tokens[:, 1:], targets[:, :-1])

@@ -70,28 +70,3 @@ class Langevin(torch.optim.SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.add_(torch.randn_like(parameter), alpha=0.01)
-
-
-class Counting(_Two):
-    """Its passes are counted in its extra state."""
-
-    passes = 0
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"passes": self.passes}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.passes = state["passes"]
-
-    def between(self, x: Tensor) -> Tensor:
-        self.passes += self.training
-        return x * (1 + 0.01 * self.passes)
-
-
-class OwnGenerator(_Two):
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.noise = torch.Generator().manual_seed(3)
-
-    def between(self, x: Tensor) -> Tensor:
-        return x + torch.randn(x.shape, generator=self.noise) if self.training else x

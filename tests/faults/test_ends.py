@@ -203,7 +203,7 @@ def with_other(part: str, run_dir: Path) -> None:
     ("part", "named"),
     [
         ("model", "parameter layers.0.bias: '(9,) torch.float32' against '(8,) torch.float32'"),
-        ("data", "the length of the evaluation data: 120 against 128"),
+        pytest.param("data", "the length of the evaluation data: 120 against 128", marks=pytest.mark.slow),
     ],
 )
 def test_disagreeing_parts_are_refused(part: str, named: str, tmp_path: Path) -> None:
@@ -245,6 +245,7 @@ def test_a_thread_that_a_program_leaves_ends_with_it(end: str, code: int, said: 
     assert said in output and "thread uploader, still at work, ends with the program" in output
 
 
+@pytest.mark.slow
 def test_a_thread_that_a_run_leaves_ends_with_it(tmp_path: Path) -> None:
     leaves = ("data.task._target_=tests.user_parts.LeavesAThread", "~data.task.label_smoothing")
     ended = finish("train.py", *TINY, *leaves, f"run_dir={tmp_path}", "train.max_steps=1")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 PROGRAM = """
 import ctypes, os, signal, sys
 from trainer.faults.heartbeat import TICK_OFFSET, Heartbeat
@@ -23,6 +25,7 @@ print("went on")
 """
 
 
+@pytest.mark.slow
 def test_one_that_cannot_run_ends_but_a_suspension_takes_no_time() -> None:
     """`held` by a thread, `stopped` alone or with all that belong to it; stops are counted or not."""
     cases = [("held", ""), ("stopped", "counted"), ("stopped", ""), ("suspended", "counted")]

@@ -62,7 +62,7 @@ def killed_at_step_ten(run_dir: Path, *argv: str) -> None:
         wait_for(lambda: not any(map(lives, ranks)), lambda: (run_dir / "train.log").read_text(), 100)
 
 
-@pytest.mark.parametrize("launcher", [torchrun(2), LOCAL], ids=["torchrun", "launch=local"])
+@pytest.mark.parametrize("launcher", [torchrun(2), pytest.param(LOCAL, marks=pytest.mark.slow)])
 def test_ranks_whose_launcher_is_killed_save_and_end(launcher: tuple[str, ...], tmp_path: Path) -> None:
     killed_at_step_ten(tmp_path / "run", *launcher)
     assert verify(tmp_path / "run" / "checkpoints" / "latest").step == last_step(tmp_path / "run")

@@ -23,7 +23,6 @@ from trainer.optim import param_groups
 from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
-from trainer.strategies import data_parallel
 from trainer.strategies.base import Computing, Strategy
 from trainer.strategies.data_parallel import GpuReplica
 
@@ -151,13 +150,8 @@ def copied(module: nn.Module, factor: float) -> nn.Module:
     return copies[module]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(compiled: bool) -> None:
-    strategy = Strategy(CPU, Computing("bf16"))
-    call = data_parallel._call
-    if compiled:
-        call = torch.compile(call, backend="eager")
-    replica = GpuReplica(nn.Linear(3, 2), strategy.autocast, call)
+def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision() -> None:
+    replica = GpuReplica(nn.Linear(3, 2), Strategy(CPU, Computing("bf16")).autocast)
     x, outputs = torch.randn(4, 3), {}
     # As in parallel_apply: a thread for each copy, where autocast is on with a dtype of its own.
     for factor in (1.0, 2.0, 4.0):

@@ -41,6 +41,7 @@ def _valid(job_set: dict[str, Any]) -> None:
         kubernetes_validate.validate(job, version, strict=True)
 
 
+@pytest.mark.slow
 def test_both_are_valid() -> None:
     _valid(JOB_SET)
     wrong = deepcopy(JOB_SET)

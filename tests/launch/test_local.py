@@ -82,7 +82,7 @@ def seen(tmp_path: Path) -> dict[str, dict]:  # type: ignore[type-arg]
     [
         ({"0": "0", "1": "0"}, 0),
         ({"0": "2", "1": "hang"}, 2),
-        ({"0": "3", "1": "1"}, 3),
+        pytest.param({"0": "3", "1": "1"}, 3, marks=pytest.mark.slow),
         ({"0": "hang", "1": "kill"}, 1),
     ],
 )
@@ -128,7 +128,11 @@ def test_restarts_only_what_a_restart_can_help(
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"), [((), "resume=auto"), (("resume=/a/checkpoint",), "resume=/a/checkpoint")]
+    ("more", "expected"),
+    [
+        ((), "resume=auto"),
+        pytest.param(("resume=/a/checkpoint",), "resume=/a/checkpoint", marks=pytest.mark.slow),
+    ],
 )
 def test_what_has_not_saved_yet_begins_again_where_it_began(
     launch: Launch, tmp_path: Path, more: Sequence[str], expected: str

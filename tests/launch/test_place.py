@@ -192,6 +192,7 @@ def none_comes(init_method: str) -> None:
     met(init_method, patience_s=1)
 
 
+@pytest.mark.slow
 def test_ranks_by_hand_meet_in_a_file_also_after_one_to_which_none_came(tmp_path: Path) -> None:
     file = tmp_path / "new" / "meeting place"
     with pytest.raises(RankFailure) as failure:
@@ -203,6 +204,7 @@ def test_ranks_by_hand_meet_in_a_file_also_after_one_to_which_none_came(tmp_path
     assert places == [(0, 0, 2, (0, 0)), (1, 1, 2, (0, 0))]
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_started_twice_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "AT_LEAST_S", 0)
     file, patience = tmp_path / "store", timedelta(seconds=2)

@@ -76,6 +76,7 @@ def test_a_logger_that_cannot_end_takes_nothing_along(tmp_path: Path) -> None:
     assert '["close"]' in (tmp_path / "noted.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_every_rank_ends_on_what_is_no_logger(tmp_path: Path) -> None:
     one, other = run_ranks(refused, 2, tmp_path, "+logger.mine._target_=tests.user_parts.Deaf", init=False)
     assert "logger.mine: tests.user_parts.Deaf creates a Deaf without text" in one
@@ -212,6 +213,7 @@ def curves(run_dir: Path) -> dict[str, dict[int, float]]:
     return {name: values for name, values in read_metrics(run_dir).items() if not name.endswith("_rank")}
 
 
+@pytest.mark.slow
 def test_wandb_is_told_every_scalar_by_rank_0_alone(tmp_path: Path) -> None:
     run_ranks(with_played_wandb, 2, "strategy=ddp", f"run_dir={tmp_path}", init=False)
     (told,) = tmp_path.glob("wandb/*/files/told.jsonl")

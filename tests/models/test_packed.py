@@ -11,7 +11,7 @@ from models.gpt import GPT
 from tests.ranks import run_ranks
 from tests.runs import settings, train
 from trainer.build import build_model
-from trainer.data.text.stream import TextStream
+from trainer.data.text.in_memory import Text
 from trainer.data.text.tokens import Tokens
 from trainer.data.text.windows import Windows
 from trainer.errors import UserError
@@ -59,7 +59,7 @@ def test_every_source_of_tokens_keeps_borders(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(tokens.astype(np.uint8)))
     sources = (
         Tokens("train", str(tmp_path), 8, vocab_size=11, border=10)[0],
-        next(iter(TextStream("train", str(tmp_path / "text"), 8, border=10))),
+        Text("train", str(tmp_path / "text"), 8, eval_fraction=0.5, border=10)[0],
     )
     for given, targets in sources:
         assert targets.tolist() == [9, 3, 10, -100, 9, 3, 10, -100], given

@@ -44,6 +44,7 @@ def test_a_small_image_passes_the_stem_at_its_size(family: str, input_shape: tup
     assert stem_resolution(model, input_shape[1], input_shape[0]) == input_shape[1]
 
 
+@pytest.mark.slow
 def test_large_images_keep_torchvision_s_own_stem() -> None:
     model = vision("resnet18", (3, 64, 64), 10)
     assert stem_resolution(model, 64, 3) == 16

@@ -111,21 +111,6 @@ class CountsSteps(torch.optim.SGD):
         return super().step(closure)
 
 
-class Lookahead(torch.optim.SGD):
-    """Keeps slow weights outside its state."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, lr=lr)
-        self.fast = self.param_groups[0]["params"]
-        self.slow = [parameter.detach().clone() for parameter in self.fast]
-
-
-def test_an_optimizer_that_keeps_what_no_checkpoint_holds_is_refused() -> None:
-    model = _model()
-    with pytest.raises(UserError, match="keeps tensors in its attribute slow, which no checkpoint"):
-        check_optimizer(Lookahead(model.parameters()))
-
-
 def test_what_an_optimizer_keeps_under_a_name_goes_into_the_state() -> None:
     def fresh() -> TrainState:
         model = _model()

@@ -1,10 +1,8 @@
 """Under FSDP an optimizer updates plain shards: their memory, gradients and norms, and which optimizers fit."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,8 +11,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.faults.test_ends import TINY, refusals
 from tests.ranks import run_ranks
-from trainer.errors import UserError
-from trainer.optim.optimizer_checks import refuse_unless_by_rows
 from trainer.optim.trained import Trained
 
 
@@ -94,99 +90,7 @@ def test_shards_are_the_models_memory_and_their_norm_is_that_of_the_whole() -> N
                 torch.testing.assert_close(ours, right.detach(), rtol=0, atol=1e-6)
 
 
-class Lamb(torch.optim.SGD):
-    """Scales an update by a norm of the tensor."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(group["lr"] * p.norm() / p.grad.norm() * p.grad)
-
-
-class GlobalNorm(torch.optim.SGD):
-    """Scales updates by the norm of all gradients."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            nn.utils.clip_grad_norm_(group["params"], 0.1)
-        super().step()
-
-
-class Estimates(torch.optim.SGD):
-    """Keeps a number in its group that follows from all tensors, and does not change much yet."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        group = self.param_groups[0]
-        group["d"] = 1e-6 + 1e-9 * sum(float(p.grad.square().sum()) for p in group["params"])
-
-
-class FirstRow(torch.optim.SGD):
-    """Treats the first row apart."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for p in self.param_groups[0]["params"]:
-            p[:1].zero_()
-
-
-class Lion(torch.optim.Optimizer):
-    """Updates each number by itself."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
-                p.sub_(group["lr"] * moment.lerp(p.grad, 0.1).sign())
-                moment.lerp_(p.grad, 0.01)
-
-
-class Noisy(Lion):
-    """Draws numbers, on each rank its own."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for p in self.param_groups[0]["params"]:
-            p.add_(torch.randn_like(p))
-
-
-TORCHS = (
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "Adamax",
-    "AdamW",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_optimizer_that_needs_whole_tensors_is_refused_and_no_other(dtype: torch.dtype) -> None:
-    shards = [nn.Parameter(torch.ones(*shape, dtype=dtype)) for shape in ((5, 3), (2,), (0, 3), (2, 1, 4))]
-    sets = [{"params": shards[:2]}, {"params": shards[2:], "lr": 1e-9}]
-    fused = [partial(torch.optim.AdamW, fused=True), partial(torch.optim.SGD, momentum=0.9, fused=True)]
-    for kind in (*(getattr(torch.optim, name) for name in TORCHS), *fused, Lion, Noisy):
-        refuse_unless_by_rows(partial(kind, lr=1e-9), sets)
-    for kind in (torch.optim.Adafactor, Lamb, GlobalNorm, Estimates, FirstRow):
-        with pytest.raises(
-            UserError, match=f"optim: {kind.__name__} updates a row of a tensor by numbers of"
-        ):
-            refuse_unless_by_rows(partial(kind, lr=1e-9), sets)
-
-
-def test_a_run_refuses_it_before_its_first_step(tmp_path: Path) -> None:
+def test_an_optimizer_that_needs_whole_tensors_is_refused(tmp_path: Path) -> None:
     chosen = (
         "strategy=fsdp",
         "optim._target_=torch.optim.Adafactor",

@@ -67,6 +67,7 @@ def set_up(run_dir: str) -> str:
         return context.strategy.algorithm
 
 
+@pytest.mark.slow
 def test_between_hosts_it_is_the_backends_own(tmp_path: Path) -> None:
     assert run_ranks(set_up, 2, str(tmp_path), hosts=[0, 1], init=False) == ["native"] * 2
 

@@ -76,7 +76,9 @@ def overflow(strategy: str, run_dir: Path) -> dict[str, Any]:
     return {"same": same, "scale": scaler.get_scale(), "warnings": [str(w.message) for w in caught]}
 
 
-@pytest.mark.parametrize("strategy", WORLD_SIZE)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(each, marks=[pytest.mark.slow] * (each != "ddp")) for each in WORLD_SIZE]
+)
 def test_overflow_skips_the_step_everywhere(strategy: str, tmp_path: Path) -> None:
     for rank in run_ranks(overflow, WORLD_SIZE[strategy], strategy, tmp_path, init=False):
         assert rank["same"]

@@ -133,5 +133,6 @@ def train_alone(run_dir: Path) -> Any:
     return train(*PARTS, "strategy=ddp", "+model.rule=first on all", f"run_dir={run_dir}")["steps"]
 
 
+@pytest.mark.slow
 def test_a_single_rank_of_ddp_waits_for_no_gradient(tmp_path: Path) -> None:
     assert run_ranks(train_alone, 1, tmp_path, init=False) == [6]

@@ -187,6 +187,7 @@ def test_a_search_learns_from_the_trial_log(
     assert second["depth"] in ("1", "3", "5") and second["n"] in ("1", "2", "3", "4")
 
 
+@pytest.mark.slow
 def test_the_picture_shows_numbers_and_words(tmp_path: Path) -> None:
     """On a log scale if they span a decade."""
     trials = [

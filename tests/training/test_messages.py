@@ -29,7 +29,7 @@ def refused(run_dir: Path, *overrides: str) -> str:
     ("world_size", "overrides"),
     [
         (1, ("strategy=single",)),
-        (2, ("strategy=ddp",)),
+        pytest.param(2, ("strategy=ddp",), marks=pytest.mark.slow),
         pytest.param(2, ("strategy=fsdp", "data.num_workers=1"), marks=pytest.mark.slow),
     ],
 )

@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 from tests.fault_parts import flip
 from tests.ranks import run_ranks
 from tests.runs import context_of
-from tests.strategies.test_comm_hook import POWERSGD
-from trainer.bits import bit_hashes, words_of
 from trainer.errors import ReplicasDifferError
+from trainer.tensors.bits import bit_hashes, words_of
 from trainer.training.context import Run
 
 QUICK = (
@@ -122,34 +121,6 @@ def saves(run_dir: Path) -> dict[str, Any]:
 
 def test_nothing_is_saved_of_replicas_that_differ(tmp_path: Path) -> None:
     assert run_ranks(saves, 2, tmp_path, init=False)[0]["saved"] == ["latest", "step_00000002"]
-
-
-def trained_alike(run_dir: Path, options: list[tuple[str, ...]]) -> list[dict[str, Any] | None]:
-    from trainer.loop import fit
-
-    seen = []
-    for option in options:
-        with context_of(*QUICK, "checkpoint.every_epochs=null", f"run_dir={run_dir}", *option) as context:
-            fit(context)  # checks at its end, and would raise
-            seen.append(found(context))
-    return seen
-
-
-@pytest.mark.slow
-def test_every_all_reduce_leaves_replicas_equal(tmp_path: Path) -> None:
-    """Also if sums are sent rounded: the rank that made a sum must keep the rounded values."""
-    algorithms = ("native", "ring", "tree", "halving_doubling", "hierarchical", "master_worker")
-    options = [(f"comm={algorithm}", "comm.wire_dtype=bf16") for algorithm in algorithms]
-    options += [POWERSGD, ("comm=hierarchical", "train.precision=fp16")]
-    for rank in run_ranks(trained_alike, 4, tmp_path, options, hosts=[0, 0, 1, 1], init=False):
-        assert rank == [None] * len(options)
-
-
-@pytest.mark.slow
-def test_null_checks_nothing(tmp_path: Path) -> None:
-    options = (f"run_dir={tmp_path}", "train.check_replicas_every=null")
-    for rank in run_ranks(flips, 2, options, 1, 1, init=False):
-        assert [verdict for _, _, verdict in rank["flips"]] == [None]
 
 
 def hashes_of(*tensors: Tensor) -> list[int]:

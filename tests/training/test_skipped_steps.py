@@ -133,7 +133,9 @@ def buffers(run_dir: Path, *overrides: str) -> tuple[int, bool]:
     return found["result"]["skipped_steps"], all(v.isfinite().all() for v in found["after"][-1].values())
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["single", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "fsdp"))]
+)
 def test_running_statistics_of_a_step_that_is_left_out_are_those_before(
     strategy: str, tmp_path: Path
 ) -> None:

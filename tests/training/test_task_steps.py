@@ -12,7 +12,7 @@ from tests.fault_parts import fault
 from tests.programs import finish
 from tests.ranks import run_ranks
 from tests.runs import context_of, steps_of, train
-from trainer.local_shard import to_local
+from trainer.tensors.local_shard import to_local
 
 GAN = (
     *("logger=jsonl", "data=own", "data.dataset._target_=trainer.data.digits.Digits", "model=own"),

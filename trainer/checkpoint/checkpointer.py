@@ -37,7 +37,7 @@ from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement, Alone
 from trainer.distributed.process_group import Dist
 from trainer.errors import Fault, UserError, kind_of
-from trainer.faults.disk_progress import at_disk
+from trainer.faults.heartbeat import at_disk
 from trainer.files.address import Address
 from trainer.files.untrusted import first_five
 from trainer.optim.plain_names import buffer_names

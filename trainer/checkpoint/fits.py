@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.bits import bit_sums, changed_bits, same_bits
 from trainer.checkpoint.layout import DTYPES, Shapes, aliases_in
 from trainer.checkpoint.open_checkpoint import HELD_BY, OpenCheckpoint
 from trainer.checkpoint.tree import is_extra_state, put_together, take_apart
 from trainer.errors import NonFiniteError, UserError, first_few
 from trainer.files.untrusted import first_five, printable
-from trainer.local_shard import is_dtensor, to_local
 from trainer.optim.combined import has_user_part
 from trainer.optim.continued import OF_SCHEDULES
 from trainer.optim.plain_names import (
@@ -28,6 +26,8 @@ from trainer.optim.plain_names import (
     named_modules,
 )
 from trainer.optim.train_state import TrainState
+from trainer.tensors.bits import bit_sums, changed_bits, same_bits
+from trainer.tensors.local_shard import is_dtensor, to_local
 
 _WITH_STATE = ("amsgrad", "centered")  # options of torch's optimizers that need more state
 

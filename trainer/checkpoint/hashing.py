@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from trainer.checkpoint.reading import PlainFile
 from trainer.errors import UserError
-from trainer.faults.disk_progress import at_disk
+from trainer.faults.heartbeat import at_disk
 from trainer.files.untrusted import printable
 
 BLOCK_BYTES = 1 << 24

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.checkpoint.safetensors_files import NAMES
 from trainer.checkpoint.tree import is_extra_state
-from trainer.local_shard import is_dtensor, is_sharded, num_rows, rows_of_shard, to_local
+from trainer.tensors.local_shard import is_dtensor, is_sharded, num_rows, rows_of_shard, to_local
 
 _MODEL = "model."
 # Beside those of safetensors, which has no names for these: they are stored as bytes.

@@ -21,8 +21,8 @@ from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
 from trainer.files.address import Location
 from trainer.files.untrusted import first_five, printable, read_json
-from trainer.local_shard import num_rows, own_rows, to_local
 from trainer.optim.train_state import Progress
+from trainer.tensors.local_shard import num_rows, own_rows, to_local
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from trainer.checkpoint.hashing import FileDigest, fsync_directory, write_text
 from trainer.checkpoint.listing import Listing, Retention
 from trainer.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
 from trainer.errors import Fault, UserError, first_few
-from trainer.faults.disk_progress import at_disk
+from trainer.faults.heartbeat import at_disk
 from trainer.files.new_directory import unused_path
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from trainer.checkpoint.store import Store
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.gather_shards import gather_shards_to_rank0
 from trainer.errors import Fault, UserError
-from trainer.local_shard import num_rows, to_local
+from trainer.tensors.local_shard import num_rows, to_local
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from trainer.bits import same_bits
 from trainer.errors import UserError, first_few
-from trainer.local_shard import is_dtensor, own_rows, to_local
-from trainer.strategies.gradient_hooks import has_gradient_hook
+from trainer.tensors.bits import same_bits
+from trainer.tensors.local_shard import is_dtensor, own_rows, to_local
 
 
 class GatheredParameters:
@@ -49,7 +48,7 @@ class GatheredParameters:
         """Called after the pass.
 
         Raises:
-            UserError: on this rank: the pass has changed one, or given it a hook.
+            UserError: on this rank: the pass has changed one.
         """
         for handle in self._handles:
             handle.remove()
@@ -58,11 +57,6 @@ class GatheredParameters:
                 f"strategy=fsdp: a forward pass or the loss changes {first_few(changed)} in a gathered copy "
                 "(its values or requires_grad), so that the change is lost. Compute with another tensor "
                 "(weight.clamp(-c, c)), or use strategy=ddp"
-            )
-        if hooked := [name for parameter, name in self.names.items() if has_gradient_hook(parameter)]:
-            raise UserError(
-                f"strategy=fsdp: the forward pass registers hooks on the gradients of {first_few(hooked)}, "
-                "which get each rank's own, before it is averaged; leave them out, or use strategy=ddp"
             )
         for parameter in self.names:
             parameter.grad = None

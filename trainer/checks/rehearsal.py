@@ -1,12 +1,13 @@
 """The rehearsal: a forward and backward pass before the first step, the only one that looks at user code.
 
-It leaves no trace: buffers, extra state, random generators and gradients are as before. DDP lays out its
-buckets after it, in the order in which the pass filled them, in new and in resumed runs alike: the place of
-an element decides the order in which an all-reduce adds the ranks' values, and so its last bit. Code that
-counts its own calls in plain attributes counts one more. After a resume, weights that the pass changes are
-read again in `Checkpointer.check`.
+It leaves no trace: buffers, extra state, global random generators and gradients are as before. DDP lays out
+its buckets after it, in the order in which the pass filled them, in new and in resumed runs alike: the place
+of an element decides the order in which an all-reduce adds the ranks' values, and so its last bit. Code that
+counts its own calls in plain attributes, or draws from a generator of its own, does so once more. After a
+resume, weights that the pass changes are read again in `Checkpointer.check`.
 """
 
+import copy
 import logging
 import time
 from collections import Counter
@@ -17,16 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.bits import bit_sums, changed_bits
 from trainer.checks.gathered import GatheredParameters
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.seeding import generators_kept, seed_micro_batch
 from trainer.errors import UserError, first_few
-from trainer.fingerprint import Trace
-from trainer.local_shard import to_local
-from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_rank_note, not_all
+from trainer.strategies.placement import not_all
 from trainer.tasks.base import begin_step, refuse_own_parameters
 from trainer.tasks.label_counts import described, label_count, loss_of
+from trainer.tensors.bits import bit_sums, changed_bits, same_bits
 
 if TYPE_CHECKING:
     from trainer.data.loading.base import Batches
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from trainer.training.context import Run
 
 log = logging.getLogger(__name__)
-_NUM_MARKED = 8
 
 
 def rehearse(run: "Run", batches: "Batches") -> None:
@@ -53,12 +51,10 @@ def rehearse(run: "Run", batches: "Batches") -> None:
     model, heartbeat = run.state.model, run.dist.heartbeat
     heartbeat.step = run.state.progress.step + 1
     trained, is_sharded = run.state.trained.whole, run.state.trained.is_sharded
-    hooked = hooked_parameters(model)
     gathered = GatheredParameters(model) if is_sharded else None
     weights = {} if is_sharded else bit_sums(model.named_parameters())
     versions = {} if is_sharded else _versions(model)
-    trace = Trace(model)
-    with generators_kept():
+    with generators_kept(), _traceless(model):
         begin_step(run, heartbeat.step)
         for _ in range(strategy.num_rehearsed):
             _drop_gradients(model)
@@ -70,12 +66,11 @@ def rehearse(run: "Run", batches: "Batches") -> None:
             made = [name for name, _ in model.named_parameters() if weights and name not in weights]
             _refuse_what_is_lost(run, changed + made)
             if is_exact:
-                _refuse_what_outlives_a_leaf(changed, trace)
+                _refuse_what_outlives_a_leaf(changed)
             idle = [name for name, parameter in trained.items() if parameter.grad is None]
             if strategy.uses == "all" and own and idle and not is_exact:
                 raise UserError(f"strategy=ddp: the loss used {not_all(idle)}")
             strategy.aggregate(run.model)
-    trace.put_back()
     own_facts = any(p.grad is not None for p in trained.values()), run.meter.parts.are_given
     facts = gather_objects(own_facts) if run.dist.world_size > 1 else [own_facts]
     run.meter.parts.are_given = any(gives_parts for _, gives_parts in facts)
@@ -83,8 +78,6 @@ def rehearse(run: "Run", batches: "Batches") -> None:
         raise UserError(f"the first backward pass gave no parameter a gradient. {_no_gradients(is_sharded)}")
     if gathered is not None:
         gathered.close()
-    if (late := hooked_parameters(model) - hooked) and strategy.num_replicas > 1:
-        log.warning("%s", hooks_per_rank_note(late, strategy.name))
     _drop_gradients(model)
     run.gate.changed = changed
     strategy.prepare(run.state)
@@ -116,7 +109,6 @@ def _make_pass(run: "Run", batch: Any, number: int, last: bool, gathered: Gather
     count = label_count(run.task, batch, run.batch)
     enter("forward")
     seed_micro_batch(run.seed, run.state.progress.step + 1, run.first_micro_batch + number, strategy.devices)
-    marks = _marked(model) if not number else {}
     with strategy.gradient_sync(run.model, enabled=last):
         with strategy.autocast(), _explained(strategy, in_backward=False):
             loss, parts = loss_of(run.task, run.model, run.to_device(batch), count)
@@ -125,13 +117,32 @@ def _make_pass(run: "Run", batch: Any, number: int, last: bool, gathered: Gather
             if gathered is not None:
                 gathered.compare_root()
                 names |= gathered.names
-            _check_loss(run, loss, names, marks)
+            _check_loss(run, loss, names)
             run.meter.parts.are_given = parts is not None
             if strategy.uses != "any":
                 _compare_use(run, loss, names)
         enter("backward")
         with _explained(strategy, in_backward=True):
             loss.backward()
+
+
+@contextmanager
+def _traceless(model: nn.Module) -> Iterator[None]:
+    """Put buffers and extra state back afterwards.
+
+    A buffer that the passes made, or made larger, stays: its module may know its size.
+    """
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    keepers = [m for m in model.modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+    states = [copy.deepcopy(keeper.get_extra_state()) for keeper in keepers]
+    yield
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            was = buffers.get(name)
+            if was is not None and was.shape == buffer.shape and not same_bits(was, buffer.detach()):
+                buffer.copy_(was)
+    for keeper, state in zip(keepers, states, strict=True):
+        keeper.set_extra_state(state)
 
 
 @contextmanager
@@ -144,32 +155,12 @@ def _explained(strategy: "Strategy", *, in_backward: bool) -> Iterator[None]:
         raise
 
 
-def _marked(model: nn.Module) -> dict[Tensor, Tensor]:
-    """Gradients of ones, of a few small parameters, which a loss must leave as they are."""
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    marks: dict[Tensor, Tensor] = {}
-    for parameter in sorted(trained, key=torch.numel)[:_NUM_MARKED]:
-        parameter.grad = marks[parameter] = torch.ones_like(parameter)
-    return marks
-
-
-def _check_loss(run: "Run", loss: Any, names: dict[Tensor, str], marks: dict[Tensor, Tensor]) -> None:
-    method = f"{type(run.task).__name__}.loss"
+def _check_loss(run: "Run", loss: Any, names: dict[Tensor, str]) -> None:
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad or loss.is_complex():
         raise UserError(
-            f"{method} returns {described(loss)}, but must return a scalar to differentiate, a mean; "
-            "or that and a dict of its parts by name, for the log"
+            f"{type(run.task).__name__}.loss returns {described(loss)}, but must return a scalar to "
+            "differentiate, a mean; or that and a dict of its parts by name, for the log"
         )
-    are_marks = all(parameter.grad is marks.get(parameter) for parameter in names)
-    # Through `grad.data` torch counts no version.
-    if not are_marks or any(m._version or bool((to_local(m) != 1).any()) for m in marks.values()):
-        raise UserError(
-            f"{method} changes the gradients of parameters, as backward() and zero_grad() do, but they are "
-            "the sum over micro-batches and ranks; return the loss, to which the trainer applies backward(), "
-            "and compute gradients within it by torch.autograd.grad"
-        )
-    for parameter in marks:
-        parameter.grad = None
     refuse_own_parameters(run.task, set(map(id, names)))
 
 
@@ -258,16 +249,11 @@ def _drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def _refuse_what_outlives_a_leaf(changed: Sequence[str], trace: Trace) -> None:
+def _refuse_what_outlives_a_leaf(changed: Sequence[str]) -> None:
     """With train.exact: a leaf must leave nothing to the next one, which may be on another rank."""
-    ways_out = dict.fromkeys(changed, "change weights in the optimizer alone, or compute with another tensor")
-    ways_out |= dict.fromkeys(trace.changed_extra_states(), "keep it in a buffer (register_buffer)")
-    ways_out |= dict.fromkeys(
-        trace.changed_generators(),
-        "draw from torch's, NumPy's or Python's global generator, which is seeded for each part",
-    )
-    for name, way_out in ways_out.items():
+    for name in changed:
         raise UserError(
             f"train.exact: a forward or backward pass changes {name}, and each part of the batch would find "
-            f"what those before it on its rank have left; {way_out}, or set train.exact=null"
+            "what those before it on its rank have left; change weights in the optimizer alone, or compute "
+            "with another tensor, or set train.exact=null"
         )

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from trainer.bits import bit_hashes
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import all_gather_single
 from trainer.distributed.process_group import Dist
 from trainer.errors import ReplicasDifferError, first_few
-from trainer.local_shard import to_local
 from trainer.optim.train_state import TrainState
+from trainer.tensors.bits import bit_hashes
+from trainer.tensors.local_shard import to_local
 
 
 class ReplicaCheck:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -96,19 +96,16 @@ def attach(
     enter: Enter = lambda phase, bucket: None,
     leaf_sums: LeafSums | None = None,
 ) -> CommHook:
-    """Make `algorithm` the gradient all-reduce of `model`; a collective of the ranks that share the model.
-
-    These are the ranks of the model's own process group; other ranks take no part. torch requires that these
-    ranks have created the same number of groups before.
+    """Make `algorithm` the gradient all-reduce of `model`, which all ranks share (a collective).
 
     Gradients become their mean over ranks: a schedule divides the sum on the rank that owns it (with fp16 on
     the wire each rank divides its own gradients, so that the sum does not overflow), `native` divides before
-    it adds. Under `model.join`, a rank without data left adds zeros and is counted.
+    it adds.
 
     Args:
         algorithm: a schedule by name; `native`, the backend's own by torch's default hooks; or `hook`, the
             given one.
-        hosts: host index of every rank, of the world or of the model's group, in the order of ranks.
+        hosts: host index of every rank.
         wire_dtype: fp32 | bf16 | fp16. A schedule always adds in fp32; `native` adds in the dtype of the
             wire, as the backend does. `hook` ignores it.
         segment_mb: see `Executor`; schedules only.
@@ -119,27 +116,23 @@ def attach(
             `hook`.
 
     Raises:
-        ValueError: an unknown algorithm or wire dtype, or hosts for another number of ranks.
+        ValueError: an unknown algorithm or wire dtype.
     """
     if wire_dtype not in WIRE_DTYPES:
         raise ValueError(f"unknown wire dtype {wire_dtype!r}; choose from {', '.join(WIRE_DTYPES)}")
-    device, like = next(model.parameters()).device, model.process_group
-    hosts = _hosts_of_members(like, hosts)
-    group = _new_group(like, "gloo", timeout_s)
+    device = next(model.parameters()).device
+    group = _new_group("gloo", timeout_s)
     clock = GpuClock(device) if accelerator.is_accelerator(device) else None
     reduce: Reduce | Worker | SideStream
     if algorithm == "native":
-        native = partial(_NATIVE[wire_dtype], like) if leaf_sums is None else partial(_summed, like)
+        native = partial(_NATIVE[wire_dtype], model.process_group) if leaf_sums is None else _summed
         reduce = _by_hook(native, clock, one_at_a_time=False)
     elif hook is not None:
         reduce = _by_hook(hook, clock, one_at_a_time=True)
     else:
         schedule = build(algorithm, dist.get_rank(group), hosts)
-        own = (
-            group
-            if clock is None
-            else _new_group(like, dist.get_default_backend_for_device(device), timeout_s)
-        )
+        backend = dist.get_default_backend_for_device(device)
+        own = group if clock is None else _new_group(backend, timeout_s)
         wire = WIRE_DTYPES[wire_dtype]
         executor = Executor(own, schedule, device, wire, segment_mb, hosts=hosts, timeout_s=timeout_s)
         divisor = len(hosts) if leaf_sums is None else 1
@@ -154,30 +147,8 @@ def attach(
     return attached
 
 
-def _hosts_of_members(group: dist.ProcessGroup, hosts: Sequence[int]) -> Sequence[int]:
-    """The host index of every rank of `group`, given those of all ranks or of the group's."""
-    ranks = sorted(dist.get_process_group_ranks(group))
-    if len(hosts) == dist.get_world_size():
-        return [hosts[rank] for rank in ranks]
-    if len(hosts) != len(ranks):
-        raise ValueError(
-            f"hosts has {len(hosts)} entries; the model's group has {len(ranks)} ranks, "
-            f"the world {dist.get_world_size()}"
-        )
-    return hosts
-
-
-def _new_group(like: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """Create a group of the ranks of `like`, in global order; other ranks take no part."""
-    ranks = sorted(dist.get_process_group_ranks(like))
-    group = dist.new_group(
-        ranks,
-        timedelta(seconds=timeout_s),
-        backend,
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-    )
-    assert isinstance(group, dist.ProcessGroup), "this process is outside the group of its model"
-    return group
+def _new_group(backend: str, timeout_s: float) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.new_group(None, timedelta(seconds=timeout_s), backend))
 
 
 def _decoded(message: Message, done: Future[torch.Tensor]) -> torch.Tensor:
@@ -185,9 +156,9 @@ def _decoded(message: Message, done: Future[torch.Tensor]) -> torch.Tensor:
     return message.decoded()
 
 
-def _summed(group: dist.ProcessGroup, message: Message) -> Future[torch.Tensor]:
+def _summed(message: Message) -> Future[torch.Tensor]:
     """A hook for integers, which are added and not divided."""
-    work = dist.all_reduce(message.buffer(), group=group, async_op=True)
+    work = dist.all_reduce(message.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.local_shard import is_dtensor, to_local
+from trainer.tensors.local_shard import is_dtensor, to_local
 
 _SCALE = 2.0**50
 _CHUNK = 1 << 15  # elements, on a CPU: what a chunk needs stays in its cache

@@ -56,8 +56,8 @@ class GroupRank:
 
 
 OPERATIONS = (
-    *("isend, irecv", "broadcast", "reduce", "scatter", "gather"),
-    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+    *("isend, irecv", "broadcast", "gather", "all_reduce", "all_gather"),
+    *("reduce_scatter", "all_to_all"),
 )
 
 
@@ -94,12 +94,6 @@ def _made(operation: str, me: GroupRank) -> tuple[Tensor, Tensor]:
         case "broadcast":
             dist.broadcast(mine, root, group)
             return mine, everyones[root]
-        case "reduce":
-            dist.reduce(mine, root, group=group)
-            return (mine, everyones.sum(0)) if is_root else nothing
-        case "scatter":
-            dist.scatter(got, list(everyones) if is_root else None, root, group)
-            return got, mine
         case "gather":
             rows = me.blank(me.world_size, _LENGTH)
             dist.gather(mine, list(rows) if is_root else None, root, group)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.comm.leaf_sums import Encoder, decode
 from trainer.distributed.collectives import reduce_scatter_single
 from trainer.errors import UserError
-from trainer.local_shard import rows_of_shard
+from trainer.tensors.local_shard import rows_of_shard
 
 
 def add_by_leaves(model: nn.Module, num_leaves: int) -> list["ShardSums"]:

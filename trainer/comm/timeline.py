@@ -114,13 +114,12 @@ class Timeline:
     """Collects the records of one rank: some microseconds per bucket; only `metrics` communicates.
 
     Args:
-        group: a gloo group of the model's ranks, idle between backward passes.
+        group: a gloo group of all ranks, idle between backward passes.
         gpu_clock: if buckets are on a GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup, gpu_clock: GpuClock | None = None) -> None:
         self._group, self._gpu_clock = group, gpu_clock
-        self._ranks = dist.get_process_group_ranks(group)  # global ranks, here and below
         self._own = dist.get_rank(group)
         self.num_passes = 0  # backward passes begun
         self.last_pass: list[BucketRecord] = []  # the last one finished and summed up
@@ -154,7 +153,7 @@ class Timeline:
         if recent.count == 0:
             return {}
         own = torch.tensor([record.end - record.ready for record in self.last_pass], dtype=torch.float64)
-        self._waits = torch.empty(len(self._ranks), len(own), dtype=torch.float64)
+        self._waits = torch.empty(dist.get_world_size(), len(own), dtype=torch.float64)
         dist.all_gather(list(self._waits), own, group=self._group)
         last_rank, skew_s = self._latest(self._waits)
         self._times_last[last_rank] += 1
@@ -168,7 +167,7 @@ class Timeline:
     def _latest(self, waits: torch.Tensor) -> tuple[int, float]:
         """The rank that was last to have the bucket at which ranks are furthest apart, and by how much."""
         spread = waits.amax(0) - waits.amin(0)
-        return self._ranks[int(waits[:, spread.argmax()].argmin())], float(spread.max())
+        return int(waits[:, spread.argmax()].argmin()), float(spread.max())
 
     def typical_pass(self) -> dict[str, Any]:
         """A typical backward pass on this rank, for result.json; {} if there was none.
@@ -219,7 +218,7 @@ class Timeline:
         figure = Figure(figsize=(9, 1.6 + 0.3 * len(records)), layout="constrained")
         axes = figure.add_subplot()
         axes.set_xlabel("ms since the first bucket was ready")
-        axes.set_title(f"gradient all-reduce, rank {self._ranks[self._own]}, backward pass {self.num_passes}")
+        axes.set_title(f"gradient all-reduce, rank {self._own}, backward pass {self.num_passes}")
         axes.set_yticks(range(len(records)), [record.label for record in records])
         axes.invert_yaxis()
         if not records:

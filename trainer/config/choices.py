@@ -57,7 +57,6 @@ class UnitsConfig(StrategyConfig):
 @dataclass
 class DdpConfig(UnitsConfig):
     bucket_cap_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
-    first_bucket_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
     gradient_as_bucket_view: bool = MISSING
     static_graph: bool = MISSING
     find_unused_parameters: bool = MISSING
@@ -68,7 +67,6 @@ class DdpConfig(UnitsConfig):
 class FsdpConfig(UnitsConfig):
     shard_group: str = like(r"world|host|0*[1-9][0-9]*", "world, host or a number of ranks")
     reshard_after_forward: bool | None = MISSING
-    prefetch_units: int | None = limited(lambda value: value >= 1, "at least 1", None)
     reduce_every_micro_batch: bool = False
     find_unused_parameters: bool = False
     cpu_offload: bool = MISSING

@@ -8,7 +8,6 @@ from trainer.config.choices import (
     NativeCommConfig,
     ScheduleCommConfig,
     StrategyConfig,
-    UnitsConfig,
 )
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -26,11 +25,6 @@ def check_contradictions(config: Config) -> None:
             f"train.histograms_every is {train.histograms_every}, but must be a multiple of "
             f"train.log_every_steps, {train.log_every_steps}: histograms are taken at log steps"
         )
-    if train.compile_mode != "default" and not train.compile:
-        raise UserError(
-            f"train.compile_mode is {train.compile_mode}, but train.compile is false; set it to true, or "
-            "leave the mode out"
-        )
     for name, value in (("checkpoint.keep_best", config.checkpoint.keep_best), ("train.stop", train.stop)):
         if value is not None and not train.evaluates:
             raise UserError(
@@ -42,19 +36,17 @@ def check_contradictions(config: Config) -> None:
             f"train.skip_nonfinite is {train.skip_nonfinite}, but the state of comm=hook may keep a part of "
             "each step's gradients for the next, NaN as well; set it to 0, or use another comm"
         )
+    if train.compile and strategy.name == "dp":
+        raise UserError(
+            "train.compile=true does not go with strategy=dp, whose threads torch cannot trace in; use "
+            "strategy=ddp, or set it to false"
+        )
     if train.micro_batch_size == "auto" and train.exact is not None:
         raise UserError(
             f"train.micro_batch_size=auto does not go with train.exact={train.exact}, whose leaves are the "
             "micro-batches; set it to null"
         )
     _check_comm(strategy, config.comm)
-    if isinstance(strategy, UnitsConfig) and not strategy.activation_checkpointing:
-        for name, idle in (("every", 1), ("keep", [])):
-            if (value := getattr(strategy, setting := f"activation_checkpointing_{name}")) != idle:
-                raise UserError(
-                    f"strategy.{setting} is {value}, which has no effect without recomputation: "
-                    "set strategy.activation_checkpointing=true, too"
-                )
     if train.exact is not None:
         _check_exact(config)
     if config.distributed.shrink:
@@ -63,17 +55,13 @@ def check_contradictions(config: Config) -> None:
 
 def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
     if isinstance(strategy, DdpConfig):
-        if strategy.first_bucket_mb > strategy.bucket_cap_mb:
-            raise UserError(
-                f"strategy.first_bucket_mb is {strategy.first_bucket_mb}, but must be at most "
-                f"strategy.bucket_cap_mb, {strategy.bucket_cap_mb}: it makes the first bucket smaller"
-            )
-    elif not isinstance(comm, NativeCommConfig):
+        return
+    if not isinstance(comm, NativeCommConfig):
         raise UserError(
             f"comm={comm.algorithm} needs strategy=ddp, but strategy={strategy.name}; use strategy=ddp, or "
             "comm=native"
         )
-    elif comm.wire_dtype != "fp32":
+    if comm.wire_dtype != "fp32":
         raise UserError(
             f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
             f"strategy={strategy.name}; use strategy=ddp, or comm.wire_dtype=fp32"

@@ -9,7 +9,7 @@ from torch import Tensor
 from trainer import accelerator
 from trainer.accelerator import is_accelerator
 from trainer.errors import UserError
-from trainer.nested import leaves, mapped, moves_itself
+from trainer.tensors.nested import leaves, mapped, moves_itself
 
 
 class Mirrored(NamedTuple):
@@ -38,7 +38,7 @@ class Normalise:
 
 
 class ToDevice:
-    """Returns a batch (see `trainer.nested`) on the device, asynchronously from pinned memory.
+    """Returns a batch (see `trainer.tensors.nested`) on the device, asynchronously from pinned memory.
 
     To a GPU, the copy runs on its own stream: the host asks for the next batch while the GPU still computes
     gradients, and the copy overlaps with them.

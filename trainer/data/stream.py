@@ -16,17 +16,13 @@ class Stream(Protocol):
 
     The global batch of a step is the next B samples of the stream, of which replica r of R takes every R-th
     from the r-th on and drops the others. Before each is read, the generators of
-    Python, NumPy and torch are seeded from (seed, epoch, number of the sample), unless ``draws`` is False.
+    Python, NumPy and torch are seeded from (seed, epoch, number of the sample).
     """
 
     num_shards: int
     """With ``data.sharded=true`` sample i of an epoch is number i // S of shard i % S, where S is this
     number. A replica opens only the shards that it needs: one of R each, if R divides S. The epoch ends with
     the first shard that ends."""
-
-    draws: bool
-    """False, in the body of the class itself: its samples draw no random numbers. The generators are then not
-    seeded, unless ``data.collate`` is your own. To seed them takes as long as to read a short text."""
 
     divides_itself: bool
     """True: on each rank it yields samples of its own, as webdataset's do, and Hugging Face's after

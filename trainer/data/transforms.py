@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 from trainer.data.loading.collation import name_of
 from trainer.data.loading.reader import cpu_generators_kept, sample_of
 from trainer.errors import UserError
-from trainer.nested import leaves
+from trainer.tensors.nested import leaves
 
 
 class Transformed(Dataset[Any]):

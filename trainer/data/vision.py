@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST and CIFAR-10 from torchvision, held in memory.
+"""MNIST and CIFAR-10 from torchvision, held in memory.
 
 Each raises UserError if the data is missing, damaged, or cannot be downloaded.
 """
@@ -19,11 +19,6 @@ from trainer.errors import UserError
 def mnist(split: str, root: str = "datasets", download: bool = False) -> ImagesInMemory:
     """Handwritten digits, (1, 28, 28), 60,000 and 10,000."""
     return _load(datasets.MNIST, split, root, download, (0.1307,), (0.3081,))
-
-
-def fashion_mnist(split: str, root: str = "datasets", download: bool = False) -> ImagesInMemory:
-    """Articles of clothing, (1, 28, 28), 60,000 and 10,000."""
-    return _load(datasets.FashionMNIST, split, root, download, (0.2860,), (0.3530,))
 
 
 def cifar10(split: str, root: str = "datasets", download: bool = False) -> ImagesInMemory:

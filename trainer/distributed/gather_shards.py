@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.local_shard import is_dtensor, is_sharded, rows_of_shard, to_local
+from trainer.tensors.local_shard import is_dtensor, is_sharded, rows_of_shard, to_local
 
 
 def gather_shards_to_rank0(

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from trainer.bits import same_bits
 from trainer.distributed.collectives import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.digits import from_digits, to_digits
+from trainer.tensors.bits import same_bits
 
 _CHUNK = 1 << 12  # numbers of all leaves at once, since each takes some 50 times its memory
 
@@ -82,18 +82,10 @@ class LeafBuffers:
             self._set_means(self._changing, made)
 
     def _changed_anywhere(self) -> list[str]:
-        """The buffers that some rank has changed (a collective), those of whole numbers last.
-
-        Raises:
-            UserError: one is of complex numbers.
-        """
+        """The buffers that some rank has changed (a collective), those of whole numbers last."""
         flags = [float(name in self._changed) for name in self._names]
         everywhere = sum_over_ranks(torch.tensor(flags, device=self._buffer(self._names[0]).device)).tolist()
         changed = [name for name, flag in zip(self._names, everywhere, strict=True) if flag]
-        if unfit := [name for name in changed if self._buffer(name).is_complex()]:
-            raise UserError(
-                f"train.exact: {unfit[0]}, a buffer of complex numbers, changes; keep it in two real ones"
-            )
         return sorted(changed, key=lambda name: not self._buffer(name).is_floating_point())
 
     @torch.no_grad()

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.exact.digits import from_digits, to_digits
-from trainer.local_shard import num_rows
 from trainer.optim.trained import Trained
+from trainer.tensors.local_shard import num_rows
 
 
 @torch.no_grad()

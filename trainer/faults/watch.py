@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import RunEndError, in_a_line
 from trainer.faults import exit_report, stacks
-from trainer.faults.disk_progress import set_mine
 from trainer.faults.ending import ALONE_S, Ending
-from trainer.faults.heartbeat import TICK_OFFSET, Heartbeat
+from trainer.faults.heartbeat import TICK_OFFSET, Heartbeat, set_mine
 from trainer.faults.kill_timer import KillTimer
 from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity, take_stacks
 from trainer.faults.rescue import SAVE_S

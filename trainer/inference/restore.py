@@ -36,12 +36,12 @@ from trainer.distributed.seeding import generators_kept, seed_everything
 from trainer.errors import UserError
 from trainer.files.address import location
 from trainer.inference.evaluation import ModelContext
-from trainer.meta_init import InitialModel, initial_model
 from trainer.optim.param_groups import freeze
 from trainer.run_dir.claim import run_id_of
 from trainer.run_dir.console import terminal
 from trainer.strategies.base import Strategy
 from trainer.strategies.build import build_strategy
+from trainer.strategies.meta_init import InitialModel, initial_model
 
 log = logging.getLogger("trainer")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainer.local_shard import to_local
+from trainer.tensors.local_shard import to_local
 
 
 class MovingAverage:

@@ -15,7 +15,7 @@ from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
 from trainer.optim.combined import CombinedOptimizer, parts_of
-from trainer.optim.optimizer_checks import check_optimizer, refuse_unless_by_rows, sparse_weights
+from trainer.optim.optimizer_checks import check_optimizer, sparse_weights
 from trainer.optim.plain_names import parameter_names
 from trainer.optim.trained import Trained
 from trainer.optim.whole_matrices import WholeMatrices
@@ -53,13 +53,10 @@ def _as_it_is(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def build_optimizer(
-    trained: Trained, optim: dict[str, Any], fused_on_cpu: bool = True, tries: bool = True
-) -> Optimizer:
+def build_optimizer(trained: Trained, optim: dict[str, Any], fused_on_cpu: bool = True) -> Optimizer:
     """The optimizer of `trained.own`.
 
     Args:
-        tries: whether to make steps on small tensors, to see if an optimizer of shards needs whole ones.
         fused_on_cpu: whether a CPU may make a step in one kernel. Not with `train.exact`: a kernel rounds
             otherwise at the end of a tensor, so shards would differ. Not with fp16: torch's Adam then
             subtracts the flag of ShardedGradScaler, of shape (1,), from steps of shape (), an error.
@@ -68,7 +65,7 @@ def build_optimizer(
         UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
     """
     sets = parameter_sets(trained, optim)
-    parts = [_part(name, trained, optim, own, fused_on_cpu, tries) for name, own in sets.items()]
+    parts = [_part(name, trained, optim, own, fused_on_cpu) for name, own in sets.items()]
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
@@ -78,7 +75,6 @@ def _part(
     optim: dict[str, Any],
     sets: list[dict[str, Any]],
     fused_on_cpu: bool,
-    tries: bool,
 ) -> Optimizer:
     """The optimizer of the node at `name`: that of `optim`, or of one of its groups."""
     entries, _ = parameter_groups(optim)
@@ -87,7 +83,7 @@ def _part(
         entries = [entries[int(name.split(".")[2])]]
         own = entries[0].optimizer or {}
     optimizer = _built(name, own, sets)
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, trained.is_sharded)
     if (at_once := _at_once(optimizer, own, fused_on_cpu)) and not sparse_weights(trained.model):
         optimizer = _built(name, own | at_once, sets)
         optimizer.register_step_pre_hook(_before_fused_step)
@@ -99,8 +95,6 @@ def _part(
         )
     if isinstance(optimizer, Muon) and trained.is_sharded:
         return WholeMatrices(optimizer, trained)
-    if trained.is_sharded and tries:
-        refuse_unless_by_rows(partial(_built, name, own), sets)
     return optimizer
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.local_shard import is_dtensor, to_local
 from trainer.optim.plain_names import parameter_names
+from trainer.tensors.local_shard import is_dtensor, to_local
 
 
 class Trained:

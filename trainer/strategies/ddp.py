@@ -20,8 +20,7 @@ from trainer.errors import UserError, first_few
 from trainer.optim.optimizer_checks import sparse_weights
 from trainer.strategies.base import Computing, Fill, Report, Strategy
 from trainer.strategies.ddp_comm import auto_choice, hook_options, users_hook
-from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_rank_note, not_all
-from trainer.strategies.shardable import refuse_max_norm
+from trainer.strategies.placement import not_all
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,12 +53,6 @@ class Ddp(Strategy):
         self.num_rehearsed = 2 if settings.static_graph else 1
         if settings.sync_batchnorm and not is_accelerator(dist.device):
             raise UserError("strategy.sync_batchnorm=true needs a GPU: torch has no CPU kernel for it")
-        # MPI has no store, in which the ranks could meet for a gloo group.
-        if dist.backend == "mpi" and hook_options(comm) is not None:
-            raise UserError(
-                f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi, which mpirun does not "
-                "provide; use comm=native comm.wire_dtype=fp32 comm.timeline=false"
-            )
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         fill(model)
@@ -71,9 +64,6 @@ class Ddp(Strategy):
             # The graph is still split at the bucket borders, since torch compiles it when DDP calls it.
             model.compile(mode=self.computing.compile_mode)
         if self.num_replicas > 1:  # a single rank has no peers
-            if hooked := hooked_parameters(model):
-                self.notes.append(hooks_per_rank_note(hooked, "ddp"))
-            refuse_max_norm(model, "strategy=ddp", "on each rank by its own data")
             self.order.attach(model, reduces=True)
             # Not by DDP, which cannot send int16 or float8.
             broadcast_tensors([*model.parameters(), *model.buffers()], src=0)
@@ -85,7 +75,8 @@ class Ddp(Strategy):
                 find_unused_parameters=self.settings.find_unused_parameters,
                 init_sync=False,
                 **_SENDS_NO_BUFFERS,
-                **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
+                # None is torch's default, whose first bucket is smaller, so that it is sent early.
+                bucket_cap_mb=None if self.settings.bucket_cap_mb == 25 else self.settings.bucket_cap_mb,
             )
             if isinstance(self.comm, AutoCommConfig):
                 self.comm = auto_choice(self.comm, model.module, self.hosts)
@@ -204,17 +195,3 @@ class TimelineReport(Report):
 def device_ids(devices: Sequence[torch.device]) -> list[torch.device] | None:
     """DDP's argument: the one GPU of a model; None on CPUs, and for a model on several devices."""
     return list(devices) if len(devices) == 1 and is_accelerator(devices[0]) else None
-
-
-def _bucket_sizes(first_mb: float, cap_mb: float) -> dict[str, Any]:
-    """DDP's arguments for the size of the first bucket; torch before 2.15 has only the default pair."""
-    if (first_mb, cap_mb) == (1, 25):
-        return {}
-    if first_mb == cap_mb:
-        return {"bucket_cap_mb": cap_mb}
-    if "bucket_cap_mb_list" in _ARGUMENTS:
-        return {"bucket_cap_mb_list": [first_mb, cap_mb]}
-    raise UserError(
-        f"strategy.first_bucket_mb={first_mb} with bucket_cap_mb={cap_mb}: torch {torch.__version__} allows "
-        "another size of the first bucket only as the pair 1 and 25; make the two equal"
-    )

@@ -1,4 +1,4 @@
-"""Which all-reduce DDP uses: what comm=auto chooses, and how the settings of `comm` reach `attach`."""
+"""What DDP reduces and how: what comm=auto chooses, the settings of `comm`, and what DDP waits for."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks, gathered unit by unit."""
 
 import functools
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
@@ -22,9 +21,7 @@ from trainer.config import FsdpConfig
 from trainer.distributed.backend_flags import DTYPES, return_large_blocks
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.local_shard import is_dtensor
 from trainer.strategies.base import Computing, Fill, Strategy
-from trainer.strategies.outside_reads import read_from_outside
 from trainer.strategies.shardable import (
     StaleReferenceCheck,
     batch_norms,
@@ -35,6 +32,7 @@ from trainer.strategies.shardable import (
 from trainer.strategies.sharding_errors import explained
 from trainer.strategies.sharding_mesh import sharding_mesh
 from trainer.strategies.units import named_units, units_by_size
+from trainer.tensors.local_shard import is_dtensor
 
 if TYPE_CHECKING:
     from trainer.optim.train_state import TrainState
@@ -51,8 +49,6 @@ class Fsdp(Strategy):
         super().__init__(dist_.device, computing)
         return_large_blocks(dist_.device)
         self.settings = settings
-        self._may_hold_gathers = False  # torch cannot gather before the first pass
-        self._stale_check: StaleReferenceCheck | None = None
         self._used: UsedParameters | None = None
         self.num_replicas, self.replica = dist_.world_size, dist_.rank
         self.mesh = sharding_mesh(settings.shard_group, dist_)
@@ -101,12 +97,8 @@ class Fsdp(Strategy):
         stale_check.guard()
         if self.settings.find_unused_parameters:
             cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
-        self._stale_check = stale_check
         if self.settings.reshard_after_forward is None:
             model.register_forward_hook(_reshard_without_gradient)
-        if self.settings.prefetch_units is not None:
-            _prefetch(model, self.settings.prefetch_units)
-            model.register_forward_hook(self._note_call)
         by_leaves = self.order.by_leaves and self.num_replicas > 1  # one rank reduces nothing
         shards = add_by_leaves(model, self.order.num_leaves) if by_leaves else ()
         self.order.attach(model, shards)
@@ -130,8 +122,6 @@ class Fsdp(Strategy):
         return MixedPrecisionPolicy(self.param_dtype, reduce_dtype, torch.float32 if is_root else None)
 
     def prepare(self, state: "TrainState") -> None:
-        assert self._stale_check is not None
-        self._stale_check.after_first_pass()
         if self.settings.find_unused_parameters:
             self._used = UsedParameters(state.model, self.device)
 
@@ -150,19 +140,15 @@ class Fsdp(Strategy):
     def _units(self, model: nn.Module, apart: list[nn.Module]) -> list[nn.Module]:
         """The submodules to gather one at a time, children before parents, each once, without the root."""
         names = {module: name for name, module in model.named_modules()}
-        holders, read = holders_of(model), read_from_outside(model)
-
-        def can_be_gathered(module: nn.Module) -> bool:
-            return module not in read and is_closed(module, holders)
-
+        can_be_gathered = functools.partial(is_closed, holders=holders_of(model))
         units = named_units(model) or list(
             units_by_size(model, self.settings.unit_min_params, can_be_gathered)
         )
         torn = [unit for unit in units if not can_be_gathered(unit)]
         if torn:
             self.notes.append(
-                f"fsdp: {', '.join(names[unit] for unit in torn)} share parameters with modules outside, or "
-                "have them read there (self.head.weight), and are gathered with the module around them"
+                f"fsdp: {', '.join(names[unit] for unit in torn)} share parameters with modules outside, and "
+                "are gathered with the module around them"
             )
         order = {module: number for number, module in enumerate(model.modules())}  # parents first
         kept = {*units} - {*torn, *apart}
@@ -179,17 +165,10 @@ class Fsdp(Strategy):
             sharded.set_requires_gradient_sync(enabled)
         return self.order.leaf(enabled)
 
-    def _note_call(self, *_: object) -> None:
-        self._may_hold_gathers = True
-
     def weights_changed(self, model: nn.Module) -> None:
-        # Drops full copies that outlive a forward pass (the root's, or all with
-        # reshard_after_forward=false), and units gathered ahead but not called again, which torch keeps for
-        # the next call.
+        # Drops full copies that outlive a forward pass: the root's, or all with reshard_after_forward=false.
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                if self._may_hold_gathers:
-                    module.unshard()  # takes that, or gathers again
                 module.reshard()
 
     def replica_groups(self) -> list[tuple[int, ...]]:
@@ -240,26 +219,3 @@ def _reshard_without_gradient(root: nn.Module, *_: object) -> None:
     """Reshard the root, which stays gathered for the backward pass, if there is none."""
     if not torch.is_grad_enabled():
         cast(FSDPModule, root).reshard()
-
-
-def _prefetch(model: nn.Module, depth: int) -> None:
-    """Have each unit gather the next `depth` ones when its own parameters have arrived, in both directions.
-
-    The host then launches their all-gathers earlier, and that many more units are gathered at a time. By
-    default torch gathers one ahead in the backward pass and, only on CUDA streams, in the forward pass. The
-    order is that of the modules in the model.
-    """
-    begun: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    ended: list[FSDPModule] = [module for module in _children_first(model) if isinstance(module, FSDPModule)]
-    for order, prefetch in (
-        (begun, FSDPModule.set_modules_to_forward_prefetch),
-        (list(dict.fromkeys(ended))[::-1], FSDPModule.set_modules_to_backward_prefetch),
-    ):
-        for number, unit in enumerate(order, start=1):
-            prefetch(unit, order[number : number + depth])
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _children_first(child)
-    yield module

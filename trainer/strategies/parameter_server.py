@@ -14,12 +14,10 @@ from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import broadcast_buffers, broadcast_tensors, gloo_group
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.nested import mapped
 from trainer.optim.combined import has_user_part
 from trainer.strategies.base import Computing, Fill, Report, Strategy
-from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_rank_note
 from trainer.strategies.placement import refuse_several_devices
-from trainer.strategies.shardable import refuse_max_norm
+from trainer.tensors.nested import mapped
 
 if TYPE_CHECKING:
     from trainer.optim.train_state import TrainState
@@ -51,9 +49,6 @@ class ParameterServer(Strategy):
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         refuse_several_devices(model, "strategy=parameter_server")
-        refuse_max_norm(model, "strategy=parameter_server", "on each rank by its own data")
-        if (hooked := hooked_parameters(model)) and self.num_replicas > 1:
-            self.notes.append(hooks_per_rank_note(hooked, "parameter_server"))
         model = super().wrap(model, fill)
         broadcast_tensors([*model.parameters(), *model.buffers()], src=0)
         self.exchange = self.connect([p for p in model.parameters() if p.requires_grad])

@@ -2,12 +2,13 @@
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import UserError
-from trainer.local_shard import spanned_bytes, storage_of
+from trainer.errors import UserError, first_few
+from trainer.tensors.local_shard import spanned_bytes, storage_of
 
 
 def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
@@ -52,3 +53,13 @@ def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
                     f"would no longer be tied. Make them one nn.Parameter ({name} = {other}), or separate "
                     "ones (clone()); or use strategy=ddp on CPUs"
                 )
+
+
+def not_all(idle: Sequence[str]) -> str:
+    """That a loss left out the parameters of these names, if they are known, and the way out."""
+    return (
+        f"{'no ' + first_few(idle, 3) if idle else 'not all parameters'}, and DDP waits for the gradient of "
+        "each parameter; set strategy.find_unused_parameters=true, or remove what is never used from the "
+        "model, or freeze it (model.freeze). Within torch.utils.checkpoint of inputs without gradients "
+        "nothing is used either, unless use_reentrant=False"
+    )

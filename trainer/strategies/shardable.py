@@ -8,17 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError, first_few
-from trainer.local_shard import is_dtensor, storage_of
-from trainer.meta_init import named_tensors
 from trainer.optim.optimizer_checks import sparse_weights
-from trainer.strategies.gradient_hooks import has_gradient_hook
 from trainer.strategies.placement import refuse_several_devices, refuse_shared_memory
+from trainer.tensors.local_shard import is_dtensor
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
+def _refuse_held(name: str, parameter: Tensor) -> None:
+    raise UserError(
+        f"strategy=fsdp: the forward pass uses {name} by a reference kept in a list, a dict or a function, "
+        "which sharding cannot follow; read it from its module where it is used; or use strategy=ddp"
+    )
+
+
 class StaleReferenceCheck:
-    """Refuses the use of parameters that sharding has replaced, and of views of them.
+    """Refuses the use of parameters that sharding has replaced.
 
     Code that refers to one other than by a module's attribute, such as by a list or a closure, would always
     compute with its initial value, and no optimizer would get its gradient.
@@ -27,8 +32,6 @@ class StaleReferenceCheck:
     def __init__(self, model: nn.Module) -> None:
         self._prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         self._held: dict[str, weakref.ref[nn.Parameter]] = {}
-        self._model, self._names_of_views = model, _views_of_trained(model)
-        self._views: list[tuple[str, weakref.ref[Tensor]]] = []
 
     def note(self, unit: nn.Module) -> None:
         """Record, by weak references, the parameters of `unit`, which is sharded next."""
@@ -42,33 +45,6 @@ class StaleReferenceCheck:
             parameter = reference()
             if parameter is not None and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(functools.partial(_refuse_held, name))
-        named = named_tensors(self._model) if self._names_of_views else ()
-        self._views = [(name, weakref.ref(tensor)) for name, tensor in named if name in self._names_of_views]
-
-    def after_first_pass(self) -> None:
-        """Refuse views that are still there, as the old spectral norm replaces its own."""
-        if held := sorted({name for name, view in self._views if view() is not None}):
-            raise UserError(
-                f"strategy=fsdp: {first_few(held)} is a view of a trained parameter, which sharding moves: "
-                "it would keep its initial values. Take it from the parameter where it is used, or keep a "
-                ".clone() of it; or use strategy=ddp"
-            )
-
-
-def _views_of_trained(model: nn.Module) -> set[str]:
-    """The names of attributes that are in the memory of a trained parameter, and are none themselves."""
-    trained = {storage_of(p) for p in model.parameters() if p.requires_grad and p.numel()}
-    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    others = ((name, tensor) for name, tensor in named_tensors(model) if id(tensor) not in known)
-    plain = ((name, t) for name, t in others if t.layout == torch.strided and t.numel())
-    return {name for name, tensor in plain if storage_of(tensor) in trained}
-
-
-def _refuse_held(name: str, parameter: Tensor) -> None:
-    raise UserError(
-        f"strategy=fsdp: the forward pass uses {name} by a reference kept in a list, a dict or a function, "
-        "which sharding cannot follow; read it from its module where it is used; or use strategy=ddp"
-    )
 
 
 def holders_of(model: nn.Module) -> dict[object, set[nn.Module]]:
@@ -92,33 +68,9 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.affine]
 
 
-def refuse_max_norm(
-    model: nn.Module, strategy: str, changed: str = "here a copy, which is thrown away"
-) -> None:
-    """Raise UserError, by name, for an embedding that changes its weight in the forward pass."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise UserError(
-                f"{strategy}: {name or 'the model'} has max_norm={module.max_norm}, by which its forward "
-                f"pass changes the weight: {changed}. Leave max_norm out, or use strategy=single"
-            )
-
-
-def refuse_scripted(model: nn.Module) -> None:
-    """Raise UserError, by name, for a module that takes no forward hook."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UserError(
-                f"strategy=fsdp needs a hook on {name or 'the model'}, a ScriptModule, which takes none; use "
-                "strategy=ddp"
-            )
-
-
 def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
     """Raise UserError, by name, for parameters that fully_shard would refuse later or less clearly."""
     refuse_several_devices(model, "strategy=fsdp")
-    refuse_max_norm(model, "strategy=fsdp")
-    refuse_scripted(model)
     refuse_shared_memory(model, "strategy=fsdp")
     reasons = {
         "no dimension; give them one, of size 1": lambda parameter: parameter.ndim == 0,
@@ -127,7 +79,9 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
             not parameter.is_contiguous()
         ),
         "complex numbers: torch's fully_shard would sum only their real parts": torch.is_complex,
-        "a hook on the gradient, which would get shards": has_gradient_hook,
+        "a hook on the gradient, which would get shards": lambda parameter: bool(
+            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        ),
         "a sparse gradient; build the embedding with sparse=False": sparse_weights(model).__contains__,
     }
     for reason, applies in reasons.items():

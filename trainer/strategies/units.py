@@ -16,6 +16,7 @@ from trainer.errors import UserError
 from trainer.strategies.base import parameter_count
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # read weights of parts, without calling these
 # Names for groups of ATen's operations; each attention kernel is a separate operation.
 _FAMILIES = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm"),
@@ -147,9 +148,9 @@ def units_by_size(
     """The smallest submodules of at least `min_params` parameters: each is gathered and freed as one.
 
     Containers are passed through, since they are never called. A module that shares a parameter with modules
-    outside, or whose parameters are read there, is not a unit; a parent that holds both may be.
+    outside is not a unit; a parent that holds both may be.
     """
-    for child in module.children():
+    for child in module.children() if not isinstance(module, _WHOLE) else ():
         if parameter_count(child.parameters()) < min_params:
             continue
         within = list(units_by_size(child, min_params, can_be_gathered))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.distributed.seeding import seed_micro_batch
 from trainer.errors import UserError
-from trainer.nested import leaves
+from trainer.tensors.nested import leaves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

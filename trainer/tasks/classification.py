@@ -15,8 +15,7 @@ from trainer.tasks.cross_entropy import (
     num_counted,
 )
 
-_CONFUSIONS_OF = 100  # at most this many classes: their square is counted
-_TABLE_OF = 20  # at most this many classes; for more, list the most confused
+_CONFUSIONS_OF = 20  # at most this many classes: their square is counted, and shown
 
 
 class Classification:
@@ -27,7 +26,7 @@ class Classification:
 
     Evaluation: mean cross entropy (without smoothing, so that runs are comparable), accuracy and, with
     more than five classes, top5_accuracy. Shown: the first held-out images with their predicted classes, and
-    a confusion table.
+    a confusion table of at most 20.
     """
 
     metric_names = ("loss", "accuracy", "top5_accuracy")
@@ -84,7 +83,7 @@ class Classification:
     def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
         assert evaluation.sums is not None
         confusions = evaluation.sums[5:]
-        texts = {"eval/confusion": _in_words(confusions)} if len(confusions) else {}
+        texts = {"eval/confusion": _table(confusions)} if len(confusions) else {}
         inputs, labels = (values[:32] for values in evaluation.batch)
         logits = logits_of(model(inputs))
         taken_for, labels = _likeliest(logits)[:, 0].tolist(), classes_of(labels, logits)
@@ -107,24 +106,11 @@ def _confusions(taken_for: Tensor, labels: Tensor, classes: int) -> Tensor:
     return counts.index_add_(0, where, is_class.double())
 
 
-def _in_words(confusions: Tensor) -> str:
-    """A table of all classes; for many, the ten that are confused most often."""
-    matrix = confusions.reshape(int(len(confusions) ** 0.5), -1).long()
-    classes, of_class = range(len(matrix)), matrix.sum(1).tolist()
-    if len(matrix) <= _TABLE_OF:
-        head = [
-            "| class, taken for | " + " | ".join(map(str, classes)) + " |",
-            "|---" * (len(matrix) + 1) + "|",
-        ]
-        rows = [f"| **{k}** | " + " | ".join(map(str, matrix[k].tolist())) + " |" for k in classes]
-        return "\n".join(head + rows)
-    matrix.fill_diagonal_(0)
-    counts, where = matrix.flatten().topk(10)
-    lines = []
-    for count, place in zip(counts.tolist(), where.tolist(), strict=True):
-        i, j = divmod(place, len(matrix))
-        lines += [f"- {i} as {j}: {count} of {of_class[i]}"] if count else []
-    return "\n".join(lines)
+def _table(confusions: Tensor) -> str:
+    matrix = confusions.reshape(int(len(confusions) ** 0.5), -1).long().tolist()
+    head = "| class, taken for | " + " | ".join(map(str, range(len(matrix)))) + " |"
+    rows = [f"| **{k}** | " + " | ".join(map(str, row)) + " |" for k, row in enumerate(matrix)]
+    return "\n".join([head, "|---" * (len(matrix) + 1) + "|", *rows])
 
 
 def _likeliest(logits: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from trainer.data.device import Mirrored
 from trainer.errors import UserError
-from trainer.nested import leaves
 from trainer.tasks import Task
 from trainer.tasks.cross_entropy import IGNORED
+from trainer.tensors.nested import leaves
 
 if TYPE_CHECKING:
     from trainer.data.loading.batch import BatchSplit

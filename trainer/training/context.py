@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trainer.checkpoint import Checkpointer
-from trainer.checks.frozen import Frozen
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
@@ -29,7 +28,6 @@ class Checks(NamedTuple):
     replicas: ReplicaCheck
     gradients: GradientCheck
     unsaved: UnsavedState
-    frozen: Frozen
 
 
 @dataclass(frozen=True)

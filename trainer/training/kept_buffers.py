@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trainer.bits import same_bits
 from trainer.errors import UserError
 from trainer.optim.plain_names import named_buffers
+from trainer.tensors.bits import same_bits
 
 _SMALL_BYTES = 1 << 20
 

@@ -17,10 +17,10 @@ from trainer.data.loading.base import TrainLoader
 from trainer.data.loading.batch import split_batch
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.nested import mapped
 from trainer.optim.plain_names import named_modules
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Strategy
+from trainer.tensors.nested import mapped
 from trainer.training.kept_buffers import KeptBuffers
 
 _UPDATE_S = 10.0  # for an update that has begun, at a fault

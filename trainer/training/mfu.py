@@ -20,9 +20,9 @@ from trainer.distributed.backend_flags import peak_is_tf32
 from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import generators_kept
 from trainer.errors import first_line
-from trainer.nested import mapped
 from trainer.tasks import Task
 from trainer.tasks.label_counts import loss_of
+from trainer.tensors.nested import mapped
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from trainer.distributed.agreement import Agreement, gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import generators_kept
 from trainer.errors import UserError
-from trainer.meta_init import initial_model
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.trained import Trained
 from trainer.strategies.base import Strategy, grad_scaler
 from trainer.strategies.build import build_strategy
+from trainer.strategies.meta_init import initial_model
 from trainer.tasks import offers
 from trainer.tasks.label_counts import loss_of
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from trainer.data.loading.base import EvalLoader, TrainLoader
 from trainer.distributed.gather_shards import as_bytes, gather_shards_to_rank0
-from trainer.faults.disk_progress import progress
-from trainer.local_shard import is_dtensor
+from trainer.faults.heartbeat import progress
 from trainer.optim.plain_names import model_state
+from trainer.tensors.local_shard import is_dtensor
 
 
 def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader | None) -> dict[str, Any]:

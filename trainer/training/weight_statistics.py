@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from trainer.distributed.collectives import sum_over_ranks
 from trainer.distributed.process_group import Dist
-from trainer.local_shard import to_local
 from trainer.optim.plain_names import parameter_names
+from trainer.tensors.local_shard import to_local
 
 _SAMPLED = 4096  # elements of a tensor: the copy of weights over a step is small
 _BINS = 64

@@ -27,7 +27,7 @@ from trainer.data.loading.worker import WorkerError, begin_worker, keep_sockets_
 from trainer.data.order import Order, shuffled
 from trainer.data.stream import is_stream
 from trainer.errors import UserError
-from trainer.nested import leaves
+from trainer.tensors.nested import leaves
 
 log = logging.getLogger(__name__)
 

@@ -2,11 +2,13 @@
 
 import logging
 import multiprocessing
+import pickle
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +21,7 @@ from trainer.data.loading.collation import collated, collated_batch, name_of, sa
 from trainer.data.loading.worker import answer
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
-from trainer.fingerprint import generators
-from trainer.nested import mapped
+from trainer.tensors.nested import mapped
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 BROKEN_DATA = (OSError, EOFError, ValueError, SyntaxError)
 MAX_REPLACEMENTS = 100
 _NUM_LOOKS = 2  # of which the first may make the generator
+_MAX_PARTS = 100  # of a list of transforms, or datasets
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 @dataclass(frozen=True)
@@ -138,17 +141,17 @@ class IndexReader(Reader):
         if self._num_looks.value == _NUM_LOOKS or (worker is not None and worker.id):
             return self._read_batch(request)
         self._num_looks.value += 1
-        before = generators(self.dataset)
+        before = generators_of(self.dataset)
         batch = self._read_batch(request)
-        for path, (generator, state) in generators(self.dataset).items():
-            if path in before and before[path][0] is generator and before[path][1] != state:
+        for key, (name, _, state) in generators_of(self.dataset).items():
+            if key in before and before[key][2] != state:
                 self._num_looks.value = _NUM_LOOKS
                 logger.warning(
                     "%s draws from a random generator that it keeps, in %s: its samples depend on the number "
                     "of ranks and workers, and differ after a resume; draw from torch's, NumPy's or Python's "
                     "global generator, which are seeded for each sample, or seed its own from the index",
                     name_of(self.dataset),
-                    path.strip("."),
+                    name,
                 )
         return batch
 
@@ -231,6 +234,19 @@ class EvalReader(IndexReader):
             samples = [sample for _, sample in read] or [self._read_or_next(0, 0)]
             batch = collated(samples, self.dataset, indices, self.collate)
             return Answer(batch, [index for index, _ in read])
+
+
+def generators_of(holder: Any, depth: int = 3) -> dict[int, tuple[str, Any, bytes]]:
+    """The random generators in attributes of `holder`, and of what it holds: name and state, by id."""
+    found: dict[int, tuple[str, Any, bytes]] = {}
+    for name, held in getattr(holder, "__dict__", {}).items():
+        for part in held[:_MAX_PARTS] if isinstance(held, list | tuple) else [held]:
+            if isinstance(part, _GENERATORS):
+                own = part.get_state().numpy() if isinstance(part, torch.Generator) else part
+                found[id(part)] = name, part, pickle.dumps(own)
+            elif depth and not isinstance(part, ModuleType | type):
+                found |= generators_of(part, depth - 1)
+    return found
 
 
 def fetches_batches(dataset: Dataset[Any]) -> bool:

@@ -4,12 +4,13 @@ import copy
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import default_collate
+from torch import Tensor
 
 from trainer.data.loading.base import Share
 from trainer.data.loading.collation import collated
@@ -23,7 +24,7 @@ from trainer.data.loading.reader import (
 )
 from trainer.data.stream import has_state
 from trainer.errors import UserError
-from trainer.fingerprint import fingerprint
+from trainer.tensors.nested import leaves
 
 _NUM_COMPARED = 8  # samples of a stream, by all ranks that read them
 
@@ -98,7 +99,7 @@ class Cursor:
                 return False
             self._next.append(item)
             if len(self.first) < _NUM_COMPARED:
-                self.first[self.position] = zlib.crc32(repr(sorted(fingerprint(item).items())).encode())
+                self.first[self.position] = _checksum(item)
         return True
 
     def peek(self) -> Any:
@@ -125,8 +126,6 @@ class StreamReader(Reader):
     def __init__(self, stream: Any, share: Share, sharded: bool = False, own_of: int | None = None) -> None:
         """``own_of``: so many replicas have a stream of their own, which is then one of as many shards."""
         super().__init__(stream, share)
-        # Only of its own class: one that is derived from it may draw.
-        self._draws = vars(type(stream)).get("draws", True) or share.collate is not default_collate
         if sharded and not (hasattr(stream, "shard") and getattr(stream, "num_shards", 0) > 0):
             raise UserError(
                 f"data.sharded is true, but {type(stream).__name__} lacks num_shards and shard of "
@@ -149,7 +148,7 @@ class StreamReader(Reader):
     def _answer(self, request: Request) -> Any:
         if request.reading != self._reading:
             self._reading, self._cursors = request.reading, {}
-        with cpu_generators_kept() if self._draws else nullcontext():
+        with cpu_generators_kept():
             with self._reading_alone():
                 read = self._read(request)
             if read is None:
@@ -201,8 +200,7 @@ class StreamReader(Reader):
             def before_each(position: int) -> None:
                 self._number = position * self.num_shards + shard
                 self.heartbeat.read(self._number)
-                if self._draws:
-                    seed_generators(self.seed, request.epoch, self._number)
+                seed_generators(self.seed, request.epoch, self._number)
 
             self._cursors[shard] = Cursor(stream, request.epoch, position, state, before_each)
         return self._cursors[shard]
@@ -252,6 +250,19 @@ class EvalStreamReader(StreamReader):
             self._filler = cursor.peek()
         samples = self._samples(request)
         return samples or [self._decode(self._filler)], list(request.numbers[: len(samples)])
+
+
+def _checksum(sample: Any) -> int:
+    """Of the numbers, texts, tensors, arrays and images in it."""
+    total = 0
+    for leaf in leaves(sample):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            total = zlib.crc32(leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, total)
+        elif hasattr(leaf, "tobytes"):
+            total = zlib.crc32(leaf.tobytes(), total)
+        elif isinstance(leaf, bool | int | float | str | bytes):
+            total = zlib.crc32(repr(leaf).encode(), total)
+    return total
 
 
 def _length(stream: Any) -> int | None:

@@ -1,1 +1,1 @@
-"""Text as windows of tokens: in memory, streamed, or from token files."""
+"""Text as windows of tokens: bytes of files, or token files."""

@@ -1,11 +1,10 @@
 """Files of text or JSON lines of any size, in chunks that do not depend on where reading starts."""
 
-import bisect
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.errors import UserError
 
@@ -14,19 +13,14 @@ _GOES_ON = bytes(range(0x80, 0xC0))  # continuation bytes of UTF-8
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".parquet", ".arrow")
 
 
-@dataclass(frozen=True)
-class TextChunk:
+class TextChunk(NamedTuple):
     """Some text: a document of JSON lines, or about 128 KiB of a file, in whole lines if possible.
 
     Attributes:
-        file: the file's number.
-        offset: the position of the first byte in the file.
         num_bytes: the length in the file.
         ends_document: whether the document ends here.
     """
 
-    file: int
-    offset: int
     num_bytes: int
     text: bytes
     ends_document: bool
@@ -64,22 +58,13 @@ class TextFiles:
 
     def chunks(self, begin: int, end: int) -> Iterator[TextChunk]:
         """The chunks of [begin, end) of the row; both ends are moved to the next start of a line."""
-        file = bisect.bisect_right(self.ends, begin)
-        start = self.ends[file - 1] if file else 0
-        return self.chunks_from(file, begin - start, end)
+        for path, stop in zip(self.files, self.ends, strict=True):
+            start = stop - path.stat().st_size
+            if begin < stop and start < end:
+                read = self._lines if path.suffix.lower() == ".jsonl" else self._parts
+                yield from read(path, max(0, begin - start), end - start)
 
-    def chunks_from(self, file: int, offset: int, end: int) -> Iterator[TextChunk]:
-        """The chunks from ``offset`` in a file up to ``end`` of the row."""
-        for number in range(file, len(self.files)):
-            start = self.ends[number - 1] if number else 0
-            if start >= end:
-                return
-            read = self._lines if self.files[number].suffix.lower() == ".jsonl" else self._parts
-            yield from read(number, offset, end - start)
-            offset = 0
-
-    def _lines(self, number: int, begin: int, end: int) -> Iterator[TextChunk]:
-        path = self.files[number]
+    def _lines(self, path: Path, begin: int, end: int) -> Iterator[TextChunk]:
         with path.open("rb") as file:
             offset = 0
             if begin:  # it may lie within a line, so start one byte earlier
@@ -87,7 +72,7 @@ class TextFiles:
                 offset = begin - 1 + len(file.readline())
             while offset < end and (line := file.readline()):
                 if not line.isspace():
-                    yield TextChunk(number, offset, len(line), self._text(line, path, offset), True)
+                    yield TextChunk(len(line), self._text(line, path, offset), True)
                 offset += len(line)
 
     def _text(self, line: bytes, path: Path, offset: int) -> bytes:
@@ -100,34 +85,25 @@ class TextFiles:
                 f"{type(error).__name__} {error}"
             ) from error
 
-    def _parts(self, number: int, begin: int, end: int) -> Iterator[TextChunk]:
-        """Chunks end with the line that reaches a multiple of CHUNK_BYTES, or right there if none ends soon.
+    def _parts(self, path: Path, begin: int, end: int) -> Iterator[TextChunk]:
+        """Chunks end with the line that reaches a multiple of CHUNK_BYTES."""
+        size = path.stat().st_size
+        with path.open("rb") as file:
 
-        A character that this would split belongs to the first chunk.
-        """
-        size = self.files[number].stat().st_size
-        with self.files[number].open("rb") as file:
-
-            def aligned(at: int) -> int:
-                """The aligned position, a fixed point: aligned(aligned(at)) is aligned(at)."""
+            def line_end(at: int) -> int:
+                """Where the line of byte `at - 1` ends; if that is far, `at`, or the end of its character."""
                 if not 0 < at < size:
                     return min(at, size)
                 file.seek(at - 1)
-                return at + max(0, file.read(CHUNK_BYTES).find(b"\n"))
+                near = file.read(CHUNK_BYTES)
+                if (length := near.find(b"\n")) >= 0:
+                    return at + length
+                rest = len(near[1:5]) - len(near[1:5].lstrip(_GOES_ON))
+                return at + rest if rest < 4 else at
 
-            def character_start(at: int) -> int:
-                """The position after continuation bytes of UTF-8."""
-                file.seek(at)
-                near = file.read(4)
-                rest = len(near) - len(near.lstrip(_GOES_ON))
-                return at + rest if at > 0 and rest < 4 else at
-
-            first, stop = aligned(begin), aligned(end)
-            for block in itertools.count(first // CHUNK_BYTES + 1):
-                if first >= stop:
-                    return
-                if (last := min(aligned(block * CHUNK_BYTES), stop)) > first:
-                    start, end_of_text = character_start(first), character_start(last)
-                    file.seek(start)
-                    yield TextChunk(number, first, last - first, file.read(end_of_text - start), last == size)
-                    first = last
+            first, stop = line_end(begin), line_end(end)
+            while first < stop:
+                last = min(line_end((first // CHUNK_BYTES + 1) * CHUNK_BYTES), stop)
+                file.seek(first)
+                yield TextChunk(last - first, file.read(last - first), last == size)
+                first = last

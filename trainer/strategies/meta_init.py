@@ -17,8 +17,8 @@ from trainer.distributed.collectives import broadcast_tensors
 from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import mixed_seed, seed_everything
 from trainer.errors import UserError, first_line
-from trainer.local_shard import storage_of
-from trainer.nested import leaves
+from trainer.tensors.local_shard import storage_of
+from trainer.tensors.nested import leaves
 
 _OF_MODULES = vars(nn.Module()).keys()  # attributes of every module
 

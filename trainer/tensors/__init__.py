@@ -1,0 +1,1 @@
+"""Tensors as such: their bits, their shards, and what is nested around them."""
