@@ -12,18 +12,25 @@
 #   memory      peaks beside what planner.memory foretells (within 10 %)
 #   checkpoint  saving from a GPU's memory, and loading
 #   exact       train.exact: one hash under each strategy, and its cost (1.15 x)
-#   ranks       two ranks on one GPU, every all-reduce; needs NCCL 2.30, from --nccl if torch has an older one
+#   ranks       two ranks to their end, every all-reduce, fsdp, hybrid, parameter_server: on two GPUs, or on one,
+#               which needs NCCL 2.30, from --nccl if torch has an older one
+#   sanitized   the tests again with TORCH_CUDA_SANITIZER=1: no stream reads what another has yet to write
 #   table       what DIR holds by now, as DIR/gpu.json and DIR/gpu.txt
 #
 # Where a call may take ten minutes, call it with one name after another, then with `table`; `all` is all of that.
 # --wheels: a folder of what the machine's Python lacks, installed beside it for this call; made elsewhere by
 #           pip wheel --no-deps -w DIR hydra-core==1.3.2 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3. --nccl: a libnccl.so. --dry-run: tiny sizes on the CPU.
+# By hand, since tests/gpu/test_simulated.py cannot show it: `nsys profile` of 20 steps of an MLP, a ResNet and a GPT
+# (launches, and gaps between kernels); comm.timeline and train.cudnn_benchmark off in turns; a rank of two killed
+# during an all-reduce of NCCL (is the step before saved?), with TORCH_FR_BUFFER_SIZE=200; a model on two devices of
+# each rank under ddp; strategy.separate_reduce_scatter and strategy.symmetric_memory on 8 GPUs, in turns; two hosts
+# with distributed.timeout_s=30 (who speaks first); python -m benchmarks.drill on 4 GPUs with a batch norm.
 # Ends with status 1 when a part failed or missed its bar.
 set -uo pipefail
 
 cd "$(dirname "$0")/.." || exit
 out=gpu_day wheels="" dry=() names=() python=${PYTHON:-python3}
-parts=(tests matrix compiled syncs gpt2 resnet memory checkpoint exact ranks)
+parts=(tests matrix compiled syncs gpt2 resnet memory checkpoint exact ranks sanitized)
 while [ $# -gt 0 ]; do
   case $1 in
     --out) out=$2; shift ;;

@@ -7,7 +7,6 @@ in distributed/backend_flags.py.
 
 import resource
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,15 +115,17 @@ class HostCopy:
     `read` waits for the copy alone, and not for what was queued behind it.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device, self._stream, self._made = device, stream(device), event(device)
-        self._copy = torch.zeros((), dtype=dtype, pin_memory=can_pin(device))
+        self._copy = torch.zeros((), pin_memory=can_pin(device))
 
     def start(self, number: Tensor) -> None:
         """Copy `number`, of shape (), when the current stream has computed it."""
         if not is_accelerator(number.device):
             self._copy = number
             return
+        if self._copy.dtype != number.dtype:  # to convert it would take a kernel
+            self._copy = torch.zeros((), dtype=number.dtype, pin_memory=can_pin(self._device))
         self._stream.wait_stream(current_stream(self._device))
         with on(self._stream):
             self._copy.copy_(number, non_blocking=True)
@@ -176,14 +177,8 @@ def name(device: torch.device) -> str:
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
 
 
-def record_memory_history(device: torch.device) -> None:
-    """Note each allocation from now on, on CUDA; documented by torch, in spite of the underscores."""
-    if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=200_000)
-
-
-def write_memory_history(device: torch.device, file: Path) -> None:
-    """Write what was noted, and note no more."""
-    if device.type == "cuda":
-        torch.cuda.memory._dump_snapshot(str(file))
-        torch.cuda.memory._record_memory_history(enabled=None)
+def identity(device: torch.device) -> str:
+    """Tells it from the others of its host, whatever each process calls it; "" if its driver does not say."""
+    module: Any = torch.get_device_module(device)
+    properties = getattr(module, "get_device_properties", lambda device: None)(device)
+    return str(getattr(properties, "uuid", ""))

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer.distributed.seeding import seed_micro_batch
@@ -46,7 +47,7 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
     heartbeat.enter("data")
     if step < run.total_steps:
         with run.meter.reading():
-            batches.ahead()  # while a GPU still computes
+            run.to_device.ahead(batches.ahead())  # while a GPU still computes
 
     heartbeat.enter("optimizer")
     strategy.aggregate(run.model)
@@ -56,7 +57,7 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
     run.checkpointer.saving.copied()
     with run.gate.update(step):  # a save at a fault sees what is before it, or after
         with (
-            checks.gradients.around_update(step, state, norm, losses) as finite,
+            checks.gradients.around_update(step, state, norm, losses, run.gate.waiting) as finite,
             run.weight_statistics.around_update(step, run.settings.logs(step)),
         ):
             if run.settings.clip_grad_norm is not None:
@@ -65,8 +66,9 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
                 updater = run.dist.rank if strategy.gradients_differ else 0
                 seed_micro_batch(run.seed, step, -1 - updater, strategy.devices)
             strategy.update(state, finite)
-            if finite:
-                end_step(run, step)
+        state.count_update()
+        if finite:
+            end_step(run, step)
         state.progress.advance(run.settings.global_batch_size, agreed.data_left)
     return (losses if finite else None), norm, agreed.after
 
@@ -93,5 +95,5 @@ def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number:
         enter("backward")
         scaled = run.state.scaler.scale(loss)
         # Ones; from NaN if the loss is NaN or Inf, so that the gradients of all ranks become NaN, too.
-        scaled.backward(scaled.detach() * 0 + 1)
+        scaled.backward(torch.rsub(scaled.detach(), 1, alpha=0))  # 1 - 0 * loss, in one kernel
     return loss.detach().float()

@@ -20,7 +20,10 @@ import torch
 
 from benchmarks.gpu.day import Day, Row, table, write
 
-PARTS = ("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "checkpoint", "exact", "ranks")
+PARTS = (
+    *("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "checkpoint", "exact", "ranks"),
+    "sanitized",
+)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Two ranks on one GPU through NCCL 2.30 or later: every all-reduce, checked."""
+"""Two ranks on two GPUs, or on one through NCCL 2.30 or later: every all-reduce, checked."""
 
 import json
 import os
@@ -20,6 +20,7 @@ RUNS = (
     "ddp comm=hierarchical",
     "ddp comm=master_worker",
     "fsdp comm=native",
+    "fsdp strategy.shard_group=1",
     "parameter_server",
 )
 TRAIN = (
@@ -31,7 +32,8 @@ TRAIN = (
 def measure(day: Day) -> Iterator[Row]:
     """`NCCL_LIBRARY` is the libnccl.so to use in place of torch's own."""
     library = os.environ.get("NCCL_LIBRARY")
-    if day.on_gpu and library is None and torch.cuda.nccl.version() < (2, 30):
+    shared = torch.cuda.device_count() == 1
+    if day.on_gpu and shared and library is None and torch.cuda.nccl.version() < (2, 30):
         version = ".".join(map(str, torch.cuda.nccl.version()))
         yield Row("two ranks on one GPU", None, note=f"needs NCCL 2.30, here is {version}: see --nccl")
         return

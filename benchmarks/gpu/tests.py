@@ -9,6 +9,11 @@ from benchmarks.gpu.day import Day, Row
 
 
 def measure(day: Day) -> list[Row]:
+    return measure_with(day, "cuda-marked tests that pass")
+
+
+def measure_with(day: Day, what: str, **variables: str) -> list[Row]:
+    """`variables` are for the environment of the tests."""
     report = day.out / "tests.xml"
     where = day.size(["tests"], ["tests/gpu/test_cuda.py"])
     command = [
@@ -24,7 +29,9 @@ def measure(day: Day) -> list[Row]:
         f"--junitxml={report}",
         *where,
     ]
-    environment = {name: value for name, value in os.environ.items() if name != "RINGMASTER_TESTS_OF"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "RINGMASTER_TESTS_OF"
+    } | variables
     ended = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False, env=environment)
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
@@ -32,4 +39,4 @@ def measure(day: Day) -> list[Row]:
     ran = counts["tests"] - counts["skipped"] - bad
     note = f"{counts['skipped']} skipped" if bad == 0 else ended.stdout[-3000:]
     all_ran = bad == 0 and (ran > 0 or not day.on_gpu)
-    return [Row("cuda-marked tests that pass", ran, "", "all", all_ran, note)]
+    return [Row(what, ran, "", "all", all_ran, note)]

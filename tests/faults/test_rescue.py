@@ -25,8 +25,8 @@ from trainer.training.kept_buffers import KeptBuffers
 RUN = (*TINY, "checkpoint.every_epochs=null", "resume=auto", "distributed.timeout_s=20")
 
 
-def start(world_size: int, run_dir: Path, *overrides: str) -> list[Ended]:
-    return finish_ranks(world_size, "train.py", *RUN, f"run_dir={run_dir}", *overrides)
+def start(world_size: int, run_dir: Path, *overrides: str, **env: str) -> list[Ended]:
+    return finish_ranks(world_size, "train.py", *RUN, f"run_dir={run_dir}", *overrides, env=env)
 
 
 def hash_of(run_dir: Path) -> str:
@@ -89,6 +89,14 @@ def test_weights_that_a_forward_pass_changes_are_not_saved(tmp_path: Path) -> No
     start(2, tmp_path, "model._target_=tests.user_parts.Decays", *fault("kill", 1, 8, "backward"))
     assert checkpoints(tmp_path) == []
     assert "no step is saved: a forward pass changes layers.0.weight" in message(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch._C._distributed_c10d, "FlightRecorderHook"), reason="needs torch 2.14")
+def test_the_last_collectives_are_kept_beside_the_stacks(tmp_path: Path) -> None:
+    start(2, tmp_path, *fault("kill", 1, 8, "backward"), TORCH_FR_BUFFER_SIZE="50")
+    kept = json.loads((tmp_path / "stacks/rank0.collectives.json").read_text())["entries"]
+    assert len(kept) > 8 and "reduce" in kept[-1]["profiling_name"], kept
 
 
 @pytest.mark.slow

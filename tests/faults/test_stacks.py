@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.futures import Future
 
-from trainer import step
+from trainer import accelerator, step
 from trainer.checks import gradients
 from trainer.faults import stacks as watched
 from trainer.faults.stacks import STACK_SIGNAL, StackReader, Stacks, ask, frames_of, waits
@@ -102,8 +102,11 @@ def test_who_waits_for_what_a_thread_moves_waits_for_others() -> None:
     assert waits(frames)
 
 
+SEAM = (accelerator.__file__, "130", "read")
+
+
 @pytest.mark.parametrize("file", [step_agreement.__file__, gradients.__file__])
-@pytest.mark.parametrize("inner", [[], [(torch.cuda.streams.__file__, "7", "synchronize")]])
+@pytest.mark.parametrize("inner", [[], [(torch.cuda.streams.__file__, "7", "synchronize")], [SEAM]])
 def test_who_waits_in_a_step_for_all_ranks_waits_for_others(
     file: str, inner: list[tuple[str, str, str]]
 ) -> None:

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "checkpoint", "exact", "ranks")
+PARTS = (
+    *("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "checkpoint", "exact", "ranks"),
+    "sanitized",
+)
 
 
 @pytest.mark.slow

@@ -9,22 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tests.gpu.played import Stream, streams  # noqa: F401
 from tests.runs import settings
 from trainer import accelerator
 from trainer.checkpoint.background import Saving
-from trainer.data.device import Mirrored, Normalise, ToDevice
 from trainer.distributed.backend_flags import described, set_backend_flags
-from trainer.distributed.process_group import _device
+from trainer.distributed.process_group import _device, _refuse_shared
 from trainer.errors import UserError
 from trainer.optim import param_groups
 from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
+from trainer.strategies import ddp
 from trainer.strategies.base import Computing, Strategy
 from trainer.strategies.data_parallel import GpuReplica
+from trainer.training.mfu import peak_tflops
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -54,35 +55,6 @@ def test_the_settings_choose_tf32_and_cudnn_and_the_table_names_them(switches: N
     assert torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.benchmark
     assert described(train, GPU) == "fp32, products in TF32, cudnn.benchmark"
     assert described(train, CPU) == "fp32"
-
-
-def test_a_batch_is_copied_beside_the_computation_and_kept_until_it_was_read(
-    streams: list[tuple[str, str]],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    to = torch.Tensor.to
-
-    def copy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        streams.append((Stream.current.name, f"copies {tensor.ndim}-d {tensor.dtype}"))
-        return to(tensor)
-
-    monkeypatch.setattr("trainer.data.device.is_accelerator", lambda device: True)
-    to_device = ToDevice(GPU, channels_last=True, normalise=None)
-    to_device.normalise = Normalise([0.5], [0.5], CPU)
-    monkeypatch.setattr(torch.Tensor, "to", copy)
-    images = torch.randint(256, (2, 3, 4, 4), dtype=torch.uint8)
-    ready, _ = to_device(Mirrored((images, torch.tensor([0, 1])), torch.tensor([True, False])))
-    assert streams == [
-        ("side", "copies 4-d torch.uint8"),
-        ("side", "copies 1-d torch.int64"),
-        ("side", "copies 1-d torch.bool"),
-        ("main", "waits for side"),
-        ("main", "4-d kept for main"),
-        ("main", "1-d kept for main"),
-        ("main", "1-d kept for main"),
-    ]
-    assert torch.allclose(ready[0], images[0].flip(-1) / 127.5 - 1, atol=1e-6)
-    assert torch.allclose(ready[1], images[1] / 127.5 - 1, atol=1e-6)
 
 
 def test_a_step_is_fused_where_that_is_to_be_had() -> None:
@@ -121,10 +93,11 @@ def test_how_a_step_is_made_is_not_taken_over_from_a_checkpoint() -> None:
 
 def test_convolutions_are_laid_out_as_the_images_are() -> None:
     strategy = Strategy(CPU, Computing(channels_last=True))
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
     before = model[0].weight.detach().clone()
     strategy.wrap(model)
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert model[2].weight.stride() == (4, 1, 4, 4), "a convolution of 1x1 is so, too"
     assert torch.equal(model[0].weight, before)
     assert model(torch.randn(2, 3, 8, 8)).is_contiguous(memory_format=torch.channels_last)
 
@@ -175,3 +148,35 @@ def test_ranks_share_a_gpu_only_where_nccl_was_told_so(monkeypatch: pytest.Monke
         _device("auto", 1, here)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert _device("auto", 1, here) == GPU
+
+
+def test_two_ranks_with_one_gpu_are_told_before_nccl_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "identity", lambda device: "GPU-1" if device.index else "GPU-0")
+    store = dist.HashStore()
+    store.set("device/0", "GPU-0")  # by rank 0, which looks at rank 1 meanwhile
+    with pytest.raises(UserError, match=r"ranks 0 and 1 of one host have the same GPU \(cuda:0\)"):
+        _refuse_shared(GPU, 1, [0, 0, 1], store)
+    _refuse_shared(GPU, 2, [0, 0, 1], store)
+
+
+def test_sparse_gradients_are_refused_where_nccl_would_add_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddp, "DistributedDataParallel", lambda model, **_: SimpleNamespace(module=model))
+    monkeypatch.setattr(ddp, "broadcast_tensors", lambda tensors, src: None)
+    monkeypatch.setattr(ddp.Ddp, "_placed", lambda strategy, model: model)
+    facts: Any = SimpleNamespace(
+        device=GPU, backend="cpu:gloo,cuda:nccl", hosts=(0, 1), world_size=2, rank=0, heartbeat=None
+    )
+    config = settings("strategy=ddp", "comm=native", "comm.timeline=false")
+    strategy: Any = ddp.Ddp(config.strategy, config.comm, facts, Computing(), 60.0)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"distributed\.backend=gloo"):
+        strategy.wrap(nn.Embedding(3, 2, sparse=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"), [("NVIDIA L40", None), ("NVIDIA L4", 121.0), ("NVIDIA A100-SXM4-40GB", 312.0)]
+)
+def test_a_gpu_is_known_by_whole_words_of_its_name(
+    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "name", lambda device: name)
+    assert peak_tflops(GPU, "bf16") == peak

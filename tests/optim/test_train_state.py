@@ -158,6 +158,7 @@ def test_a_step_that_fp16_skips_moves_no_weight_momentum_or_average(fused: bool)
             parameter.grad = torch.full_like(parameter, gradient * scale)
         scaler.unscale_(optimizer)
         state.update()
+        state.count_update()
         for parameter in alone.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
         if math.isfinite(gradient):

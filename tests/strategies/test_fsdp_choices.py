@@ -25,6 +25,7 @@ CHOICES: dict[str, tuple[dict[str, Any], bool]] = {
     "all freed": ({"reshard_after_forward": True}, False),
     "none freed": ({"reshard_after_forward": False}, False),
     "sharded sums": ({"reduce_every_micro_batch": True}, True),
+    "a group for gradients": ({"separate_reduce_scatter": True}, False),
     "hybrid": ({"shard_group": "2"}, True),
     "hybrid, sharded sums": ({"shard_group": "2", "reduce_every_micro_batch": True}, True),
     "computed again": ({"activation_checkpointing": True}, False),

@@ -46,7 +46,7 @@ def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[di
 class Saving:
     """A save of ``what``: ``copy`` copies the state, a thread calls ``write``. Without these it is done.
 
-    The thread works on ``device``: by default it starts with GPU 0, and its first CUDA call would take some
+    The thread works on ``device``: by default it starts with GPU 0, and its first call there would take some
     hundred MB there for every rank of a host. It is a daemon: when training fails, the process ends at once
     and leaves a temporary directory, which the next start removes.
     """

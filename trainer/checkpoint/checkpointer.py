@@ -368,11 +368,18 @@ class Checkpointer:
         of_branch = (m.step for m in own if m.saved_at > self._found_at or m.saved_at == begin)
         return next(of_branch, None)
 
-    def save_alone(self, state: TrainState, data_state: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
+    def save_alone(
+        self,
+        state: TrainState,
+        data_state: Mapping[str, Any],
+        kept: Mapping[str, Any],
+        check: Callable[[], None] = lambda: None,
+    ) -> bool:
         """`save` without any other rank, after a fault. ``state`` must be whole here.
 
         ``kept``, by names in the model's state, is saved in place of its own values there. Other ranks' data
-        states are left out: what of a stream they read is read again on resume, and dropped.
+        states are left out: what of a stream they read is read again on resume, and dropped. ``check`` is
+        called when all is written, and raises if the state has changed meanwhile.
 
         Returns:
             False: the newest checkpoint of this run is of this step already.
@@ -397,7 +404,7 @@ class Checkpointer:
             return False
         if newest == step + 1:  # behind a cut link: ranks are one step apart at most
             raise UserError(f"the last step here is {step}; another rank has saved step {newest}")
-        write_checkpoint(store, store.new_directory(step), contents, Alone())
+        write_checkpoint(store, store.new_directory(step), contents, Alone(), check=check)
         return True
 
     def metrics(self) -> dict[str, float]:

@@ -91,7 +91,12 @@ class Contents:
 
 
 def write_checkpoint(
-    store: Store, directory: Path, contents: Contents, agreement: Agreement, clears: bool = True
+    store: Store,
+    directory: Path,
+    contents: Contents,
+    agreement: Agreement,
+    clears: bool = True,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint, which appears in ``store`` whole or not at all (a collective).
 
@@ -99,6 +104,7 @@ def write_checkpoint(
         directory: from ``store.new_directory``.
         clears: whether this rank deletes what a failure leaves: one on each host, since hosts may have no
             disk in common.
+        check: called on rank 0 when all is written; raises if it must not appear.
 
     Raises:
         UserError, Fault: on every rank alike; what was there before is unchanged.
@@ -114,6 +120,7 @@ def write_checkpoint(
 
     def commit(digests: list[dict[str, FileDigest]]) -> None:
         files = {name: digest for part in digests for name, digest in part.items()}
+        check()
         store.commit(contents.step, plan.format, files, contents.metrics)
 
     try:

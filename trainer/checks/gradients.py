@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,7 @@ class GradientCheck:
     ) -> None:
         self._dist, self._bad_sample, self._limit, self._may_skip = dist, bad_sample, limit, may_skip
         self._buffers = buffers
-        self._on_host = accelerator.HostCopy(dist.device, torch.float64)
+        self._on_host = accelerator.HostCopy(dist.device)
 
     def begin_step(self) -> None:
         """Called before the first forward pass of each step."""
@@ -56,7 +56,12 @@ class GradientCheck:
 
     @contextmanager
     def around_update(
-        self, step: int, state: "TrainState", norm: Tensor, losses: Sequence[Tensor] = ()
+        self,
+        step: int,
+        state: "TrainState",
+        norm: Tensor,
+        losses: Sequence[Tensor] = (),
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Iterator[bool]:
         """The context of the update of `step`, which checks before it.
 
@@ -69,27 +74,35 @@ class GradientCheck:
         Args:
             norm: of all gradients, a scalar, the same on every rank.
             losses: of this rank's micro-batches, for the message.
+            waiting: the context of a wait for a GPU, which may be one for a rank that is gone.
 
         Raises:
             NonFiniteError: on every rank; no parameter has changed.
         """
-        if state.scaler.is_enabled():  # fp16: the scaler skips such an update itself, and lowers its scale
-            yield True
-            return
         optimizer: Any = state.optimizer
         self._on_host.start(norm)
-        read = self._on_host.read
+
+        def is_finite() -> bool:
+            with nullcontext() if norm.is_cpu else waiting():
+                return math.isfinite(self._on_host.read())
+
+        if state.scaler.is_enabled():  # fp16: the scaler skips such an update itself, and lowers its scale
+            is_finite()  # so that the scaler, which reads its own flag, waits for no other rank
+            yield True
+            return
         if self._may_skip or norm.is_cpu or not _is_read_by(optimizer, norm.device):
-            if is_bad := not math.isfinite(read()):
+            if is_bad := not is_finite():
                 self._leave_out(self._error(step, state, losses), step, state.progress)
             yield not is_bad
             return
         # Kept for the message, since the update frees them.
         held = [(own, own.grad) for own in state.trained.own.values()]
-        optimizer.found_inf, optimizer.grad_scale = (~norm.isfinite()).float(), None
+        found = norm.new_empty((), dtype=torch.float32)
+        torch.ne(norm - norm, 0, out=found)  # NaN unless it is finite; isfinite() launches six kernels
+        optimizer.found_inf, optimizer.grad_scale = found, None
         yield True
         del optimizer.found_inf, optimizer.grad_scale
-        if not math.isfinite(read()):
+        if not is_finite():
             for own, gradient in held:
                 own.grad = gradient
             raise self._error(step, state, losses)

@@ -75,7 +75,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _settings(options: argparse.Namespace) -> DistributedConfig:
-    if options.backend == "nccl" and accelerator.found("cuda")[1] == 0:
+    here = torch.device(accelerator.found("auto")[0])
+    if options.backend == "nccl" and "nccl" not in accelerator.backend_of(here):
         raise UserError("--backend nccl needs a GPU, but torch sees none here; use --backend gloo")
     device = "cpu" if options.backend == "gloo" else "auto"
     return DistributedConfig(device, None, options.timeout_s, False, "env://", None, None)

@@ -69,6 +69,8 @@ class FsdpConfig(UnitsConfig):
     reshard_after_forward: bool | None = MISSING
     reduce_every_micro_batch: bool = False
     find_unused_parameters: bool = False
+    separate_reduce_scatter: bool = False
+    symmetric_memory: bool = False
     cpu_offload: bool = MISSING
     param_dtype: str | None = one_of(*PRECISIONS)
     reduce_dtype: str = one_of(*PRECISIONS)

@@ -40,8 +40,8 @@ class Normalise:
 class ToDevice:
     """Returns a batch (see `trainer.tensors.nested`) on the device, asynchronously from pinned memory.
 
-    To a GPU, the copy runs on its own stream: the host asks for the next batch while the GPU still computes
-    gradients, and the copy overlaps with them.
+    To a GPU, the copy runs on its own stream: `ahead` starts that of the next batch while the GPU still
+    computes gradients.
 
     The images are the first uint8 tensor (B, C, H, W). They are mirrored if the batch says so, and
     normalised.
@@ -54,10 +54,21 @@ class ToDevice:
     def __init__(self, device: torch.device, channels_last: bool, normalise: Normalise | None) -> None:
         self.device, self.channels_last, self.normalise = device, channels_last, normalise
         self._stream, self._looked = accelerator.stream(device), False
+        self._ahead: tuple[Any, Any] | None = None  # a batch, and its copy
+
+    def ahead(self, batches: Sequence[Any]) -> None:
+        """Start to copy the first of the next `batches` to a GPU, which then holds one batch more."""
+        if is_accelerator(self.device) and batches and _is_of_tensors(batches[0]):
+            with accelerator.on(self._stream):
+                self._ahead = batches[0], self._moved(batches[0])
 
     def __call__(self, batch: Any) -> Any:
-        with accelerator.on(self._stream):
-            arrived = self._moved(batch)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is batch:
+            arrived = ahead[1]
+        else:
+            with accelerator.on(self._stream):
+                arrived = self._moved(batch)
         if is_accelerator(self.device):
             reader = accelerator.current_stream(self.device)
             reader.wait_stream(self._stream)
@@ -110,6 +121,18 @@ class ToDevice:
 def _with_channels_last(value: Any) -> Any:
     are_images = isinstance(value, Tensor) and value.ndim == 4
     return value.contiguous(memory_format=torch.channels_last) if are_images else value
+
+
+def _is_of_tensors(batch: Any) -> bool:
+    """Whether nothing in it moves itself, perhaps in place: the task has yet to look at it on the host."""
+    moving: list[bool] = []
+
+    def note(value: Any) -> Any:
+        moving.append(moves_itself(value))
+        return value
+
+    mapped(batch, note)
+    return not any(moving)
 
 
 def _are_images(value: Any) -> bool:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,8 @@ def set_deterministic(device: torch.device) -> None:
         return
     os.environ.setdefault(_CUBLAS, ":4096:8")
     torch.use_deterministic_algorithms(True)
+    # It would take a kernel for each torch.empty.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
@@ -66,6 +69,19 @@ def peak_is_tf32(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     return torch.backends.cuda.matmul.allow_tf32 and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def record_memory_history(device: torch.device) -> None:
+    """Note each allocation from now on, on CUDA; documented by torch, in spite of the underscores."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=200_000)
+
+
+def write_memory_history(device: torch.device, file: Path) -> None:
+    """Write what was noted, and note no more."""
+    if device.type == "cuda":
+        torch.cuda.memory._dump_snapshot(str(file))
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def described(train: "TrainConfig", device: torch.device) -> str:

@@ -65,9 +65,12 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
         together = [tensors[number] for number in numbers]
         message = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in together])
         dist.broadcast(message, src)
-        parts = message.split([tensor.nbytes for tensor in together])
-        for tensor, part in zip(together, parts, strict=True):
-            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+        parts = zip(together, message.split([tensor.nbytes for tensor in together]), strict=True)
+        for _, alike in groupby(
+            parts, key=lambda pair: pair[0].dtype
+        ):  # in a kernel, if they are of one dtype
+            pairs = [(own, part.view(own.dtype).view(own.shape)) for own, part in alike]
+            torch._foreach_copy_([own for own, _ in pairs], [value for _, value in pairs])
 
 
 def broadcast_buffers(module: nn.Module, src: int) -> None:

@@ -31,6 +31,7 @@ from trainer.launch.place import Place, place
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 _GLOO_WORDS = ("gloo/", "pair closure")
 
 
@@ -154,13 +155,17 @@ def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dis
     _check_backend(backend, device)
     accelerator.use(device)  # before any use of a GPU: otherwise every rank opens a context on GPU 0
     rank, world_size = here.rank, here.world_size
+    # A group with a device refuses tensors on others, which a model that has placed itself may have.
+    has_several = accelerator.found(device.type)[1] > local_world_size
+    if is_accelerator(device) and backend != "gloo" and os.environ.get(_SHARES) != "1":
+        _refuse_shared(device, rank, hosts, store)
     dist.init_process_group(
         backend,
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=backstop(settings.timeout_s),
-        device_id=device if is_accelerator(device) and backend != "gloo" else None,
+        device_id=device if is_accelerator(device) and backend != "gloo" and not has_several else None,
     )
     return Dist(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)
 
@@ -205,13 +210,25 @@ def _device(wanted: str, local_rank: int, here: Place) -> torch.device:
     if num_gpus == 1 and not here.under_torchrun:
         return torch.device(kind, 0)  # srun --gpus-per-task and the like show each process only its own
     if local_rank >= num_gpus:
-        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # to try out NCCL 2.30
+        if os.environ.get(_SHARES) == "1":  # to try out NCCL 2.30
             return torch.device(kind, local_rank % num_gpus)
         raise UserError(
             f"local rank {local_rank} has no own GPU: this host has {num_gpus}; start with "
             f"--nproc_per_node={num_gpus} or less, or use distributed.device=cpu"
         )
     return torch.device(kind, local_rank)
+
+
+def _refuse_shared(device: torch.device, rank: int, hosts: list[int], store: dist.Store) -> None:
+    """Raise UserError if another rank has the same GPU: NCCL would say so only in its first collective."""
+    own = accelerator.identity(device)
+    store.set(f"device/{rank}", own)
+    for other in [other for other, host in enumerate(hosts) if host == hosts[rank] and other != rank]:
+        if own and store.get(f"device/{other}").decode() == own:
+            raise UserError(
+                f"ranks {min(rank, other)} and {max(rank, other)} of one host have the same GPU ({device}); "
+                "start one process for each GPU, by torchrun or launch=local, or use distributed.device=cpu"
+            )
 
 
 def _check_backend(backend: str, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from trainer.accelerator import in_use, is_accelerator, seed_generator
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed Python, NumPy and torch (CPU and every CUDA device), differently on each ``rank``.
+    """Seed Python, NumPy and torch (CPU and every GPU), differently on each ``rank``.
 
     What is drawn within a step follows from `seed_micro_batch`, and the order of the data from neither.
     ``numpy.random.SeedSequence`` mixes the numbers: neighbouring ones are unrelated.
@@ -52,9 +52,9 @@ def mixed_seed(seed: int, number: int) -> int:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restore every generator of this process afterwards, those of its CUDA devices too."""
+    """Restore every generator of this process afterwards, those of its GPUs too."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    # A process that never used CUDA has no state there, and asking would create a context on GPU 0.
+    # A process that never used a GPU has no state there, and asking would create a context on GPU 0.
     kind, devices = in_use()
     with torch.random.fork_rng(devices, device_type=kind):
         try:

@@ -101,14 +101,17 @@ class LeafBuffers:
         for name, total in zip(floats, sums, strict=False):
             buffer = self._buffer(name)
             buffer.copy_((total / self._num_leaves).view(buffer.shape))
-        of_wholes = zip(sums[num_floats:], squares.split(widths[num_floats:]), strict=True)
-        for name, (total, of_squares) in zip(wholes, of_wholes, strict=True):
-            # n numbers are equal if n times the sum of their squares is the square of their sum; only then.
-            if (of_squares * self._num_leaves != total.square()).any():
-                raise UserError(
-                    f"train.exact: leaves leave {name}, a buffer of {self._buffer(name).dtype}, with other "
-                    "values, and whole numbers have no mean; set train.exact=null"
-                )
+        if not wholes:
+            return
+        # n numbers are equal if n times the sum of their squares is the square of their sum; only then.
+        differ = squares * self._num_leaves != torch.cat(sums[num_floats:]).square()
+        if differ.any():  # read once, since a GPU is waited for
+            by_name = zip(wholes, differ.split(widths[num_floats:]), strict=True)
+            name = next(name for name, part in by_name if part.any())
+            raise UserError(
+                f"train.exact: leaves leave {name}, a buffer of {self._buffer(name).dtype}, with other "
+                "values, and whole numbers have no mean; set train.exact=null"
+            )
 
     def _copies(self) -> dict[str, Tensor]:
         """Of the buffers that change; of all, as long as these are not known."""

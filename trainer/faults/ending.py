@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.errors import RunEndError, UserError, tell_torchrun
-from trainer.faults import exit_report
+from trainer.faults import exit_report, flight_recorder
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour, RankIdentity
 from trainer.faults.reports import Reports
@@ -205,10 +205,18 @@ class Ending:
             return False
         return any(each.rank == rank and each.heard_s < UNHEARD_S for each in reports.others())
 
+    def leave(self, status: int) -> None:
+        """Exit, as the verdict of a neighbour says; what this rank alone knows is written before."""
+        writing = threading.Thread(target=flight_recorder.write, args=(self.run_dir, self._rank), daemon=True)
+        writing.start()
+        writing.join(timeout=1.0)
+        exit_report.leave(status)
+
     def _write(self, verdict: Verdict) -> None:
         self._record(verdict)
         taken = {rank: neighbour.stacks.read() for rank, neighbour in self._here.items()}
         exit_report.keep(verdict, self._written_to, {rank: text for rank, text in taken.items() if text})
+        flight_recorder.write(self._written_to, self._rank)
 
     def _record(self, verdict: Verdict) -> None:
         """Write the verdict, if it is to be written, and if the disk takes it."""

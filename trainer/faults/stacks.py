@@ -26,6 +26,12 @@ _HEADERS = re.compile(r"^(?=Stack |Thread 0x|Current thread )", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+|\?\?\?) in (.+)$', re.MULTILINE)
 _ROOT = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = {"site-packages", "dist-packages"}  # in any of several environments
+# Their frames wait for what their caller has launched.
+_CALLED: tuple[tuple[str, ...], ...] = (
+    ("torch", "cuda"),
+    ("torch", "accelerator"),
+    ("trainer", "accelerator.py"),
+)
 # A thread in one of these modules waits for another rank, or for the results of a backward pass.
 _WAITS: tuple[tuple[str, ...], ...] = (
     ("torch", "distributed"),
@@ -177,8 +183,7 @@ def waits(frames: Sequence[Frame]) -> bool:
     """Whether the innermost relevant frame waits for other ranks."""
     for file, _, _ in frames:
         is_librarys = file.startswith(sys.prefix) and "torch" not in Path(file).parts
-        # A frame of torch.cuda, such as Event.synchronize, waits for what its caller has launched.
-        if is_librarys or _within(file, ("torch", "cuda")):
+        if is_librarys or any(_within(file, parts) for parts in _CALLED):
             continue
         return any(_within(file, parts) for parts in _WAITS)
     return False

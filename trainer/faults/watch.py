@@ -193,7 +193,7 @@ class Watch:
         for neighbour in self._others_here():
             note = neighbour.records.note() or {}
             if "verdict" in note:
-                exit_report.leave(int(note["verdict"]))
+                self.ending.leave(int(note["verdict"]))
             if left := neighbour.records.rescue().get("left"):
                 self.ending.go_on(left)
                 return

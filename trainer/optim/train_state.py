@@ -51,6 +51,7 @@ class TrainState:
     rates: list[Any] = field(default_factory=list)  # learning rates of the last update, by parameter group
     skipped_updates: int = 0  # of fp16, in this process
     _overflows_in_a_row: int = 0  # likewise
+    _is_made: bool = True  # whether `update` has made, or queued, the last one
     _loss_scale: float | None = None  # after the last update
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class TrainState:
         self.scaler.unscale_(self.optimizer)  # a fused step would, but sees only this rank's overflows
 
     def update(self, finite: bool = True) -> None:
-        """Update the parameters from their gradients; only step the schedule if these are not finite.
+        """Update the parameters from their gradients, if these are finite; `count_update` follows.
 
         In fp16 this waits for the device, to see whether the scaled gradients overflowed.
 
@@ -98,12 +99,12 @@ class TrainState:
         Raises:
             NonFiniteError: on every rank: no update was made in 50 steps in a row.
         """
+        self._is_made = finite
         if not finite:
             self.progress.skipped_steps += 1
             self.progress.skipped_in_a_row += 1
             if self.scaler.is_enabled():
                 self.scaler.update()  # it has seen these gradients
-            self._step_schedule_and_average(skipped=True)
             return
         self.progress.skipped_in_a_row = 0
         before, began = self._loss_scale, any(self.optimizer.state.values())
@@ -114,8 +115,8 @@ class TrainState:
         self._loss_scale = self.scaler.get_scale()
         if self._loss_scale >= before:
             self._overflows_in_a_row = 0
-            self._step_schedule_and_average()
             return
+        self._is_made = False
         if not began:
             self.optimizer.state.clear()  # of fused SGD: momentum that its kernel did not write
         self.skipped_updates += 1
@@ -127,13 +128,16 @@ class TrainState:
                 f"gradients that are NaN or Inf; the loss scale is {scale:.2g} now. Look for a root or a "
                 "logarithm of 0, or a division by 0; or use train.precision=bf16"
             )
-        self._step_schedule_and_average(skipped=True)
 
-    def _step_schedule_and_average(self, skipped: bool = False) -> None:
-        """After an update: record its learning rates, step the schedule, and update the average."""
+    def count_update(self) -> None:
+        """After `update`: record its learning rates, step the schedule, and update the average.
+
+        Apart from it, since a GPU's update may be queued behind what another rank sends. If that rank is
+        gone, the update is never made, and a save at the fault is of the step before.
+        """
         self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # + 0 copies a tensor's rate
         after_step(self.schedule)
-        if not skipped:
+        if self._is_made:
             self.update_average()
 
     def learning_rates(self) -> dict[str, float]:

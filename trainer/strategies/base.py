@@ -168,7 +168,7 @@ class Strategy:
     def update(self, state: "TrainState", finite: bool = True) -> None:
         """Update the parameters that this process owns from their gradients, which are then dropped.
 
-        Without `finite` they are only dropped, and the schedule moves.
+        Without `finite` they are only dropped.
         """
         state.update(finite)
         state.trained.drop_gradients()

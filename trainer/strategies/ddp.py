@@ -46,6 +46,7 @@ class Ddp(Strategy):
         self.settings, self.comm, self.hosts, self.timeout_s = settings, comm, dist.hosts, timeout_s
         self.heartbeat = dist.heartbeat
         self.hook: CommHook | None = None
+        self._adds_sparse = dist.backend in ("gloo", "mpi") or not is_accelerator(dist.device)
         self.num_replicas, self.replica = dist.world_size, dist.rank
         is_free = settings.find_unused_parameters or settings.static_graph or dist.world_size == 1
         self.uses = "any" if is_free else "all"
@@ -82,8 +83,9 @@ class Ddp(Strategy):
                 self.comm = auto_choice(self.comm, model.module, self.hosts)
             self.algorithm = self.comm.algorithm
             options = hook_options(self.comm, always=self.order.by_leaves)
-            if options is not None:
+            if options is not None or not self._adds_sparse:
                 self._refuse_sparse(model.module)
+            if options is not None:
                 if isinstance(self.comm, HookCommConfig):
                     options["hook"] = users_hook(self.comm.hook)
                     if self.comm.hook.get("state") is not None:
@@ -110,8 +112,9 @@ class Ddp(Strategy):
         if names := [name for name, parameter in model.named_parameters() if parameter in sparse]:
             raise UserError(
                 f"comm={self.comm.algorithm} adds up dense gradients, but those of {first_few(names, 3)} are "
-                "sparse, which only DDP itself adds; build the embedding with sparse=False, or use "
-                "comm=native comm.timeline=false, in fp32 and without train.exact"
+                "sparse, which only DDP itself adds, by gloo; build the embedding with sparse=False, or use "
+                f"comm=native comm.timeline=false{'' if self._adds_sparse else ' distributed.backend=gloo'}, "
+                "in fp32 and without train.exact"
             )
 
     def unwrap(self, model: nn.Module) -> nn.Module:

@@ -21,7 +21,9 @@ def lay_out_channels_last(model: nn.Module) -> None:
     """Convert the weights of convolutions once, or each convolution would do so at each call."""
     for parameter in model.parameters():
         if parameter.ndim == 4:
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+            # Not contiguous(), which leaves the strides of 1x1 convolutions, and with them the kernels.
+            laid_out = torch.empty_like(parameter.data, memory_format=torch.channels_last)
+            parameter.data = laid_out.copy_(parameter.data)
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:

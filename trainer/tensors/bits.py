@@ -57,11 +57,11 @@ def _bit_hash(tensor: Tensor) -> Tensor:
     """
     words, weights = words_of(tensor), _weights_on(tensor.device)
     products = torch.empty_like(weights[: len(words)])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for chunk in words.split(len(weights)):
-        size = len(chunk)
-        total = total * _CHAIN + products[:size].copy_(chunk).mul_(weights[:size]).sum()
-    return total
+    first, *others = (
+        products[: len(chunk)].copy_(chunk).mul_(weights[: len(chunk)]).sum()
+        for chunk in words.split(len(weights))
+    )
+    return functools.reduce(lambda total, part: total * _CHAIN + part, others, first)
 
 
 @functools.cache

@@ -38,6 +38,14 @@ class Gate:
         yield
 
     @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within `update`, around a wait for the device, which may wait for a rank that is gone.
+
+        The update is queued at most, and nothing is counted.
+        """
+        yield
+
+    @contextmanager
     def held(self) -> Iterator[None]:
         """Around any other change of what a checkpoint holds, which an exception must leave whole."""
         yield
@@ -51,7 +59,8 @@ class KeptStep(Gate):
 
     The watch's thread saves while the main thread may still be at work. It takes the lock and never gives it
     back: no update begins while it reads, and it waits for one that has begun. An update waits for no other
-    rank, so that wait is short.
+    rank, so that wait is short. On a GPU one may be queued behind the other ranks' gradients: the state is
+    then of the step before, until these have come.
 
     Args:
         own_buffers: whether ranks have different buffers, of which those of rank 0 are the model's.
@@ -74,11 +83,13 @@ class KeptStep(Gate):
         self._data_state: dict[str, Any] = {}
         self._stream = accelerator.stream(dist.device)  # made now: a full GPU has no room for another
         self._copied = accelerator.event(dist.device)
+        self._gradients_came, self._is_queued = accelerator.event(dist.device), False
         self._lock, self._frozen = threading.Lock(), False
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
         self._lock.acquire()
+        self._gradients_came.record()
         yield  # an exception leaves the lock held: the state is then of no step
         if not self._own_buffers:
             self._buffers.keep()
@@ -87,6 +98,14 @@ class KeptStep(Gate):
         self._copied.record()  # on a GPU all of it is still under way
         self._dist.heartbeat.finished = step
         self._lock.release()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._is_queued = True
+        self._lock.release()
+        yield
+        self._lock.acquire()
+        self._is_queued = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -101,7 +120,7 @@ class KeptStep(Gate):
                 self._copied.record()  # on a GPU all of it is still under way
 
     def freeze(self, failed: bool) -> int:
-        self._frozen = self._frozen or self._lock.acquire(timeout=0.5 if failed else _UPDATE_S)
+        self._frozen = self._frozen or self._locked(0.5 if failed else _UPDATE_S)
         step = self._state.progress.step
         if not self._frozen:
             doing = f"was within an update, or evaluated averages, after step {step}"
@@ -123,7 +142,25 @@ class KeptStep(Gate):
         self._dist.heartbeat.enter("rescue")
         with self._own_stream():
             kept = {**self._buffers.kept(), **self._extra_states}
-            return self._checkpointer.save_alone(self._state, self._data_state, kept)
+            return self._checkpointer.save_alone(self._state, self._data_state, kept, self._check_whole)
+
+    def _locked(self, timeout_s: float) -> bool:
+        """Take the lock when no update is under way; False if one still is at the end."""
+        deadline = time.monotonic() + timeout_s
+        while self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            if not self._update_began():
+                return True
+            self._lock.release()  # the main thread counts it now
+            time.sleep(0.01)
+        return False
+
+    def _update_began(self) -> bool:
+        return self._is_queued and self._gradients_came.query()
+
+    def _check_whole(self) -> None:
+        """Called when all is written, before it has its name."""
+        if self._update_began():
+            raise UserError("the gradients of the next step came while it was written")
 
     def thaw(self) -> None:
         if self._frozen:

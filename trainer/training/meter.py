@@ -38,7 +38,7 @@ class Meter:
     """Running totals over steps; the metrics between two moments are the difference of two marks.
 
     Only `mean_loss` waits for the device. The clock stops while paused, so that evaluation and
-    checkpoints do not count. Seconds are the host's: on CUDA they equal the device's over any interval
+    checkpoints do not count. Seconds are the host's: on a GPU they equal the device's over any interval
     whose loss was read at its end.
     """
 

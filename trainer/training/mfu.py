@@ -6,6 +6,7 @@ and a backward pass, without recomputation for activation checkpointing.
 
 import copy
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from trainer.tensors.nested import mapped
 log = logging.getLogger(__name__)
 
 # TFLOP/s of dense matrix products from the vendors' data sheets: (fp16 and bf16, fp32 without TF32). The
-# first name that is contained in the device's name counts.
+# first name counts whose words the device's name has: an L40 is no L4.
 _PEAKS = {
     "B200": (2250.0, 75.0),
     "H100 PCIe": (756.0, 51.0),
@@ -53,7 +54,9 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
     if not is_accelerator(device):
         return None
     name = accelerator.name(device)
-    half, single = next((peaks for part, peaks in _PEAKS.items() if part in name), (None, None))
+    half, single = next(
+        (peaks for part, peaks in _PEAKS.items() if re.search(rf"\b{part}\b", name)), (None, None)
+    )
     if half is None or precision != "fp32":
         return half
     return half / 2 if peak_is_tf32(device) else single  # since Ampere, TF32 has half the peak of bf16

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch.profiler import ProfilerAction, profile, supported_activities
 
-from trainer import accelerator
 from trainer.config import ProfileConfig
+from trainer.distributed.backend_flags import record_memory_history, write_memory_history
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, writing
 from trainer.training.meter import Meter
@@ -76,7 +76,7 @@ class Profile:
         self._profile = profile(activities=supported_activities(), schedule=self._action, record_shapes=True)
         self._profile.step_num = step  # its number of the step
         self._profile.start()
-        accelerator.record_memory_history(self._dist.device)
+        record_memory_history(self._dist.device)
 
     def _action(self, step: int) -> ProfilerAction:
         if step < self._begin:
@@ -93,7 +93,7 @@ class Profile:
             trace = folder / f"{rank}.json"
             profiled.export_chrome_trace(str(trace))
             _name_processes(trace, f"rank {self._dist.rank} on {socket.gethostname()}")
-            accelerator.write_memory_history(self._dist.device, folder / f"{rank}.memory.pickle")
+            write_memory_history(self._dist.device, folder / f"{rank}.memory.pickle")
         log.info("profile: %s, for ui.perfetto.dev", folder)
 
 

@@ -101,7 +101,9 @@ def histograms(named: Iterable[tuple[str, Tensor | None]], device: torch.device)
             low = high = 0.0
         margin = max(abs(low), abs(high), 1e-12) * 1e-3 if high - low <= 1e-6 * abs(high) else 0.0
         edges.append(torch.linspace(low - margin, high + margin, _BINS + 1, dtype=torch.float64))
-        counts[index, :_BINS] = torch.histc(values, _BINS, low - margin, high + margin)
+        # torch.histc raises on CUDA under train.exact.
+        bins = (values - (low - margin)) * (_BINS / (high - low + 2 * margin))
+        counts[index].index_add_(0, bins.clamp_(0, _BINS - 1).long(), torch.ones_like(values).double())
         counts[index, _BINS] = held[index]
     counts, whole = sum_over_ranks(counts).cpu(), torch.tensor(sizes, dtype=torch.float64, device=device)
     dist.all_reduce(whole, dist.ReduceOp.MAX)  # only one rank may have a tensor

@@ -1,0 +1,8 @@
+"""The tests that need a GPU, while torch looks for a stream that has not waited for another."""
+
+from benchmarks.gpu.day import Day, Row
+from benchmarks.gpu.tests import measure_with
+
+
+def measure(day: Day) -> list[Row]:
+    return measure_with(day, "cuda-marked tests without a race", TORCH_CUDA_SANITIZER="1")

@@ -1,0 +1,252 @@
+"""A run on a simulated accelerator: what a step launches, that nobody touches anything too early, or waits for nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.gpu.simulated import CAN_SIMULATE, MAIN, SIM, Hangs, simulated
+from tests.ranks import run_ranks
+from tests.runs import context_of, steps_of
+from trainer.checks.replicas import ReplicaCheck
+from trainer.distributed.collectives import broadcast_tensors
+from trainer.errors import UserError
+from trainer.exact.buffers import LeafBuffers
+from trainer.faults.heartbeat import Heartbeat
+from trainer.inference.evaluation import evaluate
+from trainer.loop import fit
+from trainer.training import kept_step
+from trainer.training.log_step import log_step
+from trainer.training.weight_statistics import histograms
+
+pytestmark = pytest.mark.skipif(not CAN_SIMULATE, reason="this torch takes no device written in Python")
+QUIET = (
+    "model=mlp",
+    "data=digits",
+    "logger=jsonl",
+    "train.log_every_steps=1000",
+    "train.eval_every_epochs=0",
+)
+QUIET += (
+    "checkpoint.every_epochs=null",
+    "data.num_workers=0",
+    "train.global_batch_size=32",
+    "train.max_steps=8",
+)
+
+
+def on_the_simulator(fn: Callable[..., Any], *args: Any, ranks: int = 1) -> list[Any]:
+    """`fn` in processes of its own, which share a GPU."""
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    return run_ranks(_within, ranks, fn, args, init=False, fresh=True, env=shared)
+
+
+def _within(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    enter = Heartbeat.enter
+
+    def note(heartbeat: Heartbeat, phase: str, *more: Any) -> None:
+        SIM.phase = phase
+        enter(heartbeat, phase, *more)
+
+    Heartbeat.enter = note  # type: ignore[assignment, method-assign]
+    with simulated():
+        found = fn(*args)
+    assert not SIM.faults, SIM.faults
+    return found
+
+
+def counted(way: Iterator[None], steps: int = 2) -> dict[str, Any]:
+    """What each of the next steps launches, by phase, and the lines that wait and read."""
+    next(way)  # the first makes the optimizer's state
+    SIM.clear()
+    for _ in itertools.islice(way, steps):
+        pass
+    by_phase = Counter[str]()
+    for (phase, _), count in SIM.launches.items():
+        by_phase[phase] += count / steps
+    waits, reads = (
+        [at for (_, at), n in of.items() for _ in range(n // steps)] for of in (SIM.waits, SIM.reads)
+    )
+    return {"launches": by_phase.total(), "by phase": dict(by_phase), "waits": waits, "reads": reads}
+
+
+def plain_loop(run: Any) -> Iterator[None]:
+    """The same model, task and optimizer in the loop that torch's tutorials have."""
+    for batch in run.train_loader.epoch(0):
+        run.task.loss(run.model, run.to_device(batch)).backward()
+        run.state.optimizer.step()
+        run.state.optimizer.zero_grad(set_to_none=True)
+        yield
+
+
+WAYS = {
+    "single": (),
+    "clip": ("train.clip_grad_norm=1",),
+    "accumulation": ("train.micro_batch_size=8",),
+    "ema": ("ema.decay=0.9",),
+    "may skip": ("train.skip_nonfinite=2",),
+    "fp16": ("train.precision=fp16",),
+    "exact": ("train.exact=2",),
+}
+
+
+def steps_beside_a_plain_loop(folder: Path) -> dict[str, Any]:
+    found = {}
+    for name, overrides in WAYS.items():
+        with context_of(*QUIET, *overrides, f"run_dir={folder}/{name}") as run:
+            found[name] = counted(steps_of(run)) | {"log": list(SIM.log)}
+            if name == "single":
+                found["plain"] = counted(plain_loop(run))
+    return found
+
+
+def test_a_step_launches_little_more_than_a_plain_loop_and_waits_once(tmp_path: Path) -> None:
+    (found,) = on_the_simulator(steps_beside_a_plain_loop, tmp_path)
+    plain, log = found["plain"]["launches"], found["single"].pop("log")
+    more = {name: each["launches"] - plain for name, each in found.items()}
+    assert more["single"] <= 7 and more["clip"] <= 12 and more["ema"] <= 12 and more["may skip"] <= 8, more
+    assert more["accumulation"] <= 8 + 3 * (plain + 12), more  # gradients are added, too
+    for name, each in found.items():
+        assert len(each["waits"]) <= (name != "plain") + 2 * (name == "fp16"), (name, each["waits"])
+        assert len(each["reads"]) == (name == "fp16"), (name, each["reads"])
+    order = [what for _, what, _ in log]
+    copied = order.index("_to_copy")  # of the next batch, while this one's gradients are computed
+    assert order.index("nll_loss_backward") < copied < order.index("_fused_sgd_") and log[copied][0] != "main"
+
+
+def steps_of_two(folder: Path, comm: str) -> dict[str, Any]:
+    with context_of(*QUIET, "strategy=ddp", comm, "optim=adamw", f"run_dir={folder}") as run:
+        found = counted(way := steps_of(run))
+        list(way)
+        broadcast_tensors(tensors := [torch.ones(3, device=run.dist.device) for _ in range(9)], 0)
+        SIM.clear()
+        broadcast_tensors(tensors, 0)
+        found["of a broadcast"] = SIM.launches.total()
+        return found | {"weights": [p.cpu() for p in run.state.model.parameters()]}
+
+
+def weights_of_two(folder: Path, comm: str) -> list[torch.Tensor]:
+    with context_of(*QUIET, "strategy=ddp", comm, "optim=adamw", f"run_dir={folder}") as run:
+        list(steps_of(run))
+        return [parameter.detach() for parameter in run.state.model.parameters()]
+
+
+def test_ranks_wait_for_the_agreement_and_the_norm_alone(tmp_path: Path) -> None:
+    found = on_the_simulator(steps_of_two, tmp_path, "comm=native", ranks=2)
+    right = run_ranks(weights_of_two, 2, tmp_path / "cpu", "comm=native", init=False)[0]
+    for each in found:
+        assert len(each["waits"]) == 2 and not each["reads"], each
+        assert each["of a broadcast"] <= 3
+        assert all(map(torch.equal, each["weights"], right))
+
+
+def rescued(folder: Path, when: str) -> tuple[str, bool]:
+    """What a save at a fault says, in a step for whose gradients the GPU waits, and whether it is of step 3."""
+    said = []
+    kept_step._UPDATE_S = 0.2
+    with context_of(*QUIET, f"run_dir={folder}") as run:
+        gate: Any = run.gate
+        for _ in itertools.islice(way := steps_of(run), 3):
+            pass
+        before = [parameter.cpu() for parameter in run.state.model.parameters()]
+
+        def save() -> None:
+            try:
+                gate.freeze(failed=True)
+                if when == "the gradients come meanwhile":
+                    MAIN.hangs_from = float("inf")
+                gate.save()
+                said.append("step 3 is saved")
+            except UserError as error:
+                said.append(str(error))
+
+        SIM.hung = save
+        MAIN.hang()
+        if when == "the last update is not made":
+            torch.zeros(1, device=run.dist.device).add_(1)
+            gate._copied.record()
+            save()
+        else:
+            with pytest.raises(Hangs):
+                next(way)
+    MAIN.hangs_from = float("inf")
+    if when != "the gradients never come":
+        return said[0], False
+    with context_of(*QUIET, f"run_dir={folder}", "resume=auto") as again:
+        now = [parameter.cpu() for parameter in again.state.model.parameters()]
+        return said[0], again.state.progress.step == 3 and all(map(torch.equal, before, now))
+
+
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [
+        ("the gradients never come", "step 3 is saved"),
+        ("the gradients come meanwhile", "the gradients of the next step came while it was written"),
+        ("the last update is not made", "has not finished step 3"),
+    ],
+)
+def test_a_rescue_saves_the_step_before_an_update_that_is_queued(
+    when: str, words: str, tmp_path: Path
+) -> None:
+    ((said, is_whole),) = on_the_simulator(rescued, tmp_path, when)
+    assert said.endswith(words), said
+    assert is_whole == (when == "the gradients never come")
+
+
+def saves(folder: Path) -> list[bytes]:
+    for name in ("false", "true"):
+        every = ("checkpoint.every_steps=3", f"checkpoint.async={name}", "optim=adamw")
+        with context_of(*QUIET, *every, f"run_dir={folder}/{name}") as run:
+            fit(run)
+    return [file.read_bytes() for file in sorted(folder.glob("*/checkpoints/step_00000006/*.safetensors"))]
+
+
+def test_a_copy_for_an_async_save_is_made_when_the_step_is(tmp_path: Path) -> None:
+    (found,) = on_the_simulator(saves, tmp_path)
+    assert len(found) == 4 and found[:2] == found[2:]
+
+
+def readings(folder: Path) -> dict[str, Any]:
+    """How often the host reads, and launches a tensor of the state; and what is launched."""
+    found = {}
+    with context_of(*QUIET, "train.eval_every_epochs=1", "optim=adamw", f"run_dir={folder}") as run:
+        next(steps_of(run))
+        check, device = ReplicaCheck(run.dist, [(0,)], 1), run.dist.device
+        norms = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(5))).to(device)
+        buffers, rows = LeafBuffers(norms, 1), torch.ones(3, 4, device=device)
+
+        def leaf() -> None:
+            buffers.begin_leaf()
+            norms(rows)
+            buffers.end_leaf()
+            buffers.finish()
+
+        actions: dict[str, Callable[[], object]] = {
+            "evaluation": lambda: evaluate(run, run.eval_loader),  # type: ignore[arg-type]
+            "replicas": lambda: check.check(run.state),
+            "log": lambda: log_step(run, torch.ones((), device=device)),
+            "histograms": lambda: histograms(run.state.model.named_parameters(), device),
+            "exact buffers": leaf,
+        }
+        for name, action in actions.items():
+            action()  # makes what is made once
+            check._checked_at = None
+            SIM.clear()
+            action()
+            found[name] = len(SIM.reads), SIM.launches.total() / len(list(run.state.replicated()))
+            found[f"{name} launches"] = {what for _, what, _ in SIM.log}
+    return found
+
+
+def test_what_is_looked_at_between_steps_is_read_at_its_end(tmp_path: Path) -> None:
+    (found,) = on_the_simulator(readings, tmp_path)
+    assert found["evaluation"][0] <= 4 and found["log"][0] <= 8 and found["exact buffers"][0] == 1, found
+    assert found["replicas"][0] <= 2 and found["replicas"][1] <= 4, found
+    assert "histc" not in found["histograms launches"], "which raises under train.exact on CUDA"
