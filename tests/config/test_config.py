@@ -280,6 +280,10 @@ def test_a_reader_that_has_read_enough_is_no_mistake(ask: list[str]) -> None:
             "comm.wire_dtype=bf16 needs strategy=ddp, but strategy=single",
         ),
         (["strategy=dp", "train.compile=true"], "train.compile=true does not go with strategy=dp"),
+        (
+            ["train.compile_mode=reduce-overhead", "strategy=fsdp"],
+            "which strategy=fsdp gathers elsewhere in each pass",
+        ),
         (["comm=hook"], "comm.hook._target_ has no value"),
         _slow(
             ["comm=hook", "comm.hook._target_=f", "+comm.wire_dtype=bf16"], "comm.wire_dtype is not a setting"

@@ -25,6 +25,11 @@ def check_contradictions(config: Config) -> None:
             f"train.histograms_every is {train.histograms_every}, but must be a multiple of "
             f"train.log_every_steps, {train.log_every_steps}: histograms are taken at log steps"
         )
+    if train.compile_mode == "reduce-overhead" and strategy.name == "fsdp":
+        raise UserError(
+            "train.compile_mode=reduce-overhead replays a graph with the addresses of its weights, which "
+            "strategy=fsdp gathers elsewhere in each pass; leave the mode out, or use strategy=ddp"
+        )
     for name, value in (("checkpoint.keep_best", config.checkpoint.keep_best), ("train.stop", train.stop)):
         if value is not None and not train.evaluates:
             raise UserError(
