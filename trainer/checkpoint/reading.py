@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.gather_shards import as_bytes
-from trainer.errors import UserError, of_files
+from trainer.errors import Fault, UserError, of_files
 from trainer.files.address import Address, Location
 from trainer.files.untrusted import printable, reason
 
@@ -45,7 +45,7 @@ class PlainFile:
         except FileNotFoundError as error:
             raise MissingFileError(f"{printable(path)} does not exist") from error
         except OSError as error:
-            raise of_files(error, f"{printable(path)} is unreadable ({_cause(error)})") from error
+            raise _unreadable(path, error) from error
         self.size = os.fstat(self._file.fileno()).st_size
 
     @property
@@ -66,7 +66,7 @@ class PlainFile:
         try:
             return os.preadv(self._file.fileno(), [buffer], offset)
         except OSError as error:
-            raise of_files(error, f"{printable(self.path)} is unreadable ({_cause(error)})") from error
+            raise _unreadable(self.path, error) from error
 
     def read(self, begin: int = 0, end: int | None = None) -> bytes:
         """Bytes ``begin`` to ``end``, or all. UserError if the file is too short."""
@@ -142,5 +142,5 @@ def opened(path: Location) -> PlainFile:
     return RemoteFile(path) if isinstance(path, Address) else PlainFile(path)
 
 
-def _cause(error: OSError) -> str:
-    return error.strerror or reason(error)
+def _unreadable(path: Location, error: OSError) -> UserError | Fault:
+    return of_files(error, f"{printable(path)} is unreadable ({error.strerror or reason(error)})")
