@@ -19,6 +19,7 @@ from tests.fault_parts import fault
 from tests.faults.test_ends import TINY
 from tests.programs import Ended, Program, finish, finish_ranks, started
 from tests.runs import settings
+from trainer.config.saved_run import saved_settings
 from trainer.distributed import shrink
 from trainer.errors import UserError
 from trainer.faults.rescue import left_without
@@ -156,6 +157,7 @@ def test_the_others_go_on_to_the_same_bits(
     facts = result(tmp_path / "run")
     assert (facts["world_size"], facts["param_sha256"]) == (2, undisturbed), ended.output
     assert not (tmp_path / "run" / "failure.json").exists()
+    assert not saved_settings(tmp_path / "run").distributed.shrink  # nothing of an evaluation could go on
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert steps == sorted(steps)
 

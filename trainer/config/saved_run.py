@@ -90,7 +90,7 @@ def _merged(composed: DictConfig, saved: DictConfig, groups: dict[str, str]) -> 
     chosen = {name: composed[name] for name in composed if name in groups or name not in {*own, *saved}}
     settings = OmegaConf.merge(own, {name: saved[name] for name in saved if name not in groups}, chosen)
     assert isinstance(settings, DictConfig)
-    for name in ("rank", "world_size", "init_method"):
+    for name in ("rank", "world_size", "init_method", "shrink"):
         settings.distributed[name] = own.distributed[name]
     OmegaConf.set_struct(settings, True)
     return settings
