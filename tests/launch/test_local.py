@@ -108,6 +108,12 @@ def test_each_rank_is_told_its_place_and_who_is_not_rank_0_is_named(
     assert "rank 2 was ended by SIGKILL: out of memory, or kill -9" in err
 
 
+def test_under_shrink_a_killed_rank_is_no_failure(launch: Launch) -> None:
+    more = ("strategy=ddp", "distributed.shrink=true")
+    assert launch({"0": "kill", "1": "0", "2": "0"}, more=more) == 0
+    assert launch({"0": "kill", "1": "0", "2": "1"}, more=more) == 1
+
+
 def test_a_rank_that_a_verdict_may_have_ended_is_told_as_such(
     launch: Launch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -150,6 +150,8 @@ def _status(codes: Sequence[int | None], received: Sequence[int], shrinks: bool)
                 if 1 in codes:
                     hint += f", or rank {codes.index(1)}, if its verdict is that this one is stuck"
             print(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}", file=sys.stderr)
+        elif code not in (None, 0, 1, *_TOLD, StoppedBySignal.exit_code):
+            print(f"rank {rank} ended with status {code}, which is none of this program's", file=sys.stderr)
     if shrinks and 0 in codes and all(code is not None and code <= 0 for code in codes):
         return 0
     bad = {code for code in codes if code}
