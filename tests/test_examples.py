@@ -19,10 +19,10 @@ AT_LEAST = {  # of the metrics of whole runs, by example and run; negative: at m
         "gan": {"eval/mean_gap": -0.15},
         "distillation": {"eval/accuracy": 0.94},
         "byol": {"eval/neighbour_accuracy": 0.95},
-        "contrastive": {"eval/neighbour_accuracy": 0.95},
-        "segmentation": {"eval/miou": 0.8},
-        "detection": {"eval/found": 0.8},
-        "diffusion": {"eval/loss": -0.5},
+        "contrastive": {"eval/neighbour_accuracy": 0.94},
+        "segmentation": {"eval/miou": 0.7},
+        "detection": {"eval/found": 0.75},
+        "diffusion": {"eval/loss": -0.65},
     }
 }
 SHORT = ("train.max_steps=2", "train.global_batch_size=8", "schedule.warmup_steps=0")

@@ -75,9 +75,9 @@ class Boxes:
         made, (row, cell), _, labels = self._matched(model, batch)
         mine = made[row, :, cell[1], cell[0]]
         found = ((mine[:, 0] > 0) & (mine[:, 5:].argmax(1) == labels)).sum()
-        count = len(batch[0])
-        numbers = [self.loss(model, batch)[0] * count, *map(found.new_tensor, (count, found, len(labels)))]
-        return torch.stack([number.double() for number in numbers])
+        count, digits = (found.new_tensor(len(of)) for of in (batch[0], labels))
+        loss, _ = self.loss(model, batch)
+        return torch.stack([number.double() for number in (loss * count, count, found, digits)])
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
         return {"loss": float(sums[0] / sums[1]), "found": float(sums[2] / sums[3])}

@@ -36,8 +36,9 @@ class Net(nn.Sequential):
     def __init__(self, num_classes: int, width: int) -> None:
         layers: list[nn.Module] = [nn.Conv2d(1, width, 3, padding=1)]
         for dilation in (1, 2, 4):
-            layers += [nn.GELU(), nn.Conv2d(width, width, 3, padding=dilation, dilation=dilation)]
-        super().__init__(*layers, nn.GELU(), nn.Conv2d(width, num_classes, 1))
+            layers += [nn.BatchNorm2d(width), nn.GELU()]
+            layers += [nn.Conv2d(width, width, 3, padding=dilation, dilation=dilation)]
+        super().__init__(*layers, nn.BatchNorm2d(width), nn.GELU(), nn.Conv2d(width, num_classes, 1))
 
 
 class Pixels:
