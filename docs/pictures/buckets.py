@@ -1,4 +1,4 @@
-"""The buckets of one backward pass on a time axis, from a real run: python docs/pictures/buckets.py."""
+"""The buckets of one backward pass below it on a time axis, from a real run: python docs/pictures/buckets.py."""
 
 import os
 import tempfile
@@ -18,7 +18,13 @@ class Picture(Logger):
         style.use()
 
     def figure(self, name: str, figure: Figure, step: int) -> None:
-        figure.axes[0].set_title("")
+        axes = figure.axes[0]
+        axes.set_title("")
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        end = max(bar.get_x() for bar in axes.patches[: len(labels)])  # the last bucket is ready
+        axes.barh(-1, end, color="#59a87a")
+        axes.set_yticks(range(-1, len(labels)), ["backward pass", *labels])
+        axes.set_ylim(len(labels) - 0.4, -1.6)
         style.save(figure, "buckets")
 
 
