@@ -1,4 +1,4 @@
-"""The buckets of one backward pass below it on a time axis, from a real run: python docs/pictures/buckets.py."""
+"""A backward pass and its buckets on a time axis, from a real run: python docs/pictures/buckets.py."""
 
 import os
 import tempfile
