@@ -341,6 +341,7 @@ def simulated() -> Iterator[Simulator]:
         torch.Tensor: {"pin_memory": lambda tensor, *_: tensor},
         # As of NCCL: the current stream waits, not the host.
         dist.Work: {"wait": lambda work, *t: (SIM.current().wait_stream(COMM), wait(work, *t))[1]},
+        dist: {"batch_isend_irecv": lambda all_: [p.op(p.tensor, p.peer, p.group, p.tag) for p in all_]},
         param_groups: {"FUSED": frozenset({"sim"})},
         overlap: {"Future": SimFuture},
         ddp: {"DistributedDataParallel": Reducer},

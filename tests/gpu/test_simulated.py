@@ -138,9 +138,11 @@ def weights_of_two(folder: Path, comm: str) -> list[torch.Tensor]:
         return [parameter.detach() for parameter in run.state.model.parameters()]
 
 
-def test_ranks_wait_for_the_agreement_and_the_norm_alone(tmp_path: Path) -> None:
-    found = on_the_simulator(steps_of_two, tmp_path, "comm=native", ranks=2)
-    right = run_ranks(weights_of_two, 2, tmp_path / "cpu", "comm=native", init=False)[0]
+@pytest.mark.parametrize("comm", ["comm=native", "comm=ring"])
+def test_ranks_wait_for_the_agreement_and_the_norm_alone(comm: str, tmp_path: Path) -> None:
+    """By DDP's hooks, and by the executor on a stream beside the backward pass."""
+    found = on_the_simulator(steps_of_two, tmp_path, comm, ranks=2)
+    right = run_ranks(weights_of_two, 2, tmp_path / "cpu", comm, init=False)[0]
     for each in found:
         assert len(each["waits"]) == 2 and not each["reads"], each
         assert each["of a broadcast"] <= 3
