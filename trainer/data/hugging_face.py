@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainer.data.images import check_at_least_one, check_split
@@ -137,6 +136,6 @@ class HubStream(IterableDataset[Any]):
 
 
 def _as_tensor(value: Any) -> Any:
-    """Numbers and lists of them as tensors; a text stays."""
-    is_numbers = isinstance(value, int | float | list) and not isinstance(value, Tensor)
-    return torch.tensor(value) if is_numbers else value
+    """Numbers and lists of them as tensors; a text stays, and so does a list of texts."""
+    first = value[0] if isinstance(value, list) and value else value
+    return torch.tensor(value) if isinstance(first, int | float | list) else value
