@@ -117,10 +117,12 @@ def opened(run_dir: str) -> list[Any]:
     file.unlink()
     run = trainer.open(f"{run_dir}/run")
     found = run.predict(list(zip(images, digits.labels, strict=False)), batch_size=32)
-    alone = run.predict(list(images))
+    alone = run.predict(images)
     assert "label" in found and "label" not in alone and not run.model.training
     with pytest.raises(UserError, match=r"has no method unlabelled"):
         run.predict(["a.png"])
+    with pytest.raises(UserError, match=r"takes a list of samples, but was given a str"):
+        run.predict("a.png")
     return [written["probabilities"], found["probabilities"], alone["probabilities"]]
 
 

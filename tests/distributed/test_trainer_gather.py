@@ -45,6 +45,17 @@ def test_gradients_are_those_of_one_process(lengths: tuple[int, ...]) -> None:
     torch.testing.assert_close(torch.cat([gradient for _, gradient in found]), whole.grad)
 
 
+def of_another_shape() -> str:
+    with gathering(None), pytest.raises(UserError) as error:
+        trainer.gather(torch.zeros(2, 3 + dist.get_rank()))
+    return str(error.value)
+
+
+def test_rows_of_unequal_shape_are_an_error_on_each_rank() -> None:
+    for rank, line in enumerate(run_ranks(of_another_shape, 2)):
+        assert f"a row has the shape ({3 + rank},) and torch.float32 on rank {rank}" in line
+
+
 class TwoViews(Digits):
     """Digits, each with a second view: shifted by a pixel."""
 

@@ -107,7 +107,7 @@ def test_a_step_that_is_left_out_has_no_part_in_a_mean() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"lr": 1.0}, "train/lr is another metric"),
+        ({"lr/head": 1.0}, "train/lr/head is another metric"),
         ({"a": torch.ones(2)}, "the part a of the loss gives a tensor of shape (2,)"),
     ],
 )
@@ -116,6 +116,7 @@ def test_what_is_no_part_is_named(given: dict[str, Tensor], words: str) -> None:
     with pytest.raises(UserError, match="none in the first pass"):
         parts.add(given, 1, 1)
     parts.are_given = True
+    parts.add({"loss/box": 1.0}, 1, 1)
     with pytest.raises(UserError) as error:
         parts.add(given, 1, 1)
     assert words in str(error.value)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -97,9 +98,16 @@ def gather(z: Tensor) -> tuple[Tensor, int]:
         return z, 0
     # On the host, since the host would wait for a GPU.
     device = torch.device("cpu") if "gloo" in dist.get_backend_config() else z.device
-    lengths = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
-    all_gather_single(lengths, torch.tensor([len(z)], device=device))
-    each = lengths.tolist()
+    row = f"the shape {tuple(z.shape[1:])} and {z.dtype}"
+    own = len(z), crc32(row.encode())
+    facts = torch.empty(dist.get_world_size(), 2, dtype=torch.int64, device=device)
+    all_gather_single(facts, torch.tensor([own], device=device))
+    each, layouts = facts.T.tolist()
+    if len({*layouts}) > 1:  # a backend would abort, or mix rows up
+        raise UserError(
+            f"trainer.gather: a row has {row} on rank {dist.get_rank()}, and not on all others; pad rows to "
+            "one shape"
+        )
     first = sum(each[: dist.get_rank()])
     gathered: Tensor = _Gather.apply(z, each, first)
     return gathered, first

@@ -44,7 +44,7 @@ class TrainedRun:
 
         Args:
             samples: each as the dataset gives it for an index, or its input alone; with data=imagefolder
-                also the path of a picture.
+                also the path of a picture. A list, a dataset, or a tensor of inputs.
 
         Raises:
             UserError: the task predicts nothing, or a sample cannot be read or does not fit.
@@ -53,7 +53,9 @@ class TrainedRun:
             raise UserError(
                 f"data.task: {type(self.task).__name__} predicts nothing: it has no method predict"
             )
-        if not samples:
+        if isinstance(samples, str | Path) or not hasattr(samples, "__len__"):
+            raise UserError(f"predict() takes a list of samples, but was given a {type(samples).__name__}")
+        if not len(samples):
             raise UserError("predict() was given no samples")
         data, device = self.config.data, next(self.model.parameters()).device
         to_device, collate = build_to_device(self.config, device), build_collate(data)

@@ -29,12 +29,15 @@ class LossParts:
     The weight of a micro-batch is its share of the counted labels of its step. A part is the mean over the
     micro-batches that name it, so that each of a GAN's losses is the mean over its own steps.
 
+    Args:
+        of_rank: what the weights of a rank's micro-batches add up to in a step whose ranks weigh the same.
+
     Attributes:
         are_given: whether `Task.loss` returns parts on any rank; the same on all, after the rehearsal.
     """
 
-    def __init__(self, dist: "Dist", order: SumOrder) -> None:
-        self._dist, self._order = dist, order
+    def __init__(self, dist: "Dist", order: SumOrder, of_rank: float = 1) -> None:
+        self._dist, self._order, self._of_rank = dist, order, of_rank
         self.are_given = False
         self._of_step: list[tuple[str, Tensor, float]] = []
         self._pending: list[tuple[str, Tensor, float]] = []
@@ -56,7 +59,7 @@ class LossParts:
         for name, part in parts.items():
             if name not in self._sums:
                 self._sums[name] = self._zero()
-                if str(name).partition("/")[0] in _TAKEN:
+                if name in _TAKEN or str(name).startswith("lr/"):  # of a group of parameters
                     raise UserError(
                         f"the loss names a part {name}, but train/{name} is another metric; rename it"
                     )
@@ -70,7 +73,7 @@ class LossParts:
         if made:
             times = Counter(name for name, *_ in self._of_step)
             self._pending += [  # a step without labels counts as 0, as its loss does
-                (name, value, 1 / times[name] if math.isnan(share) else share)
+                (name, value, self._of_rank / times[name] if math.isnan(share) else share)
                 for name, value, share in self._of_step
             ]
         self._of_step.clear()

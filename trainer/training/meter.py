@@ -51,7 +51,8 @@ class Meter:
     ) -> None:
         """`num_replicas` ranks compute losses; None: all."""
         self._dist, self._flops = dist, flops
-        self._order, self._mean_over = order, order.mean_over(num_replicas or dist.world_size)
+        num_replicas = num_replicas or dist.world_size
+        self._order, self._mean_over = order, order.mean_over(num_replicas)
         self.steps = self._left_out = 0
         self.data_s = 0.0  # waiting for batches
         self.rest_s = 0.0  # logging
@@ -59,7 +60,7 @@ class Meter:
         # Loss, plain loss (as evaluation computes it), tokens: added many steps at once, which launches less.
         self._pending: tuple[list[Tensor], ...] = ([], [], [])
         self._has_plain = False
-        self.parts = LossParts(dist, order)
+        self.parts = LossParts(dist, order, self._mean_over / num_replicas)
         self._plain_of_step: list[Tensor] = []
         self._tokens_of_step: list[Tensor] = []
         self._total_s = 0.0
