@@ -40,8 +40,11 @@ def hugging_face(
     check_split(split)
     try:
         import datasets
-    except ImportError:
-        raise UserError("data=hugging_face needs: pip install 'ringmaster-trainer[datasets]'") from None
+    except ImportError as error:
+        raise UserError(
+            f"data=hugging_face needs the package datasets ({error}): "
+            "pip install 'ringmaster-trainer[datasets]'"
+        ) from error
     theirs = (splits or {}).get(split, split)
     try:
         rows = datasets.load_dataset(path, split=theirs, streaming=True, **options)
