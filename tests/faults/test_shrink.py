@@ -8,8 +8,10 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,9 @@ from tests.faults.test_ends import TINY
 from tests.programs import Ended, Program, finish, finish_ranks, started
 from tests.runs import settings
 from trainer.config.saved_run import saved_settings
-from trainer.distributed import shrink
-from trainer.errors import UserError
+from trainer.distributed import rendezvous, shrink
+from trainer.errors import Fault, UserError
+from trainer.faults import processes
 from trainer.faults.rescue import left_without
 from trainer.faults.verdict import Observed, Verdict
 from trainer.launch.place import Place
@@ -65,9 +68,14 @@ def test_behind_a_cut_link_one_side_goes_on(lost: tuple[int, ...], left: tuple[i
     assert left_without(four, died(*lost, kind="lost"), by_host=False) == left
 
 
-def test_none_goes_on_after_an_exception_in_the_set_up_and_at_the_end() -> None:
+def test_none_goes_on_after_an_exception_or_an_exit_in_the_set_up_and_at_the_end() -> None:
     three = [rank(0), rank(1), rank(2, status=1)]
     assert left_without(three, died(2, kind="raised"), by_host=False) == ()
+    child = subprocess.Popen(["false"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    left_itself = replace(three[2], status=None, state="dead", ending=processes.ending(child.pid))
+    assert left_without([*three[:2], left_itself], died(2), by_host=False) == ()
+    child.wait()
     for more in ({"step": 0}, {"phase": "end"}):
         some = [replace(three[0], **more), three[1], replace(three[2], state="dead")]
         assert left_without(some, died(2), by_host=False) == ()
@@ -86,6 +94,14 @@ def test_only_the_connections_of_groups_are_cut() -> None:
         pass
     for each in (*other, *of_group, listener):
         each.close()
+
+
+def test_a_death_before_all_have_met_again_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["true"]) as child:
+        here = Place(0, 2, 0, 2, 0, "local", "tcp://nowhere:1", pids=(os.getpid(), child.pid))
+        monkeypatch.setattr(rendezvous, "_meet", lambda *_: time.sleep(60))
+        with pytest.raises(Fault, match=f"process {child.pid}, one of the ranks that go on, died before"):
+            rendezvous.meet(here, {}, timedelta(seconds=600))
 
 
 @pytest.mark.parametrize(("launcher", "hosts"), [("torchrun", (0, 0)), ("mpirun", (0, 1))])

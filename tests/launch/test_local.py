@@ -112,6 +112,7 @@ def test_under_shrink_a_killed_rank_is_no_failure(launch: Launch) -> None:
     more = ("strategy=ddp", "distributed.shrink=true")
     assert launch({"0": "kill", "1": "0", "2": "0"}, more=more) == 0
     assert launch({"0": "kill", "1": "0", "2": "1"}, more=more) == 1
+    assert launch({"0": "kill", "1": "75", "2": "75"}, max_restarts=1, more=more) == 75
 
 
 def test_a_rank_that_a_verdict_may_have_ended_is_told_as_such(

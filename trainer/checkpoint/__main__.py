@@ -17,7 +17,7 @@ from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
 from trainer.distributed.backend_flags import DTYPES
 from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, Location, location
-from trainer.files.untrusted import printable
+from trainer.files.untrusted import first_five, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,6 +103,7 @@ def _facts(source: OpenCheckpoint) -> dict[str, str]:
         "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at)),
         "torch": source.facts["torch_version"],
         "model": f"{sum(shape.numel() for shape in parameters):,} numbers in {len(parameters)} tensors",
+        "left out": f"{first_five(source.left_out)} of {source.initial_weights}" * bool(source.left_out) or "none",
         "metrics": ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()) or "none",
         "size": f"{manifest.num_bytes / 1e6:,.2f} MB",
     }

@@ -5,6 +5,8 @@ import os
 import signal
 from pathlib import Path
 
+LEFT = "left with exit status"
+
 
 def state(pid: int) -> str:
     """running | stopped | dead. A zombie is dead: it only waits for its parent."""
@@ -28,7 +30,7 @@ def ending(pid: int) -> str | None:
     code = int(fields[49])  # as from wait(2)
     number = code & 0x7F
     if not number:
-        return f"left with exit status {code >> 8}"
+        return f"{LEFT} {code >> 8}"
     with contextlib.suppress(ValueError):
         return f"died of {signal.Signals(number).name}"
     return f"died of signal {number}"

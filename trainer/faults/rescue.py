@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from trainer.errors import RunEndError, in_a_line
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour
+from trainer.faults.processes import LEFT
 from trainer.faults.verdict import ASLEEP_S, UNHEARD_S, Observed, Verdict
 
 SAVE_S = 25.0  # launchers kill what is left 30 s after the first end
@@ -52,8 +53,9 @@ def savers(ranks: Sequence[Observed], blamed: Sequence[int]) -> tuple[int, ...]:
 def left_without(ranks: Sequence[Observed], verdict: Verdict, by_host: bool) -> tuple[int, ...]:
     """The ranks that can go on without those that the verdict is about, and without any other that is gone.
 
-    None after an exception of user code, which may come again; in the set-up; or at the end. Behind a cut
-    link, each side takes the other for lost: only the larger goes on, or of halves that with rank 0.
+    None after an exception of user code or an exit, which may come again; in the set-up; or at the end.
+    Behind a cut link, each side takes the other for lost: only the larger goes on, or of halves that with
+    rank 0.
 
     Args:
         by_host: whether the launcher of a host ends its other ranks when one dies.
@@ -62,6 +64,8 @@ def left_without(ranks: Sequence[Observed], verdict: Verdict, by_host: bool) -> 
     hosts = {rank.host for rank in gone} if by_host else set()
     left = [rank for rank in ranks if rank not in gone and rank.host not in hosts]
     if verdict.kind not in ("died", "stopped", "hangs", "lost") or not left:
+        return ()
+    if any(LEFT in (rank.ending or "") for rank in gone):
         return ()
     if any(not rank.step or rank.phase == "end" for rank in left):
         return ()

@@ -152,9 +152,9 @@ def _status(codes: Sequence[int | None], received: Sequence[int], shrinks: bool)
             print(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}", file=sys.stderr)
         elif code not in (None, 0, 1, *_TOLD, StoppedBySignal.exit_code):
             print(f"rank {rank} ended with status {code}, which is none of this program's", file=sys.stderr)
-    if shrinks and 0 in codes and all(code is not None and code <= 0 for code in codes):
-        return 0
     bad = {code for code in codes if code}
+    if shrinks and any(code is not None and code >= 0 for code in codes):
+        bad = {code for code in bad if code > 0}  # the others have gone on without those that a signal ended
     final = [status for status in _TOLD if status in bad]
     if final or bad <= {StoppedBySignal.exit_code}:
         return min(final or bad, default=0)

@@ -38,6 +38,7 @@ class Place:
     host: int | None  # index of the host
     launcher: str | None  # None: started by hand, or the only process
     init_method: str | None  # where the ranks meet, a URL for torch; None: the only rank
+    pids: tuple[int, ...] = ()  # of the ranks of this host, if they go on without others
 
     @property
     def under_torchrun(self) -> bool:
