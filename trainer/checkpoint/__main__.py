@@ -95,6 +95,7 @@ def _report(directory: Location, in_full: bool, is_listed: bool) -> bool:
 def _facts(source: OpenCheckpoint) -> dict[str, str]:
     manifest, progress = source.manifest, source.facts["state"]["progress"]
     parameters = [shape for name, (shape, _) in source.shapes.items() if name.startswith("model.")]
+    left_out = f"{first_five(source.left_out)}, of {source.initial_weights}" if source.left_out else "none"
     facts = {
         "step": f"{progress['step']:,} (epoch {progress['epoch']}, sample {progress['samples_in_epoch']:,})",
         "samples seen": f"{progress['samples_seen']:,}",
@@ -103,7 +104,7 @@ def _facts(source: OpenCheckpoint) -> dict[str, str]:
         "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at)),
         "torch": source.facts["torch_version"],
         "model": f"{sum(shape.numel() for shape in parameters):,} numbers in {len(parameters)} tensors",
-        "left out": f"{first_five(source.left_out)} of {source.initial_weights}" * bool(source.left_out) or "none",
+        "left out": left_out,
         "metrics": ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()) or "none",
         "size": f"{manifest.num_bytes / 1e6:,.2f} MB",
     }
