@@ -94,14 +94,17 @@ def run(config: Config) -> dict[str, Any]:
             except Shrunk as shrunk:
                 here, run_dir = shrunk.place, str(shrunk.run_dir)
                 shrunk.__context__ = None  # it would keep all parts alive
-            for part in parts:
-                for end in (part.profile.close, part.strategy.close, part.run_log.close):
-                    with suppress(Exception):  # of what other ranks, or the disk, have broken
-                        end()
-            parts.clear()
+            while parts:
+                _close(parts.pop())
             gc.collect()  # among others DataLoaders, which then end their workers
             publish(here)
             config = dataclasses.replace(config, run_dir=run_dir, resume="auto")
+
+
+def _close(part: Run) -> None:
+    for end in (part.profile.close, part.strategy.close, part.run_log.close):
+        with suppress(Exception):  # of what other ranks, or the disk, have broken
+            end()
 
 
 def _run(config: Config, here: Place | None, stop_request: StopRequest, parts: list[Run]) -> dict[str, Any]:

@@ -10,9 +10,12 @@ import signal
 import socket
 import subprocess
 import time
+import weakref
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from tests.fault_parts import fault
 from tests.faults.test_ends import TINY
 from tests.programs import Ended, Program, finish, finish_ranks, started
 from tests.runs import settings
+from trainer import run
 from trainer.config.saved_run import saved_settings
 from trainer.distributed import rendezvous, shrink
 from trainer.errors import Fault, UserError
@@ -102,6 +106,27 @@ def test_a_death_before_all_have_met_again_ends_the_others(monkeypatch: pytest.M
         monkeypatch.setattr(rendezvous, "_meet", lambda *_: time.sleep(60))
         with pytest.raises(Fault, match=f"process {child.pid}, one of the ranks that go on, died before"):
             rendezvous.meet(here, {}, timedelta(seconds=600))
+
+
+class Part:
+    """In place of a run's parts, none of which can be closed."""
+
+    profile = strategy = run_log = SimpleNamespace(close=lambda: 1 / 0)
+
+
+def test_nothing_of_the_run_before_is_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    before: list[weakref.ref[Part]] = []
+
+    def shrinks_once(config: object, here: Place | None, stop: object, parts: list[Part]) -> dict[str, Any]:
+        if here is not None:
+            return {"kept": before[0]()}
+        parts.append(Part())
+        before.append(weakref.ref(parts[0]))
+        raise shrink.Shrunk(Place(0, 1, 0, 1, 0, None, None), Path("run"))
+
+    monkeypatch.setattr(run, "_run", shrinks_once)
+    monkeypatch.setattr(run, "publish", lambda here: None)
+    assert run.run(settings())["kept"] is None
 
 
 @pytest.mark.parametrize(("launcher", "hosts"), [("torchrun", (0, 0)), ("mpirun", (0, 1))])

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -21,9 +21,15 @@ def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[di
     It returns a Future of the copies at once, and copies in a thread, on a stream beside the current one,
     when that has computed what is queued now.
     """
-    threads, stream, kept = ThreadPoolExecutor(1, "staging"), accelerator.stream(device), dict[str, Tensor]()
+    stream, kept = accelerator.stream(device), dict[str, Tensor]()
 
-    def copy(tensors: dict[str, Tensor], computed: Any) -> dict[str, Tensor]:
+    def copy(tensors: dict[str, Tensor], computed: Any, copies: Future[dict[str, Tensor]]) -> None:
+        try:
+            copies.set_result(copied(tensors, computed))
+        except BaseException as error:
+            copies.set_exception(error)
+
+    def copied(tensors: dict[str, Tensor], computed: Any) -> dict[str, Tensor]:
         accelerator.use(device)
         stream.wait_event(computed)
         with accelerator.on(stream):
@@ -38,7 +44,9 @@ def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[di
     def stage(tensors: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
         computed = accelerator.event(device)
         computed.record(accelerator.current_stream(device))
-        return threads.submit(copy, tensors, computed)
+        copies: Future[dict[str, Tensor]] = Future()
+        threading.Thread(target=copy, args=(tensors, computed, copies), name="staging", daemon=True).start()
+        return copies
 
     return stage
 
