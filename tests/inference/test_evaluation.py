@@ -1,6 +1,7 @@
 """Evaluation from rows gives the metrics of the whole data at any world size; tasks show what they promise."""
 
 import math
+import threading
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from trainer.data.digits import Digits
 from trainer.errors import UserError
-from trainer.inference.evaluation import _floats, evaluate
+from trainer.inference.evaluation import _floats, _without_trace, evaluate
 from trainer.tasks import Classification, Evaluation, LanguageModelling, MultiLabel, Regression
 from trainer.tasks.ranking import auc
 
@@ -84,6 +85,41 @@ def test_multi_label_metrics_leave_out_what_has_no_ranking() -> None:
         for unknown in (-100, math.nan):
             with pytest.raises(UserError, match="but MultiLabel takes 0 to 1, and counts every label"):
                 act((scores, labels.where(labels > 0, unknown)))
+
+
+class Counts(Classification):
+    """Keeps a metric in itself, as with torchmetrics, and a teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.parts = torch.zeros(1), [nn.Linear(1, 1).requires_grad_(False)]
+
+    def eval_sums(self, model: nn.Module, batch: Any) -> Tensor:
+        self.seen += len(batch[1])
+        return super().eval_sums(model, batch)
+
+
+class WithFiller(list[Any]):
+    batch_size = 64
+
+
+def _counted(run_dir: str) -> float:
+    words = (f"data.task._target_={__name__}.Counts", "~data.task.label_smoothing", "strategy=single")
+    with context_of(*words, f"run_dir={run_dir}") as context:
+        batch = next(iter(context.eval_loader))[0]
+        numbers = [*range(len(batch[1]))]
+        evaluate(context, WithFiller([(batch, numbers), (batch, [])]))  # type: ignore[arg-type]
+        return context.task.seen.item() / len(batch[1])
+
+
+def test_a_metric_that_a_task_keeps_counts_no_filler(tmp_path: Any) -> None:
+    assert run_ranks(_counted, 1, str(tmp_path), init=False) == [1]
+    task, locked = Counts(), Counts()
+    copied = _without_trace(task)
+    assert copied is not task and copied.seen is not task.seen
+    assert copied.parts[0].weight is task.parts[0].weight
+    locked.lock = threading.Lock()
+    assert _without_trace(locked) is locked
 
 
 @pytest.mark.parametrize("columns", [(), (3,)])

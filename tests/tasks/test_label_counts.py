@@ -276,6 +276,20 @@ def _task(name: str, **option: str) -> tuple[str, ...]:
     return (f"data.task._target_={__name__}.{name}", "~data.task.label_smoothing", *own)
 
 
+class Differentiates(Classification):
+    """Calls backward() itself."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        super().loss(model, batch).backward()
+        return super().loss(model, batch)
+
+
+def test_a_loss_that_is_differentiated_already_is_refused(tmp_path: Path) -> None:
+    words = (*PLAIN, *DATA["digits"][:2], "strategy=single", *_task("Differentiates"))
+    (message,) = refusals((*words, f"run_dir={tmp_path}"))
+    assert "Differentiates.loss gives parameters gradients, as backward() does" in message
+
+
 class Reaches(Classification):
     """Its loss depends on no parameter, or it has its own, from the start or late, trained or frozen."""
 

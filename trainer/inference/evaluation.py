@@ -1,5 +1,6 @@
 """Evaluation of a model on held-out data: metrics that count each sample once."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from trainer.distributed.seeding import seed_micro_batch
 from trainer.errors import UserError
 from trainer.tasks import Evaluation, Task, offers
 from trainer.tasks.label_counts import real_tensor
+from trainer.tensors.nested import leaves
 
 if TYPE_CHECKING:
     from trainer.data.device import ToDevice
@@ -77,16 +79,17 @@ def _evaluate(context: ModelContext, loader: "EvalLoader", model: nn.Module) -> 
         seed_micro_batch(context.seed, -1, indices[0] if indices else -1, context.strategy.devices)
         batch = context.to_device(host_batch)
         first = batch if first is None else first
+        own_task = task if indices else _without_trace(task)
         if gives_sums:
             with context.strategy.autocast():
-                given = task.eval_sums(model, batch)
+                given = own_task.eval_sums(model, batch)
             own_sums = real_tensor(given, f"{type(task).__name__}.eval_sums", shape).double()
             shape = own_sums.shape
             of_batch = order.sum_of([own_sums if indices else torch.zeros_like(own_sums)])
             sums = of_batch.clone() if sums is None else sums + of_batch
         if gives_rows:
             with context.strategy.autocast():
-                own = task.rows(model, batch)
+                own = own_task.rows(model, batch)
             if (of_all := gather(own, indices)) is not None:
                 gathered.append(of_all)
     metrics: dict[str, float] = {}
@@ -102,6 +105,19 @@ def _evaluate(context: ModelContext, loader: "EvalLoader", model: nn.Module) -> 
         by = f"{type(task).__name__}.summarise_rows"
         metrics |= on_main(lambda: _floats(task.summarise_rows(rows or {}), by), context.dist)
     return Evaluation(metrics, totals, rows, first)
+
+
+def _without_trace(task: Task) -> Task:
+    """A copy of `task` for a filler, which a metric that the task keeps must not count.
+
+    It shares parameters, as of a teacher. A task that cannot be copied is given the filler itself.
+    """
+    modules = (part for part in leaves(vars(task)) if isinstance(part, nn.Module))
+    shared = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+    try:
+        return copy.deepcopy(task, shared)
+    except Exception:  # whatever the user's objects raise
+        return task
 
 
 @torch.no_grad()
