@@ -202,10 +202,15 @@ def test_a_rescue_saves_the_step_before_an_update_that_is_queued(
     assert is_whole == (when == "the gradients never come")
 
 
+NORMED = ("model._target_=tests.user_parts.Normed", "data.dataset._target_=tests.user_parts.Stripes")
+NORMED += ("~model.input_shape", "~model.num_classes", "~model.hidden")
+
+
 def saves(folder: Path) -> list[bytes]:
+    """Running statistics are copied at once, on the stream that changes them next."""
     for name in ("false", "true"):
         every = ("checkpoint.every_steps=3", f"checkpoint.async={name}", "optim=adamw")
-        with context_of(*QUIET, *every, f"run_dir={folder}/{name}") as run:
+        with context_of(*QUIET, *NORMED, *every, f"run_dir={folder}/{name}") as run:
             fit(run)
     return [file.read_bytes() for file in sorted(folder.glob("*/checkpoints/step_00000006/*.safetensors"))]
 
