@@ -121,8 +121,8 @@ def _make_pass(run: "Run", batch: Any, number: int, last: bool, gathered: Gather
             if not number and any(parameter.grad is not None for parameter in names):
                 raise UserError(
                     f"{type(run.task).__name__}.loss gives parameters gradients, as backward() does, but "
-                    "they are the sum over micro-batches and ranks; return the loss, to which the trainer applies "
-                    "backward(), and compute gradients within it by torch.autograd.grad"
+                    "they are the sum over micro-batches and ranks; return the loss, to which the trainer "
+                    "applies backward(), and compute gradients within it by torch.autograd.grad"
                 )
             run.meter.parts.are_given = parts is not None
             if strategy.uses != "any":
