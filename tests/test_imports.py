@@ -61,7 +61,8 @@ FLOORS: tuple[dict[str, str], ...] = (
         "compare": "config errors files sweep",
     },
     {
-        "inference": "build checkpoint config data distributed errors files launch optim run_dir strategies tasks",
+        "inference": "build checkpoint config data distributed errors files launch optim run_dir strategies tasks "
+        "tensors",
     },
     {
         "evaluate": "config distributed files inference",
