@@ -92,6 +92,10 @@ def test_rows_are_mapped_alone(options: dict) -> None:
     stream = hugging_face("eval", **{**options, "columns": None, "map": tokenize})
     made = stream.decode(next(iter(stream)))
     assert made["input_ids"].tolist() == [99] and made["name"] == "0"
+    as_tensors = {**options, "map": lambda row: {"input_ids": torch.tensor([row["row"]])}, "pack": 3}
+    assert next(iter(hugging_face("eval", **as_tensors))) == [0, 0, 1]
+    with pytest.raises(UserError, match=r"map makes a list of a row, but must make a dict"):
+        next(iter(hugging_face("eval", **{**options, "map": lambda row: [1], "pack": 4})))
     packed = hugging_face("eval", **{**options, "pack": 4})
     with pytest.raises(UserError, match=r"but a row has row, label; let data\.dataset\.map return them"):
         next(iter(packed))

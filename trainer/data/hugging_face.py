@@ -103,7 +103,7 @@ class HubStream(IterableDataset[Any]):
         if self._pack is not None:
             row = {"input_ids": torch.tensor(row), "labels": torch.tensor(row)}
         elif self._map is not None:
-            row = {name: _as_tensor(value) for name, value in self._map(row).items()}
+            row = {name: _as_tensor(value) for name, value in self._mapped(row).items()}
         return row if self.columns is None else tuple(row[name] for name in self.columns)
 
     def shard(self, num_shards: int, index: int) -> "HubStream":
@@ -113,16 +113,26 @@ class HubStream(IterableDataset[Any]):
     def _windows(self, size: int) -> Iterator[list[int]]:
         self._rest, self._begin, self._start = self._start, 0, []
         for row in self.rows:
-            made = row if self._map is None else self._map(row)
+            made = self._mapped(row)
             if "input_ids" not in made:
                 raise UserError(
                     f"data.dataset.pack={size} puts input_ids together, but a row has {', '.join(made)}; let "
                     "data.dataset.map return them"
                 )
-            self._rest, self._begin = [*self._rest[self._begin :], *made["input_ids"]], 0
+            tokens = torch.as_tensor(made["input_ids"]).flatten().tolist()  # also (1, N) of a tokenizer
+            self._rest, self._begin = [*self._rest[self._begin :], *tokens], 0
             while len(self._rest) - self._begin >= size:
                 self._begin += size
                 yield self._rest[self._begin - size : self._begin]
+
+    def _mapped(self, row: Any) -> Mapping[str, Any]:
+        made = row if self._map is None else self._map(row)
+        if not isinstance(made, Mapping):
+            raise UserError(
+                f"data.dataset.map makes a {type(made).__name__} of a row, but must make a dict, such as "
+                '{"input_ids": ...}'
+            )
+        return made
 
     def _state(self) -> dict[str, Any]:
         if self._pack is None:
