@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
     tiny.train(state, 1)
     checkpointer.save(state)
     checkpointer.saving.done()
+    assert all(each.daemon for each in threading.enumerate()[1:]), "Python would wait for it at the end"
     saved = tiny.everything(state)
     ballast = run_dir / "ballast"
     if rank == 0:

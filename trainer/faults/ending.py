@@ -16,7 +16,7 @@ from trainer.faults import exit_report, flight_recorder
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour, RankIdentity
 from trainer.faults.reports import Reports
-from trainer.faults.rescue import HOSTS, Rescue, left_without, savers
+from trainer.faults.rescue import SAVING_HOSTS, Rescue, left_without, savers
 from trainer.faults.verdict import ASLEEP_S, UNHEARD_S, Observed, Verdict, judge
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Ending:
             return verdict
         if reports is not None and (agreed := reports.agree(verdict, timeout_s=1.0)) is not None:
             return agreed
-        return replace(verdict, savers=verdict.savers if self._own.host <= HOSTS else (), left=())
+        return replace(verdict, savers=verdict.savers if self._own.host <= SAVING_HOSTS else (), left=())
 
     def prints_traceback(self, verdict: Verdict) -> bool:
         """Whether the verdict is about a rank of this host that is exiting: its traceback comes first."""

@@ -5,7 +5,7 @@ import os
 import signal
 from pathlib import Path
 
-LEFT = "left with exit status"
+EXITED = "left with exit status"
 
 
 def state(pid: int) -> str:
@@ -30,7 +30,7 @@ def ending(pid: int) -> str | None:
     code = int(fields[49])  # as from wait(2)
     number = code & 0x7F
     if not number:
-        return f"{LEFT} {code >> 8}"
+        return f"{EXITED} {code >> 8}"
     with contextlib.suppress(ValueError):
         return f"died of {signal.Signals(number).name}"
     return f"died of signal {number}"

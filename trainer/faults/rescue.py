@@ -12,11 +12,11 @@ from typing import Any, Protocol
 from trainer.errors import RunEndError, in_a_line
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour
-from trainer.faults.processes import LEFT
+from trainer.faults.processes import EXITED
 from trainer.faults.verdict import ASLEEP_S, UNHEARD_S, Observed, Verdict
 
 SAVE_S = 25.0  # launchers kill what is left 30 s after the first end
-HOSTS = 3  # that save, or stand by until one has
+SAVING_HOSTS = 3  # that save, or stand by until one has
 _LOOK_S = 0.02
 _NOTHING = "no step is saved"
 _NOBODY = "no rank is left that holds one"
@@ -47,7 +47,7 @@ def savers(ranks: Sequence[Observed], blamed: Sequence[int]) -> tuple[int, ...]:
     alive = [rank for rank in ranks if rank.rank not in blamed and rank.finished and _takes_part(rank)]
     alive.sort(key=lambda rank: (-rank.finished, rank.host != ranks[0].host, rank.rank))
     best = {rank.host: rank.rank for rank in reversed(alive)}
-    return tuple(dict.fromkeys(best[rank.host] for rank in alive))[:HOSTS]
+    return tuple(dict.fromkeys(best[rank.host] for rank in alive))[:SAVING_HOSTS]
 
 
 def left_without(ranks: Sequence[Observed], verdict: Verdict, by_host: bool) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ def left_without(ranks: Sequence[Observed], verdict: Verdict, by_host: bool) -> 
     left = [rank for rank in ranks if rank not in gone and rank.host not in hosts]
     if verdict.kind not in ("died", "stopped", "hangs", "lost") or not left:
         return ()
-    if any(LEFT in (rank.ending or "") for rank in gone):
+    if any(EXITED in (rank.ending or "") for rank in gone):
         return ()
     if any(not rank.step or rank.phase == "end" for rank in left):
         return ()
