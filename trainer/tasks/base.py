@@ -142,7 +142,7 @@ def begin_step(run: "Run", step: int) -> None:
     What the method sets on the task is no state that a checkpoint should hold: each step sets it again.
     """
     task = run.task
-    if not offers(task, "begin_step"):
+    if getattr(task, "begin_step", None) is None:
         return
     run.dist.heartbeat.enter("forward")
     seed_micro_batch(run.seed, step, _BEGIN, run.strategy.devices)
@@ -151,11 +151,11 @@ def begin_step(run: "Run", step: int) -> None:
     run.checks.unsaved.leave_out(name for name, now in vars(task).items() if now is not before.get(name, ...))
 
 
-@torch.no_grad()
 def end_step(run: "Run", step: int) -> None:
     """Called after the update of `step`, on every rank with the same random numbers."""
-    if not offers(run.task, "end_step"):
+    if getattr(run.task, "end_step", None) is None:
         return
     seed_micro_batch(run.seed, step, _END, run.strategy.devices)
     run.strategy.weights_changed(run.model)  # so that parameters are the shards, and not copies of the whole
-    run.task.end_step(run.state.model, step)
+    with torch.no_grad():
+        run.task.end_step(run.state.model, step)

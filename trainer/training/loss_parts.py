@@ -70,6 +70,8 @@ class LossParts:
 
     def end_step(self, made: bool) -> None:
         """Count what was added since the last step; not so if the step was left out."""
+        if not self._of_step:  # as of most tasks, in each step
+            return
         if made:
             times = Counter(name for name, *_ in self._of_step)
             self._pending += [  # a step without labels counts as 0, as its loss does
