@@ -29,6 +29,9 @@ from trainer.config.saved_run import saved_settings
 from trainer.distributed import rendezvous, shrink
 from trainer.errors import Fault, UserError
 from trainer.faults import processes
+from trainer.faults.ending import Ending
+from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.neighbour import RankIdentity
 from trainer.faults.rescue import left_without
 from trainer.faults.verdict import Observed, Verdict
 from trainer.launch.place import Place
@@ -55,6 +58,28 @@ def test_all_that_are_at_work_go_on() -> None:
     assert left_without(four, died(3), by_host=False) == (0, 2)
     four[0] = rank(0, status=1)
     assert left_without(four, died(3), by_host=False) == (2,)
+
+
+def test_who_dies_while_the_step_is_saved_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [rank(0), rank(1), rank(2), rank(3, state="dead")]
+    here: Any = {
+        each: SimpleNamespace(look_for_death=lambda: None, observe=lambda each=each: seen[each])
+        for each in range(4)
+    }
+    ending = Ending(
+        Heartbeat(), 0, [RankIdentity(each, 0, "h", each, 0, 0, 0) for each in here], here, None, 5
+    )
+    ending.cut, ending.rescue.is_saved = lambda: None, True
+    goes_on: list[Verdict] = []
+    monkeypatch.setattr(ending, "_let_go_on", goes_on.append)
+
+    def save(verdict: Verdict) -> Verdict:
+        seen[2] = rank(2, state="dead")
+        return verdict
+
+    monkeypatch.setattr(ending, "_with_save", save)
+    ending.end(replace(died(3), left=(0, 1, 2)))
+    assert [verdict.left for verdict in goes_on] == [(0, 1)]
 
 
 def test_torchrun_takes_the_whole_host() -> None:

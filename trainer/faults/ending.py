@@ -134,6 +134,11 @@ class Ending:
         """Save, print the verdict, write it, and exit; kill the ranks of this host that cannot exit."""
         if verdict.kind != "orderly":
             verdict = self._with_save(verdict)
+        if verdict.left and len(self._here) == len(self._members):  # another may have died during the save
+            for neighbour in self._here.values():
+                neighbour.look_for_death()
+            now = [neighbour.observe() for neighbour in self._here.values()]
+            verdict = self._with_those_left(replace(verdict, left=()), now)
         if verdict.left and self.rescue.is_saved:
             self._let_go_on(verdict)
             return
