@@ -53,13 +53,13 @@ def fitted(run_dir: Path, *overrides: str) -> dict[str, Any]:
     """A run to its end: its state after each update or skip, and the result."""
     after: list[dict[str, Tensor]] = []
     with context_of(*FAILS, *overrides, f"run_dir={run_dir}") as context:
-        update = context.strategy.update
+        count_update = context.state.count_update
 
-        def noted(state: Any, finite: bool = True) -> None:
-            update(state, finite)
+        def noted() -> None:
+            count_update()
             after.append(everything(context))
 
-        context.strategy.update = noted  # type: ignore[method-assign]
+        context.state.count_update = noted  # type: ignore[method-assign]
         result = fit(context)
         return {"after": after, "result": result, "progress": context.state.progress}
 

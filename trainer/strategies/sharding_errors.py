@@ -29,6 +29,17 @@ def explained(error: Exception, in_backward: bool, param_dtype: torch.dtype) -> 
             "strategy.unit_min_params above the size of that unit; and compute no gradient "
             "through a unit in the forward pass; or use strategy=ddp"
         )
+    if "appears to not have been used in the graph" in said:
+        return UserError(
+            f"strategy=fsdp: {_user_line(error)} differentiates by what the outputs do not depend on, as "
+            "by model.parameters(): outside of a forward pass these are shards; use strategy=ddp"
+        )
+    if "out of bounds for storage of size 0" in said:
+        return UserError(
+            "strategy=fsdp: the backward pass went a second time through a unit, whose parameters are "
+            "freed after the first: a gradient of a gradient (torch.autograd.grad with create_graph) can "
+            "be computed within a unit, but not through one; use strategy=ddp"
+        )
     if param_dtype != torch.float32 and isinstance(error, RuntimeError) and "dtype" in said:
         return UserError(
             f"strategy=fsdp: {_user_line(error)} mixes dtypes: {error}. Parameters are gathered, and "
