@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainer.errors import UserError
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import ScheduleFacts, build_schedule, settings_of
 from trainer.optim.train_state import Progress, TrainState
@@ -38,6 +39,13 @@ class Adapting(torch.optim.SGD):
         for group in self.param_groups:
             group["dampening"] += 0.01
             group["weight_decay"] *= 0.9
+
+
+class Stubborn(torch.optim.SGD):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group["momentum"] = 0.9
 
 
 CONSTANT = {"_target_": "trainer.optim.schedules.constant", "warmup_steps": 9}
@@ -138,6 +146,15 @@ def test_groups_may_be_others_and_keep_their_state() -> None:
             for parameter in state.model.parameters()
         ]
         assert all(map(torch.equal, kept[:2], kept[2:]))
+
+
+def test_what_is_held_after_a_resume_is_compared_with_the_settings() -> None:
+    stubborn = {"_target_": __name__ + ".Stubborn"}
+    _resumed(_state(CONSTANT, **stubborn), _state(CONSTANT, **stubborn))
+    with pytest.raises(
+        UserError, match=r"momentum should be 0.5 after this resume, .* but is 0.9: let load_"
+    ):
+        _resumed(_state(CONSTANT, **stubborn), _state(CONSTANT, **stubborn, momentum=0.5))
 
 
 @pytest.mark.parametrize("lr", [0.1, 0.02])

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainer.errors import UserError
 from trainer.optim.schedules import after_step
 
 _MOVED = ("momentum", "betas")  # by some schedules, beside the rate
@@ -30,8 +31,8 @@ def continue_groups(
     now: Mapping[str, Any],
     step: int,
     earlier: Sequence[int],
-) -> list[dict[str, Any]]:
-    """Bring `schedule` to `step`; return each group's options.
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Bring `schedule` to `step`; return each group's options, and those among them that a setting changed.
 
     An option whose setting is the same keeps its saved value, even if a schedule or the optimizer changed
     it: a resume without new settings is exact. A schedule with the same settings has its saved state. Another
@@ -78,7 +79,19 @@ def continue_groups(
         {key: value for key, value in was.items() if key in group or key not in theirs}
         for was, group, theirs in zip(were, groups, then, strict=True)
     ]
-    return [was | new for was, new in zip(still, own, strict=True)]
+    return [was | new for was, new in zip(still, own, strict=True)], own
+
+
+def check_continued(
+    part: Optimizer, group: Mapping[str, Any], own: Mapping[str, Any], schedule: LRScheduler
+) -> None:
+    """Raise UserError unless `group` holds `own`, what this run's settings changed at the resume."""
+    if other := [key for key, value in own.items() if _plain(group.get(key)) != _plain(value)]:
+        raise UserError(
+            f"{other[0]} should be {_plain(own[other[0]])} after this resume, by this run's settings, but is "
+            f"{_plain(group.get(other[0]))}: let load_state_dict of {type(part).__name__} and "
+            f"{type(schedule).__name__} restore their state only, or set optim and schedule as they were"
+        )
 
 
 def set_rate(group: dict[str, Any], rate: Any) -> None:

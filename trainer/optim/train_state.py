@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import NonFiniteError
-from trainer.optim.combined import has_user_part
-from trainer.optim.continued import continue_groups, initial_options
+from trainer.optim.combined import has_user_part, parts_of
+from trainer.optim.continued import check_continued, continue_groups, initial_options
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.ema import MovingAverage
 from trainer.optim.plain_names import (
@@ -237,7 +237,7 @@ class TrainState:
         firsts = [group["params"][0] for group in optimizer.param_groups]
         earlier = [group_of[self.trained.names[first]] for first in firsts]
         step = everything["progress"]["step"]
-        groups = continue_groups(self.schedule, everything, self.settings, step, earlier)
+        groups, own = continue_groups(self.schedule, everything, self.settings, step, earlier)
         state = mapped(saved["state"], lambda value: to_local(value) if is_dtensor(value) else value)
         numbers = {name: index for index, name in enumerate(names)}
         packed = optimizer.state_dict()["param_groups"]
@@ -250,6 +250,8 @@ class TrainState:
                 ],
             }
         )
+        for part, group, options in zip(parts_of(optimizer), optimizer.param_groups, own, strict=True):
+            check_continued(part, group, options, self.schedule)
         # Torch casts state to the parameter's dtype, though it may be moments in fp32 of bfloat16 weights; an
         # optimizer with a method of its own knows its state.
         casts = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
