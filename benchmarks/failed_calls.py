@@ -6,7 +6,7 @@ for each call, path and rank, a run in which the first of them raises OSError on
 The pauses before restarts are left out. Prints a line for each run that did not end well, and a table. Exit
 status 1 if any did not.
 
-    python -m benchmarks.failed_calls [--from fresh] [--only REGEX] [--limit 20]
+    python -m benchmarks.failed_calls [--from fresh] [--only REGEX] [--skip 40] [--limit 20]
 """
 
 import argparse
@@ -159,6 +159,7 @@ def main() -> int:
     )
     parser.add_argument("--from", dest="begin", choices=("resumed", "fresh"), default="resumed")
     parser.add_argument("--only", default="", help="calls whose name and path match")
+    parser.add_argument("--skip", type=int, default=0, help="as many calls")
     parser.add_argument("--limit", type=int, help="of calls")
     parser.add_argument("--out", type=Path, help="where runs that did not end well are kept")
     options = parser.parse_args()
@@ -173,10 +174,11 @@ def main() -> int:
         assert ended.code == 0 and expected is not None, ended.output[-3000:]
         lines = [path.read_text().splitlines() for path in sorted((home / "undisturbed").glob("calls?"))]
         calls = [json.loads(line) for line in dict.fromkeys(itertools.chain(*lines))]
-        calls = [call for call in calls if re.search(options.only, " ".join(call))][: options.limit]
+        calls = [call for call in calls if re.search(options.only, " ".join(call))]
         print(f"{len(calls)} calls; undisturbed: {expected[:12]}", flush=True)
         found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-        for count, (call, name) in enumerate(zip(calls, itertools.cycle(ERRNOS))):
+        tried = list(zip(calls, itertools.cycle(ERRNOS)))[options.skip :][: options.limit]
+        for count, (call, name) in enumerate(tried, options.skip):
             folder = _copy(begun, home / str(count))
             ended = run(folder, call, getattr(errno, name))
             result = outcome(folder, ended, expected)

@@ -79,10 +79,8 @@ class Row:
     @property
     def saved_by(self) -> str:
         """rank 0 | another | nobody."""
-        if found := re.search(
-            r"step \d+ is saved(?:, by rank (\d+))?|rank (\d+) saves the last", self.verdict
-        ):
-            return "rank 0" if "0" in found.groups() else "another"
+        if found := re.search(r"step \d+ is saved(?:, by rank (\d+))?|saves the last step", self.verdict):
+            return "rank 0" if found[1] == "0" else "another"
         return "nobody"
 
     @property

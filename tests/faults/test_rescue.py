@@ -18,7 +18,7 @@ from tests.programs import Ended, finish_ranks
 from tests.ranks import run_ranks
 from tests.runs import train
 from trainer.faults.heartbeat import Heartbeat
-from trainer.faults.rescue import Rescue, savers
+from trainer.faults.rescue import Rescue, savers, saving_hosts
 from trainer.faults.verdict import Observed, Verdict
 from trainer.training.kept_buffers import KeptBuffers
 
@@ -155,22 +155,37 @@ def rank(number: int, finished: int, **more: Any) -> Observed:
     return Observed(number, host=number // 2, hostname="h", pid=number, finished=finished, **more)
 
 
-def test_one_rank_a_host_saves_that_of_the_largest_step_and_near_rank_0_first() -> None:
-    assert savers([rank(0, 7), rank(1, 8), rank(2, 8), rank(3, 8)], [3]) == (1, 2)
-    assert savers([rank(0, 8, state="dead"), rank(1, 8)], [0]) == (1,)
-    assert savers([rank(0, 8, status=1), rank(1, 8, status=1, symptom=True)], [0]) == (1,)
-    assert savers([rank(0, 8, heard_s=3.0), rank(1, 8, asleep_s=4.0), rank(2, 7)], []) == (2,)
-    assert savers([rank(0, 0), rank(1, 8, state="stopped")], []) == ()
-    assert savers([rank(number, 8) for number in range(20)], []) == (0, 2, 4)
+def of(ranks: list[Observed], blamed: list[int], own: int | None = None) -> list[int]:
+    return [rank.rank for rank in savers(ranks, blamed, own)]
+
+
+def test_who_has_the_largest_step_saves_and_near_rank_0_first() -> None:
+    four = [rank(0, 7), rank(1, 8), rank(2, 8), rank(3, 8)]
+    assert (of(four, [3]), saving_hosts(four, [3])) == ([1, 2, 0, 3], (0, 1))
+    assert of([rank(0, 8, state="dead"), rank(1, 8)], [0]) == [1]
+    assert of([rank(0, 8, status=1), rank(1, 8, status=1, symptom=True)], [0]) == [1]
+    assert of([rank(0, 8, heard_s=3.0), rank(1, 8, asleep_s=4.0), rank(2, 7)], []) == [2]
+    assert of([rank(0, 8, status=1), rank(1, 8, state="stopped")], [0], own=0) == [0]
+    assert saving_hosts([rank(number, 8) for number in range(20)], []) == (0, 1, 2)
+
+
+def test_a_host_whose_last_report_is_of_the_set_up_may_save() -> None:
+    """Hosts report every 10 s while all is well: what they have finished since is known only there."""
+    ranks = [rank(0, 8, state="dead"), rank(1, 8), rank(2, 0), rank(3, 0)]
+    assert saving_hosts(ranks, [0]) == (0, 1)
 
 
 class Here:
-    """A neighbour that said `said`."""
+    """A neighbour, of rank `number`, that said `said`."""
 
-    def __init__(self, **said: Any) -> None:
+    def __init__(self, number: int, **said: Any) -> None:
         self.records: Any = self
         self.died_at_ns: int | None = None
+        self.member = self.seen = rank(number, 8)
         self._said = said
+
+    def observe(self) -> Observed:
+        return self.seen
 
     def look_for_death(self) -> None:
         pass
@@ -191,32 +206,32 @@ class Kept:
 
 @pytest.mark.parametrize("said", [{}, {"words": "no step is saved: it may not", "is_saved": False}])
 def test_if_a_saver_that_does_not_lead_dies_or_may_not_the_leader_saves(said: dict[str, Any]) -> None:
-    heartbeat, own, other = Heartbeat(), Here(), Here(**said)
+    heartbeat, own, other = Heartbeat(), Here(0), Here(1, **said)
     own.records = heartbeat.records()
+    own.seen = rank(0, 7)
     other.died_at_ns = None if said else 1
-    other.records.main = lambda: Heartbeat().records().main()
-    heartbeat.step, heartbeat.finished = 9, 8
+    heartbeat.step = 9
     rescue = Rescue(heartbeat, 0, {0: own, 1: other})  # type: ignore[dict-item]
     rescue.last_step = Kept()
-    asked = Verdict((2,), "died", 1, "", savers=(1,))
-    words = rescue.lead(asked, lambda seconds: None, is_at_work=lambda rank: False)
+    asked = Verdict((2,), "died", 1, "", saving_hosts=(0,))
+    words = rescue.lead(asked, lambda seconds: None, is_at_work=lambda host: False)
     assert words.startswith("step 8 is saved, by rank 0")
 
 
 def test_a_host_stands_by_until_the_one_before_it_has_ended_or_fallen_silent() -> None:
-    heartbeat, own = Heartbeat(), Here()
+    heartbeat, own = Heartbeat(), Here(2)
     own.records = heartbeat.records()
-    heartbeat.step, heartbeat.finished = 9, 8
+    heartbeat.step = 9
     rescue, waits, saved = Rescue(heartbeat, 2, {2: own}), [], []  # type: ignore[dict-item, var-annotated]
     kept = rescue.last_step = Kept()
     kept.save = lambda: not saved.append(len(waits))  # type: ignore[method-assign, func-returns-value]
-    asked = Verdict((3,), "died", 1, "", savers=(0, 2))
+    asked = Verdict((3,), "died", 1, "", saving_hosts=(0, 1))
     assert not rescue.has_begun
     is_at_work = iter([True, True, False])
-    words = rescue.lead(asked, waits.append, lambda rank: rank == 0 and next(is_at_work))
+    words = rescue.lead(asked, waits.append, lambda host: host == 0 and next(is_at_work))
     assert words.startswith("step 8 is saved, by rank 2") and saved == [2] and rescue.has_begun
-    elsewhere = Verdict((3,), "died", 1, "", savers=(0, 4))
-    assert rescue.lead(elsewhere, waits.append, lambda rank: False) == "rank 0 saves the last step"
+    elsewhere = Verdict((3,), "died", 1, "", saving_hosts=(0, 2))
+    assert rescue.lead(elsewhere, waits.append, lambda host: False) == "host 0 saves the last step"
 
 
 class Masked(nn.Module):

@@ -16,7 +16,7 @@ from trainer.faults import exit_report, flight_recorder
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour, RankIdentity
 from trainer.faults.reports import Reports
-from trainer.faults.rescue import SAVING_HOSTS, Rescue, left_without, savers
+from trainer.faults.rescue import SAVING_HOSTS, Rescue, left_without, saving_hosts
 from trainer.faults.verdict import ASLEEP_S, UNHEARD_S, Observed, Verdict, judge
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Ending:
             return  # all ranks reach such an end by themselves, if they can
         if self.prints_traceback(verdict):
             return
-        verdict = replace(verdict, savers=savers(everyone, verdict.ranks))
+        verdict = replace(verdict, saving_hosts=saving_hosts(everyone, verdict.ranks))
         self.end(self._agreed(self._with_those_left(verdict, everyone)))
 
     def _with_those_left(self, verdict: Verdict, everyone: Sequence[Observed]) -> Verdict:
@@ -121,7 +121,8 @@ class Ending:
             return verdict
         if reports is not None and (agreed := reports.agree(verdict, timeout_s=1.0)) is not None:
             return agreed
-        return replace(verdict, savers=verdict.savers if self._own.host <= SAVING_HOSTS else (), left=())
+        hosts = verdict.saving_hosts if self._own.host <= SAVING_HOSTS else ()
+        return replace(verdict, saving_hosts=hosts, left=())
 
     def prints_traceback(self, verdict: Verdict) -> bool:
         """Whether the verdict is about a rank of this host that is exiting: its traceback comes first."""
@@ -203,12 +204,12 @@ class Ending:
         self._heartbeat.tick()
         time.sleep(seconds)
 
-    def _is_at_work(self, rank: int) -> bool:
-        """Whether the host of `rank`, another than this, has neither ended nor fallen silent."""
+    def _is_at_work(self, host: int) -> bool:
+        """Whether `host`, another than this, has neither ended nor fallen silent."""
         reports = self.reports_of_other_hosts()
-        if reports is None or self._members[rank].host in reports.ended:
+        if reports is None or host in reports.ended:
             return False
-        return any(each.rank == rank and each.heard_s < UNHEARD_S for each in reports.others())
+        return any(each.host == host and each.heard_s < UNHEARD_S for each in reports.others())
 
     def leave(self, status: int) -> None:
         """Exit, as the verdict of a neighbour says; what this rank alone knows is written before."""
@@ -259,11 +260,11 @@ class Ending:
         if verdict is None:
             return
         reports = self.reports_of_other_hosts()
-        elsewhere = savers(reports.others(), ()) if reports is not None else ()
-        own_step = (self._rank,) if self._heartbeat.finished else ()
-        verdict = self._with_save(self._agreed(replace(verdict, savers=elsewhere or own_step)))
+        elsewhere = saving_hosts(reports.others(), ()) if reports is not None else ()
+        verdict = replace(verdict, saving_hosts=(*elsewhere, self._own.host)[:SAVING_HOSTS])
+        verdict = self._with_save(self._agreed(verdict))
         self._write(verdict)
         if len(self._members) > 1 or own.worker:
             atexit.register(exit_report.say, verdict, len(self._members), self._written_to)
-        elif own_step:
+        elif self._heartbeat.finished:
             atexit.register(exit_report.print_line, verdict.message.rpartition("; ")[2])

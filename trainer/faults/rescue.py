@@ -19,7 +19,6 @@ SAVE_S = 25.0  # launchers kill what is left 30 s after the first end
 SAVING_HOSTS = 3  # that save, or stand by until one has
 _LOOK_S = 0.02
 _NOTHING = "no step is saved"
-_NOBODY = "no rank is left that holds one"
 
 
 class LastStep(Protocol):
@@ -38,16 +37,27 @@ class LastStep(Protocol):
         """Let the state change again: the main thread may be about to."""
 
 
-def savers(ranks: Sequence[Observed], blamed: Sequence[int]) -> tuple[int, ...]:
-    """The survivors to save, one of each host: of the largest step, then of rank 0's host, then the lowest.
+def savers(ranks: Sequence[Observed], blamed: Sequence[int], own: int | None = None) -> list[Observed]:
+    """The ranks that may save, the best first: of the largest step, then of rank 0's host, then the lowest.
 
-    Those that the verdict is about are `blamed`. No rank finishes a step before all have given their
-    gradients for it, so survivors are at most one step apart.
+    Those that the verdict is about are `blamed`: after the others. Without an exception of its own, a rank
+    that hangs may still save. No rank finishes a step before all have given their gradients for it, so they
+    are at most one step apart.
+
+    Args:
+        own: a rank that may save in any case.
     """
-    alive = [rank for rank in ranks if rank.rank not in blamed and rank.finished and _takes_part(rank)]
-    alive.sort(key=lambda rank: (-rank.finished, rank.host != ranks[0].host, rank.rank))
-    best = {rank.host: rank.rank for rank in reversed(alive)}
-    return tuple(dict.fromkeys(best[rank.host] for rank in alive))[:SAVING_HOSTS]
+    able = [rank for rank in ranks if _takes_part(rank) or rank.rank == own]
+    return sorted(able, key=lambda r: (r.rank in blamed, -r.finished, r.host != ranks[0].host, r.rank))
+
+
+def saving_hosts(ranks: Sequence[Observed], blamed: Sequence[int]) -> tuple[int, ...]:
+    """The hosts to save, one after another until one has.
+
+    What is known of another host's ranks may be many seconds old, or from before their first step: so which
+    of them saves is known only there.
+    """
+    return tuple(dict.fromkeys(rank.host for rank in savers(ranks, blamed)))[:SAVING_HOSTS]
 
 
 def left_without(ranks: Sequence[Observed], verdict: Verdict, by_host: bool) -> tuple[int, ...]:
@@ -117,27 +127,25 @@ class Rescue:
 
         Args:
             wait: waits for a number of seconds, and keeps this rank awake.
-            is_at_work: whether the host of a rank, another host, has neither ended nor fallen silent.
+            is_at_work: whether another host has neither ended nor fallen silent.
         """
         if not self._heartbeat.step or (self.last_step is None and self.why_not is None):
             return ""
         if self.why_not is not None:
             return f"{_NOTHING}: {self.why_not}"
-        own = [rank for rank in verdict.savers if rank in self._here]
-        if not own:
-            nobody = f"{_NOTHING}: {_NOBODY}" if self._heartbeat.finished else ""
-            self.is_saved = bool(verdict.savers)
-            return f"rank {verdict.savers[0]} saves the last step" if verdict.savers else nobody
+        host = self._here[self._rank].member.host
+        if host not in verdict.saving_hosts:
+            self.is_saved = bool(verdict.saving_hosts)
+            return f"host {verdict.saving_hosts[0]} saves the last step" if self.is_saved else ""
         self.tell(saver=None)
         until = time.monotonic() + SAVE_S
-        before = verdict.savers[: verdict.savers.index(own[0])]
+        before = verdict.saving_hosts[: verdict.saving_hosts.index(host)]
         while any(map(is_at_work, before)) and time.monotonic() < until:
             wait(_LOOK_S)
-        # The others of this host hold the state, too: if one dies, or may not save, the next one does.
-        left = sorted(self._here, key=lambda rank: -self._here[rank].records.main().finished)
-        found = ""
-        for saver in dict.fromkeys([*own, *(rank for rank in left if rank not in verdict.ranks)]):
-            words, self.is_saved = self._result_of(saver, until, wait)
+        # Each rank here holds the state: if one dies, or may not save, the next one does.
+        here, found = [neighbour.observe() for neighbour in self._here.values()], ""
+        for saver in [rank for rank in savers(here, verdict.ranks, self._rank) if rank.finished]:
+            words, self.is_saved = self._result_of(saver.rank, until, wait)
             found = words if self.is_saved else found or words
             if self.is_saved:
                 break

@@ -102,7 +102,7 @@ class Observed:
 class Verdict:
     """The ranks to look at first. `status` is the exit status of every rank of the run.
 
-    `savers` are the ranks that save the last finished step, if the one before has not. Then the ranks that
+    The `saving_hosts` save the last finished step, each if those before it have not. Then the ranks that
     are `left` go on without the others; none: the run ends.
     """
 
@@ -111,7 +111,7 @@ class Verdict:
     status: int
     message: str
     facts: Mapping[str, object] = field(default_factory=dict)  # rank, host, phase, where, step, silent_s
-    savers: tuple[int, ...] = ()
+    saving_hosts: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
 
     def followed_by(self, words: str) -> "Verdict":
