@@ -161,7 +161,11 @@ def torchrun(ranks: int, *options: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def started_ranks(
-    where: int | Sequence[int | Host], *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    where: int | Sequence[int | Host],
+    *argv: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    forks: bool = False,
 ) -> Iterator[list[Program]]:
     """Ranks, each a separate program in torchrun's environment, without a torchrun that watches them.
 
@@ -173,7 +177,13 @@ def started_ranks(
         meeting = stack.enter_context(rendezvous(hosts[0]))
         yield [
             stack.enter_context(
-                started(*argv, env={**meeting, **place(rank, hosts), **(env or {})}, cwd=cwd, host=host)
+                started(
+                    *argv,
+                    env={**meeting, **place(rank, hosts), **(env or {})},
+                    cwd=cwd,
+                    host=host,
+                    forks=forks,
+                )
             )
             for rank, host in enumerate(hosts)
         ]

@@ -29,7 +29,7 @@ from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
 from trainer.config import Config, TrainConfig, flatten, to_yaml
-from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.batch import BatchSplit, split_batch
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
 from trainer.distributed.gather_samples import gathering
 from trainer.distributed.process_group import Dist, process_group
@@ -125,6 +125,9 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, parts: l
         assert dist.watch is not None
         dist.watch.ending.writes_to(run_dir, refusals=not claimed.used)
         with messages(dist, run_dir) as open_log:
+            if (train := config.train).exact is None:  # leaves are shared among any number of ranks
+                size, micro = train.global_batch_size, train.known_micro_batch_size
+                dist.watch.ending.check_shares = partial(split_batch, size, micro)
             config = with_micro_batch_size(config, former_size, dist)
             take_over = partial(_take_over, config, run_dir, open_log)
             if not claimed.used:

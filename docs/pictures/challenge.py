@@ -14,7 +14,7 @@ import style
 from matplotlib.figure import Figure
 
 ROOT = style.HERE.parents[1]
-MOVE = re.compile(r"move +(\d+): (\S+(?: \S+)?) on (\d+) +to step +(\d+)(?:, SIGKILL of (.*))?")
+MOVE = re.compile(r"move +(\d+): strategy=(\w+(?: comm=\w+)?) on (\d+) to step (\d+), killed: (.*)")
 COLOURS = {"ddp": "#4c78a8", "fsdp": "#f2b14a"}
 ON_BAR = "#101418"  # dark in both variants
 
@@ -22,13 +22,16 @@ ON_BAR = "#101418"  # dark in both variants
 def draw(said: str, begins: Mapping[int, int]) -> Figure:
     """What the challenge `said`; `begins` has the step at which each move resumed."""
     hashes = re.findall(r"^(?:undisturbed|in moves) +([0-9a-f]{64})$", said, re.M)
-    moves = [(int(n), what, int(ranks), int(to), of) for n, what, ranks, to, of in MOVE.findall(said)]
+    moves = [
+        (int(n), what.replace("comm=", ""), int(ranks), int(to), killed)
+        for n, what, ranks, to, killed in MOVE.findall(said)
+    ]
     last = max(to for *_, to, _ in moves)
     figure = Figure(figsize=(6, 2.8), layout="constrained")
     axes = figure.add_subplot(xlabel="step")
     axes.barh(0, last, color="#59a87a", height=0.7)
     axes.text(4, 0, "undisturbed: 1 process", va="center", fontsize=13, color=ON_BAR)
-    for row, (number, what, ranks, to, of) in enumerate(moves, 1):
+    for row, (number, what, ranks, to, killed) in enumerate(moves, 1):
         begin = begins[number]
         axes.barh(-row, to - begin, left=begin, color=COLOURS[what.split()[0]], height=0.7)
         left = begin > last / 2
@@ -41,7 +44,7 @@ def draw(said: str, begins: Mapping[int, int]) -> Figure:
             va="center",
             fontsize=13,
         )
-        if of:
+        if killed != "none":
             axes.plot(to, -row, "x", color="#e45756", markersize=11, markeredgewidth=3)
     for row, sha in ((0, hashes[0]), (-len(moves), hashes[1])):
         axes.text(

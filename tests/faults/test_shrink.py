@@ -250,6 +250,15 @@ def test_a_second_death_while_the_others_begin_again(undisturbed: str, tmp_path:
 
 
 @pytest.mark.slow
+def test_a_micro_batch_size_of_auto_is_found_again(tmp_path: Path) -> None:
+    batch = ("train.exact=null", "train.global_batch_size=12", "train.micro_batch_size=auto")
+    ended = launched(3, tmp_path, *batch, *fault("kill", 2, 6))
+    assert ended.code == 0, ended.output
+    assert re.findall(r"auto: (.*) samples of a rank", ended.output) == ["4 of the 4", "6 of the 6"]
+    assert result(tmp_path)["world_size"] == 2
+
+
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_ends_the_run(tmp_path: Path) -> None:
     batch = ("train.exact=null", "train.global_batch_size=8")
     ended = launched(4, tmp_path, *batch, *fault("kill", 3, 6))

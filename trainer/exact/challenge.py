@@ -1,151 +1,149 @@
 """Kills ranks, changes how many there are and their strategy: does the model still end with the same bits?
 
     python -m trainer.exact.challenge [--minutes 2] [--seed N] [--folder DIR]
+    torchrun --nnodes=2 --nproc-per-node=1 ... -m trainer.exact.challenge --hosts 2 --folder DIR
 
 Trains an MLP on handwritten digits with `train.exact`: undisturbed, by one process, and in moves. Each move
 starts another number of ranks, with another strategy, and ends with a SIGKILL of one of them or of all; the
 next goes on from what is left, and the last one to the end. The exit status is 1 if the models have different
-hashes.
+hashes. On several hosts, which all must see DIR, torchrun's process on each starts the ranks of that host.
 """
 
-import argparse
 import json
 import os
 import random
 import socket
-import subprocess
 import sys
-import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import HashStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from trainer.errors import UserError
 from trainer.exact.environment import environment, prepare
+from trainer.launch import fresh
 from trainer.launch.exits import exits
 from trainer.launch.signals import stop_signals_to
 
 LEAVES, STEPS = 8, 300
-AT_LEAST = 4  # moves, on a machine however slow
-DEADLINE_S = 300.0  # for one move, on a machine however slow
-SETTINGS = [
-    *(f"train.exact={LEAVES}", f"train.max_steps={STEPS}", "train.log_every_steps=1", "logger=jsonl"),
-    *("resume=auto", "checkpoint.every_steps=25", "train.eval_every_epochs=0", "distributed.timeout_s=60"),
-]
-STRATEGIES = [
-    *(f"strategy=ddp comm={comm}" for comm in ("native", "ring", "tree", "halving_doubling")),
-    *("strategy=fsdp", "strategy=fsdp"),
-]
+AT_LEAST, DEADLINE_S = 4, 300.0  # how many moves; for each, on a machine however slow
+SETTINGS = (
+    f"train.exact={LEAVES} train.log_every_steps=1 logger=jsonl resume=auto checkpoint.every_steps=25 "
+    "train.eval_every_epochs=0 distributed.timeout_s=60"
+)
+DDP = [f"strategy=ddp comm={comm}" for comm in ("native", "ring", "tree", "halving_doubling")]
 
 
 class DrawnMove(NamedTuple):
-    """Ranks to start, with settings, and the step to kill the rank `victim` at; None: all."""
+    """Ranks to start, with settings, and which of them to kill at a step; none of them: to the end."""
 
     ranks: int
     overrides: str
-    kill_at: int | None = None
-    victim: int | None = None
-
-    def __str__(self) -> str:
-        words = self.overrides.replace("strategy=", "").replace("comm=", "")
-        return f"{words} on {self.ranks}"
+    kill_at: int = STEPS
+    victims: tuple[int, ...] = ()
 
 
-def run(move: DrawnMove, run_dir: Path, number: int = 0) -> None:
-    """Start the ranks, kill whom the move says, and wait until all have ended.
+class Hosts(NamedTuple):
+    """The processes of all hosts, which meet in torchrun's store; by default, this one alone."""
 
-    Raises:
-        UserError: ranks failed, or had not ended in time; with the end of their output.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    log = run_dir.with_name(f"move{number}.log")
-    told: dict[str, object] = {"WORLD_SIZE": move.ranks, "LOCAL_WORLD_SIZE": move.ranks, "MASTER_PORT": port}
-    told |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
-    shared = os.environ | {name: str(value) for name, value in told.items()}
-    command = [sys.executable, "-m", "trainer", *SETTINGS, *move.overrides.split(), f"run_dir={run_dir}"]
-    ranks: list[subprocess.Popen[bytes]] = []
-    kill_at, end_by = move.kill_at, time.monotonic() + DEADLINE_S
+    store: Store = HashStore()
+    number: int = 0
+    total: int = 1
+
+    def each(self, value: Any) -> list[Any]:
+        """Each host's `value`, the first host's first (a collective)."""
+        turn = self.store.add(f"turn{self.number}", 1)
+        self.store.set(f"{turn}/{self.number}", json.dumps(value))
+        return [json.loads(self.store.get(f"{turn}/{number}")) for number in range(self.total)]
+
+
+def run(hosts: Hosts, move: DrawnMove, run_dir: Path, number: int = 0) -> None:
+    """Start this host's ranks, kill the victims, and wait for all hosts' ranks; UserError if some failed."""
+    with socket.create_server(("", 0)) as free:
+        port = hosts.each(free.getsockname()[1])[0]
+    first, end = (-(-move.ranks * host // hosts.total) for host in (hosts.number, hosts.number + 1))
+    told: dict[str, Any] = {"MASTER_ADDR": os.environ["MASTER_ADDR"] if hosts.total > 1 else "127.0.0.1"}
+    told |= {"WORLD_SIZE": move.ranks, "LOCAL_WORLD_SIZE": end - first, "GROUP_RANK": hosts.number}
+    words = [*f"{SETTINGS} train.max_steps={STEPS} {move.overrides}".split(), f"run_dir={run_dir}"]
+    log, late = run_dir.with_name(f"move{number}.host{hosts.number}.log"), 0
+    ranks, end_by = {}, time.monotonic() + DEADLINE_S
     try:
-        with log.open("w") as output:
-            for rank in range(move.ranks):
-                own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(subprocess.Popen(command, env=own, stdout=output, stderr=subprocess.STDOUT))
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end_by:
-            if kill_at is not None and last_step(run_dir) >= kill_at:
-                for victim in ranks if move.victim is None else [ranks[move.victim]]:
-                    victim.kill()
-                kill_at = None
+        with log.open("w") as file:
+            for rank in range(first, end):
+                own = told | {"RANK": rank, "LOCAL_RANK": rank - first, "MASTER_PORT": port}
+                ranks[rank] = fresh.start(words, environment=own, devices=[], stdout=file, stderr=file)
+        while (late := sum(each.poll() is None for each in ranks.values())) and time.monotonic() < end_by:
+            if last_step(run_dir) >= move.kill_at:
+                for victim in ranks.keys() & set(move.victims):
+                    ranks[victim].kill()
             time.sleep(0.02)
     finally:
-        late = sum(rank.poll() is None for rank in ranks)
-        for process in ranks:
+        for process in ranks.values():
             process.kill()
-        statuses = [process.wait() for process in ranks]
-    if late or (move.kill_at is None and any(statuses)):
-        how = f"{late} had not ended after {DEADLINE_S:g} s" if late else f"they ended with status {statuses}"
-        raise UserError(f"{move}: of the ranks, {how}\n{log.read_text()[-3000:]}")
+        statuses = [process.wait() for process in ranks.values()]
+    wrong = f"{move}, host {hosts.number}: {late} late; they ended with {statuses}\n{log.read_text()[-3000:]}"
+    if any(all_wrong := hosts.each(wrong if late or (any(statuses) and not move.victims) else "")):
+        raise UserError("\n".join(filter(None, all_wrong)))
 
 
 def last_step(run_dir: Path) -> int:
     """The last step in a run's metrics; 0 without one."""
     file = run_dir / "metrics.jsonl"
-    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    return max((json.loads(line)["step"] for line in lines[-3:] if line.endswith(b"\n")), default=0)
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def next_move(draw: random.Random, step: int, moves_left: float) -> DrawnMove:
-    """A move at random; with less than one left, it has no kill and so goes to the end."""
-    ranks = draw.choice((1, 2, 3, 4))
-    is_shared_evenly = LEAVES % ranks == 0  # as fsdp needs
-    words = draw.choice([each for each in STRATEGIES if is_shared_evenly or "fsdp" not in each])
+    """A move at random; with less than one left, it kills nobody and so goes to the end."""
+    ranks = draw.randint(1, 4)
+    words = draw.choice(DDP if LEAVES % ranks else [*DDP, *["strategy=fsdp"] * 2])
     kill_at = step + draw.randint(1, max(1, int(2 * (STEPS - step) / (moves_left + 1))))
-    victim = draw.choice([None, *range(ranks)])
-    return DrawnMove(ranks, words, kill_at if moves_left >= 1 and kill_at < STEPS else None, victim)
+    victims = draw.choice([tuple(range(ranks)), *((rank,) for rank in range(ranks))])
+    return DrawnMove(ranks, words, kill_at, victims if moves_left >= 1 and kill_at < STEPS else ())
 
 
-def challenge(minutes: float, seed: int, folder: Path) -> bool:
+def challenge(hosts: Hosts, minutes: float, seed: int, folder: Path) -> bool:
     """Train undisturbed, and in moves, each of which is printed; whether both models have one hash."""
     print(f"seed {seed}, in {folder}. What decides bits:", flush=True)
     prepare(torch.device("cpu"))
-    for name, value in environment(torch.device("cpu")).items():
-        print(f"  {name}: {value}")
-    end_by, draw = time.monotonic() + 60 * minutes, random.Random(seed)
+    print(*(f"  {name}: {value}" for name, value in environment(torch.device("cpu")).items()), sep="\n")
     alone, moved = folder / "undisturbed", folder / "moved"
-    begin = time.monotonic()
-    run(DrawnMove(1, "strategy=single"), alone)
-    seconds, number, move = time.monotonic() - begin, 0, None
-    print(f"undisturbed: {STEPS} steps in {seconds:.1f} s", flush=True)
-    while move is None or move.kill_at is not None:
-        begin, number = time.monotonic(), number + 1
-        move = next_move(draw, last_step(moved), max((end_by - begin) / seconds - 1, AT_LEAST - number))
-        run(move, moved, number)
-        seconds = (seconds + time.monotonic() - begin) / 2
-        who = "all" if move.victim is None else f"rank {move.victim}"
-        end = "" if move.kill_at is None else f", SIGKILL of {who}"
-        print(f"move {number:2d}: {move!s:24} to step {last_step(moved):3d}{end}", flush=True)
-    results = (json.loads((each / "result.json").read_text()) for each in (alone, moved))
-    first, second = (result["param_sha256"] for result in results)
+    draw, begin, number, move = random.Random(seed), time.monotonic(), 0, None
+    run(hosts, DrawnMove(1, "strategy=single"), alone)
+    print(f"undisturbed: {STEPS} steps in {time.monotonic() - begin:.1f} s", flush=True)
+    while move is None or move.victims:
+        number += 1  # this move's, and how many runs there were before it
+        left = number * (60 * minutes / (time.monotonic() - begin) - 1) - 1
+        move = next_move(draw, last_step(moved), max(left, AT_LEAST - number))
+        run(hosts, move := DrawnMove(*hosts.each(move)[0]), moved, number)
+        words = f"{move.overrides} on {move.ranks} to step {last_step(moved)}"
+        print(f"move {number:2d}: {words}, killed: {[*move.victims] or 'none'}", flush=True)
+    first, second = (json.loads((one / "result.json").read_text())["param_sha256"] for one in (alone, moved))
     print(f"undisturbed {first}\nin moves    {second}\n{'the same' if first == second else 'OTHER'} bits")
     return bool(first == second)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.0, help="about how long it takes (2)")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the moves; else drawn")
-    parser.add_argument("--folder", type=Path, help="of the runs and their output, kept; new without one")
-    arguments = parser.parse_args()
+    parser.add_argument("--folder", type=Path, help="of the runs and their output (runs/challenge-SEED)")
+    parser.add_argument("--hosts", type=int, default=1, help="how many, each with a process of torchrun (1)")
+    own = parser.parse_args()
     with exits(), stop_signals_to(lambda number: sys.exit(128 + number)):  # and so kill the ranks
-        folder = Path(arguments.folder or tempfile.mkdtemp(prefix="challenge-")).absolute()
-        if (folder / "undisturbed").exists():
+        if own.hosts != int(os.environ.get("WORLD_SIZE", 1)):
+            raise UserError(f"--hosts {own.hosts} needs torchrun --nnodes={own.hosts} --nproc-per-node=1")
+        hosts = Hosts(*next(rendezvous("env://"))) if own.hosts > 1 else Hosts()
+        seed = hosts.each(own.seed)[0]
+        folder = (own.folder or Path("runs", f"challenge-{seed}")).absolute()
+        if any(hosts.each((folder / "undisturbed").exists())):
             raise UserError(f"{folder} has the runs of another challenge; use another --folder")
         folder.mkdir(parents=True, exist_ok=True)
-        sys.exit(not challenge(arguments.minutes, arguments.seed, folder))
+        sys.exit(not challenge(hosts, own.minutes, seed, folder))
 
 
 if __name__ == "__main__":

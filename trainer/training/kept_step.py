@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from trainer import accelerator
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data.loading.base import TrainLoader
-from trainer.data.loading.batch import split_batch
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.optim.plain_names import named_modules
@@ -192,8 +190,7 @@ def build_gate(
     """The gate of a run; with `checkpoint.at_fault` the watch is told what to save."""
     if not config.checkpoint.at_fault or dist.watch is None:
         return Gate()
-    ending = dist.watch.ending
-    rescue = ending.rescue
+    rescue = dist.watch.ending.rescue
     rescue.why_not = strategy.not_whole
     if rescue.why_not is not None:
         return Gate()
@@ -202,10 +199,6 @@ def build_gate(
     )
     if config.distributed.shrink:  # a rank may die before the next step, too
         dist.heartbeat.finished = state.progress.step
-    train = config.train
-    if train.exact is None:  # leaves are shared among any number of ranks
-        size, micro = train.global_batch_size, train.known_micro_batch_size
-        ending.check_shares = partial(split_batch, size, micro)
     return kept
 
 
