@@ -12,7 +12,7 @@ import pytest
 
 from tests.programs import finish, started, started_ranks
 from trainer.exact import challenge
-from trainer.exact.challenge import DrawnMove, Hosts
+from trainer.exact.challenge import AllHosts, DrawnMove
 
 COMMAND = ("-m", "trainer.exact.challenge", "--folder")
 SHORT = """
@@ -41,7 +41,7 @@ def test_killed_and_moved_on_two_hosts_it_ends_with_the_same_bits(tmp_path: Path
 def test_other_bits_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(hosts: Hosts, move: DrawnMove, run_dir: Path, number: int = 0) -> None:
+    def run(hosts: AllHosts, move: DrawnMove, run_dir: Path, number: int = 0) -> None:
         run_dir.mkdir(exist_ok=True)
         (run_dir / "result.json").write_text(json.dumps({"param_sha256": move.overrides}))
 
@@ -49,7 +49,7 @@ def test_other_bits_are_told(
     monkeypatch.setattr(challenge, "prepare", lambda device: None)
     for overrides, same in (("strategy=ddp", False), ("strategy=single", True)):
         monkeypatch.setattr(challenge, "next_move", lambda *_, words=overrides: DrawnMove(1, words))
-        assert challenge.challenge(Hosts(), minutes=0.01, seed=1, folder=tmp_path) is same
+        assert challenge.challenge(AllHosts(), minutes=0.01, seed=1, folder=tmp_path) is same
         assert ("OTHER bits" in capsys.readouterr().out) is not same
 
 

@@ -47,7 +47,7 @@ class DrawnMove(NamedTuple):
     victims: tuple[int, ...] = ()
 
 
-class Hosts(NamedTuple):
+class AllHosts(NamedTuple):
     """The processes of all hosts, which meet in torchrun's store; by default, this one alone."""
 
     store: Store = HashStore()
@@ -61,7 +61,7 @@ class Hosts(NamedTuple):
         return [json.loads(self.store.get(f"{turn}/{number}")) for number in range(self.total)]
 
 
-def run(hosts: Hosts, move: DrawnMove, run_dir: Path, number: int = 0) -> None:
+def run(hosts: AllHosts, move: DrawnMove, run_dir: Path, number: int = 0) -> None:
     """Start this host's ranks, kill the victims, and wait for all hosts' ranks; UserError if some failed."""
     with socket.create_server(("", 0)) as free:
         port = hosts.each(free.getsockname()[1])[0]
@@ -106,7 +106,7 @@ def next_move(draw: random.Random, step: int, moves_left: float) -> DrawnMove:
     return DrawnMove(ranks, words, kill_at, victims if moves_left >= 1 and kill_at < STEPS else ())
 
 
-def challenge(hosts: Hosts, minutes: float, seed: int, folder: Path) -> bool:
+def challenge(hosts: AllHosts, minutes: float, seed: int, folder: Path) -> bool:
     """Train undisturbed, and in moves, each of which is printed; whether both models have one hash."""
     print(f"seed {seed}, in {folder}. What decides bits:", flush=True)
     prepare(torch.device("cpu"))
@@ -137,7 +137,7 @@ def main() -> None:
     with exits(), stop_signals_to(lambda number: sys.exit(128 + number)):  # and so kill the ranks
         if own.hosts != int(os.environ.get("WORLD_SIZE", 1)):
             raise UserError(f"--hosts {own.hosts} needs torchrun --nnodes={own.hosts} --nproc-per-node=1")
-        hosts = Hosts(*next(rendezvous("env://"))) if own.hosts > 1 else Hosts()
+        hosts = AllHosts(*next(rendezvous("env://"))) if own.hosts > 1 else AllHosts()
         seed = hosts.each(own.seed)[0]
         folder = (own.folder or Path("runs", f"challenge-{seed}")).absolute()
         if any(hosts.each((folder / "undisturbed").exists())):
