@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from tests import runs
 from tests.programs import finish
-from trainer import config
+from trainer import config, troubleshooting
 from trainer.config.overrides import leaves
 
 ROOT = Path(__file__).parents[1]
@@ -191,14 +191,20 @@ def texts_in_code() -> list[tuple[str, str]]:
     return found
 
 
-def test_the_messages_of_the_troubleshooting_page_are_in_the_code() -> None:
-    """Each heading before torch's own: its parts between the dots."""
-    ours, theirs = (ROOT / "docs/howto/troubleshooting.md").read_text().split("\n## torch and torchrun\n")
-    messages = re.findall(r"^### `(.+)`$", ours, re.M)
-    assert len(messages) + theirs.count("\n### ") >= 25
-    for message in messages:
-        for part in message.split("..."):
-            assert any(part.strip() in text for _, text in texts_in_code()), message
+def test_the_entries_of_the_troubleshooting_page_are_those_that_errors_name() -> None:
+    """Before torch's own, their headings, between the dots, are in the code."""
+    page = (ROOT / troubleshooting.PAGE).read_text()
+    anchored = dict(re.findall(r'^<a id="(.+)"></a>\n\n### `(.+)`$', page, re.M))
+    assert anchored == troubleshooting.ENTRIES
+    ours, theirs = page.split("\n## torch and torchrun\n")
+    headings = set(re.findall(r"^### `(.+)`$", ours, re.M))
+    assert headings <= set(anchored.values()) and len(headings) + theirs.count("\n### ") >= 25
+    texts = [text for where, text in texts_in_code() if not where.startswith(troubleshooting.__file__)]
+    for anchor, message in anchored.items():
+        if message in headings:
+            for part in message.split("..."):
+                assert any(part.strip() in text for text in texts), message
+        assert troubleshooting.see(f"before {message.replace('...', 'this')} after").endswith(f"#{anchor}")
 
 
 def test_every_page_is_listed() -> None:

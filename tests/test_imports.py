@@ -18,6 +18,7 @@ HOUSE = ROOT / "trainer"
 FLOORS: tuple[dict[str, str], ...] = (
     {
         "accelerator": "",
+        "troubleshooting": "",
     },
     {
         "errors": "",
@@ -28,11 +29,11 @@ FLOORS: tuple[dict[str, str], ...] = (
         "files": "errors",
     },
     {
-        "launch": "config errors files",
+        "launch": "config errors files troubleshooting",
         "optim": "accelerator config errors tensors",
     },
     {
-        "faults": "errors files",
+        "faults": "errors files troubleshooting",
     },
     {
         "data": "accelerator config errors faults launch tensors",

@@ -11,7 +11,7 @@ from trainer.checks.rehearsal import rehearse
 from trainer.errors import StoppedBySignal, UserError
 from trainer.inference.evaluation import evaluate, show
 from trainer.step import train_step
-from trainer.training.log_step import log_step
+from trainer.training.log_step import log_first_step, log_step
 from trainer.training.step_agreement import AfterStep
 
 if TYPE_CHECKING:
@@ -103,6 +103,10 @@ def make_step(run: "Run", batches: "Batches") -> AfterStep:
         with meter.resting():
             log_step(run, grad_norm)
         meter.begin_window()
+    elif progress.step == run.steps_before + 1 and run.settings.log_every_steps and losses is not None:
+        run.dist.heartbeat.enter("log")
+        with meter.resting():
+            log_first_step(run, losses)
     return after
 
 

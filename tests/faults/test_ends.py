@@ -154,7 +154,7 @@ def test_what_another_rank_has_said_is_not_repeated(
 def test_an_unknown_setting_is_refused_before_torch_is_loaded() -> None:
     code, output = really("-X", "importtime", "train.py", "train.epoch=1")
     said = [line for line in output.splitlines() if not line.startswith("import time:")]
-    assert (code, len(said)) == (2, 1), said
+    assert (code, len(said), said[1]) == (2, 2, "  see docs/howto/troubleshooting.md#unknown-setting"), said
     assert "train.epoch is not a setting" in said[0]
     assert re.search(r"\| +omegaconf$", output, re.MULTILINE) and not re.search(
         r"\| +torch$", output, re.MULTILINE

@@ -24,3 +24,24 @@ def test_two_runs_that_end_alike_both_say_why(capsys: pytest.CaptureFixture[str]
     for _ in range(2):  # the first one's name is held while this process lives
         exits._say_once("two runs of one mistake")
     assert capsys.readouterr().err.splitlines() == ["two runs of one mistake"] * 2
+
+
+def test_what_ends_a_run_names_its_entry_on_the_page_of_messages(capfd: pytest.CaptureFixture[str]) -> None:
+    from trainer.errors import UserError
+    from trainer.faults import exit_report
+    from trainer.faults.verdict import Verdict
+    from trainer.launch.exits import exits
+
+    with pytest.raises(SystemExit), exits():
+        raise UserError("optim.lrr is not a setting")
+    exit_report.say(Verdict((1,), "died", 1, "rank 1 (host 0) died of SIGKILL"), 2, None)
+    exit_report.say(Verdict((1,), "raised", 1, "rank 1 (host 0) failed"), 2, None)
+    assert capfd.readouterr().err.splitlines() == [
+        "optim.lrr is not a setting",
+        "  see docs/howto/troubleshooting.md#unknown-setting",
+        "",
+        "rank 1 (host 0) died of SIGKILL",
+        "  see docs/howto/troubleshooting.md#died",
+        "",
+        "rank 1 (host 0) failed",
+    ]

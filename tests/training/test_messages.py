@@ -1,5 +1,6 @@
 """What a run says of its data, and of errors of torch whose cause is known."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,11 +66,14 @@ STREAM = (
 
 
 def test_a_stream_logs_samples_and_no_epoch(tmp_path: Path) -> None:
-    run_ranks(train, 1, *STREAM, f"run_dir={tmp_path}", init=False)
+    """The first step, also after a resume, has a line without these, since it is no mean."""
+    run_ranks(train, 1, *STREAM, "train.max_steps=4", f"run_dir={tmp_path}", init=False)
+    run_ranks(train, 1, *STREAM, "resume=auto", f"run_dir={tmp_path}", init=False)
     said = (tmp_path / "train.log").read_text()
-    assert (
-        "step 2/5  24 samples  loss" in said and "step 4/5  48 samples  loss" in said and "epoch " not in said
-    )
+    assert "step 2/4  24 samples  loss" in said and "step 4/4  48 samples  loss" in said
+    assert "epoch " not in said
+    first = re.findall(r"step (\d)/\d  loss \d\.\d{4}  \d+\.\d\d s$", said, re.MULTILINE)
+    assert first == re.findall(r"step ([135])/", said) == ["1", "5"]
 
 
 def _of_batch_norm() -> None:

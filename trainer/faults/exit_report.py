@@ -14,6 +14,7 @@ from trainer.errors import UserError, which_try
 from trainer.faults.verdict import Observed, Verdict
 from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import load_json, printable
+from trainer.troubleshooting import see
 
 FAILURE = "failure.json"
 
@@ -69,7 +70,7 @@ def say(verdict: Verdict, num_ranks: int, run_dir: Path | None) -> None:
     tail = f"\n  the other {others} ranks end, status {verdict.status}" if others > 1 else ""
     tail += which_try()
     kept = f"; {run_dir}/failure.json and stacks/ say more" if run_dir is not None else ""
-    print_line(f"\n{printable(verdict.message, _LONGEST)}{tail}{kept}")
+    print_line(f"\n{printable(verdict.message, _LONGEST)}{tail}{kept}{see(verdict.message)}")
 
 
 def print_line(line: str) -> None:

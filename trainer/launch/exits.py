@@ -30,6 +30,7 @@ from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import load_json
 from trainer.launch.place import place, told_rank
 from trainer.launch.signals import signal_at_parents_death
+from trainer.troubleshooting import see
 
 PAUSES_S = (2, 10, 30)  # before the first restart after a fault, the second, and each further one
 _FINAL = {error.exit_code for error in (UserError, NonFiniteError, StoppedBySignal)}
@@ -96,7 +97,7 @@ def exits() -> Iterator[None]:
         if wants_traceback:
             raise
         if not (isinstance(error, StoppedBySignal) and told_rank()):  # rank 0 says the same
-            _say_once(message + (which_try() if status not in _FINAL else ""))
+            _say_once(message + (which_try() if status not in _FINAL else "") + see(message))
         sys.exit(status)
     except Exception as error:
         _tell_next_attempt(1, str(error))

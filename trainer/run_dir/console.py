@@ -69,7 +69,7 @@ class ProgressBar:
 
     def _time_left(self, now: float) -> str:
         done = self._step - self._first
-        if not done:
+        if done < 2:  # the first step is longer than the others: it compiles, and opens connections
             return ""
         left_s = (now - self._began) / done * (self._total - self._step)
         return f"  {tqdm.format_interval(round(left_s))} left"

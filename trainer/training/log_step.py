@@ -1,5 +1,6 @@
 """Logs the steps since the last time: metrics, histograms and a line."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -45,3 +46,14 @@ def log_step(run: "Run", grad_norm: Tensor) -> None:
         f"loss {values['train/loss']:.4f}{f' ({words})' if words else ''}  lr {values['train/lr']:.2e}  "
         f"{values['speed/samples_per_second']:.0f} samples/s"
     )
+
+
+def log_first_step(run: "Run", losses: Sequence[Tensor]) -> None:
+    """Print the loss and the time of this process's first step, alone (a collective).
+
+    A slow run says early that it trains, and how fast. Nothing is logged, because the metrics of a log step
+    are means since the one before.
+    """
+    step, loss = run.state.progress.step, run.meter.loss_of(losses)
+    seconds = run.meter.ms_per_step(run.meter.window)["step"] / 1e3
+    run.run_log.step_line(f"step {step}/{run.total_steps}  loss {loss:.4f}  {seconds:.2f} s")

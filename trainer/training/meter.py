@@ -146,6 +146,16 @@ class Meter:
         """Mean loss per step over all ranks (a collective); NaN when no step was made."""
         return self._per_step(since)[0] / self._mean_over
 
+    def loss_of(self, losses: Sequence[Tensor]) -> float:
+        """The mean over all ranks of one step's losses, as `count_step` gets them (a collective).
+
+        Apart from the sums: added to them alone, this step would change the last bit of the next mean.
+        """
+        total = self._order.sum_of([torch.zeros((), device=self._dist.device, dtype=torch.float64)])
+        if losses:
+            total += self._order.sum_of(losses)
+        return float(self._order.over_ranks(total)) / self._mean_over
+
     def metrics(self, since: Mark, global_batch_size: int) -> dict[str, float]:
         """Losses and speed since a mark, by their names in the log (a collective)."""
         loss, plain, tokens = self._per_step(since)  # waits for the device, so that the times are complete

@@ -1,0 +1,51 @@
+"""Which entry of docs/howto/troubleshooting.md is about a message, to be printed after it."""
+
+import re
+
+PAGE = "docs/howto/troubleshooting.md"
+# The anchor of each entry, and its heading: the words of the message, with dots for what differs. Entries are
+# found by words, because a message may come as text from another rank, a library or a verdict.
+ENTRIES = {
+    "unknown-setting": "... is not a setting",
+    "cannot-be-built": "... cannot be built: ...",
+    "auto": "... is auto, but ... has no ...",
+    "comm-needs-ddp": "comm=... needs strategy=ddp, but strategy=...",
+    "warmup": "schedule.warmup_steps is ..., but this run ends after ... steps",
+    "sweep-in-ranks": "-m (multirun) inside ... starts every trial on every rank",
+    "one-process": "strategy=... is one process, but ... were started",
+    "gpus-of-a-host": "local rank ... has no own GPU: this host has ...",
+    "no-gpu": "distributed.device=..., but torch sees no GPU here",
+    "no-rank-0": "WORLD_SIZE=..., but nothing says where rank 0 is",
+    "global-batch": "train.global_batch_size is ..., which does not divide over ... replicas",
+    "few-samples": "the training data holds ... samples, fewer than one global batch of ...",
+    "unequal-samples": "... cannot be in a batch",
+    "bad-sample": "... cannot be read: ...; fix it, or set data.on_bad_sample=skip",
+    "data-worker": "its data worker ... is gone without a message",
+    "labels": "the largest label is ... and the smallest ..., but the model has classes 0 to ...",
+    "unused-parameters": "strategy=ddp: the loss of rank ... used ...",
+    "ranks-use-other-parameters": "the loss uses ... on rank ... and not on ...",
+    "nan": "... is NaN or Inf on ...",
+    "replicas-differ": "replicas differ after step ...",
+    "used-run-dir": "... holds another run (...); resume=auto continues it",
+    "alive-run": "another run is alive in run_dir=...",
+    "other-model": "the checkpoint is of another model",
+    "other-optimizer": "the checkpoint is of another optimizer",
+    "not-intact": "none of the ... checkpoints in ... is intact",
+    "not-shared": "... is run_dir on a file system that all hosts share?",
+    "memory": "out of memory",
+    "gloo-address": "Gloo connectFullMesh failed with ... remote=[127.0.0.1]",
+    "gloo-interface": "GLOO_SOCKET_IFNAME=..., but its host ... has no interface ...",
+    "duplicate-gpu": "Duplicate GPU detected",
+    # Of what happened to a rank itself, after what it may have said.
+    "died": "rank ... died of ...",
+    "hangs": "rank ... hangs in ...",
+    "stopped": "rank ... is stopped (SIGSTOP, or a debugger) in ...",
+}
+
+
+def see(message: str) -> str:
+    """A line that names the entry about `message`, to follow it; empty if there is none."""
+    for anchor, heading in ENTRIES.items():
+        if re.search(".*".join(map(re.escape, heading.split("..."))), message, re.DOTALL):
+            return f"\n  see {PAGE}#{anchor}"
+    return ""
