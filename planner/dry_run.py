@@ -19,6 +19,7 @@ from planner.ledger import MemoryLedger
 from planner.pretend import DryRunWorld, FusedAttention, as_rank_of, repeated, without_values
 from planner.simulated import CPU, PlacedStrategy, simulated_strategy
 from trainer.build import (
+    begin,
     build_collate,
     build_dataset,
     build_model,
@@ -33,7 +34,7 @@ from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import train_loader
 from trainer.errors import UserError, first_line
 from trainer.optim.optimizer_checks import sparse_weights
-from trainer.optim.param_groups import build_optimizer, freeze
+from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
@@ -91,7 +92,7 @@ class DryRun:
     def _model(self, config: Config) -> InitialModel:
         draft, _ = on_meta(self._build, self._seed)
         model = InitialModel(draft, self._seed) if draft else initial_model(self._build, self._seed, None)
-        freeze(model.module, config.model)
+        begin(config.model, model)
         return model
 
     @contextmanager

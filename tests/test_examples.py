@@ -23,6 +23,7 @@ AT_LEAST = {  # of the metrics of whole runs, by example and run; negative: at m
         "segmentation": {"eval/miou": 0.7},
         "detection": {"eval/found": 0.75},
         "diffusion": {"eval/loss": -0.65},
+        "lora": {"eval/perplexity": -62},
     }
 }
 SHORT = ("train.max_steps=2", "train.global_batch_size=8", "schedule.warmup_steps=0")

@@ -163,6 +163,29 @@ def test_what_init_tensor_forgets_is_refused_by_name() -> None:
         model.fill(model.module)
 
 
+def _extended() -> list[list[tuple[str, Tensor]]]:
+    def extend(module: nn.Module) -> None:
+        own = next(module.parameters())
+        module.added = nn.Linear(5, 5).to(own.device)
+        module.norms = nn.Parameter(torch.empty(3) if own.is_meta else own.detach().flatten()[:3].clone())
+
+    found = []
+    for build in (_normed, Drawn):
+        model = initial_model(build, 0, tiny.facts() if torch.distributed.is_initialized() else None)
+        model.extend(extend)
+        found.append(_values(model))
+    return found
+
+
+def test_what_extends_a_model_has_the_same_values_on_every_rank() -> None:
+    """Also where these depend on the model's, as the norms of weights in DoRA."""
+    (alone,) = run_ranks(_extended, 1, init=False)
+    for rank in run_ranks(_extended, 2):
+        for ours, theirs in zip(rank, alone, strict=True):
+            assert [name for name, _ in ours] == [name for name, _ in theirs]
+            assert all(one.equal(other) for (_, one), (_, other) in zip(ours, theirs, strict=True))
+
+
 def _loaded(build: Callable[[], nn.Module], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     model = initial_model(build, 0, tiny.facts())
     model.load(lambda: tensors)

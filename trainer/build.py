@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,9 @@ from trainer.data.order import shuffled
 from trainer.data.transforms import Transformed
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
-from trainer.errors import UserError
-from trainer.optim.param_groups import keep_frozen_statistics
+from trainer.errors import UserError, first_few
+from trainer.optim.adapters import add_adapters
+from trainer.optim.param_groups import freeze, keep_frozen_statistics
 from trainer.strategies.base import Strategy
 from trainer.strategies.meta_init import InitialModel
 from trainer.strategies.units import checkpoint_activations
@@ -233,7 +234,44 @@ def _lacking(task: Any, evaluates: bool) -> str:
     return " and ".join(lacking).replace(" and (", " (")
 
 
-def start_from(
+def begin(
+    node: dict[str, Any], model: InitialModel, read_by: tuple[Agreement, int] | None = None
+) -> dict[int, Tensor]:
+    """Load the initial weights of the model, add its adapters, which may depend on these, and freeze.
+
+    Args:
+        node: the settings of the model.
+        read_by: agreement and local rank of those who read the initial weights; None: they are not needed.
+
+    Returns:
+        As `_start_from`.
+
+    Raises:
+        UserError: adapters would freeze what has random values; or an error of one of the three.
+    """
+    begun_with = _start_from(node, model, *read_by) if read_by else {}
+    if (adapters := node.get("adapters")) is not None:
+        trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+        model.extend(lambda module: add_adapters(module, adapters))
+        if read_by:
+            read_by[0].on_main(lambda: _refuse_random(model.module, trained, begun_with))
+    freeze(model.module, node)
+    return begun_with
+
+
+def _refuse_random(module: nn.Module, trained: list[nn.Parameter], begun_with: Mapping[int, Tensor]) -> None:
+    """Raise UserError if adapters froze some of `trained` that `init_from` did not give."""
+    random = {id(parameter) for parameter in trained if not parameter.requires_grad} - begun_with.keys()
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in random]
+    # peft trains a copy of a module in modules_to_save, and keeps the original.
+    if begun_with and (left := [name for name in names if "original_module" not in name.split(".")]):
+        raise UserError(
+            f"model.adapters would leave random values in {first_few(left)}: frozen, and not in "
+            "model.init_from; name their modules in model.adapters.modules_to_save, which trains them"
+        )
+
+
+def _start_from(
     node: dict[str, Any], model: InitialModel, agreement: Agreement, local_rank: int
 ) -> dict[int, Tensor]:
     """Load the initial weights of the model: those of `init_from`, or those that the model specifies.

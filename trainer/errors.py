@@ -75,6 +75,13 @@ class StoppedBySignal(RunEndError):  # noqa: N818, not an error
         self.step = step
 
 
+def missing(setting: str, package: str, error: ImportError) -> UserError:
+    """What `setting` raises without an optional package; the extra that installs it has the same name."""
+    return UserError(
+        f"{setting} needs the package {package} ({error}): pip install 'ringmaster-trainer[{package}]'"
+    )
+
+
 def without_internals(error: RunEndError) -> RunEndError:
     """The same error without this project's frames: its message says all that they would.
 

@@ -16,12 +16,12 @@ from torch import nn
 from trainer.build import (
     Data,
     as_built,
+    begin,
     build_model,
     build_task,
     build_to_device,
     load_data,
     split,
-    start_from,
     wrap_model,
 )
 from trainer.checkpoint import Checkpointer, frozen_digests, saved_settings_of
@@ -45,7 +45,7 @@ from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.loop import fit
 from trainer.optim.early_end import EarlyEnd
-from trainer.optim.param_groups import build_optimizer, freeze
+from trainer.optim.param_groups import build_optimizer
 from trainer.optim.progress import planned_steps
 from trainer.optim.schedules import (
     ScheduleFacts,
@@ -252,10 +252,9 @@ def _model(
     build = partial(build_model, config.model, data.train_set)
     model = initial_model(build, config.seed, dist if strategy.fills_by_unit else None)
     agreement = Agreement(dist, config.checkpoint.timeout_s)
-    begun_with = start_from(config.model, model, agreement, dist.local_rank)
+    begun_with = begin(config.model, model, (agreement, dist.local_rank))
     compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), dist)
     num_parameters = parameter_count(model.module.parameters())
-    freeze(model.module, config.model)
     begun = agreement.on_main(lambda: frozen_digests(model.module, begun_with)) if leaves_out else {}
     if not config.checkpoint.frozen and not begun:
         raise UserError(

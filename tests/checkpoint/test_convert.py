@@ -143,7 +143,9 @@ def test_a_model_of_transformers_under_other_names_is_not_written_as_theirs(
         saved = str(tmp_path / name / "checkpoints" / "step_00000000")
         assert main(["convert", saved, str(tmp_path / "hf"), "--to", "hf"]) == 2
         assert f"--to hf: {of} holds a model of transformers under other" in capsys.readouterr().err
-        assert not (tmp_path / "hf").exists()
+        assert main(["convert", saved, str(tmp_path / "peft"), "--to", "peft"]) == 2
+        assert "step_00000000 holds no adapters of peft, which model.adapters sets" in capsys.readouterr().err
+        assert not (tmp_path / "hf").exists() and not (tmp_path / "peft").exists()
         assert main(["convert", saved, str(tmp_path / name / "w"), "--to", "safetensors"]) == 0
 
 

@@ -27,7 +27,7 @@ from trainer.checkpoint.layout import Plan, aliases_in, plan_save
 from trainer.checkpoint.left_out import check_left_out
 from trainer.checkpoint.listing import Retention
 from trainer.checkpoint.model import load_model
-from trainer.checkpoint.open_checkpoint import DATA_STATES, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
+from trainer.checkpoint.open_checkpoint import ADAPTERS, DATA_STATES, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
 from trainer.checkpoint.remote import Copier, NoRemote, Remote
 from trainer.checkpoint.resuming import check_data, opened_for, tell_what_changed
 from trainer.checkpoint.store import Store
@@ -166,7 +166,8 @@ class Checkpointer:
         left_out = {} if self._settings.frozen else begun
         self._fits = self._agreement.everywhere(lambda: Fits(state, left_out))
         self._fits.not_finite.update(*self._agreement.gather(self._fits.not_finite))
-        self._facts |= {"exact": exact, MODEL_CONFIG: self._fits.model_config, LEFT_OUT: dict(left_out)}
+        self._facts |= {"exact": exact, LEFT_OUT: dict(left_out)}
+        self._facts |= {MODEL_CONFIG: self._fits.model_config, ADAPTERS: self._fits.adapters}
         if self._opened is None:
             return []
         data_states = self._restore(state, self._opened, begun)

@@ -6,20 +6,21 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from trainer.checkpoint.hashing import fsync_directory, write_text
-from trainer.checkpoint.open_checkpoint import HELD_BY, MODEL_CONFIG, OpenCheckpoint, verified
+from trainer.checkpoint.open_checkpoint import ADAPTERS, HELD_BY, MODEL_CONFIG, OpenCheckpoint, verified
 from trainer.checkpoint.safetensors_files import NAMES, SINGLE, ToStore, write_file
 from trainer.checkpoint.store import appear
 from trainer.errors import UserError
 from trainer.files.address import Location
 from trainer.files.atomic_file import check_free
+from trainer.files.untrusted import printable
 
-FORMS = ("safetensors", "torch", "hf")
+FORMS = ("safetensors", "torch", "hf", "peft")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -29,8 +30,8 @@ def convert(
     """Write the model's weights from the checkpoint in `directory` to `out`.
 
     `out` appears whole or not at all. `safetensors` and `torch` are files. `hf` is a folder for transformers'
-    `from_pretrained`, with a config.json if the run's model had such a config. `safetensors` and `hf` need
-    memory for one tensor.
+    `from_pretrained`, with a config.json if the run's model had such a config. `peft` is one for that of
+    `peft.PeftModel`: the adapters without the model. All but `torch` need memory for one tensor.
 
     Args:
         averaged: use the moving averages of the weights.
@@ -42,7 +43,7 @@ def convert(
     """
     check_free(out)
     source = verified(directory)
-    weights = source.weights(averaged)
+    weights = source.weights(averaged, _adapters(source)["names"].values() if to == "peft" else None)
     beside = Path(tempfile.mkdtemp(prefix=".tmp_", dir=out.parent))  # shared with no other attempt
     temporary = beside / out.name
     try:
@@ -57,7 +58,7 @@ def convert(
                 os.fsync(file.fileno())
         else:
             temporary.mkdir()
-            _write_hf(temporary, source, weights, dtype)
+            (_write_peft if to == "peft" else _write_hf)(temporary, source, weights, dtype)
             fsync_directory(temporary)
         appear(temporary, out)
     finally:
@@ -88,9 +89,9 @@ def _write_hf(
     config: dict[str, Any] | None = source.facts.get(MODEL_CONFIG)
     if config is not None and HELD_BY in config:
         raise UserError(
-            f"--to hf: {config[HELD_BY]} holds a model of transformers under other names than its own, as "
-            "with adapters of PEFT, so from_pretrained would not find them. In Python, call save_pretrained "
-            "of trainer.load_model(RUN), after merge_and_unload(); --to safetensors writes it as it is"
+            f"--to hf: {config[HELD_BY]} holds a model of transformers under other names than its own, so "
+            "from_pretrained would not find them. --to peft writes adapters alone, which peft merges into "
+            "their base (merge_and_unload()); --to safetensors writes it as it is"
         )
     if config is not None:
         if config.get("tie_word_embeddings"):  # loading ties them again, so one name of each is enough
@@ -106,6 +107,26 @@ def _write_hf(
         beside = Path(str(source.config.get("data.dataset.path"))) / name
         if beside.is_file():
             shutil.copyfile(beside, folder / name)
+
+
+def _adapters(source: OpenCheckpoint) -> dict[str, Any]:
+    if (found := source.facts[ADAPTERS]) is None:
+        raise UserError(
+            f"--to peft: {printable(source.directory)} holds no adapters of peft, which model.adapters sets"
+        )
+    return cast(dict[str, Any], found)
+
+
+def _write_peft(
+    folder: Path, source: OpenCheckpoint, weights: dict[str, Tensor], dtype: torch.dtype | None
+) -> None:
+    """Write adapter_config.json, which names the base by `model.init_from`, and the file of adapters."""
+    adapters = _adapters(source)
+    base = adapters["config"].get("base_model_name_or_path") or source.config.get("model.init_from")
+    config = adapters["config"] | {"base_model_name_or_path": base}
+    write_text(folder / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    named = {theirs: weights[ours] for theirs, ours in adapters["names"].items()}
+    write_weights(folder / "adapter_model.safetensors", named, dtype)
 
 
 def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

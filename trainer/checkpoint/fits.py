@@ -16,6 +16,7 @@ from trainer.checkpoint.open_checkpoint import HELD_BY, OpenCheckpoint
 from trainer.checkpoint.tree import is_extra_state, put_together, take_apart
 from trainer.errors import NonFiniteError, UserError, first_few
 from trainer.files.untrusted import first_five, printable
+from trainer.optim.adapters import adapters_of
 from trainer.optim.combined import has_user_part
 from trainer.optim.continued import OF_SCHEDULES
 from trainer.optim.plain_names import (
@@ -44,6 +45,7 @@ class Fits:
         not_finite: the names of tensors that hold NaN or Inf from the start, as masks do; of this rank's
             shards, until `Checkpointer.bind` adds those of the others.
         model_config: the config.json of a Hugging Face model; None for other models.
+        adapters: `adapters_of` the model.
 
     Raises:
         UserError: the model's state has a tensor that no checkpoint can hold or no resume can load; by name.
@@ -64,6 +66,7 @@ class Fits:
         self._shapes = _of_model(tensors)
         self.not_finite = set(not_finite(tensors))
         self.model_config = _config_of(state.model)
+        self.adapters = adapters_of(state.model)
 
     def take(
         self, state: TrainState, kept: Mapping[str, Any] | None = None

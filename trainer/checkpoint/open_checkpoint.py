@@ -1,7 +1,7 @@
 """A checkpoint opened for reading: its facts and its tensors."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ STATE = "state.json"
 # Keys of the facts, which are the contents of that file without its index of tensors:
 MODEL_CONFIG = "model_config"  # the config.json of a Hugging Face model
 HELD_BY = "held_by"  # alone in it: the class that holds one under names that are not its own
+ADAPTERS = "adapters"  # of peft: their configuration, and by their names in its files those in this one
 DATA_STATES = "places"  # where the data of each rank stands
 LEFT_OUT = "left_out"  # the sha256 of parameters that are not in it, by their names
 _NUM_THREADS = 4
@@ -162,8 +163,11 @@ class OpenCheckpoint:
                 found[name] = read[first.file, first.key]
         return found
 
-    def weights(self, averaged: bool) -> dict[str, Tensor]:
+    def weights(self, averaged: bool, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The model's state; with `averaged`, the moving averages that `ema.decay` kept in place of weights.
+
+        Args:
+            names: those that are needed; None: all.
 
         Raises:
             UserError: there are no averages; or as `model_state`.
@@ -171,7 +175,11 @@ class OpenCheckpoint:
         averages = self.read("ema.weights.") if averaged else {}
         if averaged and not averages:
             raise UserError(f"{printable(self.directory)} holds no averages: its run had ema.decay=null")
-        weights = self.model_state()
+        if names is None:
+            weights = self.model_state()
+        else:
+            found = self.read_named([f"model.{name}" for name in names])
+            weights = {name.removeprefix("model."): tensor for name, tensor in found.items()}
         return {name: weights[name] for name in weights if not is_extra_state(name)} | averages
 
     def model_state(self) -> dict[str, Tensor]:

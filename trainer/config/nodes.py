@@ -46,6 +46,8 @@ def check_nodes(config: Config) -> None:
     nodes |= {f"logger.{name}": node for name, node in config.logger.items()}
     if isinstance(config.comm, HookCommConfig):
         nodes["comm.hook"] = config.comm.hook
+    if (adapters := config.model.get("adapters")) is not None:
+        nodes["model.adapters"] = adapters
     for name in ("collate", "order"):
         if (node := getattr(config.data, name)) is not None:
             nodes[f"data.{name}"] = node
@@ -101,7 +103,7 @@ def _check_group(name: str, group: ParameterGroup) -> None:
 
 def model_settings(model: dict[str, Any]) -> dict[str, Any]:
     """The part of `model` that is passed to its class, without the trainer's own keys."""
-    own = ("init_from", "init_key", "init_ignore", "freeze")
+    own = ("init_from", "init_key", "init_ignore", "adapters", "freeze")
     return {key: value for key, value in model.items() if key not in own}
 
 

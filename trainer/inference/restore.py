@@ -17,13 +17,13 @@ from torch import nn
 from tqdm import tqdm
 
 from trainer.build import (
+    begin,
     build_dataset,
     build_model,
     build_task,
     build_to_device,
     load_held_out,
     split,
-    start_from,
 )
 from trainer.checkpoint import OpenCheckpoint, frozen_digests, read_averages, read_model
 from trainer.config import Config, TrainConfig, flatten
@@ -36,7 +36,6 @@ from trainer.distributed.seeding import generators_kept, seed_everything
 from trainer.errors import UserError
 from trainer.files.address import location
 from trainer.inference.evaluation import ModelContext
-from trainer.optim.param_groups import freeze
 from trainer.run_dir.claim import run_id_of
 from trainer.run_dir.console import terminal
 from trainer.strategies.base import Strategy
@@ -94,7 +93,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         assert config.seed is not None
         sharded_over = dist if strategy.fills_by_unit else None
         model = initial_model(_builder(config, train_set), config.seed, sharded_over)
-        begun = _freeze(model, config, agreement, dist.local_rank)  # how strategies shard depends on it
+        begun = _begin(model, config, agreement, dist.local_rank)  # how strategies shard depends on it
         wrapped = strategy.wrap(model.module, model.fill)
         source = _read(strategy.unwrap(wrapped), config, checkpoint, agreement, strategy.device, begun)
         strategy.weights_changed(wrapped)
@@ -126,16 +125,16 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
     assert config.seed is not None
     with generators_kept():
         model = initial_model(_builder(config, _training_data(config)), config.seed, None)
-        begun = {} if config.checkpoint.frozen else _freeze(model, config, Alone(), local_rank=0)
+        begun = _begin(model, config, Alone(), local_rank=0)
         model.fill(model.module)
     _read(model.module, config, checkpoint, Alone(), torch.device("cpu"), begun)
     return model.module.eval()
 
 
-def _freeze(model: InitialModel, config: Config, agreement: Agreement, local_rank: int) -> dict[str, str]:
-    """Freeze parameters as in training, and read those that checkpoints leave out; their `frozen_digests`."""
-    begun_with = {} if config.checkpoint.frozen else start_from(config.model, model, agreement, local_rank)
-    freeze(model.module, config.model)
+def _begin(model: InitialModel, config: Config, agreement: Agreement, local_rank: int) -> dict[str, str]:
+    """`begin` as in training, but read only what checkpoints leave out; its `frozen_digests`."""
+    read_by = None if config.checkpoint.frozen else (agreement, local_rank)
+    begun_with = begin(config.model, model, read_by)
     return agreement.on_main(lambda: frozen_digests(model.module, begun_with))
 
 

@@ -43,3 +43,9 @@ class Logger:
 
     def close(self) -> None:
         """Write what is left; called once, after a successful run. A failed run may end without it."""
+
+
+def pixels_of(image: Tensor) -> Any:
+    """An image of `Logger.image` as a numpy array, uint8 (height, width, 3)."""
+    levels = (image * 255).byte() if image.is_floating_point() else image
+    return levels.expand(3, -1, -1).permute(1, 2, 0).numpy()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.errors import UserError, on_one_line
-from trainer.loggers.base import Logger
+from trainer.errors import UserError, missing, on_one_line
+from trainer.loggers.base import Logger, pixels_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,9 +46,7 @@ class MLflow(Logger):
         try:
             import mlflow
         except ImportError as error:
-            raise UserError(
-                f"logger.mlflow needs the package mlflow ({error}): pip install 'ringmaster-trainer[mlflow]'"
-            ) from error
+            raise missing("logger.mlflow", "mlflow", error) from error
         here = f"sqlite:///{run_dir.resolve()}/mlflow.db"
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or here
         self._metric = mlflow.entities.Metric
@@ -82,9 +80,7 @@ class MLflow(Logger):
         self._client.log_text(self._run, text, f"{_named(name)}/{step}.md")
 
     def image(self, name: str, image: Tensor, step: int) -> None:
-        pixels = (image * 255).byte() if image.is_floating_point() else image
-        pixels = pixels.expand(3, -1, -1).permute(1, 2, 0)
-        self._client.log_image(self._run, pixels.numpy(), f"{_named(name)}/{step}.png")
+        self._client.log_image(self._run, pixels_of(image), f"{_named(name)}/{step}.png")
 
     def figure(self, name: str, figure: "Figure", step: int) -> None:
         self._client.log_figure(self._run, figure, f"{_named(name)}/{step}.png")

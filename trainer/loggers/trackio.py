@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from trainer.errors import UserError, on_one_line
-from trainer.loggers.base import Logger
+from trainer.errors import UserError, missing, on_one_line
+from trainer.loggers.base import Logger, pixels_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,10 +39,7 @@ class Trackio(Logger):
         try:
             import trackio
         except ImportError as error:
-            raise UserError(
-                f"logger.trackio needs the package trackio ({error}): "
-                "pip install 'ringmaster-trainer[trackio]'"
-            ) from error
+            raise missing("logger.trackio", "trackio", error) from error
         self._trackio = trackio
         init |= {"config": dict(settings), "resume": "allow" if first_step else "never", "embed": False}
         try:
@@ -58,9 +55,7 @@ class Trackio(Logger):
         self._run.log({name: self._trackio.Markdown(text)}, step=step)
 
     def image(self, name: str, image: Tensor, step: int) -> None:
-        pixels = (image * 255).byte() if image.is_floating_point() else image
-        pixels = pixels.expand(3, -1, -1).permute(1, 2, 0)
-        self._run.log({name: self._trackio.Image(pixels.numpy())}, step=step)
+        self._run.log({name: self._trackio.Image(pixels_of(image))}, step=step)
 
     def figure(self, name: str, figure: "Figure", step: int) -> None:
         figure.canvas.draw()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.errors import UserError, on_one_line
-from trainer.loggers.base import Logger
+from trainer.errors import UserError, missing, on_one_line
+from trainer.loggers.base import Logger, pixels_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,9 +42,7 @@ class Wandb(Logger):
         try:
             import wandb
         except ImportError as error:
-            raise UserError(
-                f"logger.wandb needs the package wandb ({error}): pip install 'ringmaster-trainer[wandb]'"
-            ) from error
+            raise missing("logger.wandb", "wandb", error) from error
         self._wandb = wandb
         offline = (mode or os.environ.get("WANDB_MODE")) == "offline"
         init |= {"id": run_id, "mode": mode, "resume": "allow" if first_step and not offline else None}
@@ -66,8 +64,7 @@ class Wandb(Logger):
         self._run.log({"step": step, name: self._wandb.Html(f"<pre>{html.escape(text, quote=False)}</pre>")})
 
     def image(self, name: str, image: Tensor, step: int) -> None:
-        pixels = (image * 255).byte() if image.is_floating_point() else image
-        self._run.log({"step": step, name: self._wandb.Image(pixels.permute(1, 2, 0).numpy())})
+        self._run.log({"step": step, name: self._wandb.Image(pixels_of(image))})
 
     def figure(self, name: str, figure: "Figure", step: int) -> None:
         self._run.log({"step": step, name: self._wandb.Image(figure)})

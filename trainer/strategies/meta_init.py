@@ -46,6 +46,17 @@ class InitialModel:
         elif self._dist is None or self._dist.is_main:  # which sends them to the others
             self.module.load_state_dict(read(), strict=False)
 
+    def extend(self, extend: Callable[[nn.Module], None]) -> None:
+        """Have `extend` add parts to the module; where that is on the meta device, these must be, too."""
+        if hasattr(self.module, "init_tensor"):  # it knows nothing of these parts
+            self.fill(self.module)
+        before = [tensor for _, tensor in named_tensors(self.module)]
+        known = {id(tensor) for tensor in before}
+        seed_everything(self._seed, 0)
+        extend(self.module)
+        new = [(id(tensor), name) for name, tensor in named_tensors(self.module) if id(tensor) not in known]
+        self._waiting |= {} if hasattr(self.module, "init_tensor") else dict(reversed(new))
+
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
         """Give the tensors of `module`, the model or a part of it, their values on the CPU.

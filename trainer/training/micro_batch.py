@@ -15,7 +15,15 @@ import torch
 
 from trainer import accelerator
 from trainer.accelerator import is_accelerator
-from trainer.build import build_collate, build_dataset, build_model, build_task, build_to_device, wrap_model
+from trainer.build import (
+    begin,
+    build_collate,
+    build_dataset,
+    build_model,
+    build_task,
+    build_to_device,
+    wrap_model,
+)
 from trainer.config import Config, DdpConfig
 from trainer.data.loading.base import Share
 from trainer.data.loading.batch import BatchSplit, split_batch
@@ -24,7 +32,7 @@ from trainer.distributed.agreement import Agreement, gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import generators_kept
 from trainer.errors import UserError
-from trainer.optim.param_groups import build_optimizer, freeze
+from trainer.optim.param_groups import build_optimizer
 from trainer.optim.trained import Trained
 from trainer.strategies.base import Strategy, grad_scaler
 from trainer.strategies.build import build_strategy
@@ -142,7 +150,7 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
     to_device = build_to_device(config, dist.device, train_set)
     sharded_over = dist if strategy.fills_by_unit else None
     model = initial_model(partial(build_model, config.model, train_set), config.seed, sharded_over)
-    freeze(model.module, config.model)
+    begin(config.model, model)
     module = wrap_model(config, model, strategy)
     owned, scaler = strategy.unwrap(module), grad_scaler(strategy)
     trained = Trained(owned)
