@@ -98,13 +98,6 @@ def test_what_is_no_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFix
     assert "config.yaml cannot be read" in capsys.readouterr().err
 
 
-def test_a_broken_result_is_named(tmp_path: Path) -> None:
-    folders = [write(tmp_path / name) for name in ("whole", "broken")]
-    Path(folders[1], "result.json").write_text("")
-    with pytest.raises(UserError, match="broken is not comparable: its"):
-        read_runs(folders)
-
-
 def test_a_sweep_stands_for_its_trials_that_are_done(tmp_path: Path) -> None:
     log = TrialLog(tmp_path, [], "eval/loss")
     for number, state in enumerate((DONE, "failed", DONE)):

@@ -17,7 +17,6 @@ from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from trainer.errors import UserError
 from trainer.loop import fit
-from trainer.tasks import Classification
 from trainer.training.start_table import layout
 
 METRICS = {"strategy", "comm", "world_size", "steps", "epochs", "samples_seen", "train/loss", "eval/loss"}
@@ -176,10 +175,6 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
             ["data.task={_target_:builtins.dict}", "~data.task.label_smoothing"],
             r"makes a dict without loss and eval_sums and summarise \(or rows and summarise_rows\)",
         ),
-        (
-            ["data.task={_target_:tests.test_run.Learned}", "~data.task.label_smoothing"],
-            "Learned has parameters, which no optimizer would train",
-        ),
     ],
 )
 def test_what_is_built_must_be_what_it_stands_for(tmp_path: Path, overrides: list[str], words: str) -> None:
@@ -197,15 +192,6 @@ def _workers_after(run_dir: Path) -> int:
 def test_data_workers_end_with_the_run_not_with_a_garbage_collection(tmp_path: Path) -> None:
     """In which each of them would take 5 s."""
     assert run_ranks(_workers_after, 1, tmp_path, init=False, fresh=True) == [0]
-
-
-class Learned(torch.nn.Module, Classification):
-    """A task with its own parameter."""
-
-    def __init__(self) -> None:
-        torch.nn.Module.__init__(self)
-        Classification.__init__(self)
-        self.scale = torch.nn.Parameter(torch.ones(()))
 
 
 @pytest.mark.parametrize(("hosts", "words"), [([0, 1, 0, 1], "2 x 2"), ([0, 0, 1], "2 + 1")])

@@ -17,12 +17,7 @@ MODELS = {
     "gpt": ("experiment=text_gpt", "data.dataset.block_size=64", "schedule.warmup_steps=0", "optim.lr=1e-3"),
     "resnet": ("experiment=digits_resnet", "train.channels_last=true", "schedule.warmup_steps=0"),
 }
-
-
-TINY = [
-    ("single", "fp16", "gpt", "full", False),
-    ("fsdp", "bf16", "gpt", "sharded", True),
-]
+TINY = [("fsdp", "bf16", "gpt", "sharded", True)]
 
 
 def measure(day: Day, compiled: bool = False) -> Iterator[Row]:
@@ -35,7 +30,7 @@ def measure(day: Day, compiled: bool = False) -> Iterator[Row]:
         (strategy, precision, model, *next(kinds))
         for model, precision, strategy in itertools.product(models, PRECISIONS, STRATEGIES)
     ]
-    for choice in day.size(every, TINY[1:] if compiled else TINY):
+    for choice in day.size(every, TINY):
         strategy, precision, model, kind, in_background = choice
         options = (
             *MODELS[model],

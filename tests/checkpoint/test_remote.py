@@ -288,6 +288,8 @@ def _put_by_their_writers(root: Path) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Address, "put", recorded)
+        patch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
+        patch.setattr("trainer.checkpoint.remote._LOOK_S", 0.01)
         saver = tiny.checkpointer(root / "run", format="sharded", remote=str(_address(root)), state=state)
         for _ in range(2):  # rank 1 hears of the second before it has put the first
             tiny.train(state, 1)

@@ -17,8 +17,10 @@ def test_state_comes_back_as_it_was():
     tree = {
         "x": {"n": 10**300, 1: ONE, "list": [ONE, (None, "text", 2.5)], "bytes": b"\x00\x01", "empty": b""},
         "y": {"counts": Counter("aab"), "type": torch.bfloat16, "ordered": OrderedDict(k=True)},
+        "z": {"dollar": {"$tensor": "no"}, "inf": float("inf"), (2, 3): {"b": ONE}},
     }
     tensors, plain = take_apart(tree)
+    assert tensors["z.(2, 3).b"].data_ptr() == ONE.data_ptr(), "nothing is copied"
     back = {key: put_together(value, tensors) for key, value in plain.items()}
     assert str(back) == str({**tree, "y": {**tree["y"], "ordered": {"k": True}}})
 
@@ -35,8 +37,8 @@ def test_two_tensors_of_one_path_are_refused(state):
 
 @pytest.mark.parametrize(
     "state",
-    [Pair(1, ONE), defaultdict(int, a=1), numpy.longdouble("0.1")],
-    ids=["names", "default", "long double"],
+    [Pair(1, ONE), defaultdict(int, a=1), numpy.longdouble("0.1"), take_apart],
+    ids=["names", "default", "long double", "function"],
 )
 def test_what_would_come_back_as_something_else_is_refused(state):
     with pytest.raises(UserError, match=r"a checkpoint cannot hold x\.state"):

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gpu.played import play_gpu
 from tests.ranks import RankFailure, run_ranks
+from trainer import accelerator
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.executor import Executor
 
@@ -113,10 +113,23 @@ def test_a_long_tmpdir_and_strangers_are_in_nobodys_way(tmp_path: Path) -> None:
     assert run_ranks(first_sum, 2, str(folder)) == [([3.0] * 3, []), ([3.0] * 3, strangers)]
 
 
+class OneWork:
+    """What NCCL returns for a group of messages."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 def check_as_on_gpus(hosts: list[int], sizes: list[int]) -> dict[str, int]:
     """`check` by gloo, with messages grouped as for NCCL."""
+    batch = dist.batch_isend_irecv
     with pytest.MonkeyPatch.context() as patch:
-        play_gpu(patch)
+        patch.setattr(accelerator, "is_accelerator", lambda device: True)
+        patch.setattr(dist, "batch_isend_irecv", lambda messages: [OneWork(batch(messages))])
         return check(list(ALGORITHMS), hosts, sizes)
 
 

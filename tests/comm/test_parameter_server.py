@@ -49,7 +49,8 @@ def exchanged(servers: list[int], workers: list[int], bucket_bytes: int) -> dict
 
 
 @pytest.mark.parametrize(
-    ("servers", "workers", "bucket_bytes"), [([0], [1, 2], 1 << 20), ([0, 1, 2], [0, 1, 2], 1)]
+    ("servers", "workers", "bucket_bytes"),
+    [([0], [1, 2], 1 << 20), pytest.param([0, 1, 2], [0, 1, 2], 1, marks=pytest.mark.slow)],
 )
 def test_a_step_and_its_traffic(servers: list[int], workers: list[int], bucket_bytes: int) -> None:
     ranks = run_ranks(exchanged, 3, servers, workers, bucket_bytes)

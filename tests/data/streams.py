@@ -82,13 +82,6 @@ class Uneven(Stateful):
         return Stateful("train", 30 if index == 2 else self.num_samples, first=index, step=num_shards)
 
 
-class Bare(Stateful):
-    """Shard 2 has nothing."""
-
-    def shard(self, num_shards: int, index: int) -> "Stateful":
-        return Stateful("train", 0 if index == 2 else self.num_samples, first=index, step=num_shards)
-
-
 class Broken(Numbers):
     def samples(self, begin: int) -> Iterator[tuple[Tensor, Tensor]]:
         for sample in super().samples(begin):

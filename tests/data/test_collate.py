@@ -60,16 +60,9 @@ def test_fills_up_to_the_largest() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("fill", "samples", "message"),
-    [
-        ({"label": 0}, [{"labels": torch.ones(1)}], "fill is {'label': 0}, but the fields of a sample are"),
-        (0, [torch.ones(1), torch.ones(1, 1)], "differ in more than their sizes: 1 dimensions"),
-    ],
-)
-def test_what_no_filling_up_makes_alike(fill: Any, samples: list[Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Padding(fill)(samples)
+def test_what_no_filling_up_makes_alike() -> None:
+    with pytest.raises(UserError, match="differ in more than their sizes: 1 dimensions"):
+        Padding(0)([torch.ones(1), torch.ones(1, 1)])
 
 
 @pytest.mark.parametrize("kind", ["by index", "in lists", "forward"])
@@ -96,13 +89,6 @@ def test_names_the_sample_and_the_way_out() -> None:
 
     message = message_of(train_loader(Sentences(), 8, collate=broken).epoch(0))
     assert "of Sentences cannot be in a batch: " in message and "raised by data.collate" in message
-
-
-def test_whole_batches_are_refused() -> None:
-    from trainer.data.digits import Digits
-
-    message = message_of(train_loader(Digits("train"), 8, collate=Padding()).epoch(0))
-    assert "Digits.__getitems__ returns whole batches" in message
 
 
 @dataclass

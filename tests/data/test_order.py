@@ -163,24 +163,13 @@ class Forward(IterableDataset[int]):
 
 
 def test_what_cannot_be_ordered_is_refused() -> None:
-    def too_few(dataset: Any, generator: torch.Generator) -> torch.Tensor:
-        return torch.arange(5)
-
     def by_calls(dataset: Any, generator: torch.Generator) -> torch.Tensor:
         calls.append(1)
         return torch.arange(len(dataset)).roll(len(calls))
 
-    def beyond(dataset: Any, generator: torch.Generator) -> torch.Tensor:
-        return torch.arange(len(dataset)) + 1
-
     calls: list[int] = []
-    for order, words in (
-        (too_few, r"is torch\.int64 \(5,\), but must be a tensor of 100 indices"),
-        (by_calls, "another one in a second call"),
-        (beyond, "has indices from 1 to 100, but samples have 0 to 99"),
-    ):
-        with pytest.raises(UserError, match=words):
-            train_loader(Numbers(), 8, order=order).order_hash()
+    with pytest.raises(UserError, match="another one in a second call"):
+        train_loader(Numbers(), 8, order=by_calls).order_hash()
     with pytest.raises(UserError, match=r"data\.order is for data that is read by index"):
         train_loader(Forward(), 8, order=ByWeight())
     with pytest.raises(UserError, match=r"data\.order is set, but Mixture has an order of its own"):

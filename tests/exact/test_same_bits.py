@@ -12,9 +12,9 @@ NORM = (*MODELS["norm"], *OPTIMIZERS["adamw"], "train.max_steps=6")
 def test_two_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
     short = (*NORM, "train.max_steps=2")
     alone = figures(tmp_path / "1", 1, (*short, "strategy=single"))
-    two = figures(tmp_path / "2", 2, (*short, "strategy=ddp", "comm=ring"))
-    without = figures(tmp_path / "0", 2, (*short, "strategy=ddp", "comm=ring", "train.exact=null"))
-    assert two == alone != without
+    ring = (*short, "strategy=ddp", "comm=ring")
+    two, without = figures(tmp_path / "2", 2, ring, (*ring, "train.exact=null"))
+    assert alone == [two] != [without]
 
 
 @pytest.mark.slow
@@ -24,12 +24,6 @@ def test_ranks_strategies_and_all_reduces_give_one_hash(tmp_path: Path) -> None:
     three = figures(tmp_path / "3", 3, (*NORM, "strategy=ddp", "comm=ring"))
     two = figures(tmp_path / "2", 2, (*NORM, "strategy=fsdp"), (*NORM, "strategy=ddp"))
     assert {*alone, *three, *two} == {alone[0]}
-    without = {1: ("strategy=single",), 2: ("strategy=fsdp",), 3: ("strategy=ddp", "comm=ring")}
-    ends = {
-        figures(tmp_path / f"not{world}", world, (*NORM, *case, "train.exact=null"))[0]
-        for world, case in without.items()
-    }
-    assert len(ends) == 3
 
 
 @pytest.mark.slow

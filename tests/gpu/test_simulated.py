@@ -138,6 +138,7 @@ def weights_of_two(folder: Path, comm: str) -> list[torch.Tensor]:
         return [parameter.detach() for parameter in run.state.model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comm", ["comm=native", "comm=ring"])
 def test_ranks_wait_for_the_agreement_and_the_norm_alone(comm: str, tmp_path: Path) -> None:
     """By DDP's hooks, and by the executor on a stream beside the backward pass."""
@@ -190,8 +191,12 @@ def rescued(folder: Path, when: str) -> tuple[str, bool]:
     ("when", "words"),
     [
         ("the gradients never come", "step 3 is saved"),
-        ("the gradients come meanwhile", "the gradients of the next step came while it was written"),
-        ("the last update is not made", "has not finished step 3"),
+        pytest.param(
+            "the gradients come meanwhile",
+            "the gradients of the next step came while it was written",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("the last update is not made", "has not finished step 3", marks=pytest.mark.slow),
     ],
 )
 def test_a_rescue_saves_the_step_before_an_update_that_is_queued(
@@ -215,6 +220,7 @@ def saves(folder: Path) -> list[bytes]:
     return [file.read_bytes() for file in sorted(folder.glob("*/checkpoints/step_00000006/*.safetensors"))]
 
 
+@pytest.mark.slow
 def test_a_copy_for_an_async_save_is_made_when_the_step_is(tmp_path: Path) -> None:
     (found,) = on_the_simulator(saves, tmp_path)
     assert len(found) == 4 and found[:2] == found[2:]
@@ -252,6 +258,7 @@ def readings(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_looked_at_between_steps_is_read_at_its_end(tmp_path: Path) -> None:
     (found,) = on_the_simulator(readings, tmp_path)
     assert found["evaluation"][0] <= 4 and found["log"][0] <= 8 and found["exact buffers"][0] == 1, found

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from trainer.data.digits import Digits
 from trainer.errors import UserError
-from trainer.inference.evaluation import _floats, _without_trace, evaluate
+from trainer.inference.evaluation import _without_trace, evaluate
 from trainer.tasks import Classification, Evaluation, LanguageModelling, MultiLabel, Regression
 from trainer.tasks.ranking import auc
 
@@ -189,15 +189,3 @@ def test_several_labels_are_learnt_and_the_best_checkpoint_kept_by_auc(tmp_path:
     best = "checkpoint.keep_best={metric: eval/auc, mode: max}"
     many = train(*MULTI_LABEL, "train.epochs=8", best, f"run_dir={tmp_path}")
     assert many["eval/auc"] > 0.9 and many["eval/mean_average_precision"] > 0.9
-
-
-@pytest.mark.parametrize(
-    ("metrics", "words"),
-    [
-        (None, "Mine.summarise gives a NoneType, but must give numbers by name"),
-        ({"loss": "low"}, "Mine.summarise must give a number as loss: .*'low'"),
-    ],
-)
-def test_metrics_that_are_none_are_named(metrics: Any, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        _floats(metrics, "Mine.summarise")

@@ -81,7 +81,7 @@ def seen(tmp_path: Path) -> dict[str, dict]:  # type: ignore[type-arg]
     ("acts", "status"),
     [
         ({"0": "0", "1": "0"}, 0),
-        ({"0": "2", "1": "hang"}, 2),
+        pytest.param({"0": "2", "1": "hang"}, 2, marks=pytest.mark.slow),
         pytest.param({"0": "3", "1": "1"}, 3, marks=pytest.mark.slow),
         ({"0": "hang", "1": "kill"}, 1),
     ],
@@ -108,6 +108,7 @@ def test_each_rank_is_told_its_place_and_who_is_not_rank_0_is_named(
     assert "rank 2 was ended by SIGKILL: out of memory, or kill -9" in err
 
 
+@pytest.mark.slow
 def test_under_shrink_a_killed_rank_is_no_failure(launch: Launch) -> None:
     more = ("strategy=ddp", "distributed.shrink=true")
     assert launch({"0": "kill", "1": "0", "2": "0"}, more=more) == 0

@@ -13,7 +13,6 @@ from torch.optim import AdamW, Muon
 from models.gpt import GPT
 from tests import runs
 from tests.ranks import run_ranks
-from trainer.config import load
 from trainer.errors import UserError
 from trainer.loop import fit
 from trainer.optim.combined import CombinedOptimizer, parts_of
@@ -84,7 +83,6 @@ def test_a_saved_state_goes_on_and_a_schedule_scales_all() -> None:
 @pytest.mark.parametrize(
     ("group", "words"),
     [
-        ({"match": "^0", "dims": 3, "optimizer": MUON}, r"optim\.groups\.0\.dims=3 selects no parameter"),
         (
             {"match": "bias", "optimizer": MUON},
             "groups.0.optimizer: torch.optim.Muon cannot be built: Muon only",
@@ -93,14 +91,9 @@ def test_a_saved_state_goes_on_and_a_schedule_scales_all() -> None:
             {"optimizer": MUON},
             r"optim\.groups\.0\.match has no value; set one, .*, or optim\.groups\.0\.dims",
         ),
-        ({"match": "^0", "optimizer": {"lr": 1}}, r"optim\.groups\.0\.optimizer has no _target_"),
         (
             {"dims": 2, "lr_scale": 2, "optimizer": MUON | {"lr": 0.1}},
             r"optimizer\.lr is 0\.1, but optim\.groups\.0 sets lr_scale, a factor of optim\.lr, to 2\.0; leave",
-        ),
-        (
-            {"dims": 2, "optimizer": MUON | {"lr": "fast"}},
-            r"optim\.groups\.0\.optimizer\.lr is 'fast', but must",
         ),
     ],
 )
@@ -231,8 +224,3 @@ def test_memory_counts_one_moment_for_muon_and_two_for_adamw() -> None:
         assert predicted[strategy]["parts"]["optimizer"] == pytest.approx(moments, rel=0.03), (
             strategy
         )  # and counters of steps
-
-
-def test_the_experiment_composes() -> None:
-    group = load(runs.composed("experiment=text_gpt_muon")).optim["groups"][0]
-    assert group["dims"] == 2 and group["optimizer"]["_target_"] == "torch.optim.Muon"

@@ -84,11 +84,6 @@ def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
             "optim.groups=[{match:x,decay:0}]",
             "optim.groups.0.decay is not a setting; choose from match, name",
         ),
-        (
-            "optim.groups=[{match:x,weight_decay:-1}]",
-            "optim.groups.0.weight_decay is -1.0, but must be at least",
-        ),
-        ("optim.groups=[x]", "optim.groups.0 is x, but must hold settings: match, name"),
         ("model.freeze=['[']", "model.freeze is [, but must be a regular expression of parameter names"),
     ],
 )
@@ -137,63 +132,6 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
     assert [module.training for module in model] == [True, False, True]
     with pytest.raises(UserError, match="leaves no parameter of 6 to train"):
         freeze(model, {"freeze": "."})
-
-
-def halved(step: int) -> float:
-    return 0.5**step
-
-
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "StepLR": {"step_size": 3},
-    "LinearLR": {"total_iters": "auto"},
-    "CosineAnnealingLR": {"T_max": "auto"},
-    "OneCycleLR": {"max_lr": 0.1, "total_steps": "auto"},
-    "LambdaLR": {
-        "lr_lambda": {"_target_": "hydra.utils.get_method", "path": "tests.optim.test_param_groups.halved"}
-    },
-    "SequentialLR": {
-        "milestones": [3],
-        "schedulers": [
-            {"_target_": "torch.optim.lr_scheduler.LinearLR", "total_iters": 3},
-            {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": "auto"},
-        ],
-    },
-    "ChainedScheduler": {"schedulers": [{"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2}]},
-    "ours.wsd": {"total_steps": "auto", "warmup_steps": 2},
-    "ours.one_cycle": {"total_steps": "auto"},
-}
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
-@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_any_schedule_scales_each_group_and_goes_on(name: str) -> None:
-    """One of two groups has a tenth of the other's learning rate; at the end a state goes through JSON."""
-    from trainer.checkpoint.tree import put_together, take_apart
-
-    module = "trainer.optim.schedules" if name.startswith("ours.") else "torch.optim.lr_scheduler"
-    node = {"_target_": f"{module}.{name.removeprefix('ours.')}", **SCHEDULES[name]}
-
-    def fresh() -> tuple[Any, Any]:
-        model = nn.Linear(2, 2)
-        groups = [{"match": "bias", "lr_scale": 0.1}]
-        optimizer = build_optimizer(Trained(model), {**ADAMW, "groups": groups})
-        return optimizer, build_schedule(node, optimizer, ScheduleFacts(10, 5))
-
-    optimizer, schedule = fresh()
-    for _ in range(4):
-        schedule.step()
-    if name != "OneCycleLR":  # it gets rates, not factors
-        rates = {group.get("name"): group["lr"] for group in optimizer.param_groups}
-        assert rates["bias"] == pytest.approx(rates[None] / 10)
-    again, resumed = fresh()
-    tensors, plain = take_apart({"schedule": schedule.state_dict(), "optimizer": optimizer.state_dict()})
-    saved = put_together(plain, tensors)
-    again.load_state_dict(saved["optimizer"])
-    resumed.load_state_dict(saved["schedule"])
-    for _ in range(5):
-        schedule.step(), resumed.step()
-        assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in again.param_groups]
 
 
 def test_shapes_of_wsd_and_one_cycle() -> None:

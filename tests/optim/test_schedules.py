@@ -1,23 +1,15 @@
 """Which of torch's optimizers and schedules fit: ReduceLROnPlateau does, others are refused before a step."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import context_of, train
-from trainer.checkpoint.tree import put_together, take_apart
 from trainer.errors import UserError
-from trainer.optim.optimizer_checks import check_optimizer
 from trainer.optim.schedules import ScheduleFacts
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
 
 PLATEAU = (
     "strategy=single",
@@ -89,49 +81,6 @@ def test_a_schedule_may_be_told_epochs() -> None:
     assert found == {"step_size": 44, "milestones": [22, 5, 33], "gamma": 0.1, "name": "epochs"}
     with pytest.raises(UserError, match="2 epochs of a stream has an unknown number of steps"):
         ScheduleFacts(100, None).in_steps(node)
-
-
-def _model() -> nn.Module:
-    return nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2))
-
-
-def test_an_optimizer_that_would_fail_is_refused() -> None:
-    with pytest.raises(UserError, match="LBFGS evaluates the loss several times within a step"):
-        check_optimizer(torch.optim.LBFGS(_model().parameters()))
-    check_optimizer(torch.optim.AdamW(_model().parameters()))
-
-
-class CountsSteps(torch.optim.SGD):
-    """Keeps state of its own in addition to that of each parameter."""
-
-    def step(self, closure: Any = None) -> Any:
-        own = self.state["own"]  # type: ignore[index]
-        own["steps"] = own.get("steps", 0) + 1
-        own["mean"] = torch.full((2,), float(own["steps"]))
-        return super().step(closure)
-
-
-def test_what_an_optimizer_keeps_under_a_name_goes_into_the_state() -> None:
-    def fresh() -> TrainState:
-        model = _model()
-        optimizer = CountsSteps(model.parameters(), lr=0.1, momentum=0.9)
-        return TrainState(
-            Trained(model),
-            optimizer,
-            LambdaLR(optimizer, lambda _: 1.0),
-            torch.amp.GradScaler(enabled=False),
-            Progress(),
-        )
-
-    state, other = fresh(), fresh()
-    for _ in range(3):
-        state.model(torch.arange(4)).sum().backward()
-        state.optimizer.step()
-    tensors, plain = take_apart(state.state_dict())
-    assert tensors["optimizer.state.own.mean"].tolist() == [3, 3]
-    other.load_state_dict(put_together(copy.deepcopy(plain), tensors))
-    assert other.optimizer.state["own"]["steps"] == 3  # type: ignore[index]
-    assert len(other.optimizer.state) == 4
 
 
 def test_a_run_says_so_before_its_first_step(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from tests.checkpoint import tiny
 from trainer.checkpoint.tree import put_together, take_apart
-from trainer.errors import UserError
 from trainer.optim.plain_names import load_model_state, model_state, parameter_names
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
@@ -74,15 +72,6 @@ def test_state_dict_goes_back_in(optimizer: str, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_names_are_those_of_the_plain_module() -> None:
-    net = tiny.Net()
-    plain = [name for name, _ in parameter_names(net)]
-    net.first = torch.compile(net.first)  # type: ignore[assignment]
-    assert "first._orig_mod.weight" in dict(net.named_parameters())
-    assert [name for name, _ in parameter_names(net)] == plain
-
-
-@pytest.mark.slow
 def test_the_state_of_a_wrapped_model_is_what_torch_gives() -> None:
     net = tiny.Net()
     net.first = checkpoint_wrapper(net.first)  # type: ignore[assignment]
@@ -113,32 +102,6 @@ def test_tied_weights_have_one_optimizer_state() -> None:
             self.head.weight = self.embed.weight
 
     assert [name for name, _ in parameter_names(Tied())] == ["embed.weight"]
-
-
-def test_a_tree_comes_apart_and_together() -> None:
-    tree = {
-        "tuple": (1, [2.5, None], "x", True),
-        "counter": Counter({3: 1}),
-        "keys": {1: "a", (2, 3): {"b": torch.ones(2)}},
-        "dollar": {"$tensor": "no"},
-        "nan": float("inf"),
-        "dtype": torch.bfloat16,
-        "tensor": torch.arange(3),
-    }
-    tensors, plain = take_apart(tree)
-    assert sorted(tensors) == ["keys.(2, 3).b", "tensor"]
-    back = put_together(plain, tensors)
-    nested: Any = tree["keys"]
-    for was, now in ((tree["tensor"], back["tensor"]), (nested[2, 3]["b"], back["keys"][2, 3]["b"])):
-        assert isinstance(was, torch.Tensor) and torch.equal(now, was)
-        assert now.data_ptr() == was.data_ptr()  # nothing is copied
-    for key in ("tuple", "counter", "dollar", "nan", "dtype"):
-        assert back[key] == tree[key] and type(back[key]) is type(tree[key])
-
-
-def test_a_tree_refuses_what_would_need_a_pickle() -> None:
-    with pytest.raises(UserError, match=r"schedule\.factor, a function"):
-        take_apart({"schedule": {"factor": test_progress_counts_steps_epochs_and_samples}})
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -182,12 +182,9 @@ class Names(nn.Module):
             lambda model: ["block"],
             "holds 'block', which is not a submodule of it; list the modules themselves",
         ),
-        (lambda model: [None], "holds None, which is not a submodule of it"),
-        (lambda model: [model], "holds Names, which is not a submodule of it"),
         (lambda model: [nn.Linear(2, 2)], "holds Linear, which is not a submodule of it"),
         (lambda model: [model.several], "holds several, a ModuleList: never called"),
         (lambda model: model.block, "is Linear; it must be a list of submodules"),
-        (lambda model: model.extra_repr, "is <bound method"),
     ],
 )
 def test_what_a_model_names_as_its_units_is_submodules(name: Callable[[nn.Module], Any], words: str) -> None:

@@ -83,7 +83,7 @@ def test_a_second_sweep_in_the_folder_is_refused(sweep: Sweep) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("strategy=fsdp comm=ring,tree", "comm=tree needs strategy=ddp"),
+        pytest.param("strategy=fsdp comm=ring,tree", "comm=tree needs strategy=ddp", marks=pytest.mark.slow),
         ("hydra.sweeper.serch=tpe", "did you mean hydra.sweeper.search?"),
         pytest.param("hydra/launcher=joblib", "each trial of a sweep is its own", marks=pytest.mark.slow),
         pytest.param("run_dir=here", "would be the directory of every trial", marks=pytest.mark.slow),

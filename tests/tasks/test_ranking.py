@@ -1,4 +1,4 @@
-"""AUC, average precision and F1 equal their definitions, written out, and scikit-learn where it is installed."""
+"""AUC, average precision and F1 equal their definitions, written out."""
 
 import math
 
@@ -31,15 +31,6 @@ def test_by_definition(num_scores: int) -> None:
     precision, recall = labels[predicted].double().mean(), predicted[labels].double().mean()
     if predicted.any():
         assert f1(predicted, labels) == pytest.approx((2 * precision * recall / (precision + recall)).item())
-
-
-@pytest.mark.parametrize("num_scores", TIES)
-def test_by_scikit_learn(num_scores: int) -> None:
-    theirs = pytest.importorskip("sklearn.metrics")
-    scores, labels = drawn(num_scores, 5000)
-    assert abs(auc(scores, labels) - theirs.roc_auc_score(labels, scores)) < 1e-12
-    assert abs(average_precision(scores, labels) - theirs.average_precision_score(labels, scores)) < 1e-12
-    assert abs(f1(scores > 0.3, labels) - theirs.f1_score(labels, scores > 0.3, zero_division=0)) < 1e-12
 
 
 def test_where_there_is_nothing_to_rank() -> None:

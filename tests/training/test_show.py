@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import nn
 
 from tests.ranks import run_ranks
@@ -28,6 +27,7 @@ def shown(folder: Path, *overrides: str) -> list[Any]:
 
     task = ("data=own", "data.dataset._target_=trainer.data.digits.Digits")
     task += ("data.task._target_=tests.training.test_show.Shows", "model.hidden=[8]", "train.epochs=5")
+    task += ("train.global_batch_size=512", "checkpoint.every_epochs=null")
     with context_of(*task, "logger=jsonl", "train.show_every=2", *overrides, f"run_dir={folder}") as context:
         fit(context)
         weight, average = next(context.state.model.parameters()), context.state.average
@@ -38,6 +38,10 @@ def shown(folder: Path, *overrides: str) -> list[Any]:
         return [len(context.task.seen), context.task.seen[-1] == plain]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("ema", [(), ("ema.decay=0.9",), ("ema.decay=0.9", "ema.evaluate=instead")])
-def test_each_second_evaluation_is_shown_and_the_last(ema: tuple[str, ...], tmp_path: Path) -> None:
-    assert run_ranks(shown, 1, tmp_path, *ema, init=False) == [[3, True]]
+def each_shown(folder: Path) -> list[list[Any]]:
+    averages = ((), ("ema.decay=0.9",), ("ema.decay=0.9", "ema.evaluate=instead"))
+    return [shown(folder / str(number), *words) for number, words in enumerate(averages)]
+
+
+def test_each_second_evaluation_is_shown_and_the_last(tmp_path: Path) -> None:
+    assert run_ranks(each_shown, 1, tmp_path, init=False) == [[[3, True]] * 3]

@@ -133,9 +133,8 @@ def buffers(run_dir: Path, *overrides: str) -> tuple[int, bool]:
     return found["result"]["skipped_steps"], all(v.isfinite().all() for v in found["after"][-1].values())
 
 
-@pytest.mark.parametrize(
-    "strategy", ["single", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "fsdp"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_running_statistics_of_a_step_that_is_left_out_are_those_before(
     strategy: str, tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ def test_flops_are_those_of_the_products() -> None:
     assert flops.utilisation(0.5) == pytest.approx(2 * (2 * conv + 3 * head) / 0.5 / 1e9)
 
 
+@pytest.mark.slow
 def test_flops_of_a_gpt() -> None:
     from models.gpt import GPT
 
