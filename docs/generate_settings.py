@@ -94,9 +94,10 @@ def _meaning(file: Path, name: str, value: str) -> str:
     """Of a setting without a comment: what its class, or a file that every run may have, says of it."""
     if name.endswith("_target_") and value.startswith(("trainer.", "models.", "hydra_plugins.")):
         docstring = inspect.getdoc(get_object(value)) or ""
-        return escaped(docstring.partition("\n")[0].replace("``", "`").removesuffix("."))
+        said = escaped(docstring.partition("\n")[0].replace("``", "`").removesuffix("."))
+        return f"names what is built: {said}"
     if value == file.stem:
-        return f"set by `{file.parent.name}={value}`"
+        return f"says what `{file.parent.name}={value}` has chosen"
     return _common().get(name, "")
 
 

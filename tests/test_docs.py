@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -214,11 +215,26 @@ def test_every_page_is_listed() -> None:
     assert {page for page in (ROOT / "docs").rglob("*.md") if page.name != "README.md"} <= listed
 
 
-def test_the_settings_page_is_made_from_conf() -> None:
-    spec = importlib.util.spec_from_file_location("generate_settings", ROOT / "docs/generate_settings.py")
+def _script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     assert spec is not None and spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+# What a setting does, as the first word of its comment.
+VERBS = (
+    " accumulates adds allows asks changes chooses compares compiles computes continues copies crops "
+    " downloads drops ends evaluates frees freezes gathers gives has holds keeps lays leaves limits "
+    " loads logs makes measures mirrors moves multiplies names pads prints promises puts reads "
+    " recomputes repeats requeues restarts runs saves says seeds sends sets shards shows spreads "
+    " starts takes traces turns waits "
+)
+
+
+def test_the_settings_page_is_made_from_conf() -> None:
+    generate = _script("generate_settings")
     page = generate.PAGE.read_text()
     assert page == generate.page(), "run python docs/generate_settings.py"
     for file in (ROOT / "conf").glob("**/*.yaml"):
@@ -226,8 +242,22 @@ def test_the_settings_page_is_made_from_conf() -> None:
         for name, _ in leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False), group):
             if name and not name.startswith(("experiment", "hydra.", "defaults", f"{group}.defaults")):
                 assert f"`{name.rstrip('.')}`" in page, f"{file}: {name}"
-    unexplained = re.findall(r"^- `(\S+)` = .*\n +$", page, re.M)
-    assert not unexplained, f"needs a comment in conf/: {unexplained}"
+    entries = re.findall(r"^- `(\S+)` = .*\n +(.*)$", page, re.M)
+    unexplained = [name for name, said in entries if f" {said.partition(' ')[0]} " not in VERBS]
+    assert not unexplained, f"needs a comment in conf/ that begins with a verb: {unexplained}"
+
+
+def test_the_api_page_is_made_from_the_code_and_has_what_pages_have_users_call() -> None:
+    generate = _script("generate_api")
+    page = generate.PAGE.read_text()
+    assert page == generate.page(), "run python docs/generate_api.py"
+    settings = (ROOT / "docs/reference/settings.md").read_text()
+    for block in [each for each in _blocks("python", "yaml") if each.page.name != "CONTRIBUTING.md"]:
+        for name in re.findall(
+            r"\btrainer(?!\.fit|\.kubeflow)(?:\.\w+)+",
+            re.sub(r"^from .*|^import .*", "", block.text, flags=re.M),
+        ):
+            assert f"### {name}\n" in page or f"`{name}`" in settings, f"{block}: {name}"
 
 
 def test_the_commands_page_has_every_choice_of_every_group() -> None:

@@ -41,8 +41,8 @@ class Fault(RunEndError):  # noqa: N818, it is one
 
 
 class NonFiniteError(RunEndError, ArithmeticError):
-    """The loss or a gradient was NaN or Inf on some rank, and no update was made with that gradient; or a
-    value to be saved was, and nothing of that step was saved.
+    """The loss or a gradient was NaN or Inf on some rank, and no update was made with it. Or a value to be
+    saved was, and nothing of that step was saved.
     """
 
     exit_code = 3

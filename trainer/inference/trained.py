@@ -20,7 +20,7 @@ from trainer.tasks import Task, offers
 
 
 class TrainedRun:
-    """What `trainer.open` returns.
+    """A trained run, as `trainer.open` returns it.
 
     Attributes:
         model: with the weights of a checkpoint, on the CPU and in evaluation mode; move it where you like.

@@ -31,7 +31,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Shown:
-    """Texts, images and figures of an evaluation, by their names in TensorBoard."""
+    """Texts, images and matplotlib figures of an evaluation, by their names in TensorBoard."""
 
     texts: Mapping[str, str] = field(default_factory=dict)  # Markdown
     images: Mapping[str, Tensor] = field(default_factory=dict)  # (3 or 1, H, W), uint8 or floats in [0, 1]

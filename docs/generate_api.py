@@ -1,0 +1,127 @@
+"""Writes docs/reference/api.md from signatures and docstrings: what README and the pages have users call.
+
+python docs/generate_api.py
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_object
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reference" / "api.md"
+TASKS = ("Classification", "MultiLabel", "Regression", "LanguageModelling", "OwnLoss")
+SCHEDULES = ("constant", "cosine", "linear", "one_cycle", "wsd", "Plateau")
+PARTS = {
+    "Run": ["trainer.train", "trainer.open", "trainer.load_model", "trainer.gather", "trainer.cli.main"],
+    "A trained run": ["trainer.inference.trained.TrainedRun"],
+    "Errors": [f"trainer.errors.{name}" for name in ("UserError", "NonFiniteError", "StoppedBySignal")],
+    "Your own task": ["trainer.tasks.Task", "trainer.tasks.Evaluation", "trainer.tasks.Shown"],
+    "Tasks": [f"trainer.tasks.{name}" for name in TASKS],
+    "Data": [
+        "trainer.data.stream.Stream",
+        "trainer.data.Mixture",
+        "trainer.data.order.ByLength",
+        "trainer.data.padding.Padding",
+    ],
+    "Loggers": ["trainer.loggers.Logger"],
+    "Schedules": [f"trainer.optim.schedules.{name}" for name in SCHEDULES],
+}
+# Their methods are called, or written, by users; the harness calls those of the others.
+WITH_METHODS = ("TrainedRun", "Task", "Stream", "Logger")
+_INTRO = """# API
+
+This page is made from the code by `python docs/generate_api.py`; a test compares them. It lists what a
+program of yours may call, inherit, or name in `_target_`. [Python API](python-api.md) has examples. The
+docstrings in the code say more.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_INTRO]
+    for title, names in PARTS.items():
+        parts += [f"## {title}\n", *(entry(name) for name in names)]
+    return "\n".join(parts)
+
+
+def entry(name: str) -> str:
+    """A function; or a class with the members that users know."""
+    value = get_object(name)
+    source = textwrap.dedent(inspect.getsource(value))
+    node, short = ast.parse(source).body[0], name.rpartition(".")[2]
+    lines = [f"### {name}\n"]
+    if isinstance(node, ast.FunctionDef):
+        lines.append(item(f"{short}{signature(value, node)}", inspect.getdoc(value)))
+    elif isinstance(node, ast.ClassDef):
+        made = [each for each in functions(node) if each.name == "__init__" and short not in WITH_METHODS]
+        lines.append(
+            item("".join([short, *(signature(value, each) for each in made)]), inspect.getdoc(value))
+        )
+        lines += attributes(node, source)
+        if short in WITH_METHODS:
+            lines += [method(value, each) for each in functions(node) if each.name[0] != "_"]
+    return "\n".join(lines) + "\n"
+
+
+def functions(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    yield from (each for each in node.body if isinstance(each, ast.FunctionDef))
+
+
+def method(owner: Any, node: ast.FunctionDef) -> str:
+    if any("property" in ast.unparse(each) for each in node.decorator_list):
+        return item(f"{node.name}: {typed(node.returns)}", ast.get_docstring(node))
+    return item(f"{node.name}{signature(getattr(owner, node.name), node)}", ast.get_docstring(node))
+
+
+def signature(value: Any, node: ast.FunctionDef) -> str:
+    """The arguments without `self`: annotations as written, and the values of defaults."""
+    defaults = {name: each.default for name, each in inspect.signature(value).parameters.items()}
+    words = []
+    for each in (*node.args.args, *node.args.kwonlyargs):
+        if each.arg != "self":
+            default = defaults[each.arg]
+            shown = "" if default is inspect.Parameter.empty else f" = {default!r}"
+            words.append(f"{each.arg}: {typed(each.annotation)}{shown}")
+    if node.args.kwarg is not None:
+        words.append(f"**{node.args.kwarg.arg}: {typed(node.args.kwarg.annotation)}")
+    returns = "" if node.name == "__init__" else f" -> {typed(node.returns)}"
+    return f"({', '.join(words)}){returns}"
+
+
+def typed(annotation: Any) -> str:
+    """Without the quotes of a name that is imported for type checkers alone."""
+    return re.sub(r"'([^']+)'", r"\1", ast.unparse(annotation))
+
+
+def attributes(node: ast.ClassDef, source: str) -> Iterator[str]:
+    """Those that the docstring lists, and those with a docstring below them, or a comment beside."""
+    listed = inspect.cleandoc(ast.get_docstring(node) or "").partition("Attributes:\n")[2]
+    for name, text in re.findall(r"^    (\w+): (.*(?:\n      .*)*)", listed, re.M):
+        yield item(name, text)
+    for each, below in zip(node.body, [*node.body[1:], None], strict=True):
+        comment = source.splitlines()[each.lineno - 1].partition("  # ")[2]
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            comment = inspect.cleandoc(str(below.value.value))
+        if isinstance(each, ast.AnnAssign):
+            yield item(f"{ast.unparse(each.target)}: {typed(each.annotation)}", comment)
+        elif isinstance(each, ast.Assign) and comment:
+            yield item(ast.unparse(each.targets[0]), comment)
+
+
+def item(code: str, docstring: str | None) -> str:
+    """The code, and below it the first sentence."""
+    text = " ".join((docstring or "").partition("\n\n")[0].split()).replace("``", "`")
+    first = re.split(r"(?<=[.!?]) ", text)[0]
+    parts = re.split(r"(`[^`]*`)", f"{first[:1].upper()}{first[1:]}".removesuffix("."))
+    said = "".join(part if part[:1] == "`" else re.sub(r"([*_])", r"\\\1", part) for part in parts)
+    return f"- `{code}`  \n  {said}." if said else f"- `{code}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
