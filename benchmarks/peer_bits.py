@@ -1,0 +1,130 @@
+"""One training on 1, 2 and 4 processes, by bare DDP, Accelerate, Lightning and Ringmaster: how many hashes?
+
+    pip install accelerate lightning
+    python -m benchmarks.peer_bits
+
+An MLP on the digits, 60 steps of SGD with 64 samples over all processes: each harness sees the same samples
+in each step, on any number of processes. Ringmaster has train.exact=8. Exit status 1 if its hashes differ.
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from models.mlp import MLP
+from tests import runs
+from tests.ranks import run_ranks
+from trainer.data.digits import Digits
+
+STEPS, BATCH, WORLDS = 60, 64, (1, 2, 4)
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, Iterator[Any]]:
+    """The same model in each process, its optimizer, and this rank's share of each batch."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, data = MLP((1, 8, 8), 10), Digits("train")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    order = torch.randint(len(data), (STEPS, BATCH), generator=torch.Generator().manual_seed(0))
+    shares = (data.__getitems__(batch[rank::world].tolist()) for batch in order)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), shares
+
+
+def loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    shares: Iterator[Any],
+    backward: Callable[[Tensor], Any],
+) -> None:
+    for inputs, targets in shares:
+        optimizer.zero_grad()
+        backward(F.cross_entropy(model(inputs), targets))
+        optimizer.step()
+
+
+def sha256(model: nn.Module) -> str:
+    weights = (parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    return hashlib.sha256(b"".join(weights)).hexdigest()
+
+
+def ddp() -> str:
+    model, optimizer, shares = parts()
+    dist.init_process_group("gloo")
+    loop(DistributedDataParallel(model), optimizer, shares, Tensor.backward)
+    return sha256(model)
+
+
+def accelerate() -> str:
+    from accelerate import Accelerator
+
+    model, optimizer, shares = parts()
+    accelerator = Accelerator(cpu=True)
+    loop(*accelerator.prepare(model, optimizer), shares, accelerator.backward)
+    return sha256(model)
+
+
+def lightning() -> str:
+    import lightning as L
+
+    model, optimizer, shares = parts()
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return F.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer
+
+    world = int(os.environ["WORLD_SIZE"])
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet: dict[str, Any] = dict.fromkeys(names, False)
+    strategy = "ddp" if world > 1 else "auto"
+    runner = L.Trainer(accelerator="cpu", devices=world, strategy=strategy, max_steps=STEPS, **quiet)
+    runner.fit(Module(), DataLoader(list(shares), batch_size=None))
+    return sha256(model)
+
+
+def ringmaster() -> str:
+    strategy = "ddp" if int(os.environ["WORLD_SIZE"]) > 1 else "single"
+    words = [
+        "train.exact=8",
+        f"strategy={strategy}",
+        f"train.global_batch_size={BATCH}",
+        f"train.max_steps={STEPS}",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        return str(runs.train(*words, "train.eval_every_epochs=0", f"run_dir={folder}/run")["param_sha256"])
+
+
+def silent(way: Callable[[], str]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return way()
+
+
+def main() -> None:
+    print(f"{'':10} {'hashes':>6}  " + "  ".join(f"{world:<8}" for world in WORLDS))
+    for way in (ddp, accelerate, lightning, ringmaster):
+        told = {"TORCHELASTIC_RUN_ID": "peer-bits"}  # Lightning would start its own ranks
+        found = [run_ranks(silent, world, way, init=False, env=told)[0] for world in WORLDS]
+        print(f"{way.__name__:10} {len(set(found)):6}  " + "  ".join(each[:8] for each in found), flush=True)
+    sys.exit(len(set(found)) > 1)
+
+
+if __name__ == "__main__":
+    main()
