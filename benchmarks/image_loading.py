@@ -27,9 +27,9 @@ from torchvision.transforms import v2
 from trainer.config import DataConfig
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.imagefolder import MEAN, STD, ImageFolder
-from trainer.data.loading.base import Share
 from trainer.data.loading.batch import split_batch
 from trainer.data.loading.loaders import train_loader
+from trainer.data.loading.reader import Share
 
 WIDTH, HEIGHT, SIZE, BATCH = 500, 375, 224, 64
 

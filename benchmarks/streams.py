@@ -28,9 +28,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from trainer.config import DataConfig
-from trainer.data.loading.base import Share
 from trainer.data.loading.batch import split_batch
 from trainer.data.loading.loaders import train_loader
+from trainer.data.loading.reader import Share
 from trainer.data.text.in_memory import python_reference
 from trainer.data.text.tokens import Tokens
 

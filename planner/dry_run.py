@@ -29,9 +29,9 @@ from trainer.build import (
 )
 from trainer.comm.shard_sums import own_parameters, units_of
 from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
-from trainer.data.loading.base import Share
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import train_loader
+from trainer.data.loading.reader import Share
 from trainer.errors import UserError, first_line
 from trainer.optim.optimizer_checks import sparse_weights
 from trainer.optim.param_groups import build_optimizer

@@ -15,7 +15,7 @@ from trainer.training.log_step import log_first_step, log_step
 from trainer.training.step_agreement import AfterStep
 
 if TYPE_CHECKING:
-    from trainer.data.loading.base import Batches, EvalLoader
+    from trainer.data.loading.loaders import Batches, EvalLoader
     from trainer.training.context import Run
 
 log = logging.getLogger(__name__)

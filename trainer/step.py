@@ -10,7 +10,7 @@ from trainer.tasks.base import begin_step, end_step
 from trainer.tasks.label_counts import divided, label_count, loss_of
 
 if TYPE_CHECKING:
-    from trainer.data.loading.base import Batches
+    from trainer.data.loading.loaders import Batches
     from trainer.training.context import Run
     from trainer.training.step_agreement import AfterStep
 

@@ -10,7 +10,7 @@ from tests.data.settings import eval_loader, message_of, train_loader
 from tests.data.streams import Broken, Dividing, Numbers, Stateful, Uneven, numbers_of
 from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
-from trainer.data.loading.base import TrainLoader
+from trainer.data.loading.loaders import TrainLoader
 from trainer.errors import UserError
 
 

@@ -1,6 +1,5 @@
 """Token files: the command's output and refusals, and the windows drawn from them."""
 
-import base64
 import json
 import re
 import shutil
@@ -74,15 +73,17 @@ def test_mistakes_are_one_message_and_leave_nothing(
     assert [path for path in tmp_path.iterdir() if "part" in path.name] == []
 
 
-def test_gpt2_with_a_vocabulary_of_ones_own(tmp_path: Path, folder: Path) -> None:
-    pytest.importorskip("tiktoken")
-    words = [bytes([byte]) for byte in range(256)] + [b"li", b"ne", b"line"]
-    vocabulary = tmp_path / "r50k_base.tiktoken"
-    vocabulary.write_bytes(
-        b"\n".join(base64.b64encode(word) + b" %d" % rank for rank, word in enumerate(words))
-    )
+def test_gpt2_by_tiktoken(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a small vocabulary in the place of the one that is downloaded."""
+    tiktoken = pytest.importorskip("tiktoken")
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"li": 256, b"ne": 257, b"line": 258}
+    end = {"<|endoftext|>": 259}
+    small = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=end)
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": small}.__getitem__)
     out = tmp_path / "out"
-    assert main([str(folder), str(out), "--tokenizer", "gpt2", "--vocabulary", str(vocabulary)]) == 0
+    assert main([str(folder), str(out), "--tokenizer", "gpt2"]) == 0
     train = np.fromfile(out / "train.bin", np.uint16)
     assert train[:3].tolist() == [258, ord(" "), ord("0")]  # line, space, 0
     assert (train == 259).sum() >= 290  # the end of each document

@@ -28,7 +28,7 @@ from trainer.tasks.label_counts import described, label_count, loss_of
 from trainer.tensors.bits import bit_sums, changed_bits, same_bits
 
 if TYPE_CHECKING:
-    from trainer.data.loading.base import Batches
+    from trainer.data.loading.loaders import Batches
     from trainer.strategies.base import Strategy
     from trainer.training.context import Run
 

@@ -12,13 +12,13 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from trainer.data.text.files import TextFiles
+from trainer.data.text.files import TextChunk, TextFiles
 from trainer.data.text.tokenizers import NAMES, TOKENIZER_FILES, Tokenizer, tokenizer
 from trainer.data.text.tokens import FACTS, FILES
 from trainer.errors import UserError
@@ -34,9 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("out", type=Path, help="the folder to write; must not exist")
     parser.add_argument("--tokenizer", default="gpt2", metavar="bytes|gpt2|FOLDER")
-    parser.add_argument(
-        "--vocabulary", type=Path, help="of gpt2, if it cannot be downloaded: a file or a folder"
-    )
     parser.add_argument("--field", default="text", help="the key of the text in JSON lines (text)")
     parser.add_argument("--eval-fraction", type=float, default=0.005, help="of the bytes, held out (0.005)")
     chosen = parser.parse_args(arguments)
@@ -44,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         facts = tokenize(
             TextFiles(chosen.path, chosen.field),
             chosen.out,
-            tokenizer(chosen.tokenizer, chosen.vocabulary),
+            tokenizer(chosen.tokenizer),
             chosen.tokenizer,
             chosen.eval_fraction,
         )
@@ -80,15 +77,16 @@ def tokenize(
     part = out.with_name(f"{out.name}.part{os.getpid()}")
     dtype = np.dtype(np.uint16 if by.vocab_size <= 2**16 else np.uint32)
     num_train = texts.num_bytes - round(texts.num_bytes * eval_fraction)
-    ranges = {"train": (0, num_train), "eval": (num_train, texts.num_bytes)}
     part.mkdir(parents=True)
     try:
         with tqdm(total=texts.num_bytes, unit="B", unit_scale=True, mininterval=0.5, desc=str(out)) as bar:
+            of_splits = itertools.groupby(
+                texts.chunks(num_train), lambda chunk: "train" if chunk.begin < num_train else "eval"
+            )
             written = {
-                split: _write(part / FILES[split], texts, bounds, by, dtype, bar)
-                for split, bounds in ranges.items()
+                split: _write(part / FILES[split], chunks, by, dtype, bar) for split, chunks in of_splits
             }
-        counts = {split: count for split, (count, _) in written.items()}
+        counts = {split: written.get(split, (0, 0))[0] for split in FILES}
         for split, count in counts.items():
             if not count:
                 raise UserError(
@@ -113,10 +111,10 @@ def tokenize(
 
 
 def _write(
-    path: Path, texts: TextFiles, bounds: tuple[int, int], by: Tokenizer, dtype: np.dtype, bar: "tqdm[None]"
+    path: Path, chunks: Iterator[TextChunk], by: Tokenizer, dtype: np.dtype, bar: "tqdm[None]"
 ) -> tuple[int, int]:
     """Return the number of tokens, and of the bytes of text that they encode."""
-    count, num_bytes, chunks = 0, 0, texts.chunks(*bounds)
+    count = num_bytes = 0
     with path.open("wb") as file:
         while some := list(itertools.islice(chunks, CHUNKS_AT_ONCE)):
             for chunk, tokens in zip(some, by.encode([chunk.text for chunk in some]), strict=True):

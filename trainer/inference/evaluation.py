@@ -19,7 +19,7 @@ from trainer.tensors.nested import leaves
 
 if TYPE_CHECKING:
     from trainer.data.device import ToDevice
-    from trainer.data.loading.base import EvalLoader
+    from trainer.data.loading.loaders import EvalLoader
     from trainer.distributed.process_group import Dist
     from trainer.loggers import RunLog
     from trainer.strategies.base import Strategy

@@ -28,8 +28,8 @@ from trainer.build import (
 from trainer.checkpoint import OpenCheckpoint, frozen_digests, read_averages, read_model
 from trainer.config import Config, TrainConfig, flatten
 from trainer.config.overrides import leaves
-from trainer.data.loading.base import EvalLoader
 from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.loaders import EvalLoader
 from trainer.distributed.agreement import Agreement, Alone, compare_across_ranks
 from trainer.distributed.process_group import process_group
 from trainer.distributed.seeding import generators_kept, seed_everything

@@ -9,8 +9,8 @@ from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
 from trainer.config import Config, EmaConfig, TrainConfig
-from trainer.data.loading.base import EvalLoader, TrainLoader
 from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.loaders import EvalLoader, TrainLoader
 from trainer.inference.evaluation import ModelContext
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer import accelerator
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
-from trainer.data.loading.base import TrainLoader
+from trainer.data.loading.loaders import TrainLoader
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.optim.plain_names import named_modules

@@ -25,9 +25,9 @@ from trainer.build import (
     wrap_model,
 )
 from trainer.config import Config, DdpConfig
-from trainer.data.loading.base import Share
 from trainer.data.loading.batch import BatchSplit, split_batch
 from trainer.data.loading.loaders import train_loader
+from trainer.data.loading.reader import Share
 from trainer.distributed.agreement import Agreement, gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import generators_kept

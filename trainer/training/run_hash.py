@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.data.loading.base import EvalLoader, TrainLoader
+from trainer.data.loading.loaders import EvalLoader, TrainLoader
 from trainer.distributed.gather_shards import as_bytes, gather_shards_to_rank0
 from trainer.faults.heartbeat import progress
 from trainer.optim.plain_names import model_state

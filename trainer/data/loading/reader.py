@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
 from trainer.data.device import Mirrored
-from trainer.data.loading.base import Share
-from trainer.data.loading.collation import collated, collated_batch, name_of, sample_name
+from trainer.data.loading.collation import Collate, collated, collated_batch, name_of, sample_name
 from trainer.data.loading.worker import answer
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
@@ -31,6 +30,25 @@ MAX_REPLACEMENTS = 100
 _NUM_LOOKS = 2  # of which the first may make the generator
 _MAX_PARTS = 100  # of a list of transforms, or datasets
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of each batch that a process reads, and how.
+
+    Attributes:
+        timeout_s: how long to wait for a batch from the workers.
+        collate: makes a batch of a list of samples.
+        mirrors: whether the device mirrors half of the training images, drawn from (seed, epoch, index).
+    """
+
+    replica: int
+    seed: int
+    device: torch.device
+    timeout_s: float = 600
+    heartbeat: Heartbeat | None = None
+    collate: Collate = default_collate
+    mirrors: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Files of text or JSON lines of any size, in chunks that do not depend on where reading starts."""
+"""Files of text or JSON lines of any size, in chunks of whole lines."""
 
 import itertools
 import json
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +18,12 @@ class TextChunk(NamedTuple):
     """Some text: a document of JSON lines, or about 128 KiB of a file, in whole lines if possible.
 
     Attributes:
+        begin: its first byte, in the row of all files.
         num_bytes: the length in the file.
         ends_document: whether the document ends here.
     """
 
+    begin: int
     num_bytes: int
     text: bytes
     ends_document: bool
@@ -56,26 +59,23 @@ class TextFiles:
     def num_bytes(self) -> int:
         return self.ends[-1]
 
-    def chunks(self, begin: int, end: int) -> Iterator[TextChunk]:
-        """The chunks of [begin, end) of the row; both ends are moved to the next start of a line."""
-        for path, stop in zip(self.files, self.ends, strict=True):
-            start = stop - path.stat().st_size
-            if begin < stop and start < end:
+    def chunks(self, border: int) -> Iterator[TextChunk]:
+        """The whole row. A chunk that begins before byte `border` ends with the line that reaches it."""
+        for path, end in zip(self.files, self.ends, strict=True):
+            begin = end - path.stat().st_size
+            with path.open("rb") as file:
                 read = self._lines if path.suffix.lower() == ".jsonl" else self._parts
-                yield from read(path, max(0, begin - start), end - start)
+                for chunk in read(file, border - begin):
+                    yield chunk._replace(begin=begin + chunk.begin)
 
-    def _lines(self, path: Path, begin: int, end: int) -> Iterator[TextChunk]:
-        with path.open("rb") as file:
-            offset = 0
-            if begin:  # it may lie within a line, so start one byte earlier
-                file.seek(begin - 1)
-                offset = begin - 1 + len(file.readline())
-            while offset < end and (line := file.readline()):
-                if not line.isspace():
-                    yield TextChunk(len(line), self._text(line, path, offset), True)
-                offset += len(line)
+    def _lines(self, file: BufferedReader, border: int) -> Iterator[TextChunk]:
+        begin = 0
+        for line in file:
+            if not line.isspace():
+                yield TextChunk(begin, len(line), self._text(line, file.name, begin), True)
+            begin += len(line)
 
-    def _text(self, line: bytes, path: Path, offset: int) -> bytes:
+    def _text(self, line: bytes, path: str, offset: int) -> bytes:
         try:
             # JSON may hold half a surrogate pair, which text may not: it becomes a question mark.
             return json.loads(line)[self.field].encode(errors="replace")
@@ -85,25 +85,25 @@ class TextFiles:
                 f"{type(error).__name__} {error}"
             ) from error
 
-    def _parts(self, path: Path, begin: int, end: int) -> Iterator[TextChunk]:
-        """Chunks end with the line that reaches a multiple of CHUNK_BYTES."""
-        size = path.stat().st_size
-        with path.open("rb") as file:
+    def _parts(self, file: BufferedReader, border: int) -> Iterator[TextChunk]:
+        """Chunks end with the line that reaches a multiple of CHUNK_BYTES, or the border."""
+        begin = 0
+        while True:
+            stops = ((begin // CHUNK_BYTES + 1) * CHUNK_BYTES, border)
+            text = file.read(min(stop for stop in stops if stop > begin) - begin)
+            if not text:
+                return
+            text += b"" if text.endswith(b"\n") else _rest_of_line(file)
+            yield TextChunk(begin, len(text), text, not file.peek(1))
+            begin += len(text)
 
-            def line_end(at: int) -> int:
-                """Where the line of byte `at - 1` ends; if that is far, `at`, or the end of its character."""
-                if not 0 < at < size:
-                    return min(at, size)
-                file.seek(at - 1)
-                near = file.read(CHUNK_BYTES)
-                if (length := near.find(b"\n")) >= 0:
-                    return at + length
-                rest = len(near[1:5]) - len(near[1:5].lstrip(_GOES_ON))
-                return at + rest if rest < 4 else at
 
-            first, stop = line_end(begin), line_end(end)
-            while first < stop:
-                last = min(line_end((first // CHUNK_BYTES + 1) * CHUNK_BYTES), stop)
-                file.seek(first)
-                yield TextChunk(last - first, file.read(last - first), last == size)
-                first = last
+def _rest_of_line(file: BufferedReader) -> bytes:
+    """What follows, to the end of the line; if that is far, to the end of the character."""
+    here, near = file.tell(), file.read(CHUNK_BYTES)
+    length = near.find(b"\n") + 1
+    if not length:
+        length = len(near[:4]) - len(near[:4].lstrip(_GOES_ON))
+        length = length if length < 4 else 0
+    file.seek(here + length)
+    return near[:length]

@@ -31,15 +31,11 @@ class Tokenizer(Protocol):
         """Bytes of UTF-8, not text: a token may end in the middle of a character."""
 
 
-def tokenizer(name: str, vocabulary: str | Path | None = None) -> Tokenizer:
+def tokenizer(name: str) -> Tokenizer:
     """The tokenizer of that name, or of a folder of Hugging Face's with a tokenizer.json.
 
-    Args:
-        vocabulary: of gpt2, if it cannot be downloaded: a file r50k_base.tiktoken, or a folder with vocab.bpe
-            and encoder.json, or with merges.txt and vocab.json.
-
     Raises:
-        UserError: the name is unknown, tiktoken is not installed, or the vocabulary is missing.
+        UserError: the name is unknown, tiktoken is not installed, or its vocabulary cannot be downloaded.
     """
     if name not in NAMES:
         if not (file := Path(name) / TOKENIZER_FILES[0]).is_file():
@@ -47,11 +43,7 @@ def tokenizer(name: str, vocabulary: str | Path | None = None) -> Tokenizer:
                 f"tokenizer is {name}, but must be one of {', '.join(NAMES)}, or a folder with {file.name}"
             )
         return HuggingFace(Path(name))
-    if name == "bytes":
-        if vocabulary is not None:
-            raise UserError(f"vocabulary={vocabulary} is for tokenizer=gpt2; tokenizer=bytes takes none")
-        return Bytes()
-    return Gpt2(vocabulary)
+    return Bytes() if name == "bytes" else Gpt2()
 
 
 class Bytes:
@@ -68,28 +60,21 @@ class Bytes:
 class Gpt2:
     """A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, through tiktoken."""
 
-    def __init__(self, vocabulary: str | Path | None) -> None:
+    def __init__(self) -> None:
         try:
             import tiktoken
-            from tiktoken_ext.openai_public import r50k_pat_str
         except ImportError:
             raise UserError(
                 "the gpt2 tokenizer needs tiktoken: pip install 'ringmaster-trainer[gpt2]'"
             ) from None
-        if vocabulary is None:
-            try:
-                self._encoding = tiktoken.get_encoding("gpt2")
-            except Exception as error:  # network libraries raise their own
-                raise UserError(
-                    f"the vocabulary of gpt2 cannot be downloaded: {on_one_line(error)[:200]}; set "
-                    "vocabulary to r50k_base.tiktoken, or to a folder with vocab.bpe and encoder.json"
-                ) from error
-        else:
-            ranks = _ranks(Path(vocabulary))
-            special = {"<|endoftext|>": len(ranks)}
-            self._encoding = tiktoken.Encoding(
-                "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
-            )
+        try:
+            self._encoding = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # network libraries raise their own
+            raise UserError(
+                f"the vocabulary of gpt2 cannot be downloaded: {on_one_line(error)[:200]}; set "
+                "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has it, or give a folder of Hugging Face's "
+                "with gpt2's tokenizer.json"
+            ) from error
         self.vocab_size = self._encoding.n_vocab
         self.end = np.array([self._encoding.eot_token], np.uint32)
 
@@ -154,18 +139,3 @@ def _bytes_of_characters() -> dict[str, int]:
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(256 + at): byte for at, byte in enumerate(others)}
-
-
-def _ranks(vocabulary: Path) -> dict[bytes, int]:
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks, load_tiktoken_bpe
-
-    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # else tiktoken caches local files, keyed by name alone
-    try:
-        if not vocabulary.is_dir():
-            return load_tiktoken_bpe(str(vocabulary))
-        for merges, encoder in (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json")):
-            if (vocabulary / merges).is_file():
-                return data_gym_to_mergeable_bpe_ranks(str(vocabulary / merges), str(vocabulary / encoder))
-    except (OSError, ValueError, AssertionError, KeyError) as error:
-        raise UserError(f"vocabulary={vocabulary} is not a vocabulary of gpt2: {error}") from error
-    raise UserError(f"vocabulary={vocabulary} must contain vocab.bpe or merges.txt")

@@ -25,7 +25,6 @@ class Tokens(Windows):
         eval_windows: the number of windows of val.bin to evaluate on; None: all.
         border: the token that ends each document (see `trainer.data.text.windows.kept_apart`): 50256 of gpt2,
             10 of bytes. None: documents are one long text.
-        vocabulary: of the tokenizer, if it cannot be downloaded; only sampling needs it.
 
     Raises:
         UserError: a file is missing or too short, or the size of the vocabulary is unknown.
@@ -38,7 +37,6 @@ class Tokens(Windows):
         block_size: int = 1024,
         vocab_size: int | None = None,
         eval_windows: int | None = None,
-        vocabulary: str | None = None,
         border: int | None = None,
     ) -> None:
         check_split(split)
@@ -63,7 +61,7 @@ class Tokens(Windows):
                 f"{block_size} tokens of {dtype.itemsize} bytes"
             )
         super().__init__(np.memmap(file, dtype, mode="r"), block_size, size, border=border)
-        self._tokenizer_name, self._vocabulary = facts.get("tokenizer"), vocabulary
+        self._tokenizer_name = facts.get("tokenizer")
         if self._tokenizer_name == TOKENIZER_FILES[0]:
             self._tokenizer_name = path
         if split == "eval" and eval_windows is not None:
@@ -77,7 +75,7 @@ class Tokens(Windows):
             UserError: it is not available here.
         """
         name = self._tokenizer_name
-        return None if name is None else tokenizer_named(name, self._vocabulary)
+        return None if name is None else tokenizer_named(name)
 
 
 def _facts(folder: Path) -> dict[str, Any]:
