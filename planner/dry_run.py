@@ -33,7 +33,7 @@ from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import train_loader
 from trainer.data.loading.reader import Share
 from trainer.errors import UserError, first_line
-from trainer.optim.optimizer_checks import sparse_weights
+from trainer.optim.optimizers import sparse_weights
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState

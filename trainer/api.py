@@ -19,8 +19,8 @@ from trainer.config.saved_run import saved_settings
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.faults import exit_report
 from trainer.files.address import Location, location
-from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import load_json
+from trainer.files.writing import new_run_dir
 from trainer.inference.restore import restored_model
 from trainer.inference.trained import TrainedRun
 from trainer.launch.fresh import launched_by

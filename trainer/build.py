@@ -184,30 +184,12 @@ def build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
             f"model: {node['_target_']} leaves the shape of {', '.join(lazy)} to its first batch, but ranks "
             "and optimizer need it before: set the sizes, as in torch.nn.Linear for LazyLinear"
         )
-    for name, tensor in (*parameters.items(), *model.named_buffers()):
-        if problem := _not_to_be_saved(tensor):
-            raise UserError(f"model: {node['_target_']} has {name}, which {problem}")
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError(
             f"model: {node['_target_']} has nothing to train: none of its {len(parameters)} parameters "
             "requires a gradient"
         )
     return model
-
-
-def _not_to_be_saved(tensor: Tensor) -> str | None:
-    if tensor.layout != torch.strided:
-        return (
-            f"is sparse ({str(tensor.layout).removeprefix('torch.')}), which no checkpoint can hold. Keep "
-            "its indices and values as buffers, and create it from them in the forward pass; or, if it never "
-            "changes, keep it as a plain attribute"
-        )
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return (
-            "has one number in several places, as expand() makes it, so no checkpoint can be loaded into it. "
-            "Register a .clone() of it"
-        )
-    return None
 
 
 def build_task(config: Config) -> Task:

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.config import Config
 from trainer.config.saved_run import saved_settings
 from trainer.files.address import Address, Location, location
-from trainer.files.atomic_file import output_file
+from trainer.files.writing import output_file
 from trainer.inference.command import arguments, start
 
 

@@ -14,7 +14,7 @@ from trainer.config import Config
 from trainer.config.saved_run import saved_settings
 from trainer.errors import UserError
 from trainer.files.address import Location, location
-from trainer.files.atomic_file import check_free, output_file
+from trainer.files.writing import check_free, output_file
 from trainer.inference.command import arguments, start
 from trainer.launch.place import place
 

@@ -38,7 +38,7 @@ from trainer.distributed.shrink import Shrunk
 from trainer.errors import UserError, writing
 from trainer.exact.environment import exact_facts
 from trainer.faults import exit_report
-from trainer.files.atomic_file import atomic_file
+from trainer.files.writing import atomic_file
 from trainer.launch.fresh import is_watched
 from trainer.launch.place import Place, place, publish
 from trainer.launch.signals import StopRequest
@@ -66,8 +66,7 @@ from trainer.strategies.placement import devices_of
 from trainer.tasks import Task
 from trainer.training import run_hash
 from trainer.training.context import Checks, Run
-from trainer.training.kept_buffers import KeptBuffers
-from trainer.training.kept_step import build_gate
+from trainer.training.kept_step import KeptBuffers, build_gate
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops, model_flops
 from trainer.training.micro_batch import causes_named, with_micro_batch_size

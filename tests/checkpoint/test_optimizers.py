@@ -42,7 +42,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "linear": ("schedule.warmup_steps=3",),
     "cosine": (),
     "wsd": (),
-    "one_cycle": (),
+    "PolynomialLR": (*_TORCHS, "+schedule.total_iters=auto"),
     "plateau": ("schedule.patience=0", "+schedule.threshold=0.9"),
     "StepLR": (*_TORCHS, "+schedule.step_size=3"),
     "ExponentialLR": (*_TORCHS, "+schedule.gamma=0.9"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.runs import train
 from trainer.checks.unsaved import UnsavedState, _is_users
-from trainer.optim.combined import CombinedOptimizer
+from trainer.optim.optimizers import CombinedOptimizer
 
 
 class Helper:

@@ -20,7 +20,7 @@ from tests.runs import train
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.rescue import Rescue, savers, saving_hosts
 from trainer.faults.verdict import Observed, Verdict
-from trainer.training.kept_buffers import KeptBuffers
+from trainer.training.kept_step import KeptBuffers
 
 RUN = (*TINY, "checkpoint.every_epochs=null", "resume=auto", "distributed.timeout_s=20")
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.runs import settings
 from trainer import accelerator
-from trainer.checkpoint.background import Saving
+from trainer.checkpoint.writing import Saving
 from trainer.distributed.backend_flags import described, set_backend_flags
 from trainer.distributed.process_group import _device, _refuse_shared
 from trainer.errors import UserError

@@ -23,7 +23,7 @@ from trainer.config import to_yaml
 from trainer.config.saved_run import saved_settings
 from trainer.distributed.process_group import process_group
 from trainer.errors import UserError
-from trainer.files.atomic_file import output_file
+from trainer.files.writing import output_file
 from trainer.inference.command import arguments, start
 
 STRIPES = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.errors import Fault, UserError
-from trainer.files.atomic_file import output_file
+from trainer.files.writing import output_file
 from trainer.inference.prediction_file import kind_of
 
 ROWS = {

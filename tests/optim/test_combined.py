@@ -15,7 +15,7 @@ from tests import runs
 from tests.ranks import run_ranks
 from trainer.errors import UserError
 from trainer.loop import fit
-from trainer.optim.combined import CombinedOptimizer, parts_of
+from trainer.optim.optimizers import CombinedOptimizer, parts_of
 from trainer.optim.param_groups import build_optimizer, described
 from trainer.optim.schedules import ScheduleFacts, build_schedule
 from trainer.optim.trained import Trained

@@ -52,7 +52,6 @@ CONSTANT = {"_target_": "trainer.optim.schedules.constant", "warmup_steps": 9}
 NODES: list[dict[str, Any]] = [
     CONSTANT,
     {"_target_": "trainer.optim.schedules.cosine", "total_steps": "auto"},
-    {"_target_": "trainer.optim.schedules.one_cycle", "total_steps": "auto"},
     {"_target_": TORCH + "StepLR", "step_size": 2, "gamma": 0.5},
     {"_target_": TORCH + "CosineAnnealingLR", "T_max": "auto", "eta_min": 1e-3},
     {"_target_": TORCH + "OneCycleLR", "max_lr": 0.3, "total_steps": "auto"},

@@ -134,7 +134,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
         freeze(model, {"freeze": "."})
 
 
-def test_shapes_of_wsd_and_one_cycle() -> None:
+def test_shapes_of_wsd_and_cosine() -> None:
     def rates(name: str, **options: Any) -> list[float]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         schedule = build_schedule(
@@ -152,14 +152,11 @@ def test_shapes_of_wsd_and_one_cycle() -> None:
     assert found[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert set(found[10:54]) == {1.0} and found[77] == pytest.approx(0.55, abs=0.02)
     assert found[99] == pytest.approx(0.12, abs=0.02)
-    cycle = rates("one_cycle")
-    torchs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(torchs, max_lr=1.0, total_steps=100)
-    for mine in cycle:
+    torchs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(torchs, T_max=100)
+    for mine in rates("cosine"):
         assert mine == pytest.approx(torchs.param_groups[0]["lr"], abs=1e-9)
-        torchs.step()
-        if schedule.last_epoch < 99:
-            schedule.step()
+        torchs.step(), schedule.step()
 
 
 COMMON = (
@@ -185,7 +182,7 @@ STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2}
 def _rates(run_dir: Path, strategy: str, *overrides: str) -> tuple[list[float], dict[int, float]]:
     """The rates that each update used, and the logged ones."""
     options = (f"strategy={strategy}", *overrides, "train.max_steps=6", "train.log_every_steps=2")
-    options += ("schedule=one_cycle", "train.eval_every_epochs=0", "checkpoint.every_epochs=null")
+    options += ("schedule=cosine", "train.eval_every_epochs=0", "checkpoint.every_epochs=null")
     used: list[float] = []
     with runs.context_of(*options, f"run_dir={run_dir}") as context:
         optimizer = context.state.optimizer

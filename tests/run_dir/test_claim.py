@@ -49,7 +49,7 @@ def test_two_runs_that_start_in_the_same_second_get_two_directories(
             return cls(2026, 1, 2, 3, 4, 5)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trainer.files.new_directory.datetime", Stopped)
+    monkeypatch.setattr("trainer.files.writing.datetime", Stopped)
     monkeypatch.setattr(Path, "exists", lambda path: False)  # found a moment before
     names = [str(claimed(None).path) for _ in range(3)]
     assert names == [f"runs/2026-01-02/03-04-05{end}" for end in ("", "-2", "-3")]

@@ -185,9 +185,6 @@ def test_profile_of_each_rank(tmp_path: Path) -> None:
             events = json.load(file)["traceEvents"]
         steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep")}
         assert steps == {"ProfilerStep#3", "ProfilerStep#4"}
-        names = [event["args"]["name"] for event in events if event.get("name") == "process_name"]
-        assert names
-        assert all(name.startswith(f"rank {rank} on ") for name in names)
         assert any("all-reduce bucket" in str(event.get("name")) for event in events)
     assert len(list((tmp_path / "profile").iterdir())) == 2
     assert all(0 < value < 1 for value in read_metrics(tmp_path)["speed/mfu"].values())

@@ -1,7 +1,7 @@
 """Checkpoints that cannot be torn, and a resume that is exact to the bit."""
 
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.left_out import frozen_digests
+from trainer.checkpoint.fits import frozen_digests
 from trainer.checkpoint.listing import newest_run_id
 from trainer.checkpoint.manifest import is_run_id, read_manifest
 from trainer.checkpoint.model import read_averages, read_model

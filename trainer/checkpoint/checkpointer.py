@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.background import Saving, host_stager
 from trainer.checkpoint.fits import (
     Fits,
+    check_left_out,
     make_buffers,
     parameter_of,
     refuse_not_finite,
@@ -24,7 +24,6 @@ from trainer.checkpoint.fits import (
     targets_for,
 )
 from trainer.checkpoint.layout import Plan, aliases_in, plan_save
-from trainer.checkpoint.left_out import check_left_out
 from trainer.checkpoint.listing import Retention
 from trainer.checkpoint.model import load_model
 from trainer.checkpoint.open_checkpoint import ADAPTERS, DATA_STATES, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
@@ -32,7 +31,7 @@ from trainer.checkpoint.remote import Copier, NoRemote, Remote
 from trainer.checkpoint.resuming import check_data, opened_for, tell_what_changed
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import is_extra_state, take_apart
-from trainer.checkpoint.writing import Contents, write_checkpoint
+from trainer.checkpoint.writing import Contents, Saving, host_stager, write_checkpoint
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement, Alone
 from trainer.distributed.process_group import Dist

@@ -17,8 +17,8 @@ from trainer.checkpoint.safetensors_files import NAMES, SINGLE, ToStore, write_f
 from trainer.checkpoint.store import appear
 from trainer.errors import UserError
 from trainer.files.address import Location
-from trainer.files.atomic_file import check_free
 from trainer.files.untrusted import printable
+from trainer.files.writing import check_free
 
 FORMS = ("safetensors", "torch", "hf", "peft")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")

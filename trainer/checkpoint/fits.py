@@ -4,6 +4,7 @@ A run's state is looked at as it is built, and compared at each save. A checkpoi
 shapes and dtypes before any of its tensors is read.
 """
 
+import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from trainer.checkpoint.layout import DTYPES, Shapes, aliases_in
 from trainer.checkpoint.open_checkpoint import HELD_BY, OpenCheckpoint
 from trainer.checkpoint.tree import is_extra_state, put_together, take_apart
+from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import NonFiniteError, UserError, first_few
 from trainer.files.untrusted import first_five, printable
 from trainer.optim.adapters import adapters_of
-from trainer.optim.combined import has_user_part
 from trainer.optim.continued import OF_SCHEDULES
+from trainer.optim.optimizers import has_user_part
 from trainer.optim.plain_names import (
     every_parameter,
     load_model_state,
@@ -303,6 +305,32 @@ def parameter_of(name: str, shape: torch.Size, parameters: Mapping[str, Tensor])
         words = "has another shape than its parameter and cannot be sharded; resume, or begin, without FSDP"
         raise UserError(f"{name} {words}")
     return parameter
+
+
+def frozen_digests(model: nn.Module, begun_with: Mapping[int, Tensor]) -> dict[str, str]:
+    """The sha256 of each frozen parameter of `model` that `model.init_from` gave, under each of its names.
+
+    Called when parameters have their final names and are frozen; before the model is sharded.
+
+    Args:
+        begun_with: by the id of a parameter, the tensor that `trainer.build.start_from` found for it.
+    """
+    return {
+        name: hashlib.sha256(as_bytes(begun_with[id(parameter)].to(parameter.dtype))).hexdigest()
+        for name, parameter in every_parameter(model)
+        if not parameter.requires_grad and id(parameter) in begun_with
+    }
+
+
+def check_left_out(source: OpenCheckpoint, begun: Mapping[str, str]) -> None:
+    """Raise UserError unless a model with these `frozen_digests` began with what `source` leaves out."""
+    others = [name for name, digest in source.left_out.items() if begun.get(name) != digest]
+    if others:
+        raise UserError(
+            f"{source.directory} leaves out {first_five(others)}, as checkpoint.frozen=false has it: "
+            f"{source.initial_weights} had other values for them, or is not read now; set model.init_from to "
+            "those weights as they were, and model.freeze and checkpoint.frozen as in that run"
+        )
 
 
 def _compare_optimizers(state: TrainState, mine: Sequence[Any], theirs: Sequence[Any]) -> None:

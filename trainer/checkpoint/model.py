@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.fits import make_buffers, model_targets
-from trainer.checkpoint.left_out import check_left_out
+from trainer.checkpoint.fits import check_left_out, make_buffers, model_targets
 from trainer.checkpoint.listing import Listing, best_of
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified_by_all
 from trainer.checkpoint.tree import put_together

@@ -25,8 +25,8 @@ from trainer.checkpoint.listing import Listing, Retention, newest_run_id
 from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_text, read_manifest, step_of
 from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, UnreachableError
-from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import printable, read_json, reason
+from trainer.files.writing import atomic_file
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from trainer.checkpoint.listing import Listing, Retention
 from trainer.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
 from trainer.errors import Fault, UserError, first_few
 from trainer.faults.heartbeat import at_disk
-from trainer.files.new_directory import unused_path
+from trainer.files.writing import unused_path
 
 log = logging.getLogger(__name__)
 

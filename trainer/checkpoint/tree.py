@@ -97,15 +97,3 @@ def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 def is_extra_state(name: str) -> bool:
     """Whether the tensor is from ``get_extra_state`` of a module, and may have any shape and dtype."""
     return "_extra_state" in name.split(".")
-
-
-def tensor_names(plain: Any) -> list[str]:
-    """The name of every tensor in a result of ``take_apart``; twice if it occurs twice."""
-    names, rest = [], [plain]
-    while rest:
-        node = rest.pop()
-        if isinstance(node, dict) and node.keys() == {"$tensor"}:
-            names.append(str(node["$tensor"]))
-        elif isinstance(node, dict | list):
-            rest.extend(node.values() if isinstance(node, dict) else node)
-    return names

@@ -16,7 +16,7 @@ from trainer.errors import NonFiniteError, first_few
 if TYPE_CHECKING:
     from trainer.distributed.process_group import Dist
     from trainer.optim.train_state import Progress, TrainState
-    from trainer.training.kept_buffers import KeptBuffers
+    from trainer.training.kept_step import KeptBuffers
 
 log = logging.getLogger(__name__)
 

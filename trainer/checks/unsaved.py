@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.errors import first_few
-from trainer.optim.combined import parts_of
+from trainer.optim.optimizers import parts_of
 from trainer.tensors.local_shard import to_local
 from trainer.tensors.nested import leaves
 

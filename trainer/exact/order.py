@@ -15,7 +15,7 @@ from trainer.exact.digits import from_digits, to_digits
 from trainer.exact.environment import NUM_THREADS
 from trainer.exact.norm import exact_norm
 from trainer.exact.sum_order import SumOrder
-from trainer.optim.combined import parts_of
+from trainer.optim.optimizers import parts_of
 from trainer.optim.trained import Trained
 from trainer.optim.whole_matrices import WholeMatrices
 

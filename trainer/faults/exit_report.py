@@ -12,8 +12,8 @@ from typing import Any
 
 from trainer.errors import UserError, which_try
 from trainer.faults.verdict import Observed, Verdict
-from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import load_json, printable
+from trainer.files.writing import atomic_file
 from trainer.troubleshooting import see
 
 FAILURE = "failure.json"

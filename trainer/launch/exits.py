@@ -26,8 +26,8 @@ from trainer.errors import (
     tell_torchrun,
     which_try,
 )
-from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import load_json
+from trainer.files.writing import atomic_file
 from trainer.launch.place import place, told_rank
 from trainer.launch.signals import signal_at_parents_death
 from trainer.troubleshooting import see

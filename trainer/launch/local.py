@@ -18,7 +18,7 @@ from typing import IO, Any
 from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
-from trainer.files.new_directory import new_run_dir
+from trainer.files.writing import new_run_dir
 from trainer.launch import fresh
 from trainer.launch.exits import PAUSES_S
 from trainer.launch.place import LISTENING, place

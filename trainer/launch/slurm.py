@@ -14,7 +14,7 @@ from pathlib import Path
 from trainer.config import Config, SlurmLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import StoppedBySignal, UserError
-from trainer.files.new_directory import new_run_dir
+from trainer.files.writing import new_run_dir
 from trainer.launch import fresh
 from trainer.launch.signals import stop_signals_to
 

@@ -57,7 +57,9 @@ def cosine(
     optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final_fraction: float = 0.0
 ) -> LambdaLR:
     """Half a cosine from 1 to `final_fraction` (Loshchilov & Hutter, SGDR, 2017, without restarts)."""
-    return _decay(optimizer, total_steps, warmup_steps, final_fraction, lambda done: _half_cosine(1, 0, done))
+    return _decay(
+        optimizer, total_steps, warmup_steps, final_fraction, lambda done: (1 + math.cos(math.pi * done)) / 2
+    )
 
 
 def wsd(
@@ -81,36 +83,6 @@ def wsd(
         final_fraction,
         lambda done: min(1.0, (1 - done) / decay_fraction),
     )
-
-
-def one_cycle(
-    optimizer: Optimizer,
-    total_steps: int,
-    rise_fraction: float = 0.3,
-    initial_fraction: float = 0.04,
-    final_fraction: float = 4e-6,
-) -> LambdaLR:
-    """Half a cosine up from `initial_fraction` to 1 in the first `rise_fraction` of the run, and one down.
-
-    The factors are those of torch's OneCycleLR, which also changes the momentum, and ends with an error if a
-    run is extended. Source: L. Smith and N. Topin, "Super-Convergence", 2018.
-    """
-    fractions = {"initial_fraction": initial_fraction, "final_fraction": final_fraction}
-    for name, value in {**fractions, "rise_fraction": rise_fraction}.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value}, but must be from 0 to 1")
-    last, peak = total_steps - 1, rise_fraction * total_steps - 1
-
-    def factor(step: int) -> float:
-        if step < peak:
-            return _half_cosine(initial_fraction, 1, step / peak)
-        return _half_cosine(1, final_fraction, min(1.0, (step - peak) / (last - peak)) if peak < last else 1)
-
-    return LambdaLR(optimizer, factor)
-
-
-def _half_cosine(begin: float, end: float, done: float) -> float:
-    return end + (begin - end) * (1 + math.cos(math.pi * done)) / 2
 
 
 def _warmup(step: int, warmup_steps: int) -> float:

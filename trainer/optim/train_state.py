@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import NonFiniteError
-from trainer.optim.combined import has_user_part, parts_of
 from trainer.optim.continued import check_continued, continue_groups, initial_options
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.ema import MovingAverage
+from trainer.optim.optimizers import has_user_part, parts_of
 from trainer.optim.plain_names import (
     buffers_outside,
     every_parameter,

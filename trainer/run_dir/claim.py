@@ -17,9 +17,8 @@ from pathlib import Path
 from trainer.checkpoint import fetch_history, is_run_id, newest_run_id, read_manifest, run_at
 from trainer.errors import Fault, UserError, writing
 from trainer.files.address import Address, Location
-from trainer.files.atomic_file import atomic_file
-from trainer.files.new_directory import new_run_dir, unused_path
 from trainer.files.untrusted import load_json, printable
+from trainer.files.writing import atomic_file, new_run_dir, unused_path
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.files.atomic_file import atomic_file
+from trainer.files.writing import atomic_file
 
 FILE = "metrics.jsonl"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.files.atomic_file import output_file
 from trainer.files.untrusted import load_json
+from trainer.files.writing import output_file
 
 NAME = "result.json"
 

@@ -17,7 +17,7 @@ from trainer.distributed.collectives import broadcast_tensors
 from trainer.distributed.process_group import Dist
 from trainer.distributed.shrink import connecting
 from trainer.errors import UserError, first_few
-from trainer.optim.optimizer_checks import sparse_weights
+from trainer.optim.optimizers import sparse_weights
 from trainer.strategies.base import Computing, Fill, Report, Strategy
 from trainer.strategies.ddp_comm import auto_choice, hook_options, users_hook
 from trainer.strategies.placement import not_all

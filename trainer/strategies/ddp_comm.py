@@ -19,7 +19,7 @@ from trainer.config import (
 )
 from trainer.config.instantiate import instantiate
 from trainer.distributed.agreement import gather_objects
-from trainer.optim.optimizer_checks import sparse_weights
+from trainer.optim.optimizers import sparse_weights
 
 
 def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) -> CommConfig:

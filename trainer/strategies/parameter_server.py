@@ -14,7 +14,7 @@ from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import broadcast_buffers, broadcast_tensors, gloo_group
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.optim.combined import has_user_part
+from trainer.optim.optimizers import has_user_part
 from trainer.strategies.base import Computing, Fill, Report, Strategy
 from trainer.strategies.placement import refuse_several_devices
 from trainer.tensors.nested import mapped

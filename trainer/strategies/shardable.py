@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError, first_few
-from trainer.optim.optimizer_checks import sparse_weights
+from trainer.optim.optimizers import sparse_weights
 from trainer.strategies.placement import refuse_several_devices, refuse_shared_memory
 from trainer.tensors.local_shard import is_dtensor
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import printable
+from trainer.files.writing import atomic_file
 from trainer.sweep.search import SweepConfig
 from trainer.sweep.trials import RunFiles, Trial, TrialLog, values_of
 

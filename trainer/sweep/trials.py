@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import UserError
-from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import load_json
+from trainer.files.writing import atomic_file
 from trainer.run_dir.metrics_file import read_metrics
 
 FILE = "trials.jsonl"

@@ -3,10 +3,11 @@
 import copy
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer import accelerator
@@ -15,13 +16,104 @@ from trainer.config import Config
 from trainer.data.loading.loaders import TrainLoader
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.optim.plain_names import named_modules
+from trainer.optim.plain_names import named_buffers, named_modules
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Strategy
+from trainer.tensors.bits import same_bits
 from trainer.tensors.nested import mapped
-from trainer.training.kept_buffers import KeptBuffers
 
 _UPDATE_S = 10.0  # for an update that has begun, at a fault
+
+
+_SMALL_BYTES = 1 << 20
+
+
+class KeptBuffers:
+    """Copies of a model's buffers as they were after the last step: forward passes change them.
+
+    All small ones are copied after each step, and large ones, such as masks, if torch has counted a change.
+
+    Attributes:
+        changed: whether any was ever changed, perhaps by a forward pass that is under way.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._places = {
+            plain: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for (plain, _), (name, _) in zip(
+                named_buffers(model), model.named_buffers(remove_duplicate=False), strict=True
+            )
+        }
+        live = {name: self._buffer(name) for name in self._places}
+        self._large = {name: buffer for name, buffer in live.items() if buffer.nbytes > _SMALL_BYTES}
+        self._versions = {name: buffer._version for name, buffer in self._large.items()}
+        self._large = {name: buffer.detach().clone() for name, buffer in self._large.items()}
+        small = [name for name in live if name not in self._large]
+        kinds = {(live[name].device, live[name].dtype) for name in small}
+        self._kinds = [
+            [name for name in small if (live[name].device, live[name].dtype) == kind] for kind in kinds
+        ]
+        self._small = self._first = self._packed()
+        self._large_changed = False
+
+    def keep(self) -> None:
+        if self._kinds:
+            self._small = self._packed()
+        for name, kept in self._large.items():
+            buffer = self._buffer(name)
+            if buffer._version != self._versions[name]:
+                self._versions[name], self._large_changed = buffer._version, True
+                kept.copy_(buffer.detach())
+
+    @property
+    def changed(self) -> bool:
+        if self._large_changed or any(
+            self._buffer(name)._version != version for name, version in self._versions.items()
+        ):
+            return True
+        return not all(map(same_bits, self._packed(), self._first))
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """By name in the model.
+
+        Raises:
+            UserError: a large one has changed without a count, as by numpy(): its former value is lost; or a
+                forward pass has made another buffer, which has no copy.
+        """
+        if {name for name, _ in named_buffers(self._model)} != self._places.keys():
+            raise UserError("a forward pass has made or removed buffers")
+        for name, kept in self._large.items():
+            buffer = self._buffer(name)
+            if buffer._version == self._versions[name] and not same_bits(buffer.detach(), kept):
+                raise UserError(f"{name} is changed in a way that torch does not count")
+        found = dict(self._large)
+        for names, packed in zip(self._kinds, self._small, strict=True):
+            live = [self._buffer(name) for name in names]
+            parts = packed.split([buffer.numel() for buffer in live])
+            found |= {name: part.view(b.shape) for name, part, b in zip(names, parts, live, strict=True)}
+        return found
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the copies back.
+
+        Raises:
+            UserError: as from `kept`.
+        """
+        for name, value in self.kept().items():
+            self._buffer(name).copy_(value)
+
+    def _packed(self) -> list[Tensor]:
+        """Copies of the small buffers, those of a dtype and device in one: a model may have hundreds."""
+        return [
+            torch.cat([self._buffer(name).detach().reshape(-1) for name in names]) for names in self._kinds
+        ]
+
+    def _buffer(self, name: str) -> Tensor:
+        module, attribute = self._places[name]
+        buffer: Tensor = getattr(module, attribute)
+        return buffer
 
 
 class Gate:

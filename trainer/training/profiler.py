@@ -1,11 +1,7 @@
 """`train.profile`: traces of some steps, for ui.perfetto.dev or chrome://tracing, by rank."""
 
-import contextlib
-import gzip
-import json
 import logging
 import os
-import socket
 from pathlib import Path
 
 from torch.profiler import ProfilerAction, profile, supported_activities
@@ -90,20 +86,6 @@ class Profile:
         profiled.stop()
         with writing(self._run_dir):
             folder.mkdir(exist_ok=True)
-            trace = folder / f"{rank}.json"
-            profiled.export_chrome_trace(str(trace))
-            _name_processes(trace, f"rank {self._dist.rank} on {socket.gethostname()}")
+            profiled.export_chrome_trace(str(folder / f"{rank}.json.gz"))
             write_memory_history(self._dist.device, folder / f"{rank}.memory.pickle")
         log.info("profile: %s, for ui.perfetto.dev", folder)
-
-
-def _name_processes(trace: Path, name: str) -> None:
-    """Compress `trace`, with `name` added to its processes, so that several ranks can be shown together."""
-    content = json.loads(trace.read_text())
-    for event in content["traceEvents"]:
-        if event.get("name") == "process_name":
-            event["args"]["name"] = f"{name}: {event['args']['name']}"
-    with gzip.open(trace.with_suffix(".json.gz"), "wt", compresslevel=3) as file:
-        json.dump(content, file)
-    with contextlib.suppress(OSError):
-        trace.unlink()
