@@ -25,9 +25,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.checkpoint import Checkpointer
-from trainer.checkpoint.hashing import BLOCK_BYTES, FileDigest
-from trainer.checkpoint.listing import Retention
-from trainer.checkpoint.manifest import verify
+from trainer.checkpoint.manifest import BLOCK_BYTES, FileDigest, verify
 from trainer.checkpoint.open_checkpoint import verified
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import take_apart
@@ -149,7 +147,7 @@ def of_long_manifests(root: Path, rounds: int) -> list[tuple[float, float]]:
             (directory / name).touch()
         marks.append((time.perf_counter(), time.process_time()))
         store.commit(step, "sharded", digests, {})
-        store.prune(Retention(last=8))
+        store.prune(CheckpointConfig(keep_last=8, keep_best=None, keep_every=None))
         marks.append((time.perf_counter(), time.process_time()))
         begin, listed, filled, end = marks
         found.append((end[0] - filled[0] + listed[0] - begin[0], end[1] - filled[1] + listed[1] - begin[1]))

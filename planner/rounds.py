@@ -5,14 +5,12 @@ and r + block then have the same schedule except for their peers, and their cloc
 So one block is enough, if a message out of it stands for one into it. This is checked, not assumed: at every
 peer of the block, and at some further ranks.
 
-If switches divide the hosts unevenly, ranks do the same but not in the same time: then the messages of
-one host are repeated for all the others, which is fast. Otherwise every rank's schedule is built.
+Otherwise, as where switches divide the hosts unevenly, every rank's schedule is built.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, zip_longest
-from typing import Any
 
 import numpy as np
 
@@ -51,14 +49,6 @@ class Round:
     receive_turn: np.ndarray
 
 
-# The host to which a host sends, from its number and the target of host 0: the same distance (modulo the
-# number of hosts), or the number with the same bits flipped.
-_MOVES: tuple[Callable[[Any, Any, int], Any], ...] = (
-    lambda host, of_first, count: (host + of_first) % count,
-    lambda host, of_first, count: host ^ of_first,
-)
-
-
 def rounds(schedules: Sequence[Schedule], hosts: Sequence[int], together: int) -> tuple[int, list[Round]]:
     """The ranks of one block, and the rounds in which they send; targets may be in other blocks.
 
@@ -67,9 +57,7 @@ def rounds(schedules: Sequence[Schedule], hosts: Sequence[int], together: int) -
         together: hosts that a block must not separate: those of a switch.
     """
     places, size = np.asarray(hosts), len(hosts)
-    return _of_one_block(schedules, places, together) or _of_one_host(schedules, places) or (
-        size, list(_rounds(schedules, size))
-    )  # fmt: skip
+    return _of_one_block(schedules, places, together) or (size, list(_rounds(schedules, size)))
 
 
 def _of_one_block(
@@ -87,22 +75,6 @@ def _of_one_block(
         return None
     found = list(_rounds(schedules, block))
     return (block, found) if all(_closed(round_, block) for round_ in found) else None
-
-
-def _of_one_host(schedules: Sequence[Schedule], places: np.ndarray) -> tuple[int, list[Round]] | None:
-    size, block = len(places), _size(places, 1)
-    if not _repeats(places, block):
-        return None
-    for move in _MOVES:
-
-        def follows(rank: int, peer: int, like: int, its: int, move: Any = move) -> bool:
-            return peer // block == move(rank // block, its // block, size // block)
-
-        if _alike(schedules, block, follows):
-            found = [_spread(round_, block, size // block, move) for round_ in _rounds(schedules, block)]
-            if all(_closed(round_, size) for round_ in found):
-                return size, found
-    return None
 
 
 def _size(places: np.ndarray, num_hosts: int) -> int:
@@ -155,26 +127,6 @@ def _closed(round_: Round, block: int) -> bool:
     turns = np.bincount(rank, minlength=block)
     arrivals = np.unique(rank * (turn.max(initial=0) + 1) + turn)
     return len(arrivals) == len(rank) and bool((turn < turns[rank]).all())
-
-
-def _spread(round_: Round, block: int, count: int, move: Callable[[Any, Any, int], Any]) -> Round:
-    """The messages of the first of `count` blocks, repeated for all of them."""
-    blocks = np.repeat(np.arange(count), len(round_.source))
-
-    def each(values: np.ndarray) -> np.ndarray:
-        return np.tile(values, count)
-
-    target = each(round_.target)
-    return Round(
-        repeat=round_.repeat,
-        source=each(round_.source) + blocks * block,
-        target=move(blocks, target // block, count) * block + target % block,
-        share=each(round_.share),
-        fresh=each(round_.fresh),
-        send_turn=each(round_.send_turn),
-        adds=each(round_.adds),
-        receive_turn=each(round_.receive_turn),
-    )
 
 
 def _rounds(schedules: Sequence[Schedule], block: int) -> Iterator[Round]:

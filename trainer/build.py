@@ -231,22 +231,22 @@ def begin(
     Raises:
         UserError: adapters would freeze what has random values; or an error of one of the three.
     """
-    begun_with = _start_from(node, model, *read_by) if read_by else {}
+    initial = _start_from(node, model, *read_by) if read_by else {}
     if (adapters := node.get("adapters")) is not None:
         trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
         model.extend(lambda module: add_adapters(module, adapters))
         if read_by:
-            read_by[0].on_main(lambda: _refuse_random(model.module, trained, begun_with))
+            read_by[0].on_main(lambda: _refuse_random(model.module, trained, initial))
     freeze(model.module, node)
-    return begun_with
+    return initial
 
 
-def _refuse_random(module: nn.Module, trained: list[nn.Parameter], begun_with: Mapping[int, Tensor]) -> None:
+def _refuse_random(module: nn.Module, trained: list[nn.Parameter], initial: Mapping[int, Tensor]) -> None:
     """Raise UserError if adapters froze some of `trained` that `init_from` did not give."""
-    random = {id(parameter) for parameter in trained if not parameter.requires_grad} - begun_with.keys()
+    random = {id(parameter) for parameter in trained if not parameter.requires_grad} - initial.keys()
     names = [name for name, parameter in module.named_parameters() if id(parameter) in random]
     # peft trains a copy of a module in modules_to_save, and keeps the original.
-    if begun_with and (left := [name for name in names if "original_module" not in name.split(".")]):
+    if initial and (left := [name for name in names if "original_module" not in name.split(".")]):
         raise UserError(
             f"model.adapters would leave random values in {first_few(left)}: frozen, and not in "
             "model.init_from; name their modules in model.adapters.modules_to_save, which trains them"

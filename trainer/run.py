@@ -44,9 +44,8 @@ from trainer.launch.place import Place, place, publish
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.loop import fit
-from trainer.optim.early_end import EarlyEnd
 from trainer.optim.param_groups import build_optimizer
-from trainer.optim.progress import planned_steps
+from trainer.optim.progress import EarlyEnd, planned_steps
 from trainer.optim.schedules import (
     ScheduleFacts,
     build_schedule,
@@ -191,11 +190,11 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     total_steps = planned_steps(progress, train, num_samples)
 
     leaves_out = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
-    wrapped, num_parameters, flops, begun = _model(config, data, task, batch, strategy, dist, leaves_out)
+    wrapped, num_parameters, flops, frozen = _model(config, data, task, batch, strategy, dist, leaves_out)
     state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch)
     saved = checkpoint.facts.get("exact") if checkpoint else None
     exact = exact_facts(train.exact, dist, saved, progress.step)
-    data_states = checkpointer.bind(state, exact, begun)
+    data_states = checkpointer.bind(state, exact, frozen)
     if checkpoint is not None:
         data.train_loader.resume(data_states)
         if num_samples is not None:
@@ -251,11 +250,11 @@ def _model(
     build = partial(build_model, config.model, data.train_set)
     model = initial_model(build, config.seed, dist if strategy.fills_by_unit else None)
     agreement = Agreement(dist, config.checkpoint.timeout_s)
-    begun_with = begin(config.model, model, (agreement, dist.local_rank))
+    initial = begin(config.model, model, (agreement, dist.local_rank))
     compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), dist)
     num_parameters = parameter_count(model.module.parameters())
-    begun = agreement.on_main(lambda: frozen_digests(model.module, begun_with)) if leaves_out else {}
-    if not config.checkpoint.frozen and not begun:
+    frozen = agreement.on_main(lambda: frozen_digests(model.module, initial)) if leaves_out else {}
+    if not config.checkpoint.frozen and not frozen:
         raise UserError(
             "checkpoint.frozen=false leaves out frozen parameters that came from model.init_from, and this "
             "model has none: set checkpoint.frozen=true, or model.init_from and model.freeze"
@@ -264,7 +263,7 @@ def _model(
     flops = model_flops(model.module, task, config.train, batch, devices, dist)
     wrapped = wrap_model(config, model, strategy)
     seed_everything(config.seed, strategy.replica)
-    return wrapped, num_parameters, flops, begun
+    return wrapped, num_parameters, flops, frozen
 
 
 def _state(

@@ -23,12 +23,12 @@ from tests.programs import finish_ranks, started_ranks
 from tests.ranks import run_ranks
 from tests.runs import settings
 from trainer.checkpoint.__main__ import main
-from trainer.checkpoint.hashing import write_text
-from trainer.checkpoint.listing import Listing, Retention
-from trainer.checkpoint.manifest import MANIFEST, verify
+from trainer.checkpoint.listing import Listing
+from trainer.checkpoint.manifest import MANIFEST, verify, write_text
 from trainer.checkpoint.open_checkpoint import verified
 from trainer.checkpoint.remote import Copier, Remote
 from trainer.checkpoint.store import Store
+from trainer.config import KeepBest
 from trainer.errors import UserError
 from trainer.files.address import Address
 from trainer.run_dir.claim import RunDir, claim
@@ -40,15 +40,15 @@ def _save(store: Store, step: int, **metrics: float) -> Path:
     return store.commit(step, "full", files, metrics)
 
 
-def _run(root: Path, run_id: str = "one", retention: Retention | None = None) -> tuple[Store, Remote]:
+def _run(root: Path, run_id: str = "one", **keeps: Any) -> tuple[Store, Remote]:
     store = Store(root / "run" / "checkpoints", run_id)
     store.root.mkdir(parents=True, exist_ok=True)
-    return store, remote_of(_address(root), store, retention)
+    return store, remote_of(_address(root), store, **keeps)
 
 
-def remote_of(address: Address, store: Store, retention: Retention | None = None) -> Remote:
+def remote_of(address: Address, store: Store, **keeps: Any) -> Remote:
     """That of a launch of its own."""
-    return Remote(address, store, secrets.token_hex(8), retention or Retention(last=2))
+    return Remote(address, store, secrets.token_hex(8), tiny.settings(**keeps))
 
 
 def _address(root: Path) -> Address:
@@ -68,7 +68,7 @@ def _wait(until: Callable[[], Any], timeout_s: float = 10) -> None:
 
 
 def test_the_newest_is_copied_and_as_many_kept_as_here(tmp_path: Path) -> None:
-    store, remote = _run(tmp_path, retention=Retention(last=1, best=("loss", "min"), every=40))
+    store, remote = _run(tmp_path, keep_last=1, keep_best=KeepBest("loss", "min"), keep_every=40)
     (tmp_path / "run" / "config.yaml").write_text("seed: 3")
     for step, loss in ((10, 1.0), (20, 3.0), (30, 2.0), (40, 2.0), (50, 2.0)):
         _save(store, step, loss=loss)
@@ -138,7 +138,7 @@ def test_the_end_waits_so_long_and_says_what_is_safe(
     assert remote.metrics() == {"checkpoint/remote_behind": 10.0}
     for step in (30, 40):
         _save(store, step)
-        store.prune(Retention(last=1), spared=remote.in_hand)
+        store.prune(tiny.settings(keep_last=1), spared=remote.in_hand)
     assert path.exists(), "what is being copied stays"
     begin = time.monotonic()
     with caplog.at_level(logging.INFO):
@@ -311,7 +311,7 @@ def test_a_file_that_the_store_loses_is_put_again_by_its_rank(
     monkeypatch.setattr("trainer.checkpoint.remote._LOOK_S", 0.01)
     monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
     store, _ = _run(tmp_path)
-    remote = Remote(_address(tmp_path), store, "launch", Retention(last=2), patience_s=0.3)
+    remote = Remote(_address(tmp_path), store, "launch", tiny.settings(timeout_s=0.3))
     rank_1 = Copier(_address(tmp_path), store, "launch", rank=1)
     directory, gate, put = store.new_directory(10), threading.Event(), Address.put
     names = [f"model-{rank:05d}-of-00002.safetensors" for rank in range(2)]

@@ -9,9 +9,8 @@ import pytest
 
 from tests.checkpoint.failing_store import FailingStore
 from tests.checkpoint.test_remote import _claimed, _save, _steps_there, _wait, remote_of
-from trainer.checkpoint.hashing import write_text
 from trainer.checkpoint.listing import newest_of
-from trainer.checkpoint.manifest import verify
+from trainer.checkpoint.manifest import verify, write_text
 from trainer.checkpoint.remote import Remote
 from trainer.checkpoint.store import Store
 from trainer.errors import UserError

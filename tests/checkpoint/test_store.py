@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.tiny import settings
 from trainer.checkpoint import store as store_module
-from trainer.checkpoint.hashing import write_text
-from trainer.checkpoint.listing import Retention
-from trainer.checkpoint.manifest import Manifest, read_manifest, verify
+from trainer.checkpoint.manifest import Manifest, read_manifest, verify, write_text
 from trainer.checkpoint.store import Store
+from trainer.config import CheckpointConfig, KeepBest
 from trainer.errors import UserError
 
 
@@ -23,21 +23,23 @@ def _steps(store: Store) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("retention", "kept"),
+    ("keeps", "kept"),
     [
-        (Retention(last=1, every=20), [20, 40, 60]),
-        (Retention(last=1, best=("loss", "min")), [30, 60]),
-        (Retention(last=1, best=("loss", "max")), [10, 60]),
-        (Retention(last=9, best=("accuracy", "max")), [10, 20, 30, 40, 50, 60]),
+        (settings(keep_last=1, keep_every=20), [20, 40, 60]),
+        (settings(keep_last=1, keep_best=KeepBest("loss", "min")), [30, 60]),
+        (settings(keep_last=1, keep_best=KeepBest("loss", "max")), [10, 60]),
+        (settings(keep_last=9, keep_best=KeepBest("accuracy", "max")), [10, 20, 30, 40, 50, 60]),
     ],
 )
-def test_keeps_the_last_the_best_and_every_nth(tmp_path: Path, retention: Retention, kept: list[int]) -> None:
+def test_keeps_the_last_the_best_and_every_nth(
+    tmp_path: Path, keeps: CheckpointConfig, kept: list[int]
+) -> None:
     store = Store(tmp_path, "mine")
     for step, loss in ((10, 5.0), (20, 2.0), (30, 1.0), (40, 3.0)):
         _save(store, step, loss=loss)
     _save(store, 50)
     _save(store, 60)
-    store.prune(retention)
+    store.prune(keeps)
     assert _steps(store) == kept
     assert verify(tmp_path / "latest").step == 60
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
@@ -54,7 +56,7 @@ def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:
     (store.root / "step_mine").mkdir()
     (store.root / "notes.txt").write_text("keep")
     (store.root / "step_00000009").mkdir()  # a user's: it has no manifest
-    store.prune(Retention(last=1))
+    store.prune(settings(keep_last=1))
     assert _steps(other) == [1] and verify(outside / "step_00000001").step == 1
     names = {entry.name for entry in store.root.iterdir()}
     assert names == {"step_00000002", "step_00000007", "step_mine", "notes.txt", "step_00000009", "latest"}
@@ -67,7 +69,7 @@ def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
         _save(store, step)
     assert [path.name[-2:] for path in store.newest_first()] == ["06", "10", "05"]
     _save(store, 10)
-    store.prune(Retention(last=3))
+    store.prune(settings(keep_last=3))
     assert [path.name for path in store.newest_first()] == [
         "step_00000010-2",
         "step_00000006",
@@ -132,13 +134,13 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named_once_and_goes_when_it_can(
         patch.setattr(Path, "rename", held)
         for step in (2, 3, 4):
             _save(store, step)
-            store.prune(Retention(last=1))
+            store.prune(settings(keep_last=1))
             store.recover()
         assert _steps(store) == [1, 4]
         (said,) = warnings
         assert "step_00000001 cannot be deleted" in said and "not permitted" in said
     _save(store, 5)
-    store.prune(Retention(last=1))
+    store.prune(settings(keep_last=1))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000005"]
 
 
@@ -163,12 +165,12 @@ def test_a_save_parses_no_kept_manifest_again(tmp_path: Path, monkeypatch: pytes
     before = Store(tmp_path, "one")
     for step in (1, 2, 3):
         _save(before, step)
-        before.prune(Retention(last=3))
+        before.prune(settings(keep_last=3))
     assert parsed == []
     store = Store(tmp_path, "one")
     for step in (4, 5):
         _save(store, step)
-        store.prune(Retention(last=3))
+        store.prune(settings(keep_last=3))
     assert sorted(parsed) == ["step_00000001", "step_00000002", "step_00000003"]
     file = tmp_path / "step_00000005" / "manifest.json"
     file.write_text(file.read_text().replace('"step": 5', '"step": 6'))

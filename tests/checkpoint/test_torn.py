@@ -13,7 +13,7 @@ import torch.distributed as torch_dist
 
 from tests.checkpoint import tiny
 from tests.ranks import RankFailure, run_ranks
-from trainer.checkpoint import hashing, manifest, store
+from trainer.checkpoint import manifest, store
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.errors import UserError
 
@@ -34,10 +34,10 @@ class Points:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def install(self) -> None:
-        write, fsync, remove = hashing.HashingFile.write, os.fsync, shutil.rmtree
+        write, fsync, remove = manifest.HashingFile.write, os.fsync, shutil.rmtree
         rename, replace, symlink, mkdir = Path.rename, Path.replace, Path.symlink_to, Path.mkdir
 
-        def hashing_write(file: hashing.HashingFile, data: Any) -> int:
+        def hashing_write(file: manifest.HashingFile, data: Any) -> int:
             is_manifest = Path(f"/proc/self/fd/{file.fileno()}").readlink().name == manifest.MANIFEST
             half = memoryview(data).cast("B")[: len(memoryview(data).cast("B")) // 2]
             self.reached("manifest" if is_manifest else "write", lambda: write(file, half))
@@ -67,7 +67,7 @@ class Points:
             self.reached("prune", lambda: next(Path(path).iterdir()).unlink())
             remove(path, **kwargs)
 
-        hashing.HashingFile.write = hashing_write  # type: ignore
+        manifest.HashingFile.write = hashing_write  # type: ignore
         os.fsync = do_fsync  # type: ignore
         shutil.rmtree = do_rmtree  # type: ignore
         Path.rename, Path.replace, Path.symlink_to = do_rename, do_replace, do_symlink  # type: ignore

@@ -10,8 +10,8 @@ from planner.traffic import count_traffic
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, Kind, Op, Phase, Schedule, build
 from trainer.comm.algorithms.pipeline import IN_FLIGHT, sweeps
 from trainer.comm.algorithms.simulate import ScheduleError, simulate
-from trainer.config.choices import COMMS, SCHEDULES
 from trainer.config.overrides import CONF
+from trainer.config.schema import COMMS, SCHEDULES
 
 UNEVEN = [[0, 0, 0, 1], [0, 1, 1, 1], [0, 1, 0, 1], [1, 0, 2, 0, 1], [0, 0, 0, 1, 1, 2]]
 EVEN = [[rank // size for rank in range(num * size)] for num in (2, 3, 4, 5) for size in (1, 2, 3, 4, 8)]

@@ -19,7 +19,7 @@ from tests.checkpoint import conftest
 from tests.faults import test_ends
 from tests.faults.test_launchers_end import attempt
 from tests.ranks import run_ranks
-from trainer.checkpoint.hashing import write_text
+from trainer.checkpoint.manifest import write_text
 from trainer.checkpoint.store import Store
 from trainer.errors import UserError
 from trainer.run_dir import claim as run_dir_module

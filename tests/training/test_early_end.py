@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from tests.runs import settings, train
 from trainer.config import StopConfig
 from trainer.errors import UserError
-from trainer.optim.early_end import EarlyEnd
+from trainer.optim.progress import EarlyEnd
 from trainer.run_dir.metrics_file import read_metrics
 
 QUICK = ("logger=jsonl", "model.hidden=[8]", "train.global_batch_size=256", "checkpoint.keep_last=9")

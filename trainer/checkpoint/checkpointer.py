@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.finding import check_data, load_model, opened_for, tell_what_changed
 from trainer.checkpoint.fits import (
     Fits,
     check_left_out,
@@ -24,11 +25,8 @@ from trainer.checkpoint.fits import (
     targets_for,
 )
 from trainer.checkpoint.layout import Plan, aliases_in, plan_save
-from trainer.checkpoint.listing import Retention
-from trainer.checkpoint.model import load_model
 from trainer.checkpoint.open_checkpoint import ADAPTERS, DATA_STATES, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
 from trainer.checkpoint.remote import Copier, NoRemote, Remote
-from trainer.checkpoint.resuming import check_data, opened_for, tell_what_changed
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import is_extra_state, take_apart
 from trainer.checkpoint.writing import Contents, Saving, host_stager, write_checkpoint
@@ -81,12 +79,6 @@ class Checkpointer:
         """
         self._settings, self._dist = settings, dist
         self._store = Store(Path(run_dir) / "checkpoints", run_id)
-        best = settings.keep_best
-        self._retention = Retention(
-            last=settings.keep_last,
-            best=(best.metric, best.mode) if best is not None else None,
-            every=settings.keep_every,
-        )
         self._agreement = Agreement(dist, settings.timeout_s)
         self._remote = self._remote_of(settings)
         dist.heartbeat.disk_may_take(settings.timeout_s)
@@ -113,7 +105,7 @@ class Checkpointer:
             return NoRemote()
         address, session = Address(settings.remote), self._agreement.on_main(lambda: secrets.token_hex(8))
         if self._dist.is_main:
-            return Remote(address, self._store, session, self._retention, settings.timeout_s)
+            return Remote(address, self._store, session, settings)
         writes = settings.format == "sharded"
         return Copier(address, self._store, session, self._dist.rank) if writes else NoRemote()
 
@@ -146,13 +138,13 @@ class Checkpointer:
         self,
         state: TrainState,
         exact: Mapping[str, Any] | None = None,
-        begun: Mapping[str, str] | None = None,
+        frozen: Mapping[str, str] | None = None,
     ) -> list[dict[str, Any]]:
         """Save ``state``, as built, from now on; first restore what was opened, if it fits.
 
         Args:
             exact: of an exact run, what decides its bits, in plain values; saved with it.
-            begun: the `frozen_digests` of the model: with checkpoint.frozen=false saves leave these out.
+            frozen: the `frozen_digests` of the model: with checkpoint.frozen=false saves leave these out.
 
         Returns:
             Where the data of each rank stood in what was opened; none if nothing was.
@@ -161,15 +153,15 @@ class Checkpointer:
             UserError: on every rank alike: a checkpoint cannot hold something in the model's state, by name;
                 or what was opened is of another model, or cannot be read.
         """
-        begun = begun or {}
-        left_out = {} if self._settings.frozen else begun
+        frozen = frozen or {}
+        left_out = {} if self._settings.frozen else frozen
         self._fits = self._agreement.everywhere(lambda: Fits(state, left_out))
         self._fits.not_finite.update(*self._agreement.gather(self._fits.not_finite))
         self._facts |= {"exact": exact, LEFT_OUT: dict(left_out)}
         self._facts |= {MODEL_CONFIG: self._fits.model_config, ADAPTERS: self._fits.adapters}
         if self._opened is None:
             return []
-        data_states = self._restore(state, self._opened, begun)
+        data_states = self._restore(state, self._opened, frozen)
         self.restored_metrics = self._opened.manifest.metrics
         self._store.saved_after = self._opened.manifest.saved_at
         if self._opened.directory.resolve().parent == self._store.root.resolve():
@@ -177,14 +169,14 @@ class Checkpointer:
         return data_states
 
     def _restore(
-        self, state: TrainState, source: OpenCheckpoint, begun: Mapping[str, str]
+        self, state: TrainState, source: OpenCheckpoint, frozen: Mapping[str, str]
     ) -> list[dict[str, Any]]:
         plain, shapes = source.facts["state"], source.shapes
         targets: dict[str, Tensor] = {}
 
         def fit() -> tuple[list[str], list[dict[str, Any]]]:
             """No more than buffers is changed before all ranks have found that all of the state fits."""
-            check_left_out(source, begun)
+            check_left_out(source, frozen)
             left = make_buffers(state.model, source, self._dist.device)
             found, notes = targets_for(state, shapes, plain, source.left_out)
             targets.update(found)
@@ -220,7 +212,7 @@ class Checkpointer:
         source, self._opened = self._opened, None
 
         def look() -> None:
-            self._fits.take(state)
+            self._fits.to_save(state)
             if source is not None and changed:
                 load_model(state.model, source, self._dist.device)
 
@@ -281,7 +273,7 @@ class Checkpointer:
         only_rank_0: set[str] = set()
 
         def report() -> _Report:
-            live, facts["state"] = self._fits.take(state)
+            live, facts["state"] = self._fits.to_save(state)
             if self._plan is None:  # the first save
                 for name in live:
                     if name.startswith("optimizer."):
@@ -355,7 +347,7 @@ class Checkpointer:
         self._remote.follow(step)
         if self._dist.is_main:  # alone, since files of 1 TB take seconds to delete
             try:
-                self._store.prune(self._retention, spared=self._remote.in_hand)
+                self._store.prune(self._settings, spared=self._remote.in_hand)
             except (UserError, Fault) as error:
                 log.warning("older checkpoints stay: %s", error)
 
@@ -389,7 +381,7 @@ class Checkpointer:
         """
         step = state.progress.step
         own = [data_state if rank == self._dist.rank else {} for rank in range(self._dist.world_size)]
-        tensors, plain = self._fits.take(state, kept)
+        tensors, plain = self._fits.to_save(state, kept)
         data_tensors, plain_data = take_apart({DATA_STATES: own})
         tensors |= data_tensors
         if bad := sorted(self._fits.new_in(tensors)):

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.hashing import fsync_directory, write_text
+from trainer.checkpoint.manifest import fsync_directory, write_text
 from trainer.checkpoint.open_checkpoint import ADAPTERS, HELD_BY, MODEL_CONFIG, OpenCheckpoint, verified
 from trainer.checkpoint.safetensors_files import NAMES, SINGLE, ToStore, write_file
 from trainer.checkpoint.store import appear

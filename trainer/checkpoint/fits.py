@@ -70,7 +70,7 @@ class Fits:
         self.model_config = _config_of(state.model)
         self.adapters = adapters_of(state.model)
 
-    def take(
+    def to_save(
         self, state: TrainState, kept: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The live tensors of ``state``, by their names in a checkpoint, and the rest of it for JSON.
@@ -307,24 +307,24 @@ def parameter_of(name: str, shape: torch.Size, parameters: Mapping[str, Tensor])
     return parameter
 
 
-def frozen_digests(model: nn.Module, begun_with: Mapping[int, Tensor]) -> dict[str, str]:
+def frozen_digests(model: nn.Module, initial: Mapping[int, Tensor]) -> dict[str, str]:
     """The sha256 of each frozen parameter of `model` that `model.init_from` gave, under each of its names.
 
     Called when parameters have their final names and are frozen; before the model is sharded.
 
     Args:
-        begun_with: by the id of a parameter, the tensor that `trainer.build.start_from` found for it.
+        initial: by the id of a parameter, the tensor that `trainer.build.begin` found for it.
     """
     return {
-        name: hashlib.sha256(as_bytes(begun_with[id(parameter)].to(parameter.dtype))).hexdigest()
+        name: hashlib.sha256(as_bytes(initial[id(parameter)].to(parameter.dtype))).hexdigest()
         for name, parameter in every_parameter(model)
-        if not parameter.requires_grad and id(parameter) in begun_with
+        if not parameter.requires_grad and id(parameter) in initial
     }
 
 
-def check_left_out(source: OpenCheckpoint, begun: Mapping[str, str]) -> None:
+def check_left_out(source: OpenCheckpoint, frozen: Mapping[str, str]) -> None:
     """Raise UserError unless a model with these `frozen_digests` began with what `source` leaves out."""
-    others = [name for name, digest in source.left_out.items() if begun.get(name) != digest]
+    others = [name for name, digest in source.left_out.items() if frozen.get(name) != digest]
     if others:
         raise UserError(
             f"{source.directory} leaves out {first_five(others)}, as checkpoint.frozen=false has it: "

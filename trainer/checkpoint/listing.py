@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_of
+from trainer.config import CheckpointConfig, KeepBest
 from trainer.errors import Fault, UserError, of_files
 from trainer.files.address import Address, Location, UnreachableError
 from trainer.files.untrusted import printable
@@ -17,21 +18,6 @@ from trainer.files.untrusted import printable
 log = logging.getLogger(__name__)
 
 P = TypeVar("P", Path, Address)
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints of a run its next save keeps: a checkpoint stays if any of these wants it.
-
-    Attributes:
-        last: the number of newest ones.
-        best: (metric, "min" or "max"): the one with the best of this metric.
-        every: those whose step is a multiple of it.
-    """
-
-    last: int = 2
-    best: tuple[str, str] | None = None
-    every: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,19 +95,19 @@ class Listing(Generic[P]):
         """The manifests of the undamaged ones, newest first."""
         return {each.path: each.manifest for each in self.found() if each.manifest is not None}
 
-    def beyond(self, retention: Retention) -> list[P]:
-        """Those of this run that ``retention`` does not keep.
+    def beyond(self, settings: CheckpointConfig) -> list[P]:
+        """Those of this run that no ``keep_...`` of ``settings`` wants to stay.
 
         Of a step that was saved twice the later counts: the former may be one that a resume found damaged.
         """
         own = self.own()
         newest = {manifest.step: path for path, manifest in reversed(own.items())}
         manifests = {path: manifest for path, manifest in own.items() if newest[manifest.step] == path}
-        keep = set(list(manifests)[: retention.last])
-        if retention.every is not None:
-            keep |= {path for path, m in manifests.items() if m.step % retention.every == 0}
-        if retention.best is not None:
-            keep |= set(best_of(manifests, *retention.best))
+        keep = set(list(manifests)[: settings.keep_last])
+        if settings.keep_every is not None:
+            keep |= {path for path, m in manifests.items() if m.step % settings.keep_every == 0}
+        if settings.keep_best is not None:
+            keep |= set(best_of(manifests, settings.keep_best))
         return [path for path in own if path not in keep]
 
 
@@ -159,9 +145,9 @@ def newest_run_id(run_dir: Location) -> str | None:
     return next((manifest.run_id for manifest in listing.own().values()), None)
 
 
-def best_of(manifests: Mapping[P, Manifest], metric: str, mode: str) -> list[P]:
-    """The one with the best finite ``metric``, by "min" or "max", of equal ones the first; [] without one."""
-    scored = {path: m.metrics.get(metric, math.nan) for path, m in manifests.items()}
+def best_of(manifests: Mapping[P, Manifest], best: KeepBest) -> list[P]:
+    """The one with the best finite metric, of equal ones the first; [] without one."""
+    scored = {path: m.metrics.get(best.metric, math.nan) for path, m in manifests.items()}
     scored = {path: score for path, score in scored.items() if math.isfinite(score)}
-    chosen = max if mode == "max" else min
+    chosen = max if best.mode == "max" else min
     return [chosen(scored, key=scored.__getitem__)] if scored else []

@@ -1,15 +1,163 @@
-"""The manifest of a checkpoint: the size of each of its files and the sha256 of their blocks."""
+"""Files that are hashed by blocks while they are written, and the manifest that lists them."""
 
+import contextlib
 import hashlib
 import json
+import os
 import re
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
 
-from trainer.checkpoint.hashing import FileDigest, check_blocks
 from trainer.checkpoint.reading import MissingFileError, PlainFile, opened
 from trainer.errors import UserError
+from trainer.faults.heartbeat import at_disk
 from trainer.files.address import Location, UnreachableError
 from trainer.files.untrusted import printable, read_json
+
+BLOCK_BYTES = 1 << 24
+_NUM_THREADS = min(4, os.cpu_count() or 1)
+_PUSH_BYTES = 1 << 26  # written since the last fdatasync began
+_JOINED_BYTES = 1 << 20  # smaller pieces are written together: a write costs as much as to copy 100 kB
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """The size of a file and the sha256 of each of its blocks.
+
+    One sha256 of the whole file could be computed by one core only, and a reader of a part could not use it.
+    """
+
+    bytes: int
+    sha256: tuple[str, ...]
+
+
+class HashingFile:
+    """A new file that is hashed and pushed to the disk while it is written, and fsynced when closed.
+
+    Writing, hashing and syncing release the GIL and run in separate threads. Data given to `write` must not
+    change before the file is closed. At most four blocks wait to be hashed, which limits the memory in use.
+
+    Raises:
+        FileExistsError: there is something at `path`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("xb", buffering=_JOINED_BYTES)
+        self._bytes = 0  # written so far
+        self._block: list[memoryview] = []  # the part written so far of the current block
+        self._hashes: list[Future[str]] = []
+        self._threads = ThreadPoolExecutor(_NUM_THREADS + 1, thread_name_prefix="checkpoint")
+        self._unsynced_bytes = 0
+        self._syncing: Future[None] | None = None
+
+    def write(self, data: Any) -> None:
+        """Write all of a contiguous buffer, such as bytes. OSError of the disk."""
+        view = memoryview(data).cast("B")
+        while view:
+            part = view[: BLOCK_BYTES - self._bytes % BLOCK_BYTES]
+            view = view[len(part) :]
+            self._block.append(part)
+            self._bytes += len(part)
+            if self._bytes % BLOCK_BYTES == 0:
+                self._hash_block()
+            with at_disk():  # a slow disk is not a silent rank
+                self._file.write(part)
+            self._push()
+
+    def _hash_block(self) -> None:
+        if len(self._hashes) >= _NUM_THREADS:
+            self._hashes[-_NUM_THREADS].result()
+        block, self._block = self._block, []
+        self._hashes.append(self._threads.submit(_sha256, block))
+
+    def _push(self) -> None:
+        """Start to write data to the disk, so that the last fsync is short."""
+        if self._bytes - self._unsynced_bytes >= _PUSH_BYTES and (
+            self._syncing is None or self._syncing.done()
+        ):
+            if self._syncing is not None:
+                self._syncing.result()  # the kernel reports a failed write-back only once
+            self._syncing = self._threads.submit(os.fdatasync, self._file.fileno())
+            self._unsynced_bytes = self._bytes
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    @property
+    def digest(self) -> FileDigest:
+        """Known once the file is closed."""
+        return FileDigest(self._bytes, tuple(block.result() for block in self._hashes))
+
+    def __enter__(self) -> "HashingFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                if self._block:
+                    self._hash_block()
+                with at_disk():
+                    self._file.flush()
+                    if self._syncing is not None:
+                        self._syncing.result()
+                    os.fsync(self._file.fileno())
+        finally:
+            self._threads.shutdown()  # first: a thread may still use the file's descriptor
+            with contextlib.nullcontext() if error is None else contextlib.suppress(OSError):
+                self._file.close()  # which writes what is left of a file that has failed
+
+
+def _sha256(parts: list[memoryview]) -> str:
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(part)
+    return sha.hexdigest()
+
+
+def check_blocks(file: PlainFile, digest: FileDigest, blocks: Sequence[int]) -> None:
+    """Compare the blocks of ``file`` with these numbers with ``digest``.
+
+    Raises:
+        UserError: a block differs, or cannot be read.
+    """
+
+    def is_intact(number: int) -> bool:
+        sha, begin = hashlib.sha256(), number * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, file.size)
+        memory = memoryview(bytearray(min(file.chunk_bytes, end - begin)))
+        for offset in range(begin, end, file.chunk_bytes):
+            chunk = memory[: end - offset]
+            file.read_into(offset, chunk)
+            sha.update(chunk)
+        return sha.hexdigest() == digest.sha256[number]
+
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint") as threads:
+        if not all((threads.map if len(blocks) > 1 else map)(is_intact, blocks)):
+            where, name = printable(file.path.parent), printable(file.path.name)
+            raise UserError(f"{where} is damaged: the sha256 of {name} is not the manifest's")
+
+
+def write_text(path: Path, text: str) -> FileDigest:
+    """Write ``text`` to the new file ``path``, fsynced."""
+    with HashingFile(path) as file:
+        file.write(text.encode())
+    return file.digest
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in ``path`` durable: a file's own fsync does not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 4

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.hashing import check_blocks
 from trainer.checkpoint.layout import Index, Shapes, index_from_json
-from trainer.checkpoint.manifest import Manifest, open_listed, read_manifest, verify
+from trainer.checkpoint.manifest import Manifest, check_blocks, open_listed, read_manifest, verify
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import Stored, as_tensor, read_header, stored_as
 from trainer.checkpoint.tree import is_extra_state, put_together

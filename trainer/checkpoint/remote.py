@@ -21,8 +21,9 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from trainer.checkpoint.listing import Listing, Retention, newest_run_id
+from trainer.checkpoint.listing import Listing, newest_run_id
 from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_text, read_manifest, step_of
+from trainer.config import CheckpointConfig
 from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, UnreachableError
 from trainer.files.untrusted import printable, read_json, reason
@@ -183,16 +184,10 @@ class Remote(Copier):
     """
 
     def __init__(
-        self,
-        address: Address,
-        here: Listing[Path],
-        session: str,
-        retention: Retention,
-        patience_s: float = 600.0,
+        self, address: Address, here: Listing[Path], session: str, settings: CheckpointConfig
     ) -> None:
-        """`patience_s`: how long no other rank's file may arrive until a newer checkpoint is tried."""
         super().__init__(address, here, session, rank=0)
-        self._retention, self._patience_s = retention, patience_s
+        self._settings = settings
         self._there = Listing(address / "checkpoints", here.run_id)
         self.listings = (self._there,)
         self._number = 0  # of this launch among those of the run, from 1 on; 0 before it is known
@@ -274,13 +269,17 @@ class Remote(Copier):
         (there / MANIFEST).write(manifest_text(manifest).encode(), create=True)
         self._safe_step = manifest.step
         self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
-        for old in self._there.beyond(self._retention):
+        for old in self._there.beyond(self._settings):
             if old != there:
                 (old / MANIFEST).remove()  # first: without it, this is not a checkpoint
         self._remove_incomplete()
 
     def _wait_for_others(self, there: Address, sizes: Mapping[str, int]) -> None:
-        """Wait until the files of other ranks are there. Fault if none arrives for `patience_s`."""
+        """Wait until the files of other ranks are there.
+
+        Raises:
+            Fault: none has arrived for `checkpoint.timeout_s`; a newer checkpoint is tried then.
+        """
         missing, until = len(sizes) + 1, 0.0
         while sizes:
             found = there.sizes()
@@ -288,7 +287,7 @@ class Remote(Copier):
             if not left:
                 return
             if len(left) < missing:
-                missing, until = len(left), time.monotonic() + self._patience_s
+                missing, until = len(left), time.monotonic() + self._settings.timeout_s
             if time.monotonic() > until:
                 raise Fault(f"{there / left[0]} has not arrived in full from its rank")
             self._owner_now()

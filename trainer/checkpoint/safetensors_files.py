@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.hashing import FileDigest, HashingFile
+from trainer.checkpoint.manifest import FileDigest, HashingFile
 from trainer.checkpoint.reading import PlainFile
 from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError

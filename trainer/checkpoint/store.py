@@ -13,9 +13,17 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.checkpoint.hashing import FileDigest, fsync_directory, write_text
-from trainer.checkpoint.listing import Listing, Retention
-from trainer.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
+from trainer.checkpoint.listing import Listing
+from trainer.checkpoint.manifest import (
+    MANIFEST,
+    FileDigest,
+    Manifest,
+    fsync_directory,
+    manifest_text,
+    read_manifest,
+    write_text,
+)
+from trainer.config import CheckpointConfig
 from trainer.errors import Fault, UserError, first_few
 from trainer.faults.heartbeat import at_disk
 from trainer.files.writing import unused_path
@@ -175,12 +183,12 @@ class Store(Listing[Path]):
             log.warning("%s %s", path, words)
 
     @at_disk()
-    def prune(self, retention: Retention, spared: Path | None = None) -> None:
-        """Delete checkpoints of this run that ``retention`` does not keep, except ``spared``.
+    def prune(self, settings: CheckpointConfig, spared: Path | None = None) -> None:
+        """Delete checkpoints of this run that ``settings`` do not keep, except ``spared``.
 
         A directory without a manifest stays. Each is renamed first: a kill leaves no half of a checkpoint.
         """
-        for path in self.beyond(retention):
+        for path in self.beyond(settings):
             temporary = unused_path(self.root / f"{_TEMPORARY}{path.name}")
             try:
                 if path != spared:

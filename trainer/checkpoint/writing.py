@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trainer import accelerator
-from trainer.checkpoint.hashing import FileDigest, write_text
 from trainer.checkpoint.layout import Plan, key_of
+from trainer.checkpoint.manifest import FileDigest, write_text
 from trainer.checkpoint.open_checkpoint import STATE
 from trainer.checkpoint.safetensors_files import ToStore, write_file
 from trainer.checkpoint.store import Store

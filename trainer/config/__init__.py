@@ -2,36 +2,34 @@
 
 `load` is the only entry point: it turns what Hydra composed into one typed `Config`, or raises a `UserError`.
 Models, datasets, tasks, optimizers and schedules are `_target_` nodes: their keys belong to the class
-they name, which validates them itself. Defaults are in conf/, types and limits in schema.py and choices.py,
-and conflicts between two settings in contradictions.py.
+they name, which validates them itself. Defaults are in conf/, types and limits in schema.py, and conflicts
+between two settings in contradictions.py.
 Never imports torch, so that a user error is reported before torch has loaded.
 """
 
-from trainer.config.choices import (
-    AutoCommConfig,
-    CommConfig,
-    DdpConfig,
-    FsdpConfig,
-    HookCommConfig,
-    LaunchConfig,
-    LocalLaunchConfig,
-    NativeCommConfig,
-    ParameterServerConfig,
-    ScheduleCommConfig,
-    SlurmLaunchConfig,
-    UnitsConfig,
-)
 from trainer.config.limits import above, at_least, check_limits, like, one_of
 from trainer.config.loading import flatten, load, to_yaml
 from trainer.config.nodes import ParameterGroup, Undecayed, model_settings, parameter_groups, patterns
 from trainer.config.schema import (
+    AutoCommConfig,
     CheckpointConfig,
+    CommConfig,
     Config,
     DataConfig,
+    DdpConfig,
     DistributedConfig,
     EmaConfig,
+    FsdpConfig,
+    HookCommConfig,
     KeepBest,
+    LaunchConfig,
+    LocalLaunchConfig,
+    NativeCommConfig,
+    ParameterServerConfig,
     ProfileConfig,
+    ScheduleCommConfig,
+    SlurmLaunchConfig,
     StopConfig,
     TrainConfig,
+    UnitsConfig,
 )

@@ -1,15 +1,15 @@
 """Conflicts between two settings."""
 
-from trainer.config.choices import (
+from trainer.config.schema import (
     SCHEDULES,
     CommConfig,
+    Config,
     DdpConfig,
     HookCommConfig,
     NativeCommConfig,
     ScheduleCommConfig,
     StrategyConfig,
 )
-from trainer.config.schema import Config
 from trainer.errors import UserError
 
 

@@ -9,12 +9,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from trainer.config.choices import COMMS, LAUNCHES, STRATEGIES
 from trainer.config.contradictions import check_contradictions
 from trainer.config.limits import check_limits
 from trainer.config.nodes import check_nodes
 from trainer.config.overrides import leaves, mapping_settings, no_value, not_a_setting, wrong_kind
-from trainer.config.schema import GROUPS, Config, TrainConfig
+from trainer.config.schema import COMMS, GROUPS, LAUNCHES, STRATEGIES, Config, TrainConfig
 from trainer.errors import UserError, first_line
 
 

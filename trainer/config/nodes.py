@@ -8,9 +8,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from trainer.config.choices import HookCommConfig
 from trainer.config.limits import PATTERN, check_limits, like, limited
-from trainer.config.schema import Config
+from trainer.config.schema import Config, HookCommConfig
 from trainer.errors import UserError, first_line
 
 

@@ -93,9 +93,9 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         assert config.seed is not None
         sharded_over = dist if strategy.fills_by_unit else None
         model = initial_model(_builder(config, train_set), config.seed, sharded_over)
-        begun = _begin(model, config, agreement, dist.local_rank)  # how strategies shard depends on it
+        frozen = _begin(model, config, agreement, dist.local_rank)  # how strategies shard depends on it
         wrapped = strategy.wrap(model.module, model.fill)
-        source = _read(strategy.unwrap(wrapped), config, checkpoint, agreement, strategy.device, begun)
+        source = _read(strategy.unwrap(wrapped), config, checkpoint, agreement, strategy.device, frozen)
         strategy.weights_changed(wrapped)
         where = f"{config.strategy.name} on {dist.world_size} x {dist.device.type}"
         log.info("%s, %s", source.directory, where)
@@ -125,17 +125,17 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
     assert config.seed is not None
     with generators_kept():
         model = initial_model(_builder(config, _training_data(config)), config.seed, None)
-        begun = _begin(model, config, Alone(), local_rank=0)
+        frozen = _begin(model, config, Alone(), local_rank=0)
         model.fill(model.module)
-    _read(model.module, config, checkpoint, Alone(), torch.device("cpu"), begun)
+    _read(model.module, config, checkpoint, Alone(), torch.device("cpu"), frozen)
     return model.module.eval()
 
 
 def _begin(model: InitialModel, config: Config, agreement: Agreement, local_rank: int) -> dict[str, str]:
     """`begin` as in training, but read only what checkpoints leave out; its `frozen_digests`."""
     read_by = None if config.checkpoint.frozen else (agreement, local_rank)
-    begun_with = begin(config.model, model, read_by)
-    return agreement.on_main(lambda: frozen_digests(model.module, begun_with))
+    initial = begin(config.model, model, read_by)
+    return agreement.on_main(lambda: frozen_digests(model.module, initial))
 
 
 def _tell_whose_classes(config: Config) -> None:
@@ -166,12 +166,12 @@ def _read(
     checkpoint: str,
     agreement: Agreement,
     device: torch.device,
-    begun: dict[str, str],
+    frozen: dict[str, str],
 ) -> OpenCheckpoint:
     run_dir = location(config.run_dir or "")
     run_id = agreement.on_main(lambda: run_id_of(run_dir))
     best = config.checkpoint.keep_best
-    source = read_model(model, run_dir, run_id, checkpoint, best, agreement, device, begun)
+    source = read_model(model, run_dir, run_id, checkpoint, best, agreement, device, frozen)
     if agreement.rank == 0 and source.manifest.run_id not in (run_id, None):
         log.warning("%s was saved by a different run than the one in %s", source.directory, run_dir)
     if evaluates_ema(config):

@@ -1,8 +1,12 @@
-"""How far a run has come, and how far it goes."""
+"""How far a run has come, how far it goes, and what ends it before: `train.stop` and `train.max_hours`."""
 
+import math
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from trainer.config import TrainConfig
+from trainer.config import StopConfig, TrainConfig
 from trainer.errors import UserError
 
 
@@ -69,3 +73,81 @@ def planned_steps(begin: Progress, train: TrainConfig, num_samples: int | None) 
     begin.skip_short_rest(train.global_batch_size, num_samples)
     full_epochs = begin.step + begin.steps_to_go(train.epochs, train.global_batch_size, num_samples)
     return min(train.max_steps or full_epochs, full_epochs)
+
+
+class EarlyEnd:
+    """Counts evaluations without a better metric, and the hours of a run over all its resumes.
+
+    Args:
+        stop: None: evaluations end nothing.
+        max_hours: None: the clock ends nothing.
+    """
+
+    def __init__(self, stop: StopConfig | None = None, max_hours: float | None = None) -> None:
+        self._stop, self._max_hours = stop, max_hours
+        self._best = -math.inf if stop is not None and stop.mode == "max" else math.inf
+        self._best_step = self._waited = 0
+        self._hours_before, self._began_s = 0.0, time.monotonic()
+        self._out_of_time = False
+
+    def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Count an evaluation; `metrics` are the same on every rank.
+
+        Raises:
+            UserError: they lack the one of `train.stop`.
+        """
+        if self._stop is None:
+            return
+        if (value := metrics.get(self._stop.metric)) is None:
+            raise UserError(f"train.stop.metric is {self._stop.metric}; there is {', '.join(metrics)}")
+        gain = self._best - value if self._stop.mode == "min" else value - self._best
+        self._waited += 1
+        if gain > self._stop.min_delta:  # not so for NaN
+            self._best, self._best_step, self._waited = value, step, 0
+
+    def time_is_up(self) -> bool:
+        """Asked on one rank alone: clocks differ."""
+        return self._max_hours is not None and self._hours() >= self._max_hours
+
+    def end(self) -> None:
+        """Called on every rank at the same step, when `time_is_up` on one."""
+        self._out_of_time = True
+
+    @property
+    def setting(self) -> str | None:
+        """The setting that ends the run here; None: it goes on."""
+        if self._stop is not None and self._waited >= self._stop.patience:
+            return "train.stop"
+        return "train.max_hours" if self._out_of_time else None
+
+    def why(self) -> str:
+        """Why the run ends here, and how to go on, for people."""
+        if self._stop is None or self.setting != "train.stop":
+            return f"train.max_hours={self._max_hours:g} are over; a larger one, or null, continues from here"
+        gained = f" by more than {self._stop.min_delta:g}" if self._stop.min_delta else ""
+        return (
+            f"train.stop: {self._stop.metric} has not become better{gained} than {self._best:.6g}, of step "
+            f"{self._best_step}, in {self._waited} evaluations; a larger train.stop.patience, or "
+            "train.stop=null, continues from here"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, only of what is set: hours would differ between runs that are otherwise equal."""
+        found: dict[str, Any] = {}
+        if self._stop is not None:
+            found |= {"best": self._best, "best_step": self._best_step, "waited": self._waited}
+            found |= {"metric": self._stop.metric, "mode": self._stop.mode}
+        return found | ({"hours": self._hours()} if self._max_hours is not None else {})
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `saved`, of which only what is set here counts; it may be of other settings."""
+        stop = self._stop
+        if stop is not None and (saved.get("metric"), saved.get("mode")) == (stop.metric, stop.mode):
+            self._best, self._best_step = saved["best"], saved["best_step"]
+            self._waited = saved["waited"]
+        if self._max_hours is not None:
+            self._hours_before = saved.get("hours", 0.0)
+            self._out_of_time = self._hours_before >= self._max_hours
+
+    def _hours(self) -> float:
+        return self._hours_before + (time.monotonic() - self._began_s) / 3600

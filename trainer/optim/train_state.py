@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from trainer.errors import NonFiniteError
 from trainer.optim.continued import check_continued, continue_groups, initial_options
-from trainer.optim.early_end import EarlyEnd
 from trainer.optim.ema import MovingAverage
 from trainer.optim.optimizers import has_user_part, parts_of
 from trainer.optim.plain_names import (
@@ -21,7 +20,7 @@ from trainer.optim.plain_names import (
     parameter_names,
     plain_name,
 )
-from trainer.optim.progress import Progress
+from trainer.optim.progress import EarlyEnd, Progress
 from trainer.optim.schedules import after_evaluation, after_step
 from trainer.optim.trained import Trained
 from trainer.tensors.local_shard import is_dtensor, to_local

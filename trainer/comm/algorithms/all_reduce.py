@@ -1,6 +1,6 @@
 """All-reduce algorithms as data; schedule.py defines what a schedule is.
 
-A new one is a function here, named in three places: ALGORITHMS below, COMMS in trainer/config/choices.py, and
+A new one is a function here, named in three places: ALGORITHMS below, COMMS in trainer/config/schema.py, and
 a file conf/comm/NAME.yaml with its settings. Then DDP, `benchmarks.allreduce` and `planner.comm` offer it,
 and the tests prove it. `planner.comm --formulas` shows it if CLASSIC of planner/formulas.py has its textbook
 formula.

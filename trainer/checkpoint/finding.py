@@ -1,20 +1,23 @@
-"""Finds a run's checkpoint and reads its model: for commands that run after training, or during it."""
+"""Which checkpoint a run resumes from or a command means, whether it is of this run, and its model alone."""
 
+import contextlib
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.fits import check_left_out, make_buffers, model_targets
-from trainer.checkpoint.listing import Listing, best_of
+from trainer.checkpoint.listing import Listing, best_of, newest_of
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified_by_all
 from trainer.checkpoint.tree import put_together
 from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
-from trainer.files.address import Location, location
+from trainer.files.address import Address, Location, location
+from trainer.files.untrusted import printable
 from trainer.optim.plain_names import buffers_outside, load_model_state, model_state
 
 log = logging.getLogger(__name__)
@@ -30,7 +33,7 @@ def read_model(
     best: KeepBest | None,
     agreement: Agreement,
     device: torch.device,
-    begun: Mapping[str, str],
+    frozen: Mapping[str, str],
 ) -> OpenCheckpoint:
     """Load a checkpoint into `model`, sharded or not, and return it (a collective).
 
@@ -40,7 +43,7 @@ def read_model(
         run_id: of the run that `newest` and `best` mean; None for any.
         device: where the model computes.
         which: newest (of those that verify), best (by the metric `best`), or a path.
-        begun: `frozen_digests` of the model.
+        frozen: `frozen_digests` of the model.
 
     Raises:
         UserError: on every rank alike: there is none, it is damaged, or it is of another model.
@@ -50,7 +53,7 @@ def read_model(
     source = first_intact(found, agreement) if which == "newest" else verified_by_all(found[0], agreement)
 
     def load() -> None:
-        check_left_out(source, begun)
+        check_left_out(source, frozen)
         load_model(model, source, device)
 
     agreement.everywhere(load)
@@ -66,7 +69,7 @@ def _candidates(run_dir: Location, run_id: str | None, which: str, best: KeepBes
                 f"{run_dir} was not told what is best: its checkpoint.keep_best is null; add for instance "
                 "'checkpoint.keep_best={metric: eval/loss, mode: min}'"
             )
-        if not (chosen := best_of(listing.own(), best.metric, best.mode)):
+        if not (chosen := best_of(listing.own(), best)):
             raise UserError(f"{run_dir} has no checkpoint with a finite {best.metric}")
         return chosen
     if which == "newest":
@@ -113,3 +116,79 @@ def load_model(model: nn.Module, source: OpenCheckpoint, device: torch.device) -
     with torch.no_grad():
         source.read_into(targets)
     load_model_state(model, put_together(source.facts["state"]["model"], targets))
+
+
+log = logging.getLogger(__name__)
+
+_MAY_DIFFER = ("run_dir", "resume", "checkpoint.remote")  # prefixes; changes are not logged
+
+
+def opened_for(
+    resume: str, own: Listing[Path], others: tuple[Listing[Address], ...], agreement: Agreement
+) -> OpenCheckpoint | None:
+    """The checkpoint that ``resume`` means, verified; each rank reads its share of it (a collective).
+
+    None if there is none in ``own`` and ``others``, the run's places, for "auto".
+    """
+    if resume != "auto":
+        return verified_by_all(agreement.on_main(lambda: _existing(resume)), agreement)
+    found = agreement.on_main(lambda: newest_of(own, others))
+    if not found:
+        log.info("resume=auto: no checkpoint in %s, starting a new run", own.root)
+        return None
+    where = printable(found[0].parent)
+    more = f"; `python -m trainer.checkpoint verify {where}` shows all, another run_dir starts a new run"
+    return first_intact(found, agreement, more)
+
+
+def _existing(resume: str) -> Path:
+    """The directory of the checkpoint that ``resume`` names. UserError if there is none, or it is a run."""
+    directory = Path(resume).resolve()
+    if not directory.is_dir():
+        raise UserError(f"resume={resume} is not a directory; give the path of a checkpoint, or resume=auto")
+    if (directory / "checkpoints").is_dir():
+        raise UserError(
+            f"resume={resume} is a run; give one of its checkpoints, or run_dir={resume} resume=auto"
+        )
+    return directory
+
+
+def check_data(source: OpenCheckpoint, now: int | None) -> None:
+    """Raise UserError if the training data has another length ``now`` than when ``source`` was saved."""
+    then = source.facts["num_samples"]
+    if now != then:
+        lengths = ["an unknown number of" if number is None else number for number in (now, then)]
+        raise UserError(
+            f"the training data holds {lengths[0]} samples, but {lengths[1]} when "
+            f"{printable(source.directory)} was saved: their order is another, so some would be read twice "
+            "or never; use the original data, or start a new run from these weights with "
+            f"model.init_from={source.directory}"
+        )
+
+
+def tell_what_changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Log which settings are others than in a checkpoint."""
+    for key in sorted(key for key in then.keys() | now.keys() if not key.startswith(_MAY_DIFFER)):
+        was, is_now = (printable(repr(each[key])) if key in each else "no setting" for each in (then, now))
+        if was != is_now:
+            log.info("  %s was %s in the checkpoint, is %s now", printable(key), was, is_now)
+
+
+def saved_settings_of(
+    run_dir: Path, run_id: str, resume: str | None, remote: str | None = None
+) -> Mapping[str, Any]:
+    """The settings of the run that ``resume`` continues, by their dotted names; {} if there is none.
+
+    Called on rank 0, before anything is built. Of a checkpoint only the facts are read, and not verified.
+
+    Args:
+        remote: as `checkpoint.remote`.
+    """
+    candidates: list[Location] = [Path(resume or "")]
+    if resume == "auto":
+        others = (Listing(Address(remote) / "checkpoints", run_id),) if remote is not None else ()
+        candidates = newest_of(Listing(run_dir / "checkpoints", run_id), others)
+    for directory in candidates:
+        with contextlib.suppress(UserError):
+            return OpenCheckpoint.open(directory).config
+    return {}
