@@ -17,7 +17,7 @@ from trainer.config import FsdpConfig
 from trainer.errors import UserError
 from trainer.strategies.base import Computing, Strategy
 from trainer.strategies.fsdp import Fsdp
-from trainer.strategies.sharding_mesh import ranks_by_host
+from trainer.strategies.sharding import ranks_by_host
 
 MIN_PARAMS = 200
 

@@ -10,7 +10,7 @@ from trainer.strategies.data_parallel import DataParallel
 from trainer.strategies.ddp import device_ids
 from trainer.strategies.parameter_server import ParameterServer
 from trainer.strategies.placement import devices_of
-from trainer.strategies.shardable import refuse_what_cannot_be_sharded
+from trainer.strategies.sharding import refuse_what_cannot_be_sharded
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 GPU = torch.device("cuda", 1)

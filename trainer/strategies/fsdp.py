@@ -22,15 +22,15 @@ from trainer.distributed.backend_flags import DTYPES, return_large_blocks
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.strategies.base import Computing, Fill, Strategy
-from trainer.strategies.shardable import (
+from trainer.strategies.sharding import (
     StaleReferenceCheck,
     batch_norms,
+    explained,
     holders_of,
     is_closed,
     refuse_what_cannot_be_sharded,
+    sharding_mesh,
 )
-from trainer.strategies.sharding_errors import explained
-from trainer.strategies.sharding_mesh import sharding_mesh
 from trainer.strategies.units import named_units, units_by_size
 from trainer.tensors.local_shard import is_dtensor
 

@@ -1,18 +1,60 @@
-"""Which parts of a model fully_shard supports, and a check for references to what it replaces."""
+"""Sharding by fully_shard: over which ranks, which parts of a model it supports, what its errors mean."""
 
 import functools
+import traceback
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, first_few
 from trainer.optim.optimizers import sparse_weights
 from trainer.strategies.placement import refuse_several_devices, refuse_shared_memory
 from trainer.tensors.local_shard import is_dtensor
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def sharding_mesh(shard_group: str, dist: Dist) -> DeviceMesh:
+    """(shard) or (replicate, shard), for strategy.shard_group.
+
+    Raises:
+        UserError: it does not divide the ranks; on every rank.
+    """
+    ranks = range(dist.world_size)
+    if shard_group == "host":
+        rows = ranks_by_host(dist.hosts)
+    else:
+        size = dist.world_size if shard_group == "world" else int(shard_group)
+        if dist.world_size % size:
+            raise UserError(
+                f"strategy.shard_group={shard_group} makes groups of {size} ranks, which do not divide the "
+                f"{dist.world_size} ranks of this run; use a divisor of {dist.world_size}, or world"
+            )
+        rows = [list(ranks[begin : begin + size]) for begin in ranks[::size]]
+    if len(rows) == 1:
+        return init_device_mesh(dist.device.type, (dist.world_size,), mesh_dim_names=("shard",))
+    return DeviceMesh(dist.device.type, rows, mesh_dim_names=("replicate", "shard"))
+
+
+def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
+    """The ranks of each host, in any numbering.
+
+    Raises:
+        UserError: hosts have different numbers of ranks; on every rank.
+    """
+    rows = [[rank for rank, at in enumerate(hosts) if at == host] for host in dict.fromkeys(hosts)]
+    if len({len(row) for row in rows}) > 1:
+        counts = ", ".join(str(len(row)) for row in rows)
+        raise UserError(
+            f"strategy.shard_group=host needs as many ranks on each host, but these have {counts}; use "
+            "strategy.shard_group=world, or start as many on each"
+        )
+    return rows
 
 
 def _refuse_held(name: str, parameter: Tensor) -> None:
@@ -104,3 +146,52 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
                 f"strategy=fsdp gathers a unit's parameters as one, but finds {listed}: add the module of "
                 "one of the two to the model's fsdp_units, give both the same dtype, or use strategy=ddp"
             )
+
+
+def explained(error: Exception, in_backward: bool, param_dtype: torch.dtype) -> UserError | None:
+    """What an error in a forward or a backward pass means, if known.
+
+    Args:
+        param_dtype: in which parameters are gathered.
+    """
+    said = str(error)
+    if "mixed torch.Tensor and DTensor" in said and in_backward:
+        return UserError(
+            "strategy=fsdp: the loss uses parameters outside of the model's forward pass, where they are "
+            "sharded, as a penalty over model.parameters() does; use optim.weight_decay, compute the "
+            "penalty in the forward pass, or use strategy=ddp"
+        )
+    if "mixed torch.Tensor and DTensor" in said:
+        return UserError(
+            f"strategy=fsdp: {_user_line(error)} uses a parameter of a unit, which is gathered only "
+            "while the unit itself is called; add to the model's fsdp_units a module that contains "
+            "this line's and all that it uses, or list fewer units; without fsdp_units, set "
+            "strategy.unit_min_params above the size of that unit; and compute no gradient "
+            "through a unit in the forward pass; or use strategy=ddp"
+        )
+    if "appears to not have been used in the graph" in said:
+        return UserError(
+            f"strategy=fsdp: {_user_line(error)} differentiates by what the outputs do not depend on, as "
+            "by model.parameters(): outside of a forward pass these are shards; use strategy=ddp"
+        )
+    if "out of bounds for storage of size 0" in said:
+        return UserError(
+            "strategy=fsdp: the backward pass went a second time through a unit, whose parameters are "
+            "freed after the first: a gradient of a gradient (torch.autograd.grad with create_graph) can "
+            "be computed within a unit, but not through one; use strategy=ddp"
+        )
+    if param_dtype != torch.float32 and isinstance(error, RuntimeError) and "dtype" in said:
+        return UserError(
+            f"strategy=fsdp: {_user_line(error)} mixes dtypes: {error}. Parameters are gathered, and "
+            f"units' inputs cast, as {param_dtype}, but buffers keep their dtype; cast at that "
+            "line, or use strategy.param_dtype=fp32, or strategy=ddp"
+        )
+    return None
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line outside torch."""
+    frames = traceback.extract_tb(error.__traceback__)
+    torchs = str(Path(torch.__file__).parent)
+    at = next((frame for frame in reversed(frames) if not frame.filename.startswith(torchs)), frames[-1])
+    return f"{at.filename}:{at.lineno} ({at.line})"
