@@ -86,8 +86,7 @@ def load_held_out(config: Config, batch: BatchSplit, dist: Dist) -> tuple[Any, E
 def _share(config: Config, dist: Dist, replica: int) -> Share:
     assert config.seed is not None
     timeout_s, collate = config.distributed.timeout_s, build_collate(config.data)
-    mirrors = config.data.images.flip
-    return Share(replica, config.seed, dist.device, timeout_s, dist.heartbeat, collate, mirrors)
+    return Share(replica, config.seed, dist.device, timeout_s, dist.heartbeat, collate)
 
 
 def build_collate(data: DataConfig) -> Collate:

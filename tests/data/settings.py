@@ -35,14 +35,13 @@ def train_loader(
     timeout_s: float = 60,
     collate: Collate = default_collate,
     order: Order = shuffled,
-    mirrors: bool = False,
     **settings: Any,
 ) -> TrainLoader:
     return loaders.train_loader(
         dataset,
         reading(**settings),
         split_batch(global_batch_size, micro, num_replicas),
-        Share(replica, seed, CPU, timeout_s, collate=collate, mirrors=mirrors),
+        Share(replica, seed, CPU, timeout_s, collate=collate),
         order,
     )
 

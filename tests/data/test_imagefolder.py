@@ -52,7 +52,7 @@ def test_training_crops_at_random_and_evaluation_takes_the_centre(root: Path) ->
     train = ImageFolder("train", str(root), 56)
     crops = [train[0][0] for _ in range(12)]
     assert len({crop[0, 0, 0].item() for crop in crops}) > 6
-    assert all(crop[0, 0, -1] > crop[0, 0, 0] for crop in crops)  # mirrored on the device, if at all
+    assert len({bool(crop[0, 0, -1] > crop[0, 0, 0]) for crop in crops}) == 2, "some are mirrored"
 
 
 def test_a_broken_image_is_named_with_path_and_index(root: Path) -> None:

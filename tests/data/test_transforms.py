@@ -1,4 +1,4 @@
-"""Transforms from the settings, images normalised and mirrored on the device: each sample has its own randomness."""
+"""Transforms from the settings, images normalised on the device."""
 
 from collections import namedtuple
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from tests.data.settings import CPU, train_loader
 from tests.runs import settings
 from trainer.build import build_dataset, build_to_device
-from trainer.data.device import Mirrored, Normalise, ToDevice
+from trainer.data.device import Normalise, ToDevice
 from trainer.data.images import ImagesInMemory
 from trainer.data.transforms import Transformed
 from trainer.errors import UserError
@@ -29,34 +29,9 @@ class OneByOne(Dataset[dict[str, Any]]):
         return {"id": index, "image": PIXELS[index]}
 
 
-def mirrored_ids(dataset: Any, epoch: int = 0, first_sample: int = 0, **loader: Any) -> dict[int, bool]:
-    """Whether each image read is mirrored; every image must be mirrored or unchanged."""
-    found = {}
-    for batch in train_loader(dataset, 8, mirrors=True, **loader).epoch(epoch, first_sample):
-        ready = ToDevice(CPU, False, None)(batch)
-        images, ids = (ready["image"], ready["id"]) if isinstance(ready, dict) else ready
-        for image, sample in zip(images, ids.tolist(), strict=True):
-            found[sample] = not torch.equal(image, PIXELS[sample])
-            assert torch.equal(image.flip(-1) if found[sample] else image, PIXELS[sample])
-    return found
-
-
 class Forward(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Any:
         return map(OneByOne().__getitem__, range(24))
-
-
-@pytest.mark.parametrize("dataset", [IN_MEMORY, OneByOne(), Forward()])
-def test_who_is_mirrored_depends_on_seed_epoch_and_index_alone(dataset: Any) -> None:
-    alone = mirrored_ids(dataset)
-    assert len(alone) == 24 and 4 < sum(alone.values()) < 20
-    assert mirrored_ids(dataset, num_workers=2) == alone
-    halves = [mirrored_ids(dataset, num_replicas=2, replica=replica, micro=2) for replica in (0, 1)]
-    assert halves[0] | halves[1] == alone
-    resumed = mirrored_ids(dataset, first_sample=8)
-    assert resumed == {sample: alone[sample] for sample in resumed} and len(resumed) == 16
-    assert mirrored_ids(dataset, epoch=1) != alone
-    assert mirrored_ids(dataset, seed=1) != alone
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -80,21 +55,6 @@ def test_bytes_become_floats_on_the_device(channels_last: bool) -> None:
         UserError, match=r"mean=\[0\.5, 0\.4, 0\.3\] is for 3 channels, but the images have 2"
     ):
         to_device(torch.zeros(1, 2, 4, 4, dtype=torch.uint8))
-
-
-def test_floats_cannot_be_mirrored_on_the_device() -> None:
-    floats = ImagesInMemory(torch.randn(8, 1, 4, 4), torch.arange(8), 8)
-    [batch] = train_loader(floats, 8, mirrors=True).epoch(0)
-    with pytest.raises(UserError, match=r"data\.images\.flip is true, but the batch holds no uint8 images"):
-        ToDevice(CPU, False, None)(batch)
-
-
-def test_a_mask_that_would_not_be_mirrored_is_named() -> None:
-    pixels = torch.zeros(8, 1, 4, 4, dtype=torch.uint8)
-    batch = Mirrored((pixels, torch.zeros(8, 4, 4)), torch.ones(8, dtype=torch.bool))
-    with pytest.raises(UserError, match=r"also has torch.float32 \(8, 4, 4\), which would stay as it is"):
-        ToDevice(CPU, False, None)(batch)
-    ToDevice(CPU, False, None)(Mirrored((pixels, torch.zeros(8)), torch.ones(8, dtype=torch.bool)))
 
 
 class MovesInPlace:

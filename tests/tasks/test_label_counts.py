@@ -22,7 +22,6 @@ from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import context_of
 from trainer.checks.rehearsal import _check_loss
-from trainer.data.device import Mirrored
 from trainer.data.digits import Digits
 from trainer.data.text.in_memory import Text
 from trainer.errors import UserError
@@ -310,12 +309,6 @@ def test_a_loss_of_0_by_0_is_0_for_a_model_that_returns_an_object() -> None:
     model = Wrapped(2, 2)
     divided(loss_of(Mine(), model, torch.ones(3, 2), 0)[0], 1, 0).backward()
     assert not any(p.grad.count_nonzero() for p in model.parameters() if p.grad is not None)
-
-
-def test_the_weight_is_of_what_the_task_sees() -> None:
-    """The flags for mirroring are outside the batch."""
-    batch = (torch.zeros(3, 1, 8, 8), torch.tensor([1, -100, 2]))
-    assert label_count(Classification(), Mirrored(batch, torch.zeros(3)), of(3)) == 2
 
 
 class Unweighted:

@@ -241,7 +241,6 @@ class EmaConfig:
 class ImagesConfig:
     mean: list[float] | None = MISSING
     std: list[float] | None = each_above(0)  # noqa: RUF009, it creates a field
-    flip: bool = MISSING
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Moves a batch to the device and normalises uint8 images there: a quarter of the bytes of float32."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,13 +10,6 @@ from trainer import accelerator
 from trainer.accelerator import is_accelerator
 from trainer.errors import UserError
 from trainer.tensors.nested import leaves, mapped, moves_itself
-
-
-class Mirrored(NamedTuple):
-    """A batch whose images the device mirrors where `which` (B,) bool is true."""
-
-    batch: Any
-    which: Tensor
 
 
 class Normalise:
@@ -43,8 +36,7 @@ class ToDevice:
     To a GPU, the copy runs on its own stream: `ahead` starts that of the next batch while the GPU still
     computes gradients.
 
-    The images are the first uint8 tensor (B, C, H, W). They are mirrored if the batch says so, and
-    normalised.
+    The images, which are normalised, are the first uint8 tensor (B, C, H, W).
 
     Args:
         channels_last: convert tensors of four dimensions to this memory format.
@@ -53,7 +45,7 @@ class ToDevice:
 
     def __init__(self, device: torch.device, channels_last: bool, normalise: Normalise | None) -> None:
         self.device, self.channels_last, self.normalise = device, channels_last, normalise
-        self._stream, self._looked = accelerator.stream(device), False
+        self._stream = accelerator.stream(device)
         self._ahead: tuple[Any, Any] | None = None  # a batch, and its copy
 
     def ahead(self, batches: Sequence[Any]) -> None:
@@ -75,30 +67,10 @@ class ToDevice:
             for value in leaves(arrived):  # allocated on the copying stream
                 if isinstance(value, Tensor) and is_accelerator(value.device):  # not all that an object holds
                     accelerator.keep_for(value, reader)
-        batch, mirrored = arrived if isinstance(arrived, Mirrored) else (arrived, None)
-        if self.normalise is None and mirrored is None:
-            return batch
-        images: Any = next(filter(_are_images, leaves(batch)), None)
-        if images is None and mirrored is not None:
-            raise UserError(
-                "data.images.flip is true, but the batch holds no uint8 images (B, C, H, W): let the "
-                "dataset return them as uint8, or flip with data.train_transforms"
-            )
-        if mirrored is not None and not self._looked:
-            self._refuse_other_pictures(batch, images)
-        return mapped(batch, lambda value: self._ready(value, mirrored) if value is images else value)
-
-    def _refuse_other_pictures(self, batch: Any, images: Tensor) -> None:
-        """Called for the first batch that is mirrored."""
-        self._looked = True
-        for value in leaves(batch):
-            is_other = isinstance(value, Tensor) and value is not images and value.ndim > 2
-            if is_other and value.shape[-2:] == images.shape[-2:]:
-                raise UserError(
-                    f"data.images.flip mirrors the images {tuple(images.shape)}, but the batch also has "
-                    f"{value.dtype} {tuple(value.shape)}, which would stay as it is; mirror both by "
-                    "data.train_transforms, with masks as torchvision.tv_tensors.Mask"
-                )
+        images, normalise = next(filter(_are_images, leaves(arrived)), None), self.normalise
+        if images is None or normalise is None:
+            return arrived
+        return mapped(arrived, lambda value: normalise(images) if value is images else value)
 
     def _moved(self, batch: Any) -> Any:
         arrived = mapped(batch, self._on_device)
@@ -111,11 +83,6 @@ class ToDevice:
             return value
         moved = value.to(self.device)
         return value if moved is None else moved  # it moved what it holds, and returns nothing
-
-    def _ready(self, images: Tensor, mirrored: Tensor | None) -> Tensor:
-        if mirrored is not None:
-            images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
-        return self.normalise(images) if self.normalise is not None else images
 
 
 def _with_channels_last(value: Any) -> Any:

@@ -18,9 +18,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 class ImageFolder(datasets.ImageFolder):
     """``root/train/<class>/*`` and ``root/val/<class>/*`` (or eval), without names that begin with a dot.
 
-    Images are uint8, (3, image_size, image_size). They are normalised on the device, and mirrored there by
-    ``data.images.flip``. Training takes a random crop of 8 to 100 % of the area; evaluation takes the centre,
-    7/8 of the shorter side.
+    Images are uint8, (3, image_size, image_size). They are normalised on the device. Training takes a random
+    crop of 8 to 100 % of the area, mirrored or not; evaluation takes the centre, 7/8 of the shorter side.
 
     Args:
         image_size: in pixels; None returns whole PIL images, for ``data.train_transforms`` and
@@ -73,7 +72,7 @@ def _is_image(path: str) -> bool:
 
 def _crop(split: str, size: int) -> v2.Transform:
     if split == "train":
-        return v2.Compose([v2.RandomResizedCrop(size), v2.PILToTensor()])
+        return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
     return v2.Compose([v2.Resize(round(size * 8 / 7)), v2.CenterCrop(size), v2.PILToTensor()])
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.device import Mirrored
 from trainer.errors import UserError
 from trainer.tasks import Task
 from trainer.tasks.cross_entropy import IGNORED
@@ -32,7 +31,6 @@ def label_count(task: Task, batch: Any, split: "BatchSplit") -> float:
         UserError: it is not a number, or is neither 0 nor from 1e-30 to 1e30; or nothing tells how many
             samples there are.
     """
-    batch = batch.batch if isinstance(batch, Mirrored) else batch
     if (weight := getattr(task, "weight", None)) is None:
         size, is_alone = split.micro_batch_size, split.num_micro_batches == 1
         return size if is_alone else _samples_in(batch, size, type(task).__name__)

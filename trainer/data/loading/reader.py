@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
-from trainer.data.device import Mirrored
 from trainer.data.loading.collation import Collate, collated, collated_batch, name_of, sample_name
 from trainer.data.loading.worker import answer
 from trainer.errors import UserError
@@ -39,7 +38,6 @@ class Share:
     Attributes:
         timeout_s: how long to wait for a batch from the workers.
         collate: makes a batch of a list of samples.
-        mirrors: whether the device mirrors half of the training images, drawn from (seed, epoch, index).
     """
 
     replica: int
@@ -48,7 +46,6 @@ class Share:
     timeout_s: float = 600
     heartbeat: Heartbeat | None = None
     collate: Collate = default_collate
-    mirrors: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class Reader(Dataset[Any], ABC):
 
     def __init__(self, dataset: Any, share: Share) -> None:
         self.dataset, self.seed, self.collate = dataset, share.seed, share.collate
-        self.heartbeat, self._mirrors = share.heartbeat or Heartbeat(), share.mirrors
+        self.heartbeat = share.heartbeat or Heartbeat()
 
     def __getitems__(self, request: Request) -> Any:
         """The answer, or an exception (see `answer`)."""
@@ -114,13 +111,6 @@ class Reader(Dataset[Any], ABC):
     @abstractmethod
     def _answer(self, request: Request) -> Any:
         """An `Answer`; None if no replica has samples of the request."""
-
-    def to_train_on(self, batch: Any, request: Request) -> Any:
-        """The batch, with the flags of its images if they are mirrored."""
-        if not self._mirrors:
-            return batch
-        numbers = random_numbers(self.seed, request.epoch, request.numbers)
-        return Mirrored(batch, torch.from_numpy(numbers >> np.uint64(63) == 1))
 
 
 class IndexReader(Reader):
@@ -229,7 +219,7 @@ class TrainReader(IndexReader):
             with cpu_generators_kept():
                 samples = [self._read_or_next(epoch, index) for index in indices]
                 batch = collated(samples, self.dataset, indices, self.collate)
-        return Answer(self.to_train_on(batch, request), {})
+        return Answer(batch, {})
 
 
 class EvalReader(IndexReader):

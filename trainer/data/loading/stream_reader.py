@@ -155,7 +155,7 @@ class StreamReader(Reader):
                 return None
             samples, belonging = read
             batch = collated(samples, self.dataset, request.numbers, self.collate)
-        return Answer(self.to_train_on(batch, request), belonging, self._first_read())
+        return Answer(batch, belonging, self._first_read())
 
     @abstractmethod
     def _read(self, request: Request) -> tuple[list[Any], Any] | None:
