@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from torchvision.transforms import v2
 
 from tests.data.settings import CPU, train_loader
