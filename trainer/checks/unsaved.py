@@ -1,7 +1,7 @@
 """What modules, tasks and optimizers keep in attributes without saving it, so that a resume is not exact."""
 
 import functools
-import itertools
+import io
 import logging
 import pickle
 import random
@@ -25,11 +25,12 @@ from trainer.tensors.nested import leaves
 log = logging.getLogger(__name__)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OF_EVERY_OPTIMIZER = {"state", "param_groups", "defaults"}
-_PLAIN = (bool, int, float, complex, str, bytes, np.generic)
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
+# Which pickle writes by itself.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.ndarray)
+_PLAIN += (random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState)
 _NOT_WALKED = sys.stdlib_module_names | {"torch", "numpy", "trainer"}  # loggers, threads, streams, hooks
-_MAX_OBJECTS = 10_000  # in one walk
-_MAX_ELEMENTS = 1_000  # of one container
+_MAX_ELEMENTS = 10_000  # of a container that is looked into
 _MAX_HASHED = 2**20  # elements of a tensor; of a larger one at least half as many, evenly spread
 
 
@@ -49,7 +50,7 @@ class UnsavedState:
     def __init__(self, model: nn.Module, task: Any, optimizer: Optimizer, looks: bool) -> None:
         self._model, self._task, self._optimizer, self._looks = model, task, optimizer, looks
         self._num_steps = 0
-        self._before: dict[str, dict[str, Any]] = {}  # fingerprints of the last step of a pair
+        self._before: dict[str, Any] = {}  # fingerprints of the last step of a pair
         self._warned: set[str] = set()
         self._left_out = {*_OF_EVERY_MODULE, "plain_loss"}  # `Task.loss` sets the latter for the log
 
@@ -71,18 +72,17 @@ class UnsavedState:
         if self._looks and self._num_steps > 2:
             self._compare(by_one_step=False)
 
-    def _compare(self, by_one_step: bool) -> dict[str, dict[str, Any]]:
+    def _compare(self, by_one_step: bool) -> dict[str, Any]:
         found = dict(self._attributes())
-        self._warn_once(name for name, now in found.items() if self._is_changed(name, now, by_one_step))
+        changed = []
+        for name, now in found.items():
+            before = self._before.get(name)
+            if None not in (before, now) and now != before and (by_one_step or now[0] == before[0]):
+                changed.append(name)
+        self._warn_once(changed)
         return found
 
-    def _is_changed(self, name: str, now: dict[str, Any], by_one_step: bool) -> bool:
-        before = self._before.get(name, now)
-        if by_one_step:
-            return before != now
-        return any(_is_other_value(before.get(place), value) for place, value in now.items())
-
-    def _warn_once(self, names: Iterable[str]) -> None:
+    def _warn_once(self, names: list[str]) -> None:
         changed = [name for name in names if name not in self._warned]
         self._warned.update(changed)
         if changed:
@@ -94,7 +94,7 @@ class UnsavedState:
                 first_few(changed),
             )
 
-    def _attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
         """The fingerprint of each attribute, by name, without the model's parameters, buffers and modules."""
         model, task = self._model, self._task
         known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
@@ -120,61 +120,62 @@ class UnsavedState:
                     yield f"optimizer.{name}", fingerprint(value, known)
 
 
-def fingerprint(value: Any, known: Collection[int] = ()) -> dict[str, Any]:
-    """The values within `value` that can be compared, by their places, such as ".layers[0].scale".
-
-    A number or text is its repr; a tensor or array its shape and a checksum, for a DTensor of its shard; a
-    random generator a checksum. The place of a container ends with its length, as in ".seen (12)", and has
-    the value True. None stands for anything else. Functions, class attributes and slots are not looked at.
+def fingerprint(value: Any, known: Collection[int]) -> tuple[int, int] | None:
+    """The size and a checksum of all in `value` that can be compared; None if it cannot be looked at.
 
     Args:
         known: ids of objects to leave out, with all that they hold.
     """
-    found: dict[str, Any] = {}
-    ahead: deque[tuple[str, Any]] = deque([("", value)])  # breadth first: a long list hides nothing beside it
-    seen: dict[int, Any] = {}
-    while ahead and len(seen) < _MAX_OBJECTS:
-        place, item = ahead.popleft()
-        if id(item) in known or id(item) in seen:
-            continue
-        if not isinstance(item, _PLAIN):
-            seen[id(item)] = item  # kept, so that no id is used twice
-        try:
-            if (inside := _inside(item)) is None:
-                found[place] = _value(item)
-                continue
-        except Exception:  # whatever the user's object does when it is looked at
-            found[place] = None
-            continue
-        found[f"{place} ({len(inside)})"] = True
-        parts = itertools.islice(inside.items(), _MAX_ELEMENTS)
-        ahead.extend((f"{place}{name}", part) for name, part in parts)
-    return found
-
-
-def _is_other_value(before: Any, now: Any) -> bool:
-    """Whether a value is another one of the same size: a cache that grew is not state."""
-    if before is None or now is None or before == now:
-        return False
-    return not (isinstance(before, tuple) and isinstance(now, tuple) and before[0] != now[0])
-
-
-def _inside(item: Any) -> dict[str, Any] | None:
-    """The parts of `item` by what follows its place in theirs (".name", "[0]"); None for a leaf."""
-    if isinstance(item, (*_PLAIN, *_GENERATORS, Tensor, np.ndarray, type)) or item is None:
+    file = io.BytesIO()
+    try:
+        _Walk(file, known).dump(value)
+    except Exception:  # whatever the user's object does when it is looked at
         return None
-    if isinstance(item, Mapping):
-        return {f"[{key!r}]": part for key, part in item.items()}
-    if isinstance(item, list | tuple | deque):
-        return {f"[{at}]": part for at, part in enumerate(item)}
-    if isinstance(item, set | frozenset):
-        return {f"[{part!r}]": True for part in item if isinstance(part, _PLAIN)}
-    if isinstance(item, nn.Module | Optimizer):
-        saved = item.state_dict()
-        return {f".{name}": v.detach() if isinstance(v, Tensor) else v for name, v in saved.items()}
-    if _is_users(type(item).__module__.partition(".")[0]):
-        return {f".{name}": part for name, part in getattr(item, "__dict__", {}).items()} or None
-    return None
+    return file.tell(), zlib.crc32(file.getbuffer())
+
+
+class _Walk(pickle.Pickler):
+    """Walks through containers, modules, optimizers and users' objects; its file is never read.
+
+    Of a tensor it writes its shape and a checksum, for a DTensor of its shard; of a class, a function or an
+    object of a library the type alone.
+    """
+
+    def __init__(self, file: io.BytesIO, known: Collection[int]) -> None:
+        super().__init__(file)
+        self._known = known
+
+    def persistent_id(self, item: Any) -> Any:
+        """What is written in place of `item`; None: what it holds."""
+        if id(item) in self._known:
+            return "known"
+        if isinstance(item, Tensor):
+            return _of_tensor(item)
+        if isinstance(item, torch.Generator):
+            return _of_tensor(item.get_state())
+        if isinstance(item, _CONTAINERS):
+            return None if len(item) <= _MAX_ELEMENTS else str(len(item))
+        return None if isinstance(item, _PLAIN) or _is_looked_into(item) else type(item).__name__
+
+    def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, nn.Module | Optimizer):
+            return dict, (item.state_dict(),)
+        is_plain = isinstance(item, (*_PLAIN, *_CONTAINERS)) or not _is_looked_into(item)
+        return NotImplemented if is_plain else (dict, (getattr(item, "__dict__", {}),))
+
+
+def _is_looked_into(item: Any) -> bool:
+    is_part = isinstance(item, nn.Module | Optimizer)
+    return is_part or (not isinstance(item, type) and _is_users(type(item).__module__.partition(".")[0]))
+
+
+def _of_tensor(tensor: Tensor) -> tuple[str, bytes] | str:
+    # Computed by the step, or maybe a parameter that the optimizer updates.
+    if tensor.requires_grad and (not tensor.is_leaf or isinstance(tensor, nn.Parameter)):
+        return "computed"
+    flat = to_local(tensor).reshape(-1)
+    flat = flat[:: 1 + flat.numel() // _MAX_HASHED].cpu().contiguous()
+    return str(tuple(tensor.shape)), zlib.crc32(flat.view(torch.uint8).numpy().data).to_bytes(4)
 
 
 @functools.cache
@@ -183,21 +184,3 @@ def _is_users(package: str) -> bool:
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     is_installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
     return package not in _NOT_WALKED and not is_installed
-
-
-def _value(leaf: Any) -> Any:
-    """The value to compare of a leaf, as `fingerprint` says."""
-    if isinstance(leaf, Tensor):
-        # Computed by the step, or maybe a parameter that the optimizer updates.
-        if leaf.requires_grad and (not leaf.is_leaf or isinstance(leaf, nn.Parameter)):
-            return None
-        flat = to_local(leaf).reshape(-1)
-        flat = flat[:: 1 + flat.numel() // _MAX_HASHED].cpu().contiguous()
-        return tuple(leaf.shape), zlib.crc32(flat.view(torch.uint8).numpy().data)
-    if isinstance(leaf, np.ndarray):
-        return leaf.shape, zlib.crc32(leaf.tobytes())
-    if isinstance(leaf, torch.Generator):
-        return _value(leaf.get_state())
-    if isinstance(leaf, _GENERATORS):
-        return zlib.crc32(pickle.dumps(leaf))
-    return repr(leaf) if isinstance(leaf, _PLAIN) else None
