@@ -16,7 +16,7 @@ from hydra.utils import get_object
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "api.md"
 TASKS = ("Classification", "MultiLabel", "Regression", "LanguageModelling", "OwnLoss")
-SCHEDULES = ("constant", "cosine", "linear", "one_cycle", "wsd", "Plateau")
+SCHEDULES = ("constant", "cosine", "linear", "wsd", "Plateau")
 PARTS = {
     "Run": ["trainer.train", "trainer.open", "trainer.load_model", "trainer.gather", "trainer.cli.main"],
     "A trained run": ["trainer.inference.trained.TrainedRun"],
