@@ -27,7 +27,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OF_EVERY_OPTIMIZER = {"state", "param_groups", "defaults"}
 _CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
 # Which pickle writes by itself.
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.ndarray)
+_PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, np.generic, np.ndarray)
 _PLAIN += (random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState)
 _NOT_WALKED = sys.stdlib_module_names | {"torch", "numpy", "trainer"}  # loggers, threads, streams, hooks
 _MAX_ELEMENTS = 10_000  # of a container that is looked into
@@ -77,7 +77,8 @@ class UnsavedState:
         changed = []
         for name, now in found.items():
             before = self._before.get(name)
-            if None not in (before, now) and now != before and (by_one_step or now[0] == before[0]):
+            is_other = before is not None and now is not None and now != before
+            if is_other and (by_one_step or now[0] == before[0]):
                 changed.append(name)
         self._warn_once(changed)
         return found
