@@ -33,6 +33,9 @@ _NOT_WALKED = sys.stdlib_module_names | {"torch", "numpy", "trainer"}  # loggers
 _MAX_ELEMENTS = 10_000  # of a container that is looked into
 _MAX_HASHED = 2**20  # elements of a tensor; of a larger one at least half as many, evenly spread
 
+Print = tuple[int, int]
+"""The size and a checksum of what an attribute holds."""
+
 
 class UnsavedState:
     """Compares the attributes of modules, task and optimizer after pairs of steps, and at each save.
@@ -50,7 +53,7 @@ class UnsavedState:
     def __init__(self, model: nn.Module, task: Any, optimizer: Optimizer, looks: bool) -> None:
         self._model, self._task, self._optimizer, self._looks = model, task, optimizer, looks
         self._num_steps = 0
-        self._before: dict[str, Any] = {}  # fingerprints of the last step of a pair
+        self._before: dict[str, Print | None] = {}  # fingerprints of the last step of a pair
         self._warned: set[str] = set()
         self._left_out = {*_OF_EVERY_MODULE, "plain_loss"}  # `Task.loss` sets the latter for the log
 
@@ -72,14 +75,14 @@ class UnsavedState:
         if self._looks and self._num_steps > 2:
             self._compare(by_one_step=False)
 
-    def _compare(self, by_one_step: bool) -> dict[str, Any]:
+    def _compare(self, by_one_step: bool) -> dict[str, Print | None]:
         found = dict(self._attributes())
         changed = []
         for name, now in found.items():
-            before = self._before.get(name)
-            is_other = before is not None and now is not None and now != before
-            if is_other and (by_one_step or now[0] == before[0]):
-                changed.append(name)
+            if now is not None:
+                before = self._before.get(name) or now
+                if now != before and (by_one_step or now[0] == before[0]):
+                    changed.append(name)
         self._warn_once(changed)
         return found
 
@@ -95,7 +98,7 @@ class UnsavedState:
                 first_few(changed),
             )
 
-    def _attributes(self) -> Iterator[tuple[str, Any]]:
+    def _attributes(self) -> Iterator[tuple[str, Print | None]]:
         """The fingerprint of each attribute, by name, without the model's parameters, buffers and modules."""
         model, task = self._model, self._task
         known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
@@ -121,7 +124,7 @@ class UnsavedState:
                     yield f"optimizer.{name}", fingerprint(value, known)
 
 
-def fingerprint(value: Any, known: Collection[int]) -> tuple[int, int] | None:
+def fingerprint(value: Any, known: Collection[int]) -> Print | None:
     """The size and a checksum of all in `value` that can be compared; None if it cannot be looked at.
 
     Args:
