@@ -17,9 +17,8 @@ from trainer.config import Config, DataConfig, TrainConfig, UnitsConfig, model_s
 from trainer.config.instantiate import filled, instantiate
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.loading.batch import BatchSplit, split_batch, split_leaves
-from trainer.data.loading.collation import Collate
 from trainer.data.loading.loaders import EvalLoader, TrainLoader, eval_loader, train_loader
-from trainer.data.loading.reader import Share
+from trainer.data.loading.reader import Collate, Share
 from trainer.data.order import shuffled
 from trainer.data.transforms import Transformed
 from trainer.distributed.agreement import Agreement

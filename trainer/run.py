@@ -57,7 +57,7 @@ from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 from trainer.run_dir.claim import RunDir, claim
 from trainer.run_dir.console import messages
-from trainer.run_dir.result import write as write_result
+from trainer.run_dir.metrics_file import write_result
 from trainer.strategies.base import Strategy, grad_scaler, parameter_count
 from trainer.strategies.build import build_strategy
 from trainer.strategies.meta_init import initial_model

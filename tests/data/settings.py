@@ -9,9 +9,8 @@ from torch.utils.data import default_collate
 from trainer.config import DataConfig
 from trainer.data.loading import loaders
 from trainer.data.loading.batch import split_batch
-from trainer.data.loading.collation import Collate
 from trainer.data.loading.loaders import EvalLoader, TrainLoader
-from trainer.data.loading.reader import Share
+from trainer.data.loading.reader import Collate, Share
 from trainer.data.order import Order, shuffled
 from trainer.errors import UserError
 

@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from trainer.data.loading.collation import name_of
-from trainer.data.loading.reader import cpu_generators_kept, sample_of
+from trainer.data.loading.reader import cpu_generators_kept, name_of, sample_of
 from trainer.errors import UserError
 from trainer.tensors.nested import leaves
 

@@ -15,9 +15,8 @@ from trainer.exact.digits import from_digits, to_digits
 from trainer.exact.environment import NUM_THREADS
 from trainer.exact.norm import exact_norm
 from trainer.exact.sum_order import SumOrder
-from trainer.optim.optimizers import parts_of
+from trainer.optim.optimizers import WholeMatrices, parts_of
 from trainer.optim.trained import Trained
-from trainer.optim.whole_matrices import WholeMatrices
 
 _ELEMENTWISE = (AdamW, Adam, SGD, RMSprop, NAdam)  # compared bit by bit, in shards cut anywhere
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.build import build_collate, build_task, build_to_device
 from trainer.config import Config
 from trainer.config.instantiate import instantiate
-from trainer.data.loading.collation import collated
+from trainer.data.loading.reader import collated
 from trainer.errors import UserError, on_one_line
 from trainer.inference.evaluation import evaluation_mode
 from trainer.strategies.base import Computing, Strategy

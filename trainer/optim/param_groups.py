@@ -14,10 +14,15 @@ from trainer.accelerator import FUSED
 from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
-from trainer.optim.optimizers import CombinedOptimizer, check_optimizer, parts_of, sparse_weights
+from trainer.optim.optimizers import (
+    CombinedOptimizer,
+    WholeMatrices,
+    check_optimizer,
+    parts_of,
+    sparse_weights,
+)
 from trainer.optim.plain_names import parameter_names
 from trainer.optim.trained import Trained
-from trainer.optim.whole_matrices import WholeMatrices
 
 _FUSED = (Adam, AdamW, SGD)  # torch's optimizers with one kernel for a step
 

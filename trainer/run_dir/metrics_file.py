@@ -1,5 +1,6 @@
-"""metrics.jsonl: every scalar of a run, one JSON object for each log step, for other programs."""
+"""The numbers of a run for other programs: metrics.jsonl, an object for each log step, and result.json."""
 
+import contextlib
 import json
 import math
 import os
@@ -7,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.files.writing import atomic_file
+from trainer.errors import UserError
+from trainer.files.untrusted import load_json
+from trainer.files.writing import atomic_file, output_file
 
 FILE = "metrics.jsonl"
 
@@ -75,3 +78,24 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(values, dict) and isinstance(values.get("step"), int):
             lines.append(values)
     return lines
+
+
+RESULT = "result.json"
+
+
+def write_result(run_dir: Path, result: dict[str, Any], made_steps: bool) -> None:
+    """Write `result`, whole or not at all; without new steps, keep the file of this run at this step.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    if not made_steps and _steps(run_dir) == result["steps"]:
+        return
+    with output_file(run_dir / RESULT, replace=True) as file:
+        file.write(json.dumps(result, indent=2).encode() + b"\n")
+
+
+def _steps(run_dir: Path) -> object:
+    with contextlib.suppress(OSError, UserError):
+        return load_json(run_dir / RESULT).get("steps")
+    return None

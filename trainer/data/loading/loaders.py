@@ -19,8 +19,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from trainer.accelerator import can_pin
 from trainer.config import DataConfig
 from trainer.data.loading.batch import BatchSplit, LeafSplit
-from trainer.data.loading.collation import name_of, sample_name
-from trainer.data.loading.reader import Answer, EvalReader, Reader, Request, Share, TrainReader
+from trainer.data.loading.reader import (
+    Answer,
+    EvalReader,
+    Reader,
+    Request,
+    Share,
+    TrainReader,
+    name_of,
+    sample_name,
+)
 from trainer.data.loading.sampler import EvalRequests, IndexRequests, Requests
 from trainer.data.loading.stream_reader import EvalStreamReader, StreamPosition, TrainStreamReader
 from trainer.data.loading.worker import WorkerError, begin_worker, keep_sockets_short

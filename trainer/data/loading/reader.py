@@ -5,7 +5,7 @@ import multiprocessing
 import pickle
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
-from trainer.data.loading.collation import Collate, collated, collated_batch, name_of, sample_name
 from trainer.data.loading.worker import answer
-from trainer.errors import UserError
+from trainer.errors import UserError, on_one_line
 from trainer.faults.heartbeat import Heartbeat
 from trainer.tensors.nested import mapped
 
@@ -29,6 +28,11 @@ MAX_REPLACEMENTS = 100
 _NUM_LOOKS = 2  # of which the first may make the generator
 _MAX_PARTS = 100  # of a list of transforms, or datasets
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+Collate = Callable[[list[Any]], Any]
+_UNEQUAL = (
+    "have all samples be tensors, numbers or text of the same shape, or fill them up with "
+    "'data.collate={_target_: trainer.data.padding.Padding}'"
+)
 
 
 @dataclass(frozen=True)
@@ -242,6 +246,60 @@ class EvalReader(IndexReader):
             samples = [sample for _, sample in read] or [self._read_or_next(0, 0)]
             batch = collated(samples, self.dataset, indices, self.collate)
             return Answer(batch, [index for index, _ in read])
+
+
+def collated_batch(fetched: Any, dataset: Any, indices: Sequence[int], collate: Collate) -> Any:
+    """What `__getitems__` returned as a batch: torch lets it return a list of samples or a batch.
+
+    Raises:
+        UserError: it is a batch, and `collate` is not torch's; or as `collated`.
+    """
+    if isinstance(fetched, list):
+        return collated(fetched, dataset, indices, collate)
+    if collate is not default_collate:
+        raise UserError(
+            f"data.collate makes batches of samples, but {name_of(dataset)}.__getitems__ returns whole "
+            "batches; have it return a list of samples, or set data.collate=null"
+        )
+    return fetched
+
+
+def collated(samples: list[Any], dataset: Any, indices: Sequence[int], collate: Collate) -> Any:
+    """The batch of `samples`.
+
+    Raises:
+        UserError: `collate` fails, or returns nothing; names the first sample for which it fails with the
+            first of the batch.
+    """
+    try:
+        batch = collate(samples)
+    except Exception as error:
+        way_out = "it was raised by data.collate" if collate is not default_collate else _UNEQUAL
+        for index, sample in zip(indices, samples, strict=False):
+            try:
+                collate([samples[0], sample])
+            except Exception as of_pair:
+                beside = "" if index == indices[0] else f" with {sample_name(dataset, indices[0])}"
+                raise UserError(
+                    f"{sample_name(dataset, index)} cannot be in a batch{beside}: "
+                    f"{on_one_line(of_pair)}; {way_out}"
+                ) from error
+        raise
+    if batch is None:
+        raise UserError("data.collate returns None; have it return the batch")
+    return batch
+
+
+def sample_name(dataset: Any, index: int) -> str:
+    """The sample in words; of a mixture, as that of its own dataset."""
+    if hasattr(dataset, "origin_of_sample"):
+        return sample_name(*dataset.origin_of_sample(index))
+    return f"sample {index} of {name_of(dataset)}"
+
+
+def name_of(dataset: Any) -> str:
+    """The name of the dataset's class, without the wrappers that settings put around it."""
+    return getattr(dataset, "class_name", type(dataset).__name__)
 
 
 def generators_of(holder: Any, depth: int = 3) -> dict[int, tuple[str, Any, bytes]]:

@@ -12,13 +12,13 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch import Tensor
 
-from trainer.data.loading.collation import collated
 from trainer.data.loading.reader import (
     BROKEN_DATA,
     Answer,
     Reader,
     Request,
     Share,
+    collated,
     cpu_generators_kept,
     seed_generators,
 )
