@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from trainer.data.images import check_at_least_one, check_split
-from trainer.errors import UserError, on_one_line
+from trainer.errors import UserError, missing, on_one_line
 
 
 def hugging_face(
@@ -41,10 +41,7 @@ def hugging_face(
     try:
         import datasets
     except ImportError as error:
-        raise UserError(
-            f"data=hugging_face needs the package datasets ({error}): "
-            "pip install 'ringmaster-trainer[datasets]'"
-        ) from error
+        raise missing("data=hugging_face", "datasets", error) from error
     theirs = (splits or {}).get(split, split)
     try:
         rows = datasets.load_dataset(path, split=theirs, streaming=True, **options)

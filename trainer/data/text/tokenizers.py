@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.errors import UserError, on_one_line
+from trainer.errors import UserError, missing, on_one_line
 
 NAMES = ("bytes", "gpt2")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -98,10 +98,8 @@ class HuggingFace:
     def __init__(self, folder: Path) -> None:
         try:
             from tokenizers import Tokenizer as Library
-        except ImportError:
-            raise UserError(
-                f"the tokenizer {folder} needs: pip install 'ringmaster-trainer[tokenizers]'"
-            ) from None
+        except ImportError as error:
+            raise missing(f"the tokenizer {folder}", "tokenizers", error) from error
         file, beside = (folder / name for name in TOKENIZER_FILES)
         try:
             self._library = Library.from_file(str(file))
