@@ -10,7 +10,7 @@ from hydra.errors import InstantiationException
 
 from trainer.errors import UserError, in_a_line, on_one_line
 
-# Hydra 1.4 asks which targets it may call. Here these are any, because the user's own are the point: SECURITY.md.
+# Hydra 1.4 asks which targets it may call: any, because the user's own are the point (SECURITY.md).
 _ANY = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 _ALLOWED = {} if _ANY is None else {"_execution_whitelist_": _ANY}
 
