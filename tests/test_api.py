@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ import torch.distributed as dist
 import trainer
 from tests.programs import fork_what_starts
 from tests.ranks import run_ranks
-from tests.runs import settings
-from trainer.config import to_yaml
 from trainer.data.digits import Digits
 from trainer.data.images import ImagesInMemory
 from trainer.errors import NonFiniteError, UserError
@@ -134,17 +131,6 @@ def test_a_run_is_opened_and_predicts_without_its_data(tmp_path: Path) -> None:
     assert torch.equal(alone.argmax(1), found.argmax(1))
 
 
-@pytest.mark.slow
-def test_what_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is not a run: it has no config\.yaml"):
-        trainer.load_model(tmp_path)
-    (tmp_path / "config.yaml").write_text(to_yaml(settings("model.hidden=[8]")))
-    with pytest.raises(UserError, match=r"checkpoint.keep_best is null"):
-        trainer.load_model(tmp_path, "best")
-    with pytest.raises(UserError, match=f"{tmp_path} has no checkpoint"):
-        trainer.load_model(tmp_path)
-
-
 def test_a_class_of_main_gets_a_word_on_what_to_do() -> None:
     with pytest.raises(UserError, match=r"model._target_ is __main__.Net.*set model._target_=mine.Net"):
         trainer.train(["model._target_=__main__.Net"], processes=2)
@@ -153,16 +139,12 @@ def test_a_class_of_main_gets_a_word_on_what_to_do() -> None:
 
 
 CELLS = [
-    f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport trainer, torch, json, pathlib\nsha = []",
     "try:\n    trainer.train(['strategy=dpp'], processes=2)\nexcept ValueError as error:\n    print(error)",
-    "class Net(torch.nn.Linear):\n    def __init__(self): super().__init__(64, 10)\n"
+    "class Own(torch.nn.Linear):\n    def __init__(self): super().__init__(64, 10)\n"
     "    def forward(self, x): return super().forward(x.flatten(1))\n"
-    "net = ['~model', '+model._target_=__main__.Net', 'train.max_steps=2', 'run_dir=net']\n"
-    "trainer.train(net)\n"
-    "try:\n    trainer.train(net, processes=2)\nexcept ValueError as error:\n    print(error)",
-    "result = trainer.train(['train.max_steps=8', 'seed=3', \"run_dir='it\\\"s, one'\"], processes=2)\n"
-    "print('sha', result['param_sha256'], result['world_size'])",
-    "print(type(trainer.load_model('it\"s, one')).__name__)",
+    "own = ['~model', '+model._target_=__main__.Own', 'train.max_steps=2', 'run_dir=own']\n"
+    "trainer.train(own)\n"
+    "try:\n    trainer.train(own, processes=2)\nexcept ValueError as error:\n    print(error)",
 ]
 
 
@@ -187,25 +169,18 @@ def executed(notebook: Any, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_in_the_kernel_of_a_notebook(tmp_path: Path) -> None:
-    v4 = pytest.importorskip("nbformat").v4
-    said = executed(v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in CELLS]), tmp_path)
-    assert "strategy is dpp, but must be one of" in said[1]
-    assert "__main__.Net" in said[2] and "mine.Net" in said[2]
-    assert "1 x 2 processes on cpu" in said[3]  # rank 0's log reaches the cell
-    assert said[3].rstrip().splitlines()[-1].startswith("sha ")
-    assert said[4].strip() == "MLP"
-
-
-@pytest.mark.slow
 def test_the_notebook_of_the_examples(tmp_path: Path) -> None:
+    """And what a kernel says of mistakes."""
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(ROOT / "examples/first_run.ipynb", as_version=4)
     path = nbformat.v4.new_code_cell(f"import sys; sys.path.insert(0, {str(ROOT)!r})")
-    notebook.cells.insert(0, path)
-    _, digits, spirals, losses, model = executed(notebook, tmp_path)
+    notebook.cells = [path, *notebook.cells, *map(nbformat.v4.new_code_cell, CELLS)]
+    _, digits, spirals, losses, model, mistake, own = executed(notebook, tmp_path)
     assert float(digits.split()[-1]) > 0.85 and float(spirals.split()[-1]) > 0.6
+    assert "1 x 2 processes on cpu" in digits, "rank 0's log reaches the cell"
     assert losses.startswith("[(50, ") and model.startswith("tensor([[")
+    assert "strategy is dpp, but must be one of" in mistake
+    assert "__main__.Own" in own and "mine.Own" in own
 
 
 def ends_of_processes(run_dir: str) -> list[str]:
@@ -227,35 +202,6 @@ def test_the_end_of_processes_is_an_exception(tmp_path: Path) -> None:
     assert "2001" in mistake
     assert "NaN or Inf" in diverged
     assert len(list(tmp_path.glob("runs/*/*/failure.json"))) == 2, "processes need no run directory"
-
-
-def beside_each_other(run_dir: str) -> dict[str, Any]:
-    """What runs in threads return or raise, at the same time as one in the main thread."""
-    os.environ.clear()
-    asked = {
-        "single": "strategy=single",
-        "wrong": "train.epoch=1",
-    }
-
-    def train(name: str) -> Any:
-        try:
-            return trainer.train([*TINY, asked[name], f"run_dir={run_dir}/{name}"])
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
-    with ThreadPoolExecutor(len(asked)) as pool:
-        found = dict(zip(asked, pool.map(train, asked), strict=False))
-        return found | {"main": trainer.train([*TINY, "strategy=single", f"run_dir={run_dir}/main"])}
-
-
-@pytest.mark.slow
-def test_runs_in_threads_train_beside_each_other(tmp_path: Path) -> None:
-    found = run_ranks(beside_each_other, 1, str(tmp_path), init=False)[0]
-    assert all(isinstance(found[name], dict) for name in ("main", "single")), found
-    assert found["single"]["param_sha256"] == found["main"]["param_sha256"]
-    for name in ("main", "single"):
-        assert json.loads((tmp_path / name / "result.json").read_text()) == found[name]
-    assert found["wrong"] == "UserError: train.epoch is not a setting; did you mean train.epochs?"
 
 
 MINE = "dataset: {_target_: trainer.data.digits.Digits}\ntask: {_target_: trainer.tasks.Classification}\n"

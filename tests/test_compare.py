@@ -67,21 +67,14 @@ def test_a_difference_within_the_spread_is_none(tmp_path: Path) -> None:
     )
 
 
-def test_runs_without_a_speed_have_no_rank(tmp_path: Path) -> None:
-    runs = [write(tmp_path / name, ms_per_step=None, samples_per_second=None) for name in "ab"]
-    for run in runs:
-        Path(run, "metrics.jsonl").unlink()
-    said = compare(read_runs(runs))
-    assert said.endswith("\nverdict: equal to the last bit: the models of a, b")
-    assert "nan" not in said and "None" not in said
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("train.global_batch_size=32", "train.global_batch_size 64 and 32"),
-        ("seed=1", "seed 0 and 1"),
-        ("data=fake", "data.dataset._target_ trainer.data.digits.Digits and"),
+        pytest.param("seed=1", "seed 0 and 1", marks=pytest.mark.slow),
+        pytest.param(
+            "data=fake", "data.dataset._target_ trainer.data.digits.Digits and", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_is_unlike_is_flagged(override: str, words: str, tmp_path: Path) -> None:

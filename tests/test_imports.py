@@ -16,41 +16,22 @@ HOUSE = ROOT / "trainer"
 # The rooms of trainer/ (its folders, and the files beside them), floor by floor from the ground up, each with
 # the rooms that it may use; all of them are on lower floors.
 FLOORS: tuple[dict[str, str], ...] = (
-    {
-        "accelerator": "",
-        "troubleshooting": "",
-    },
-    {
-        "errors": "",
-        "tensors": "accelerator",
-    },
-    {
-        "config": "errors",
-        "files": "errors",
-    },
-    {
-        "launch": "config errors files troubleshooting",
-        "optim": "accelerator config errors tensors",
-    },
-    {
-        "faults": "errors files troubleshooting",
-    },
+    {"accelerator": "", "troubleshooting": ""},
+    {"errors": "", "tensors": "accelerator"},
+    {"config": "errors", "files": "errors"},
+    {"launch": "config errors files troubleshooting", "optim": "accelerator config errors tensors"},
+    {"faults": "errors files troubleshooting"},
     {
         "data": "accelerator config errors faults launch tensors",
         "distributed": "accelerator config errors faults files launch tensors",
     },
-    {
-        "comm": "accelerator config distributed errors launch tensors",
-    },
+    {"comm": "accelerator config distributed errors launch tensors"},
     {
         "checkpoint": "accelerator config distributed errors faults files optim tensors",
         "exact": "accelerator comm distributed errors files launch optim tensors",
         "tasks": "accelerator data distributed errors tensors",
     },
-    {
-        "run_dir": "checkpoint distributed errors files",
-        "step": "distributed tasks",
-    },
+    {"run_dir": "checkpoint distributed errors files", "step": "distributed tasks"},
     {
         "loggers": "config distributed errors run_dir",
         "strategies": "accelerator comm config distributed errors exact optim tensors",
@@ -63,7 +44,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "inference": "build checkpoint config data distributed errors files launch optim run_dir strategies tasks "
-        "tensors",
+        "tensors"
     },
     {
         "evaluate": "config distributed files inference",
@@ -72,18 +53,12 @@ FLOORS: tuple[dict[str, str], ...] = (
         "training": "accelerator build checkpoint checks config data distributed errors exact faults inference launch "
         "loggers optim run_dir strategies tasks tensors",
     },
+    {"loop": "accelerator checks errors inference step training"},
     {
-        "loop": "accelerator checks errors inference step training",
+        "run": "build checkpoint checks config data distributed errors exact faults files launch loggers loop optim run_dir strategies tasks training"
     },
-    {
-        "run": "build checkpoint checks config data distributed errors exact faults files launch loggers loop optim run_dir strategies tasks training",
-    },
-    {
-        "cli": "config errors launch run",
-    },
-    {
-        "api": "cli config errors faults files inference launch run",
-    },
+    {"cli": "config errors launch run"},
+    {"api": "cli config errors faults files inference launch run"},
 )
 MAY_USE = {room: set(used.split()) for floor in FLOORS for room, used in floor.items()}
 # Nothing else from outside the standard library: these are loaded before it is known whether torch is wanted.

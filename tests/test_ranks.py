@@ -98,7 +98,7 @@ def test_a_rank_that_is_as_good_as_new_takes_the_next_function() -> None:
     assert run_ranks(_state, 1, init=False) == [(pid, new)]
 
 
-@pytest.mark.parametrize("what", ["a method", "a thread"])
+@pytest.mark.parametrize("what", ["a method", pytest.param("a thread", marks=pytest.mark.slow)])
 def test_a_rank_in_which_something_is_left_takes_none(what: str) -> None:
     [(_, new)] = run_ranks(_state, 1, init=False, fresh=True)
     [pid] = run_ranks(_leave, 1, what, init=False)

@@ -1,10 +1,9 @@
 """Save and restore among real ranks: the same rank count, another one, another layout, either format."""
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -160,50 +159,6 @@ def test_a_copy_that_fails_on_one_rank_is_a_fault_of_all(tmp_path: Path, format:
             message
             == f"the checkpoint of step {step} could not be saved: rank 1: MemoryError: no host memory"
         )
-
-
-class _LateStager:
-    """Copies when asked, since a large model's copy comes late."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-
-    def stage(self, tensors: dict[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
-        def copy() -> dict[str, torch.Tensor]:
-            assert self.go.wait(100)
-            return {name: tensor.clone() for name, tensor in tensors.items()}
-
-        return ThreadPoolExecutor(1).submit(copy)
-
-
-def _save_while_training(run_dir: Path, wait: bool) -> bool:
-    state = tiny.train_state()
-    tiny.train(state, 2)
-    saved = tiny.everything(state)
-    checkpointer = tiny.checkpointer(run_dir, async_=True, state=state)
-    stager = _LateStager()
-    checkpointer._stage = stager.stage
-    checkpointer.save(state)
-
-    def before_update() -> None:
-        if wait:
-            stager.go.set()
-            checkpointer.saving.copied()
-
-    tiny.train(state, 1, before_update=before_update)
-    stager.go.set()
-    checkpointer.saving.done()
-    fresh = tiny.train_state(seed=4)
-    tiny.restore(tiny.checkpointer(run_dir), fresh, "auto")
-    restored = tiny.everything(fresh)["tensors"]
-    return all(tensor.equal(restored[name]) for name, tensor in saved["tensors"].items())
-
-
-@pytest.mark.slow
-def test_an_async_save_holds_the_update_back_until_all_is_copied(tmp_path: Path) -> None:
-    """Batch norm's buffers change even before the update."""
-    assert run_ranks(_save_while_training, 1, tmp_path / "waited", True) == [True]
-    assert run_ranks(_save_while_training, 1, tmp_path / "not", False) == [False]
 
 
 @pytest.mark.cuda

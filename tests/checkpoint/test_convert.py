@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import convert
 from trainer.checkpoint.__main__ import main
 
 STEP = "checkpoints/step_00000003"
@@ -72,25 +70,6 @@ def test_show_and_verify(tmp_path: Path, saved: Saved, capsys: pytest.CaptureFix
     assert main(["convert", str(tmp_path / STEP), str(tmp_path / "out"), "--to", "torch"]) == 2
     assert "sha256 of model-00001-of-00002.safetensors" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("to", ["torch", "hf"])
-def test_what_a_killed_attempt_left_is_not_in_the_way(
-    tmp_path: Path, saved: Saved, to: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = ["convert", str(saved[0] / STEP), str(out := tmp_path / "out"), "--to", to]
-    with monkeypatch.context() as killed:  # before its end, and without any cleaning up
-        killed.setattr(convert, "appear", Mock(side_effect=KeyboardInterrupt))
-        killed.setattr(convert.shutil, "rmtree", Mock())
-        killed.setattr(Path, "unlink", Mock())
-        with pytest.raises(KeyboardInterrupt):
-            main(command)
-    assert not out.exists()
-    for folder in (tmp_path / ".tmp_out", *tmp_path.glob(".tmp_*/out")):
-        if folder.is_dir():
-            (folder / "left").touch()
-    assert main(command) == 0
-    assert not (out / "left").exists(), "nothing of the attempt before is in it"
 
 
 def test_a_tied_weight_stays_tied_for_torch_and_is_whole_for_others(tmp_path: Path) -> None:

@@ -4,17 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.faults.test_ends import TINY
+from tests.faults.test_ends import TINY, refusals
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.user_parts import Tiny
 from trainer import api
 from trainer.checkpoint.__main__ import main
 from trainer.config.saved_run import saved_settings
-from trainer.errors import UserError
 from trainer.inference.restore import restored_run
 
 
@@ -30,14 +28,6 @@ def begun(root: Path, bias: float = 1.0) -> dict[str, torch.Tensor]:
     weights["layers.0.bias"] += bias
     torch.save(weights, root / "base.pt")
     return weights
-
-
-def refused(*settings: str) -> str:
-    with pytest.raises(UserError) as raised:
-        train(*settings)
-    if dist.is_initialized():  # an error leaves it to the end of the process, which is not now
-        dist.destroy_process_group()
-    return str(raised.value)
 
 
 def runs(root: Path, *strategy: str) -> list[str]:
@@ -83,23 +73,23 @@ def test_a_resume_reads_them_from_init_from(
     )
 
 
-def refusals(root: Path) -> list[str]:
+def refused(root: Path) -> list[str]:
     here = (*words(root), "strategy=single", f"run_dir={root / 'run'}", "train.max_steps=4")
     train(*here, "train.max_steps=2")
     begun(root, bias=2.0)
-    changed = refused(*here, "resume=auto")
+    changed = refusals((*here, "resume=auto"))
     (root / "base.pt").unlink()
-    missing = refused(*here, "resume=auto")
-    own = refused(*here, "resume=auto", "model.init_from=null", "checkpoint.frozen=true")
-    none = refused(*here, "model.init_from=null", f"run_dir={root / 'other'}")
+    own = (*here, "resume=auto", "model.init_from=null", "checkpoint.frozen=true")
+    none = (*here, "model.init_from=null", f"run_dir={root / 'other'}")
+    gone = refusals((*here, "resume=auto"), own, none)
     begun(root)
-    weights = refused(*here, f"model.init_from={root / 'run'}", f"run_dir={root / 'third'}")
-    return [changed, missing, own, none, weights]
+    weights = (*here, f"model.init_from={root / 'run'}", f"run_dir={root / 'third'}")
+    return [*changed, *gone, *refusals(weights)]
 
 
 def test_other_or_missing_weights_are_refused_in_a_line(tmp_path: Path) -> None:
     begun(tmp_path)
-    changed, missing, own, none, weights = run_ranks(refusals, 1, tmp_path, init=False)[0]
+    changed, missing, own, none, weights = run_ranks(refused, 1, tmp_path, init=False)[0]
     left_out = (
         f"leaves out {{}}, as checkpoint.frozen=false has it: model.init_from={tmp_path}/base.pt had other"
     )
@@ -108,10 +98,6 @@ def test_other_or_missing_weights_are_refused_in_a_line(tmp_path: Path) -> None:
     assert left_out.format("layers.0.weight, layers.0.bias") in own
     assert "leaves out frozen parameters that came from model.init_from, and this model has none" in none
     assert "layers.0.bias: they are in model.init_from=" in weights
-
-
-def changes_them(run_dir: Path) -> str:
-    return refused(*words(run_dir), "model._target_=tests.checkpoint.test_left_out.Drifts", "strategy=single")
 
 
 class Drifts(Tiny):
@@ -124,5 +110,6 @@ class Drifts(Tiny):
 
 def test_a_frozen_parameter_that_changes_cannot_be_left_out(tmp_path: Path) -> None:
     begun(tmp_path)
-    (said,) = run_ranks(changes_them, 1, tmp_path, init=False)
+    drifts = (f"model._target_={__name__}.Drifts", "strategy=single", f"run_dir={tmp_path / 'run'}")
+    ((said,),) = run_ranks(refusals, 1, (*words(tmp_path), *drifts), init=False)
     assert "layers.0.bias is frozen, but has other values than it began with" in said

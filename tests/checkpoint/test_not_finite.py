@@ -73,10 +73,7 @@ def _refused(run_dir: Path, format: str, sharded: bool, async_: bool) -> list[st
 
 @pytest.mark.parametrize(
     ("format", "sharded", "async_"),
-    [
-        ("full", False, False),
-        pytest.param("sharded", True, True, marks=pytest.mark.slow),
-    ],
+    [("full", False, False), pytest.param("sharded", True, True, marks=pytest.mark.slow)],
 )
 def test_what_is_not_finite_is_not_saved(tmp_path: Path, format: str, sharded: bool, async_: bool) -> None:
     ranks = run_ranks(_refused, 2, tmp_path, format, sharded, async_)

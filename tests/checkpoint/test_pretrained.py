@@ -1,4 +1,4 @@
-"""Initial weights: torchvision's by name, other heads, frozen parameters; activations that are computed again."""
+"""Initial weights: torchvision's by name, other heads, frozen parameters."""
 
 from pathlib import Path
 from typing import Any
@@ -6,18 +6,16 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.vision import vision
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import context_of, train
-from trainer.config import UnitsConfig
-from trainer.errors import UserError
 from trainer.loop import fit
-from trainer.strategies.units import checkpoint_activations
 
 BACKBONE = (
-    "model=resnet18",
+    "model=vision",
+    "model.name=shufflenet_v2_x0_5",
     "model.weights=DEFAULT",
     "data=fake",
     "data.dataset.input_shape=[3,64,64]",
@@ -49,8 +47,8 @@ def test_a_frozen_backbone_of_torchvisions_with_another_head(tmp_path: Path) -> 
     cache = tmp_path / "hub" / "checkpoints"
     cache.mkdir(parents=True)
     torch.manual_seed(3)
-    theirs = torchvision.models.resnet18().state_dict()
-    torch.save(theirs, cache / "resnet18-f37072fd.pth")
+    theirs = torchvision.models.shufflenet_v2_x0_5().state_dict()
+    torch.save(theirs, cache / "shufflenetv2_x0.5-f707e7126e.pth")
     env = {"TORCH_HOME": str(tmp_path)}
     with pytest.raises(RankFailure, match=r"model\.init_ignore=\[fc\] leaves these as initialised"):
         run_ranks(train, 1, *BACKBONE, "strategy=single", f"run_dir={tmp_path / 'head'}", init=False, env=env)
@@ -84,34 +82,3 @@ def test_weights_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ValueError, match=r"resnet18-f37072fd\.pth is not there; model\.download=true fetches it"
     ):
         pretrained()
-
-
-class Counted(nn.Linear):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x).tanh()
-
-
-def test_units_are_computed_twice_and_keep_less() -> None:
-    model = nn.Sequential(*[Counted(8, 8) for _ in range(3)])
-    kept = [0]
-
-    def count(tensor: Tensor) -> Tensor:
-        kept[-1] += tensor.numel()
-        return tensor
-
-    results = []
-    for turn in range(2):
-        if turn:
-            assert "3 units" in checkpoint_activations(model, UnitsConfig("x", 10))
-        kept.append(0)
-        model.zero_grad()
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            model(torch.ones(64, 8)).square().sum().backward()
-        results.append([parameter.grad.clone() for parameter in model.parameters()])  # type: ignore[union-attr]
-    assert all(map(torch.equal, *results)) and kept[2] < kept[1]
-    assert [module.calls for module in model] == [3, 3, 3]
-    with pytest.raises(UserError, match="none of its modules has"):
-        checkpoint_activations(model, UnitsConfig("x", 1000))

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,12 +28,11 @@ class Keeper(nn.Module):
         super().__init__()
         self.kept, self.layer = kept, nn.Linear(6, 2)
         self.register_buffer("in_buffer", torch.zeros(()))
-        self.passes, self.history, self.hidden = 0, [0], torch.zeros(2)
+        self.passes, self.hidden = 0, torch.zeros(2)
         self.cache: Any = None
         self.late_cache: dict[int, Tensor] = {}
         self.late_mean = 0.0
-        self.generator, self.state, self.helper = torch.Generator(), np.random.RandomState(0), Helper()
-        self.seen: set[int] = set()
+        self.generator, self.helper = torch.Generator(), Helper()
         self.hidden_modules, self.known_modules = [nn.Linear(2, 2)], [self.layer]
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -43,18 +41,12 @@ class Keeper(nn.Module):
         match self.kept:
             case "passes":
                 self.passes += 1
-            case "history":
-                self.history.append(1)
             case "hidden":
                 self.hidden = out.detach().mean(0)
             case "generator":
                 torch.rand((), generator=self.generator)
-            case "state":
-                self.state.rand()
             case "helper":
                 self.helper.mean = out.detach().mean(0)
-            case "seen":
-                self.seen.add(len(self.seen))
             case "hidden_modules":
                 self.hidden_modules[0].weight.data.mul_(0.9)
             case "late_mean" if self.in_buffer > 2:
@@ -91,18 +83,6 @@ class Deciding(Counting):
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"num_steps": self.num_steps}
-
-
-class Sharing(torch.optim.SGD):
-    """Steps by another optimizer, which has its state."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        self.inner = torch.optim.AdamW(self.param_groups, lr)
-        self.state = self.inner.state
-
-    def step(self, closure: Any = None) -> None:
-        self.inner.step()
 
 
 def _two(params: Any, lr: float) -> CombinedOptimizer:
@@ -151,7 +131,7 @@ def warnings_of(
 
 
 def test_what_changes_with_each_step_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    plain = ("passes", "history", "hidden", "generator", "state", "helper", "seen", "hidden_modules")
+    plain = ("passes", "hidden", "generator", "helper", "hidden_modules")
     for kept in (*plain, "late_mean"):
         assert warnings_of(caplog, nn.Sequential(Keeper(kept))) == [f"0.{kept}"]
 
@@ -171,7 +151,6 @@ def test_so_is_what_a_task_keeps(caplog: pytest.LogCaptureFixture) -> None:
 def test_so_is_what_an_optimizer_keeps_outside_its_state(caplog: pytest.LogCaptureFixture) -> None:
     assert warnings_of(caplog, optimizer=Counting) == ["optimizer.num_steps"]
     assert warnings_of(caplog, optimizer=_two) == ["optimizer.num_steps"]  # which does not use its state dict
-    assert not warnings_of(caplog, optimizer=Sharing)
     assert not warnings_of(caplog, optimizer=Deciding)
 
 

@@ -56,12 +56,7 @@ class Room:
 
 
 def ends(
-    algorithm: str,
-    hosts: list[int],
-    buckets: Sequence[int],
-    room: Room,
-    num_slots: int = 0,
-    window: int = 0,
+    algorithm: str, hosts: list[int], buckets: Sequence[int], room: Room, num_slots: int = 0, window: int = 0
 ) -> bool:
     """Whether all ranks finish; each runs as far as it can before the next one does."""
     schedules = [build(algorithm, rank, hosts) for rank in range(len(hosts))]

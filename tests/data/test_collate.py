@@ -1,21 +1,16 @@
 """Batches that `data.collate` makes, of samples of unequal sizes too."""
 
 from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from tests import runs
 from tests.data.settings import eval_loader, message_of, train_loader
-from tests.ranks import run_ranks
 from trainer.data.padding import Padding
 from trainer.errors import UserError
-from trainer.tasks import Evaluation, OwnLoss, Shown
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
@@ -89,60 +84,3 @@ def test_names_the_sample_and_the_way_out() -> None:
 
     message = message_of(train_loader(Sentences(), 8, collate=broken).epoch(0))
     assert "of Sentences cannot be in a batch: " in message and "raised by data.collate" in message
-
-
-@dataclass
-class Answer:
-    loss: Tensor
-
-
-class Tagging(OwnLoss):
-    def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
-        from matplotlib.figure import Figure
-
-        return Shown({"own/text": str(len(evaluation.batch["number"]))}, figures={"own/figure": Figure})
-
-
-class Tagger(nn.Module):
-    """Embeds each word; the loss is the mean over its counted labels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.out = nn.Embedding(32, 8), nn.Linear(8, 7)
-
-    def forward(self, words: Tensor, labels: Tensor, number: Tensor) -> Any:
-        logits = self.out(self.words(words))
-        return Answer(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
-
-
-TAGGING = (
-    *("model._target_=tests.data.test_collate.Tagger", "~model.input_shape", "~model.num_classes"),
-    *("~model.hidden", "data=fake", "data.dataset._target_=tests.data.test_collate.Sentences"),
-    *("data.dataset.num_samples=24", "~data.dataset.input_shape", "~data.dataset.num_classes"),
-    *(
-        "~data.dataset.seed",
-        "data.task._target_=tests.data.test_collate.Tagging",
-        "~data.task.label_smoothing",
-    ),
-    "+data.task.shifted=false",
-    "data.collate={_target_: trainer.data.padding.Padding, fill: {labels: -100}}",
-    "train.global_batch_size=8",
-    "train.micro_batch_size=2",
-    "train.epochs=2",
-    "checkpoint.every_epochs=null",
-)
-
-
-def _tagged(*overrides: str) -> dict[str, Tensor]:
-    return runs.trained(*TAGGING, *overrides)
-
-
-@pytest.mark.slow
-def test_labels_of_padded_samples_count_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """In the batches of a user's own task, which shows a text and a figure."""
-    [alone] = run_ranks(_tagged, 1, "strategy=single", f"run_dir={tmp_path}/alone", init=False)
-    of_two = run_ranks(_tagged, 2, "strategy=ddp", f"run_dir={tmp_path}/two", init=False)[0]
-    for name, value in alone.items():
-        torch.testing.assert_close(of_two[name], value, rtol=0, atol=1e-6)
-    events = b"".join(file.read_bytes() for file in (tmp_path / "two" / "tensorboard").iterdir())
-    assert b"own/text" in events and b"own/figure" in events

@@ -1,10 +1,8 @@
-"""Models and an optimizer that change buffers, and draw random numbers, in ways that are easily missed."""
+"""Models that change buffers, and draw random numbers, in ways that are easily missed."""
 
 import random
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -37,13 +35,6 @@ class Codebook(_Two):
         return x - self.code
 
 
-class DrawsAlways(_Two):
-    """Dropout in evaluation, too."""
-
-    def between(self, x: Tensor) -> Tensor:
-        return F.dropout(x, 0.5, training=True)
-
-
 class SkipsLayers(_Two):
     """Each pass draws which layers it uses."""
 
@@ -56,17 +47,3 @@ class SkipsLayers(_Two):
             if not self.training or random.random() < 0.4:
                 x = x + torch.tanh(layer(x))
         return x
-
-
-class Langevin(torch.optim.SGD):
-    """With noise."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.add_(torch.randn_like(parameter), alpha=0.01)

@@ -87,7 +87,7 @@ def test_srun_and_launch_slurm(expected: str, tmp_path: Path) -> None:
         assert launched() == 0
         assert sha(tmp_path / "sbatch") == expected
         bad = f"run_dir={tmp_path}/bad"
-        assert launched("launch.nodes=1", "train.global_batch_size=2001", bad) == 2
+        assert launched("launch.nodes=1", "launch.setup=[exit 2]", bad) == 2
         assert launched("launch.partition=none", bad) == 2
 
 

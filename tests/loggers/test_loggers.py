@@ -1,15 +1,13 @@
 """The loggers of a run: several at once, a user's own, W&B; and the layout of TensorBoard."""
 
 import json
-import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.ranks import run_ranks
@@ -109,65 +107,6 @@ def test_losses_are_on_one_footing() -> None:
     assert tensorboard.tag("train/plain_loss", smoothed) == "1_loss/train"
     assert tensorboard.tag("train/loss", smoothed) == "1_loss/train_objective"
     assert tensorboard.tag("eval/loss", {}) == "1_loss/eval"
-
-
-def records(file: Path) -> Iterator[Any]:
-    """The file of W&B: LevelDB's log format after seven bytes of its own, a protobuf in each record."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, parts = file.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            record = Record()
-            record.ParseFromString(parts)
-            parts = b""
-            yield record
-
-
-def show_wandb(run_dir: Path) -> None:
-    from matplotlib.figure import Figure
-
-    pytest.MonkeyPatch().setenv("WANDB_SILENT", "true")
-    with context_of(
-        *SHORT, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline", f"run_dir={run_dir}"
-    ) as context:
-        context.run_log.scalars({"train/loss": 0.5, "eval/accuracy": float("nan")}, 7)
-        context.run_log.texts({"said": "<b>"}, 7)
-        context.run_log.images(
-            {"seen": torch.rand(3, 8, 8), "grey": torch.zeros(1, 8, 8, dtype=torch.uint8)}, 7
-        )
-        context.run_log.histograms({"spread": (torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0]))}, 7)
-        context.run_log.plots(lambda: {"drawn": Figure()}, 7, at_end=True)
-    import wandb
-
-    wandb.teardown()
-
-
-@pytest.mark.slow
-def test_wandb_offline(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    run_ranks(show_wandb, 1, tmp_path, init=False)
-    (file,) = tmp_path.glob("wandb/offline-run-*/run-tests.wandb")
-    history: dict[str, Any] = {}
-    for record in records(file):
-        for item in record.history.item if record.WhichOneof("record_type") == "history" else ():
-            *path, last = item.nested_key or [item.key]
-            within = history
-            for key in path:
-                within = within.setdefault(key, {})
-            within[last] = json.loads(item.value_json)
-    assert history["train/loss"] == 0.5
-    assert history["step"] == 7
-    assert history["said"]["_type"] == "html-file"
-    assert history["seen"]["_type"] == history["grey"]["_type"] == history["drawn"]["_type"] == "image-file"
-    assert history["spread"]["values"] == [1, 2]
-    assert (tmp_path / "tensorboard").is_dir()
 
 
 class PlayedRun:

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch import nn
 
@@ -11,8 +10,3 @@ def test_shapes_and_units() -> None:
     assert [tuple(unit.weight.shape) for unit in model.fsdp_units] == [(32, 64), (16, 32), (10, 16)]
     assert sum(isinstance(layer, nn.ReLU) for layer in model) == 2
     assert MLP((4,), 2, hidden=())(torch.randn(5, 4)).shape == (5, 2)
-
-
-def test_an_empty_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"hidden=\[32, 0\]"):
-        MLP((1, 8, 8), 10, hidden=[32, 0])

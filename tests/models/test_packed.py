@@ -8,8 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from models.gpt import GPT
-from tests.ranks import run_ranks
-from tests.runs import settings, train
+from tests.runs import settings
 from trainer.build import build_model
 from trainer.data.text.in_memory import Text
 from trainer.data.text.tokens import Tokens
@@ -75,30 +74,3 @@ def test_borders_that_the_model_does_not_keep_are_refused(tmp_path: Path) -> Non
         gpt(border=11)
     with pytest.raises(ValueError, match="without a cache"):
         gpt(border=END)(packed(), gpt().empty_cache())
-
-
-RUN = (
-    *("experiment=text_gpt", "data.dataset.border=10", "data.dataset.block_size=32", "model.depth=2"),
-    *("model.width=32", "train.global_batch_size=8", "train.max_steps=4", "schedule.warmup_steps=0"),
-    *("train.eval_every_epochs=0", "logger=jsonl", "checkpoint.every_steps=2", "checkpoint.keep_last=9"),
-    *("distributed.timeout_s=60", "strategy.unit_min_params=1000"),
-)
-
-
-def hash_of(folder: Path, strategy: str) -> str:
-    """Of a run, and of one that resumes it in the middle."""
-    options = (*RUN, f"strategy={strategy}", "train.exact=4")
-    whole = train(*options, f"run_dir={folder}/whole")
-    middle = f"resume={folder}/whole/checkpoints/step_00000002"
-    resumed = train(*options, f"run_dir={folder}/again", middle)
-    assert resumed["param_sha256"] == whole["param_sha256"]
-    return str(whole["param_sha256"])
-
-
-@pytest.mark.slow
-def test_strategies_agree_and_resume_exactly(tmp_path: Path) -> None:
-    hashes = [
-        run_ranks(hash_of, ranks, tmp_path / name, name, init=False)[0]
-        for name, ranks in (("single", 1), ("ddp", 2), ("fsdp", 2))
-    ]
-    assert len(set(hashes)) == 1

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from models.vit import ViT
@@ -23,16 +22,3 @@ def test_every_patch_and_its_place_count() -> None:
         assert (model(changed) - logits).abs().max() > 1e-5
     turned = image.roll(4, dims=3)  # the same patches in other places
     assert (model(turned) - logits).abs().max() > 1e-5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"patch_size": 3}, "patch_size=3 does not divide images of 8x8 pixels"),
-        ({"width": 100}, "width=100 is not a multiple of num_heads=3"),
-        ({"depth": 0}, "depth=0 is not at least 1"),
-    ],
-)
-def test_mistakes_are_named(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ViT((1, 8, 8), 10, **arguments)

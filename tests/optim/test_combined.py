@@ -207,20 +207,3 @@ def test_with_exact_all_bits_are_those_of_one_process(single: Any, tmp_path: Pat
     for found in run_ranks(trained, 2, tmp_path, cases, "", init=False):
         for name in cases:
             assert apart(found[name]["end"], single[1]["exact"]["end"]) == 0, name
-
-
-@pytest.mark.slow
-def test_memory_counts_one_moment_for_muon_and_two_for_adamw() -> None:
-    from planner import memory
-
-    words = [word for word in SMALL if word.partition("=")[0] not in ("logger", "distributed.timeout_s")]
-    for strategy, world in (("single", 1), ("fsdp", 2)):
-        options = memory.parse([*words, f"strategy={strategy}", "--world", str(world)])
-        predicted = memory.predict(options)
-        model = runs.composed(*words).model
-        blocks = model.depth * 12 * model.width**2
-        parameters = predicted["parameters"]["number"]
-        moments = 4 * (blocks + 2 * (parameters - blocks)) / world
-        assert predicted[strategy]["parts"]["optimizer"] == pytest.approx(moments, rel=0.03), (
-            strategy
-        )  # and counters of steps

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from tests import runs
 from tests.checkpoint import tiny
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 from trainer.checkpoint.__main__ import main
-from trainer.errors import UserError
 from trainer.inference.evaluation import evaluate
 from trainer.loop import evaluate_now, fit, save
 from trainer.optim.ema import MovingAverage
@@ -178,17 +177,3 @@ def test_weights_that_share_memory_come_back() -> None:
         assert table.equal(kept["table"]) and first.equal(kept["first"])
     assert table.equal(before[0]) and first.equal(before[1])
     assert all(value.equal(kept[name]) for name, value in average.state_dict()["weights"].items())
-
-
-@pytest.mark.slow
-def test_limits(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"ema\.decay is 1\.0, but must be from 0 to below 1"):
-        runs.settings("ema.decay=1")
-    with pytest.raises(RankFailure, match="metric is eval/ema/loss, but must be one that evaluation yields"):
-        run_ranks(_keeps_best_of_averages, 1, str(tmp_path), init=False)
-
-
-def _keeps_best_of_averages(run_dir: str) -> None:
-    best = "checkpoint.keep_best={metric:eval/ema/loss}"
-    with runs.context_of(*COMMON, "ema.decay=null", best, "seed=1", f"run_dir={run_dir}"):
-        pass

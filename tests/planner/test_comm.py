@@ -113,18 +113,6 @@ def test_the_short_way_gives_the_same_as_all_ranks_and_all_rounds(
             assert getattr(one.traffic, name) == pytest.approx(getattr(other.traffic, name)), case
 
 
-def test_rails_share_the_load_of_a_host_and_trunks_bound_that_of_a_switch() -> None:
-    hosts = [rank // 4 for rank in range(32)]
-    one = _predict("halving_doubling", hosts).seconds
-    assert _predict("halving_doubling", hosts, replace(_NETWORK, rails=4)).seconds < 0.3 * one
-    trunk = replace(_NETWORK, hosts_per_switch=4, oversubscription=8.0)
-    held_up = _predict("halving_doubling", hosts, trunk)
-    assert held_up.bottleneck == "trunk of a switch"
-    # The last of the halvings, and the first of the doublings: N/8 for each of 4 hosts, over half a link.
-    assert held_up.seconds == pytest.approx(2 * _N / 1e9, rel=0.1)
-    assert _predict("halving_doubling", hosts, replace(trunk, oversubscription=1.0)).seconds == one
-
-
 @pytest.mark.slow
 def test_time_for_16384_ranks_is_not_that_of_their_pairs() -> None:
     """Only a few ranks' schedules are built, unless all ranks differ."""
@@ -148,18 +136,6 @@ def test_the_table_ends_with_the_best_choice(capsys: pytest.CaptureFixture[str])
     assert (
         f"{25e6 * 8 * 3.5 / 4 / 2 / 1e6:.1f} MB" in capsys.readouterr().out
     )  # 2 N (P-1) in all, half the bytes
-
-
-@pytest.mark.slow
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    file = tmp_path / "plan.svg"
-    for more in ([], ["--train", str(_run_in(tmp_path))]):
-        plan.main([*_on(6, 2), "--gbit", "1", "--latency-us", "50", *_LOCAL, "--plot", str(file), *more])
-        assert file.stat().st_size > 10_000
-        assert ("predicted time" in file.read_text(), "computing" in file.read_text()) == (
-            not more,
-            bool(more),
-        )
 
 
 def _results(**changes: Any) -> dict[str, Any]:
@@ -269,14 +245,6 @@ def test_a_step_is_what_it_computes_and_what_is_exposed(tmp_path: Path) -> None:
     )  # 40 ms without a pause, 10 of them before the end
     # Links on which 1 ms should have been exposed: of the 5 measured, 4 were waiting for others.
     assert run.computed_s(Machine(local_bytes_per_s=1e9)) == pytest.approx(0.029, rel=0.01)
-
-
-def test_processors_that_move_hidden_buckets_compute_less_meanwhile(tmp_path: Path) -> None:
-    run = replace(step.read(_run_in(tmp_path)), on_cpu=True)
-    machine = Machine(link_bytes_per_s=1e9, add_s_per_byte=1e-10, network_s_per_byte=2e-10, parallelism=1.0)
-    found = run.step(PlannedWorld(2, 1, machine, segment_bytes=1000), "ring", 0.025)
-    per_byte = 0.5 * 1e-10 + 2 * 2e-10  # of the bucket: half of it added; sent and received once each
-    assert found.slowed_s == pytest.approx(found.hidden_s * per_byte / 1e-9, rel=0.05)
 
 
 def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

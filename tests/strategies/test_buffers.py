@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
-from tests.runs import context_of, train
+from tests.runs import context_of
 from trainer.loop import fit
 
 DTYPES = [
@@ -82,36 +82,3 @@ def test_all_ranks_have_those_of_rank_0(tmp_path: Path) -> None:
             assert seen[0] == seen[1] == zeros  # the rehearsal leaves none
         for strategy in found:
             assert found[strategy][1][2] == ones, f"{strategy}, before its second forward pass on rank {rank}"
-
-
-class Normed(nn.Module):
-    """Without buffers but a norm's; `seen` holds its mean at the begin of each pass in training mode."""
-
-    seen: ClassVar[list[list[float]]] = []
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            Normed.seen.append(next(self.norm.buffers()).tolist())
-        return self.layer(self.norm(x))
-
-
-def _means(run_dir: Path) -> list[list[list[float]]]:
-    found = []
-    model = f"model._target_={__name__}.Normed"
-    for number, strategy in enumerate((["ddp"], ["fsdp"], ["parameter_server", "strategy.servers=all"])):
-        Normed.seen = []
-        words = (f"strategy={strategy[0]}", *strategy[1:], "train.max_steps=3")
-        train(*COMMON, model, *words, f"run_dir={run_dir / str(number)}")
-        found.append(Normed.seen)
-    return found
-
-
-@pytest.mark.slow
-def test_running_statistics_are_those_of_rank_0_before_each_pass(tmp_path: Path) -> None:
-    ranks = run_ranks(_means, 2, tmp_path, init=False)
-    assert ranks[0] == ranks[1]
-    assert all(len({tuple(mean) for mean in seen[1:]}) == 3 for seen in ranks[0])

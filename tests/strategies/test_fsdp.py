@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoint import tiny
-from tests.ranks import RankFailure, run_ranks
-from tests.runs import train
+from tests.ranks import run_ranks
 from trainer.config import FsdpConfig
 from trainer.errors import UserError
 from trainer.strategies.base import Computing, Strategy
@@ -302,39 +299,6 @@ def test_what_shares_memory_is_refused_where_it_would_not_do_so_any_more() -> No
     for each in (frozen, views_of_one_storage()):
         Strategy(torch.device("meta"), Computing())._placed(each)
     Strategy(torch.device("cpu"), Computing())._placed(model)
-
-
-class LayerDrop(nn.Module):
-    """Skips a layer on rank 1 only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 2)
-
-    @property
-    def fsdp_units(self) -> list[nn.Module]:
-        return list(self.layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            if (number, torch_dist.get_rank()) != (2, 1):
-                x = layer(x)
-        return self.head(x)
-
-
-def _drop_a_layer(run_dir: Path) -> float:
-    options = ("strategy=fsdp", "model._target_=tests.strategies.test_fsdp.LayerDrop", "train.epochs=1")
-    options += ("~model.input_shape", "~model.num_classes", "~model.hidden", "distributed.timeout_s=8")
-    options += ("data.dataset._target_=tests.user_parts.Stripes",)
-    return train(*options, f"run_dir={run_dir}")["train/loss"]
-
-
-@pytest.mark.slow
-def test_a_rank_that_skips_a_unit_ends_by_the_deadline(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(_drop_a_layer, 2, tmp_path, init=False)
-    assert not failure.value.results
-    assert not any("did not finish" in report for report in failure.value.reports.values())
 
 
 def test_a_shard_group_of_a_host_has_its_ranks_however_they_are_numbered() -> None:

@@ -22,7 +22,7 @@ from trainer.errors import UserError
 from trainer.launch import fresh
 from trainer.sweep import results
 from trainer.sweep.runner import Runner, room
-from trainer.sweep.search import SweepConfig, grid, load, suggestions, with_settings
+from trainer.sweep.search import SweepConfig, grid, suggestions, with_settings
 from trainer.sweep.trials import DONE, FAILED, STOPPED, Combination, Trial, TrialLog, read_trials, words_of
 
 GRID = SweepConfig(search="grid", trials=None, metric="eval/loss", mode="min", concurrent="1", seeds=1)
@@ -130,19 +130,6 @@ def test_what_contradicts_is_left_out_and_named(capsys: pytest.CaptureFixture[st
         list(with_settings(combinations[3:], compose))
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"search": "best"}, "hydra.sweeper.search is best, but must be one of grid, random, tpe"),
-        ({"concurrent": 0}, "hydra.sweeper.concurrent is 0, but must be auto or a number"),
-        ({"seeds": 0}, "hydra.sweeper.seeds is 0, but must be at least 1"),
-    ],
-)
-def test_a_setting_outside_its_limits_is_one_line(given: dict[str, object], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        load(dataclasses.asdict(GRID) | given)
-
-
 def parsed(*overrides: str) -> list[Override]:
     return OverridesParser.create().parse_overrides(list(overrides))
 
@@ -185,21 +172,6 @@ def test_a_search_learns_from_the_trial_log(
     assert first == {"lr": "0.2", **rest}
     assert told == [0.5, None, None] and second != first
     assert second["depth"] in ("1", "3", "5") and second["n"] in ("1", "2", "3", "4")
-
-
-@pytest.mark.slow
-def test_the_picture_shows_numbers_and_words(tmp_path: Path) -> None:
-    """On a log scale if they span a decade."""
-    trials = [
-        Trial(n, (), {"lr": lr, "model": word, "depth": "1"}, str(n), DONE, value=n)
-        for n, (lr, word) in enumerate([("0.01", "[8]"), ("0.4", "[9]"), ("0.2", "[8]")])
-    ]
-    scales: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("matplotlib.axes.Axes.set_xscale", lambda axes, scale: scales.append(scale))
-        assert results.draw(tmp_path / "results.png", trials, RANDOM)
-    assert scales == ["log"] and (tmp_path / "results.png").stat().st_size > 5000
-    assert not results.draw(tmp_path / "one.png", trials[:1], RANDOM)
 
 
 @pytest.mark.parametrize(

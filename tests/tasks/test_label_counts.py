@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from models.gpt import GPT
-from tests.data.streams import Numbers
 from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import context_of
@@ -57,14 +56,6 @@ class Padded(Text):
         return self.__getitems__(indices)
 
 
-class Unlabelled(Numbers):
-    """A stream; one in twelve samples has a label."""
-
-    def samples(self, begin: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for number, (row, label) in enumerate(super().samples(begin), start=begin):
-            yield row, label if number % 12 == 11 else torch.tensor(-100)
-
-
 PLAIN = (
     "logger=jsonl",
     f"train.max_steps={STEPS}",
@@ -88,12 +79,6 @@ DATA = {
         "model.num_heads=2",
         "optim.lr=0.3",
         "+data.task.show_tokens=0",
-    ),
-    "stream": (
-        "data.dataset._target_=tests.tasks.test_label_counts.Unlabelled",
-        "model.input_shape=[10]",
-        "model.hidden=[8]",
-        "data.task.label_smoothing=0.1",
     ),
 }
 WAYS: dict[str, tuple[Any, ...]] = {

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from tests.runs import context_of
-from tests.training.test_gradient_check import in_parts
 from trainer.errors import NonFiniteError, UserError
 from trainer.loop import fit
 from trainer.run_dir.metrics_file import read_metrics
@@ -80,11 +79,8 @@ def each(root: Path, cases: dict[str, tuple[str, ...]], last: int) -> dict[str, 
     return found
 
 
-QUICK = ("loss", "clipped", "ddp", "fsdp_slope")
-
-
-@in_parts(ALONE, TOGETHER, QUICK)
 @pytest.mark.slow
+@pytest.mark.parametrize(("cases", "last"), [(ALONE, 0), (TOGETHER, 1)], ids=["alone", "together"])
 def test_a_step_that_is_not_finite_is_left_out_by_all_ranks(
     cases: dict[str, tuple[str, ...]], last: int, tmp_path: Path
 ) -> None:
