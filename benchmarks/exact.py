@@ -1,8 +1,8 @@
 """The cost of train.exact: processor time of a step, beside the same micro-batches, and one, without it.
 
-Takes turns in the same ranks, and prints the median ratio of the pairs
-and its bar; `of one` is the ratio to one micro-batch a rank, whose kernels are larger. Processor time is that
-of all ranks, with their threads; the median step counts.
+Takes turns in the same ranks, and prints the median ratio of the pairs and its bar; `of one` is the ratio to
+one micro-batch a rank, whose kernels are larger. Processor time is that of all ranks, with their threads; the
+median step counts.
 
     python -m benchmarks.exact [--turns 5] [CASE ...]
     python -m benchmarks.exact --matrix     no cost: three models, two optimizers, 13 runs each; one hash each
