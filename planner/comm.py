@@ -34,7 +34,7 @@ _MICROSECONDS = ("latency_us", "local_latency_us", "message_us")
 _WITH_FORMULAS = {"formulas", "hosts", "per_host", "megabytes", "servers"}
 _NOT_WITH_TRAIN = {"megabytes", "servers", "wire_dtype"}
 _MOST_RANKS = 65_536
-_MOST_MESSAGES = 1 << 18  # between workers and servers: counted one by one, 20 us of processor time each
+_MOST_MESSAGES = 1 << 18  # between workers and servers: counted one by one, 20 us of CPU time each
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,7 +139,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _refusal(servers: str, world_size: int) -> str:
-    """Why so many servers cannot be predicted; "" if they can."""
+    """Why this number of servers cannot be predicted; "" if they can."""
     if world_size == 1:
         return "needs one process or more beside the servers: raise --hosts or --per-host"
     if servers != "all" and not (servers.isdecimal() and 0 < int(servers) < world_size):

@@ -34,10 +34,10 @@ class Machine:
     oversubscription: float = 1.0  # bandwidth of the links of a switch's hosts : that of its trunk
     local_latency_s: float = 0.0
     local_bytes_per_s: float = math.inf  # of one process to others of its host, in each direction
-    local_copy_s_per_byte: float = 0.0  # processor time of sender and receiver each, within a host
+    local_copy_s_per_byte: float = 0.0  # CPU time of sender and receiver each, within a host
     add_s_per_byte: float = 0.0
-    network_s_per_byte: float = 0.0  # processor time to send or receive between hosts
-    message_s: float = 0.0  # processor time of sender and receiver each
+    network_s_per_byte: float = 0.0  # CPU time to send or receive between hosts
+    message_s: float = 0.0  # CPU time of sender and receiver each
     parallelism: float = math.inf  # processors of a host
 
 

@@ -57,7 +57,7 @@ Index = Mapping[str, IndexEntry]
 
 
 def index_from_json(tensors: Mapping[str, Any]) -> dict[str, IndexEntry]:
-    """The index of which `Plan.index` is the JSON."""
+    """The index, whose JSON is `Plan.index`."""
     return {
         name: IndexEntry(
             DTYPES[entry["dtype"]],
@@ -148,7 +148,7 @@ def plan_save(
             the one with the least to write.
         only_rank_0: names of the tensors that rank 0 writes in any case: running statistics follow a rank's
             own data, and those of rank 0 are the model's.
-        alike: whether all ranks have tensors of the same names and sizes, besides ``only_rank_0``. If not,
+        alike: whether all ranks have tensors of the same names and sizes, except for ``only_rank_0``. If not,
             rank 0 writes all that are not sharded.
     """
     aliases = aliases_in(tensors)

@@ -23,7 +23,7 @@ from trainer.tensors.local_shard import to_local
 
 
 class ReplicaCheck:
-    """Compares the ranks of each group of equal ones every so many steps, and before each save.
+    """Compares the ranks of each group of equal ones every few steps, and before each save.
 
     A check reads each parameter and each tensor of the optimizer once, on its device, and gathers 8 bytes
     from each rank. The differing tensor is looked for only if hashes differ.
@@ -51,7 +51,7 @@ class ReplicaCheck:
         return self._every is not None and bool(self._groups)
 
     def check_if_due(self, state: TrainState) -> None:
-        """`check` after every so many steps."""
+        """`check`, if the number of steps says so."""
         if self._every is not None and state.progress.step % self._every == 0:
             self.check(state)
 
@@ -59,7 +59,7 @@ class ReplicaCheck:
         """Compare now, unless this step was compared already (a collective; waits for the device).
 
         Raises:
-            ReplicasDifferError: on every rank, if some rank holds other bits than its replicas.
+            ReplicasDifferError: on every rank, if some rank differs from its replicas.
         """
         step = state.progress.step
         if not self.is_on or self._checked_at == step:

@@ -33,7 +33,7 @@ def limit(num_leaves: int) -> float:
 
 
 class Encoder:
-    """Adds gradients of so many leaves to integer sums; its scratch buffers are allocated once."""
+    """Adds gradients of a number of leaves to integer sums; its scratch buffers are allocated once."""
 
     def __init__(self, num_leaves: int) -> None:
         self._limit = limit(num_leaves)

@@ -154,7 +154,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
         me.finish()
         return time.perf_counter() - began
 
-    # A process that waits for a GPU spins: there the processor time of a transfer is not known.
+    # A process that waits for a GPU spins: there the CPU time of a transfer is not known.
     on_gpu, began = is_accelerator(me.device), time.process_time()
     round_trips = sorted(stream_s(token, 1) for _ in range(_SHORT))
     message_s = stream_s(token, _SHORT) / _SHORT if on_gpu else (time.process_time() - began) / (2 * _SHORT)
@@ -175,7 +175,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
 def measure_costs(me: GroupRank) -> dict[str, float]:
     """What a byte costs one processor while all ranks work, and how many processors the host has.
 
-    On a CPU the clock is processor time, which other programs hardly change; on a GPU it is wall time.
+    On a CPU the clock is CPU time, which other programs hardly change; on a GPU it is wall time.
     """
     on_gpu = is_accelerator(me.device)
     clock = time.perf_counter if on_gpu else time.thread_time

@@ -18,7 +18,7 @@ class ParameterGroup:
     """An entry of optim.groups: parameters by name, and their own settings; null: as for other parameters.
 
     Attributes:
-        dims: only those of so many dimensions.
+        dims: only those of this number of dimensions.
         optimizer: the `_target_` node of their own optimizer.
     """
 

@@ -60,7 +60,7 @@ class SumOrder:
         """Called once, before the first step; `sharded`: whether ranks update parts of the parameters.
 
         Raises:
-            UserError: its update has other bits on a part of a tensor than on the whole.
+            UserError: its update of a part of a tensor differs from that of the whole.
         """
 
     def begin_step(self) -> None:

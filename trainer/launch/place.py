@@ -2,7 +2,7 @@
 
 torchrun, srun and mpirun each tell a process its rank in their own variables; started by hand, a process is
 told by `distributed.rank`, `distributed.world_size` and `distributed.init_method`. Sources that contradict
-each other are refused: a run in which each process takes itself for the only one trains N times unnoticed.
+each other raise an error: a run in which each process takes itself for the only one trains N times unnoticed.
 """
 
 import os

@@ -14,7 +14,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     """The state dict of `model`, sharded or not, under the names of the plain module.
 
     torch.distributed.checkpoint.state_dict has this too, for more kinds of wrappers; to import it is 2 % of
-    the processor time of a start.
+    the CPU time of a start.
     """
     return {plain_name(name): value for name, value in model.state_dict().items()}
 

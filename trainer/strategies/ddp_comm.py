@@ -25,7 +25,7 @@ from trainer.optim.optimizers import sparse_weights
 def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) -> CommConfig:
     """What comm=auto is here (a collective): `tree` for two ranks on the CPUs of one host, else `native`.
 
-    Through shared memory `tree` takes 0.7 of the processor time of gloo's all-reduce for large buckets, and
+    Through shared memory `tree` takes 0.7 of the CPU time of gloo's all-reduce for large buckets, and
     as much for small ones. It has no half-precision sums and no mode without a hook. More than two ranks
     keep `native`: the bits of a sum of three depend on the order, and a run that is resumed on other hosts
     must continue with the same bits.

@@ -46,7 +46,7 @@ class Task(Protocol):
     on rank 0, each sample once and in the dataset's order, at any world size. Subclassing is not needed.
 
     A task may have an attribute ``metric_names``, of all metrics that it reports: with it a
-    ``checkpoint.keep_best.metric`` that no evaluation yields is refused before training. If it minimises
+    ``checkpoint.keep_best.metric`` that no evaluation yields raises an error before training. If it minimises
     another loss than evaluation computes, ``loss`` may store the latter for its batch, detached, in the
     attribute ``plain_loss``: it is logged to compare with ``eval/loss``.
     """

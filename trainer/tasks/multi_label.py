@@ -15,7 +15,7 @@ from trainer.tasks.ranking import auc, average_precision, f1
 class MultiLabel:
     """Batches are (inputs (B, ...), labels (B, L) from 0 to 1); the model returns a logit for each label.
 
-    Other labels are refused; every label counts.
+    Other labels raise an error; every label counts.
 
     Evaluation, from the scores of all samples: loss, the mean binary cross entropy; auc and
     mean_average_precision, means over the labels with both positive and negative samples; f1 of all

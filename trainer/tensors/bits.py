@@ -25,7 +25,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def bit_sums(named: Named) -> dict[str, int]:
-    """The sum of the bits of each tensor, by name: another one means other bits. Reads each tensor once."""
+    """The sum of the bits of each tensor, by name; if it changes, bits differ. Reads each tensor once."""
     return _numbers(named, _bit_sum)
 
 

@@ -15,7 +15,7 @@ from trainer.tensors.local_shard import is_dtensor
 
 
 def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader | None) -> dict[str, Any]:
-    """Name to value of everything besides the settings that must be equal on all ranks."""
+    """Name to value of everything beside the settings that must be equal on all ranks."""
     tensors: dict[str, Tensor] = {f"parameter {name}": value for name, value in model.named_parameters()}
     tensors |= {f"buffer {name}": value for name, value in model.named_buffers()}
     return {

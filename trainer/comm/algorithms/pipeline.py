@@ -8,7 +8,7 @@ sends of the others keep the links busy.
 
 from collections.abc import Iterator
 
-SEGMENT_MB = 2.0  # MiB; smaller ones cost more processor time, larger ones leave links idle at either end
+SEGMENT_MB = 2.0  # MiB; smaller ones cost more CPU time, larger ones leave links idle at either end
 WIDTH = 2
 IN_FLIGHT = 32  # segments; limits the unread messages, for any number of rounds
 

@@ -143,7 +143,7 @@ class TrainLoader(_Loader, ABC):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint stores of this rank's data, besides the number of samples."""
+        """What a checkpoint stores of this rank's data, beside the number of samples."""
         return {}
 
     @abstractmethod

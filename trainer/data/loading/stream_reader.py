@@ -124,7 +124,7 @@ class StreamReader(Reader):
     """
 
     def __init__(self, stream: Any, share: Share, sharded: bool = False, own_of: int | None = None) -> None:
-        """``own_of``: so many replicas have a stream of their own, which is then one of as many shards."""
+        """``own_of`` replicas have a stream of their own, which is then one of as many shards."""
         super().__init__(stream, share)
         if sharded and not (hasattr(stream, "shard") and getattr(stream, "num_shards", 0) > 0):
             raise UserError(
