@@ -1,7 +1,7 @@
 """Nested values are visited in order, and rebuilt with the same types."""
 
 from collections import OrderedDict, UserDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ class Output(OrderedDict[str, Any]):
 class Sample:
     image: Tensor
     boxes: list[Tensor]
+    areas: Tensor = field(init=False)  # which a user sets later
 
 
 class Graph:

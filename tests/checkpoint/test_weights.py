@@ -1,6 +1,7 @@
 """model.init_from: weights that others saved."""
 
 import logging
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,9 @@ def test_refuses_what_is_no_state_dict(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("hello")
     with pytest.raises(UserError, match=r"torch.load\(weights_only=True\) refuses it"):
         tiny.load_weights(tiny.Net(), tmp_path / "text.pt")
+    torch.save({"model": tiny.Net().state_dict(), "args": Namespace(lr=1)}, tmp_path / "args.pt")
+    with pytest.raises(UserError, match=r"holds argparse.Namespace beside tensors.*save its tensors alone"):
+        tiny.load_weights(tiny.Net(), tmp_path / "args.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(UserError, match="it is a list without named tensors"):
         tiny.load_weights(tiny.Net(), tmp_path / "list.pt")

@@ -95,6 +95,8 @@ def test_an_image_is_upright_and_keeps_its_shades(tmp_path: Path) -> None:
     for name in ("grey.png", "grey.tif"):
         Image.fromarray(shades).save(tmp_path / name)
         assert np.array_equal(np.asarray(read_rgb(str(tmp_path / name)))[..., 0], shades >> 8)
+    (tmp_path / "grey.pgm").write_bytes(b"P5 16 8 65535\n" + shades.astype(">u2").tobytes())
+    assert np.array_equal(np.asarray(read_rgb(str(tmp_path / "grey.pgm")))[..., 0], shades >> 8)
     Image.fromarray(shades.astype(np.float32)).save(tmp_path / "float.tif")
     with pytest.raises(OSError, match=r"float.tif: .*pixels of 32 bits \(mode F\)"):
         read_rgb(str(tmp_path / "float.tif"))

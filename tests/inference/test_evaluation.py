@@ -3,6 +3,7 @@
 import math
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from trainer.data.digits import Digits
 from trainer.errors import UserError
-from trainer.inference.evaluation import _without_trace, evaluate
+from trainer.inference import evaluation
+from trainer.inference.evaluation import _of_rank_0, _without_trace, evaluate
 from trainer.tasks import Classification, Evaluation, LanguageModelling, MultiLabel, Regression
 from trainer.tasks.ranking import auc
 
@@ -120,6 +122,20 @@ def test_a_metric_that_a_task_keeps_counts_no_filler(tmp_path: Any) -> None:
     assert copied.parts[0].weight is task.parts[0].weight
     locked.lock = threading.Lock()
     assert _without_trace(locked) is locked
+
+
+def _differing() -> tuple[dict[str, float], list[str]]:
+    rank, told = torch.distributed.get_rank(), list[str]()
+    heard: Any = SimpleNamespace(warning=lambda text, *parts: told.append(text % parts))
+    evaluation.log = heard
+    here: Any = SimpleNamespace(world_size=2, is_main=rank == 0)
+    return _of_rank_0({"loss": math.nan, "seen": 19.0 - rank}, "Counts.summarise", here), told
+
+
+def test_a_metric_that_a_task_keeps_and_that_differs_between_ranks_is_told() -> None:
+    (metrics, told), (others, nothing) = run_ranks(_differing, 2)
+    assert metrics["seen"] == others["seen"] == 19 and nothing == []
+    assert "Counts.summarise differs between ranks, and rank 0's counts: {'seen': [19.0, 18.0]}" in told[0]
 
 
 @pytest.mark.parametrize("columns", [(), (3,)])

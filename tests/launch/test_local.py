@@ -227,3 +227,6 @@ def test_the_script_that_called_main_is_what_is_started(
     monkeypatch.setattr(sys, "argv", ["go.py", "a=1"])
     fresh.take_script()
     assert fresh.program() == [sys.executable, str(tmp_path / "go.py")]
+    script.__spec__ = SimpleNamespace(name="mine.__main__")  # python -m mine
+    fresh.take_script()
+    assert fresh.program() == [sys.executable, "-m", "mine"]

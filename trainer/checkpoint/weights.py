@@ -263,6 +263,9 @@ def _read_torch(file: PlainFile) -> dict[str, Any]:
         loaded = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch raises any error of its zip reader and unpickler
         words = f"{type(error).__name__}: {reason(error)}"
+        if found := re.search(r"GLOBAL (\S+)", str(error)):  # of a program's arguments, say
+            words = f"it holds {printable(found[1])} beside tensors. If you trust it, load it with "
+            words += "weights_only=False, and save its tensors alone"
         raise UserError(f"torch.load(weights_only=True) refuses it: {words}") from error
     if not (named := dict(_flat(loaded, "")) if isinstance(loaded, Mapping) else {}):
         raise UserError(f"it is a {type(loaded).__name__} without named tensors")

@@ -95,7 +95,7 @@ def read_rgb(path: str) -> Image.Image:
     try:
         with Image.open(path) as opened:
             image = ImageOps.exif_transpose(opened)
-            if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PNG"):
+            if image.mode.startswith("I;16") or (image.mode == "I" and opened.format in ("PNG", "PPM")):
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             if image.mode in ("I", "F"):  # Pillow would cut all above 255 off
                 raise ValueError(f"pixels of 32 bits (mode {image.mode}): save it with 8 or 16 bits")

@@ -1,6 +1,7 @@
 """Evaluation of a model on held-out data: metrics that count each sample once."""
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.distributed.agreement import on_main
+from trainer.distributed.agreement import gather_objects, on_main
 from trainer.distributed.gather_samples import IN_EVALUATION, Rows, SampleGather, gathering
 from trainer.distributed.seeding import seed_micro_batch
 from trainer.errors import UserError
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from trainer.distributed.process_group import Dist
     from trainer.loggers import RunLog
     from trainer.strategies.base import Strategy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ def _evaluate(context: ModelContext, loader: "EvalLoader", model: nn.Module) -> 
     rows: Rows | None = None
     totals = order.over_ranks(sums) if sums is not None else None
     if totals is not None:
-        metrics |= _floats(task.summarise(totals), f"{type(task).__name__}.summarise")
+        by = f"{type(task).__name__}.summarise"
+        metrics |= _of_rank_0(_floats(task.summarise(totals), by), by, context.dist)
     if gives_rows:
         if context.dist.is_main:
             by_sample = torch.tensor([index for indices, _ in gathered for index in indices]).argsort()
@@ -118,6 +122,18 @@ def _without_trace(task: Task) -> Task:
         return copy.deepcopy(task, shared)
     except Exception:  # whatever the user's objects raise
         return task
+
+
+def _of_rank_0(own: dict[str, float], source: str, dist: "Dist") -> dict[str, float]:
+    """Rank 0's metrics on every rank, so that all decide by the same (a collective); tells which differ."""
+    everyones = gather_objects(own) if dist.world_size > 1 else [own]
+    by_name = {name: [theirs.get(name) for theirs in everyones] for name in own}
+    differ = {name: values for name, values in by_name.items() if len(set(map(str, values))) > 1}
+    if differ and dist.is_main:
+        way_out = "sees its rank's samples alone: add it up over ranks, or compute it from eval_sums or rows"
+        words = "%s differs between ranks, and rank 0's counts: %s. A metric that a task keeps %s"
+        log.warning(words, source, differ, way_out)
+    return everyones[0]
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from trainer.launch.signals import signal_at_parents_death
 _PARENT, _LAUNCHER, _PATH = "RINGMASTER_PARENT", "RINGMASTER_LAUNCHER", "RINGMASTER_PATH"
 _ROOT = Path(__file__).resolve().parents[2]
 _FILES, _FEW_FILES = 4096, 256  # open at a time: asked for; too few
-_own_script: list[str] = []  # the user's script, once it has called main
+_own_script: list[str] = []  # the user's script, or -m and a module, once it has called main
 
 
 def start(
@@ -128,12 +128,11 @@ def _own_folders() -> list[str]:
 
 
 def take_script() -> None:
-    """Have `program` start the script that runs, which may register resolvers before it calls main."""
+    """Have `program` start this script or module, which may register resolvers before it calls main."""
     main = sys.modules["__main__"]
-    script = getattr(main, "__file__", None)
-    is_module = getattr(main, "__spec__", None) is not None  # python -m
-    if script and not is_module and Path(script).resolve() == Path(sys.argv[0]).resolve():
-        _own_script[:] = [str(Path(script).resolve())]
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if file and (script := Path(file).resolve()) == Path(sys.argv[0]).resolve():
+        _own_script[:] = ["-m", spec.name.removesuffix(".__main__")] if spec else [str(script)]
 
 
 def program() -> list[str]:

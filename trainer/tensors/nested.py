@@ -73,5 +73,5 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, Mapping):
         return dict(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
+        return {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
     return None
