@@ -161,7 +161,7 @@ def _say_once(message: str) -> None:
     if rank:
         time.sleep(3)  # a verdict ends it after 5
     launch = f"{os.getppid()} {os.environ.get('MASTER_PORT')}"  # its process, and where its ranks meet
-    name = hashlib.sha256(f"{launch} {message}".encode()).hexdigest()[:32]
+    name = hashlib.sha256(f"{launch} {message}".encode(errors="replace")).hexdigest()[:32]
     _said.append(socket.socket(socket.AF_UNIX))
     try:
         _said[-1].bind(f"\0ringmaster-{name}")
