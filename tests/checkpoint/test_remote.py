@@ -369,7 +369,7 @@ def _bucket(root: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     if kind == "file":
         yield str(_address(root))
         return
-    pytest.importorskip("s3fs", reason="pip install s3fs")
+    pytest.importorskip("s3fs", reason="pip install 'ringmaster-trainer[s3]'")
     moto: Any = pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
     server = moto.ThreadedMotoServer(port=0, verbose=False)
     server.start()
