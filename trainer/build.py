@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
-from trainer.checkpoint import weights_for
+from trainer.checkpoint import unsavable, weights_for
 from trainer.config import Config, DataConfig, TrainConfig, UnitsConfig, model_settings, patterns
 from trainer.config.instantiate import filled, instantiate
 from trainer.data.device import Normalise, ToDevice
@@ -182,6 +182,10 @@ def build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
             f"model: {node['_target_']} leaves the shape of {', '.join(lazy)} to its first batch, but ranks "
             "and optimizer need it before: set the sizes, as in torch.nn.Linear for LazyLinear"
         )
+    for name, tensor in (*parameters.items(), *model.named_buffers()):
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+        if is_plain and (problem := unsavable(tensor)) is not None:  # wrapping it would fail less clearly
+            raise UserError(f"model: {node['_target_']} has {name}, which {problem}")
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError(
             f"model: {node['_target_']} has nothing to train: none of its {len(parameters)} parameters "

@@ -2,7 +2,7 @@
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.finding import read_averages, read_model, saved_settings_of
-from trainer.checkpoint.fits import frozen_digests
+from trainer.checkpoint.fits import frozen_digests, unsavable
 from trainer.checkpoint.listing import newest_run_id
 from trainer.checkpoint.manifest import is_run_id, read_manifest
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
@@ -21,5 +21,6 @@ __all__ = [
     "read_model",
     "run_at",
     "saved_settings_of",
+    "unsavable",
     "weights_for",
 ]

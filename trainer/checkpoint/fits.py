@@ -59,7 +59,7 @@ class Fits:
         self._left_out_bits = bit_sums(left_out_now.items())
         tensors, _ = take_apart(tree)
         for name, tensor in tensors.items():
-            if (problem := _unsavable(to_local(tensor))) is not None:
+            if (problem := unsavable(to_local(tensor))) is not None:
                 raise UserError(f"a checkpoint cannot hold {name}, which {problem}")
         _check_model(state.model)
         named = every_parameter(state.model)
@@ -148,7 +148,7 @@ def refuse_not_finite(found: Sequence[Sequence[str]], step: int, hosts: Sequence
             )
 
 
-def _unsavable(tensor: Tensor) -> str | None:
+def unsavable(tensor: Tensor) -> str | None:
     """Why a checkpoint cannot hold ``tensor``, or a resume cannot fill it, as the end of a sentence."""
     if tensor.layout != torch.strided:
         return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); save it dense, with to_dense()"
