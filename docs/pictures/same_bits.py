@@ -36,9 +36,11 @@ def draw(folder: Path) -> Figure:
     )
     begin = 0
     for strategy, ranks, last in SCHEDULE:
-        axes.text((begin + last) / 2, 1.8 * _ZERO, f"{strategy} on {ranks}", ha="center", color="#1a7f37")
+        middle = (begin + last) / 2
+        axes.text(middle, _ZERO / 2, f"{strategy} on {ranks}", ha="center", va="top", color="#1a7f37")
         begin = last
     axes.set_yscale("log")
+    axes.set_ylim(bottom=_ZERO / 30)  # below the line, where no curve is
     axes.set_yticks([_ZERO, 1e-8, 1e-6, 1e-4], ["0", "1e-8", "1e-6", "1e-4"])
     axes.minorticks_off()
     axes.set_xlabel("step")
