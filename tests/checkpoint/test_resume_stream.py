@@ -11,9 +11,9 @@ import torch
 from tests import runs
 from tests.checkpoint.whole_runs import DDP, FSDP, LAST_STEP, SINGLE, differences, run
 from tests.data.streams import numbers_of
+from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
 from trainer.distributed.process_group import process_group
-from trainer.errors import UserError
 
 NUM_SAMPLES = 38  # 3 steps of 12 to an epoch, 2 remain
 
@@ -114,24 +114,13 @@ def _of_each(root: Path, last_step: int, kinds: list[tuple[str, ...]]) -> list[l
         return found
 
 
-def _message(*overrides: str) -> str:
-    with pytest.raises(UserError) as raised:
-        runs.train(*overrides)
-    return str(raised.value)
-
-
 @pytest.mark.slow
 def test_a_stream_of_unknown_length_needs_a_last_step_and_a_batch(tmp_path: Path) -> None:
-    ((first, second),) = run_ranks(_messages, 1, (*SINGLE, *on("Numbers")), tmp_path, init=False)
-    assert first.startswith("train.max_steps is null, but the training data is a stream of unknown length")
-    assert second.startswith("the training data of epoch 0 ends within its first global batch of 64 samples")
-
-
-def _messages(plain: tuple[str, ...], root: Path) -> tuple[str, str]:
-    return (
-        _message(*plain, f"run_dir={root / 'endless'}", "train.max_steps=null"),
-        _message(*plain, f"run_dir={root / 'short'}", "train.global_batch_size=64"),
-    )
+    words = [(*SINGLE, *on("Numbers"), f"run_dir={tmp_path / str(n)}") for n in (0, 1)]
+    endless, short = (*words[0], "train.max_steps=null"), (*words[1], "train.global_batch_size=64")
+    ((first, second),) = run_ranks(refusals, 1, endless, short, init=False)
+    assert "train.max_steps is null, but the training data is a stream of unknown length" in first
+    assert "the training data of epoch 0 ends within its first global batch of 64 samples" in second
 
 
 def _ended(run_dir: Path) -> dict[str, Any]:

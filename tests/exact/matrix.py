@@ -6,12 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch.distributed as dist
-
 from tests import runs
+from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
-from trainer.errors import UserError
 
 LEAVES = 8
 COMMON = (
@@ -74,14 +71,6 @@ def matrix(
     return found
 
 
-def refused(*overrides: str) -> str:
-    """What a run says that is not allowed."""
-    with pytest.raises(UserError) as error:
-        runs.train(*COMMON, *overrides)
-    if dist.is_initialized():  # an error leaves it to the end of the process, which is not now
-        dist.destroy_process_group()
-    return str(error.value)
-
-
 def refused_each(*all_overrides: tuple[str, ...]) -> list[str]:
-    return [refused(*overrides) for overrides in all_overrides]
+    """What runs say that are not allowed."""
+    return refusals(*((*COMMON, *overrides) for overrides in all_overrides))

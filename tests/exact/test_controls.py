@@ -13,18 +13,9 @@ import torch
 import torch.distributed as dist
 
 from tests import runs
-from tests.exact.matrix import (
-    COMMON,
-    MODELS,
-    OPTIMIZERS,
-    figures,
-    refused,
-    refused_each,
-    trained_each,
-)
+from tests.exact.matrix import COMMON, MODELS, OPTIMIZERS, refused_each
 from tests.ranks import run_ranks
 from trainer import step
-from trainer.comm.leaf_sums import LeafSums
 from trainer.data.loading.batch import split_leaves
 from trainer.errors import NonFiniteError, UserError
 from trainer.exact.environment import exact_facts
@@ -72,29 +63,6 @@ def test_ranks_and_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     assert all(words in one for one, words in zip(told, expected.values(), strict=True)), told
 
 
-def _with_a_flipped_bit(bit: int, *overrides: str) -> Any:
-    """As `trained_each`; in a bucket of rank 1 one bit of one number is flipped, once."""
-    taken, calls = LeafSums.message, 0
-
-    def message(self: LeafSums, bucket: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 5 and dist.get_rank() == 1:
-            bucket.buffer().view(torch.int32)[3] ^= 1 << bit
-        return taken(self, bucket)
-
-    LeafSums.message = message  # type: ignore[method-assign]
-    return trained_each(overrides)
-
-
-@pytest.mark.slow
-def test_one_flipped_bit_in_the_gradient_of_one_rank_changes_the_hash(tmp_path: Path) -> None:
-    words = (*COMMON, *MLP, "strategy=ddp")
-    whole = figures(tmp_path / "whole", 2, (*MLP, "strategy=ddp"))
-    [flipped] = run_ranks(_with_a_flipped_bit, 2, 12, *words, f"run_dir={tmp_path}", init=False)[0]
-    assert whole[0][0] != flipped[0]
-
-
 def _with_other_threads(*overrides: str) -> str:
     seeded = step.seed_micro_batch
 
@@ -103,7 +71,7 @@ def _with_other_threads(*overrides: str) -> str:
         seeded(seed, step_, *rest)
 
     step.seed_micro_batch = seed_micro_batch
-    return refused(*overrides)
+    return refused_each(overrides)[0]
 
 
 def test_threads_changed_after_the_start_are_named(tmp_path: Path) -> None:
@@ -115,7 +83,7 @@ def _in_another_environment(*overrides: str) -> str:
     environment = build.environment
     if os.environ["RANK"] == "1":
         build.environment = lambda device: environment(device) | {"the CPU": "an abacus"}
-    return refused(*overrides)
+    return refused_each(overrides)[0]
 
 
 def test_a_rank_in_another_environment_is_refused_at_the_start_and_named(tmp_path: Path) -> None:

@@ -130,24 +130,6 @@ def test_what_a_task_says_of_its_batches() -> None:
         assert per_sample == pytest.approx((7 + 2) / 2)
 
 
-class Conv(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.conv(images).relu().mean((2, 3)))
-
-
-def test_flops_are_those_of_the_products() -> None:
-    flops = ModelFlops(Conv(), Classification(), micro_batches=2, peak=1e9, device=CPU)
-    flops.see((torch.zeros(5, 3, 18, 18), torch.zeros(5, dtype=torch.long)))
-    conv = 2 * 5 * 8 * 16 * 16 * 3 * 9
-    head = 2 * 5 * 8 * 10
-    # Forward, and the same for the gradient of weights and of inputs; the images need none.
-    assert flops.utilisation(0.5) == pytest.approx(2 * (2 * conv + 3 * head) / 0.5 / 1e9)
-
-
 @pytest.mark.slow
 def test_flops_of_a_gpt() -> None:
     from models.gpt import GPT
@@ -165,14 +147,14 @@ def test_flops_of_a_gpt() -> None:
     assert flops.utilisation(1.0) == computed.get_total_flops(), "fused attention, too"
 
 
-class Asks(Conv):
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images) if images.sum().item() >= 0 else images
+class Asks(nn.Linear):
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows) if rows.sum().item() >= 0 else rows
 
 
 def test_what_cannot_be_counted_leaves_training_alone() -> None:
-    flops = ModelFlops(Asks(), Classification(), 1, 1.0, CPU)
-    flops.see((torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long)))
+    flops = ModelFlops(Asks(8, 2), Classification(), 1, 1.0, CPU)
+    flops.see((torch.zeros(1, 8), torch.zeros(1, dtype=torch.long)))
     assert flops.utilisation(1.0) is None
 
 
