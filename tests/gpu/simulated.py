@@ -346,7 +346,7 @@ def simulated() -> Iterator[Simulator]:
         overlap: {"Future": SimFuture},
         ddp: {"DistributedDataParallel": Reducer},
         clip_grad: {"_has_foreach_support": lambda *_: True},
-        fits: {"_unsavable": nothing},  # which a subclass of Tensor is
+        fits: {"unsavable": nothing},  # which a subclass of Tensor is
     }
     for holder, values in own.items():
         for name, value in values.items():
