@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests import runs
 from tests.checkpoint import tiny
@@ -13,6 +14,7 @@ from tests.faults.test_ends import TINY, refusals
 from tests.ranks import run_ranks
 from trainer.checkpoint.tree import take_apart
 from trainer.distributed.process_group import process_group
+from trainer.errors import UserError
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 from trainer.tensors.bits import same_bits
@@ -192,3 +194,24 @@ def test_state_of_other_dtypes_than_the_parameters_goes_on_exactly(tmp_path: Pat
     different, whole, resumed = run_ranks(_odd_differences, 1, tmp_path)[0]
     assert different == []
     assert whole == resumed
+
+
+def _saves_two_in_one(run_dir: Path) -> str:
+    state = tiny.train_state()
+    checkpointer = tiny.checkpointer(run_dir, state=state)
+    tiny.train(state, 1)
+    kept = next(iter(state.optimizer.state.values()))
+    name = next(name for name, value in kept.items() if isinstance(value, torch.Tensor) and value.ndim)
+    kept[name] = TwoTensor(kept[name], kept[name].clone())
+    with pytest.raises(UserError) as raised:
+        checkpointer.save(state)
+    return str(raised.value)
+
+
+def test_state_of_several_tensors_in_one_is_refused_by_name(tmp_path: Path) -> None:
+    """As torchao's 8-bit optimizers keep it."""
+    (said,) = run_ranks(_saves_two_in_one, 1, tmp_path)
+    assert (
+        "a checkpoint cannot hold optimizer." in said
+        and "a TwoTensor, which is several tensors in one" in said
+    )

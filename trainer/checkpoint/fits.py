@@ -100,6 +100,12 @@ class Fits:
             for part in ("model", "buffers"):
                 tree[part] = {name: kept.get(name, value) for name, value in tree[part].items()}
         tensors, plain = take_apart(tree)
+        for name, tensor in tensors.items():
+            if hasattr(local := to_local(tensor), "__tensor_flatten__"):  # as 8-bit optimizers keep them
+                raise UserError(
+                    f"a checkpoint cannot hold {name}, a {type(local).__name__}, which is several tensors in "
+                    "one; use an optimizer with plain tensors, such as optim=adamw"
+                )
         _compare_shapes(
             _of_model(tensors),
             self._shapes,
