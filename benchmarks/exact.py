@@ -37,8 +37,8 @@ CASES: dict[str, tuple[str, int, str, int, float]] = {
     "mlp": ("mlp", 1, "single", 100, 1.8),
     "mlp-2": ("mlp", 2, "ddp", 60, 1.8),
     "mlp-4": ("mlp", 4, "ddp", 40, 1.8),
-    "gpt": ("gpt", 1, "single", 9, 1.25),
-    "gpt-2": ("gpt", 2, "ddp", 9, 1.35),
+    "gpt": ("gpt", 1, "single", 9, 1.4),
+    "gpt-2": ("gpt", 2, "ddp", 9, 1.4),
     "gpt-4": ("gpt", 4, "ddp", 9, 1.5),
 }
 
