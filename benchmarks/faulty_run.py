@@ -156,7 +156,7 @@ class FaultyRun:
         self._note_verdict(row, struck_at)
         if fault.kind == "saver" and len(victims) == 1:
             for rank in old:
-                if rank.pid not in victims and rank.records.main().phase == "rescue":
+                if rank.pid not in victims and rank.records.main().phase == "fault_save":
                     time.sleep(self.draw.random() * 0.08)
                     self._kill(rank.pid)
                     victims.append(rank.pid)

@@ -5,12 +5,10 @@ three kills in a run, each of a random rank at a random step, from outside. Prin
 seconds until the next step) and for each run whether its hash is that of the undisturbed one and whether
 TensorBoard and metrics.jsonl have every step once. With --hosts 2, hosts are network namespaces, which needs
 root; --lose removes one of the hosts for good under --nnodes=1:2. With --elastic 5, that many runs with
-train.exact=8 are killed whole and started again, on other ranks and with another strategy each time. With
---rescue there is no checkpoint but those that survivors make, and steps that are lost are counted: it is
-benchmarks/rescues.py, which knows many more faults.
+train.exact=8 are killed whole and started again, on other ranks and with another strategy each time.
+benchmarks/lost_steps.py knows many more faults, and counts the steps that are lost.
 
     python -m benchmarks.restarts [--kills 10] [--hosts 2] [--lose kill|cut] [--elastic 5]
-    python -m benchmarks.restarts --rescue [--kills 10]
 """
 
 import argparse
@@ -234,14 +232,8 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     parser.add_argument("--lose", choices=("kill", "cut"), help="how the second host is lost")
     parser.add_argument("--elastic", type=int, default=0, metavar="N", help="runs, each with --kills kills")
-    parser.add_argument("--rescue", action="store_true", help="runs without periodic checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.rescue:
-        from benchmarks import rescues  # which uses this file
-
-        told = ("--tries", str(arguments.kills), "--seed", str(arguments.seed), "--launch", "torchrun")
-        sys.exit(0 if rescues.main(told) else 1)
     with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="restarts-")))
         pair = stack.enter_context(hosts(2)) if arguments.hosts == 2 or arguments.lose else None

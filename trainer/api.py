@@ -17,7 +17,7 @@ from trainer.config.of_hydra import split_off_hydra
 from trainer.config.overrides import CONF, in_words, set_to
 from trainer.config.saved_run import saved_settings
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
-from trainer.faults import exit_report
+from trainer.files import failure
 from trainer.files.address import Location, location
 from trainer.files.untrusted import load_json
 from trainer.files.writing import new_run_dir
@@ -55,7 +55,7 @@ def train(
         )
     settings.run_dir = settings.run_dir or str(new_run_dir())  # else the launcher would choose another
     run_dir = Path(settings.run_dir)
-    written_at = exit_report.failure_written_at(run_dir)
+    written_at = failure.written_at(run_dir)
     status = launch(settings, [*overrides, set_to("run_dir", settings.run_dir)])
     if status:
         raise _end(status, run_dir, written_at)
@@ -116,8 +116,8 @@ def _end(status: int, run_dir: Path, written_at: int | None) -> Exception:
     Args:
         written_at: the time of an earlier failure.json, if there was one.
     """
-    is_new = exit_report.failure_written_at(run_dir) != written_at
-    found = (exit_report.read_failure(run_dir) if is_new else None) or {}
+    is_new = failure.written_at(run_dir) != written_at
+    found = (failure.read(run_dir) if is_new else None) or {}
     message = found.get("message") or f"the run ended with status {status}; see its output"
     if status == StoppedBySignal.exit_code and isinstance(found.get("step"), int):
         return StoppedBySignal(found["step"])

@@ -37,7 +37,7 @@ from trainer.distributed.seeding import seed_everything
 from trainer.distributed.shrink import Shrunk
 from trainer.errors import UserError, writing
 from trainer.exact.environment import exact_facts
-from trainer.faults import exit_report
+from trainer.files import failure
 from trainer.files.writing import atomic_file
 from trainer.launch.fresh import is_watched
 from trainer.launch.place import Place, place, publish
@@ -125,7 +125,7 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, parts: l
         with messages(dist, run_dir) as open_log:
             if (train := config.train).exact is None:  # leaves are shared among any number of ranks
                 size, micro = train.global_batch_size, train.known_micro_batch_size
-                dist.watch.ending.check_shares = partial(split_batch, size, micro)
+                dist.watch.ending.going_on.check_shares = partial(split_batch, size, micro)
             config = with_micro_batch_size(config, former_size, dist)
             take_over = partial(_take_over, config, run_dir, open_log)
             if not claimed.used:
@@ -373,7 +373,7 @@ def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int, int | Non
 
 def _take_over(config: Config, run_dir: Path, open_log: Callable[[], None]) -> None:
     """Called on rank 0: from now on the files of the run directory are this run's."""
-    exit_report.forget_failure(run_dir)
+    failure.forget(run_dir)
     _write_settings(config, run_dir)
     open_log()
 

@@ -314,21 +314,6 @@ def test_what_a_rank_raises_is_written_for_torchrun(tmp_path: Path, monkeypatch:
     assert "tests/faults/test_ends.py" in told["extraInfo"]["py_callstack"]
 
 
-def test_a_rank_that_leaves_after_another_does_so_in_a_later_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun blames the lowest of the ranks that end within one second."""
-    from trainer.faults import exit_report
-
-    now, slept = 100.4, list[float]()
-    monkeypatch.setattr(exit_report.time, "time", lambda: now)
-    monkeypatch.setattr(exit_report.time, "sleep", slept.append)
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    exit_report.let_torchrun_look()
-    assert slept == []
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")
-    exit_report.let_torchrun_look()
-    assert slept[0] > 0.25 and int(now + slept[0]) > int(now)
-
-
 def quiet(run_dir: Path, *overrides: str) -> None:
     train(f"run_dir={run_dir}", *TINY, *overrides)
 

@@ -108,6 +108,7 @@ def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -
     then = Observed(1, 1, "there", 7)
     store = Held(json.dumps({"id": "7/3", "ranks": [asdict(then)]}))
     there = Reports(lambda: store, 0, [then])  # type: ignore[arg-type, return-value]
+    there.tell([then], eager=False)
     there._heard_at[1] -= 6000.0
     there.tell([then], eager=True)
     wait_until(lambda: there.counts[1] == 1)

@@ -30,9 +30,9 @@ from trainer.distributed import rendezvous, shrink
 from trainer.errors import Fault, UserError
 from trainer.faults import processes
 from trainer.faults.ending import Ending
+from trainer.faults.going_on import who_goes_on
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import RankIdentity
-from trainer.faults.rescue import left_without
 from trainer.faults.verdict import Observed, Verdict
 from trainer.launch.place import Place
 
@@ -51,13 +51,13 @@ def died(*ranks: int, kind: str = "died") -> Verdict:
 
 def test_all_that_are_at_work_go_on() -> None:
     four = [rank(0), rank(1), rank(2), rank(3, state="dead")]
-    assert left_without(four, died(3), by_host=False) == (0, 1, 2)
+    assert who_goes_on(four, died(3), by_host=False) == (0, 1, 2)
     four[1] = rank(1, state="dead")  # at the same moment
-    assert left_without(four, died(3), by_host=False) == (0, 2)
+    assert who_goes_on(four, died(3), by_host=False) == (0, 2)
     four[0] = rank(0, status=1, symptom=True)  # it has an error of communication, which another has caused
-    assert left_without(four, died(3), by_host=False) == (0, 2)
+    assert who_goes_on(four, died(3), by_host=False) == (0, 2)
     four[0] = rank(0, status=1)
-    assert left_without(four, died(3), by_host=False) == (2,)
+    assert who_goes_on(four, died(3), by_host=False) == (2,)
 
 
 def test_who_dies_while_the_step_is_saved_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_who_dies_while_the_step_is_saved_is_left_out(monkeypatch: pytest.Monkey
     ending = Ending(
         Heartbeat(), 0, [RankIdentity(each, 0, "h", each, 0, 0, 0) for each in here], here, None, 5
     )
-    ending.cut, ending.rescue.is_saved = lambda: None, True
+    ending.going_on.cut, ending.save.is_saved = lambda: None, True
     goes_on: list[Verdict] = []
     monkeypatch.setattr(ending, "_let_go_on", goes_on.append)
 
@@ -78,13 +78,13 @@ def test_who_dies_while_the_step_is_saved_is_left_out(monkeypatch: pytest.Monkey
         return verdict
 
     monkeypatch.setattr(ending, "_with_save", save)
-    ending.end(replace(died(3), left=(0, 1, 2)))
-    assert [verdict.left for verdict in goes_on] == [(0, 1)]
+    ending.end(replace(died(3), going_on=(0, 1, 2)))
+    assert [verdict.going_on for verdict in goes_on] == [(0, 1)]
 
 
 def test_torchrun_takes_the_whole_host() -> None:
     four = [rank(0), rank(1), rank(2), rank(3, state="dead")]
-    assert left_without(four, died(3), by_host=True) == (0, 1)
+    assert who_goes_on(four, died(3), by_host=True) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -94,20 +94,20 @@ def test_torchrun_takes_the_whole_host() -> None:
 )
 def test_behind_a_cut_link_one_side_goes_on(lost: tuple[int, ...], left: tuple[int, ...]) -> None:
     four = [rank(number, heard_s=9.0 if number in lost else 0.0) for number in range(4)]
-    assert left_without(four, died(*lost, kind="lost"), by_host=False) == left
+    assert who_goes_on(four, died(*lost, kind="lost"), by_host=False) == left
 
 
 def test_none_goes_on_after_an_exception_or_an_exit_in_the_set_up_and_at_the_end() -> None:
     three = [rank(0), rank(1), rank(2, status=1)]
-    assert left_without(three, died(2, kind="raised"), by_host=False) == ()
+    assert who_goes_on(three, died(2, kind="raised"), by_host=False) == ()
     child = subprocess.Popen(["false"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     left_itself = replace(three[2], status=None, state="dead", ending=processes.ending(child.pid))
-    assert left_without([*three[:2], left_itself], died(2), by_host=False) == ()
+    assert who_goes_on([*three[:2], left_itself], died(2), by_host=False) == ()
     child.wait()
     for more in ({"step": 0}, {"phase": "end"}):
         some = [replace(three[0], **more), three[1], replace(three[2], state="dead")]
-        assert left_without(some, died(2), by_host=False) == ()
+        assert who_goes_on(some, died(2), by_host=False) == ()
 
 
 def test_only_the_connections_of_groups_are_cut() -> None:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.faults.verdict import Debounce, Observed, judge, slow, stand_still
+from trainer.faults.reports import Reports
+from trainer.faults.verdict import Observed, judge, slow, stand_still
 
 T = 10.0
 
@@ -188,10 +189,10 @@ def test_who_hangs_elsewhere_is_named_when_that_host_has_reported_since() -> Non
     waiting = four({3: silent({"position": 1, "step": 0, "phase": "set_up"}, 10.1)}, **silent(WAITING, T))
     hangs = judge(waiting, T, pressing=False)
     assert hangs is not None and hangs.kind == "hangs" and hangs.ranks == (3,)
-    debounce = Debounce()
-    assert not debounce.confirmed(hangs.ranks, 1, {1: 7})
-    assert not debounce.confirmed(hangs.ranks, 1, {1: 8})
-    assert debounce.confirmed(hangs.ranks, 1, {1: 9})
-    debounce.clear()  # all have continued meanwhile
-    assert not debounce.confirmed(hangs.ranks, 1, {1: 10})
-    assert debounce.confirmed(hangs.ranks, 0, {1: 10}), "a rank of this host is seen as it is"
+    there = Reports(lambda: 1 / 0, 0, [rank(3)])  # type: ignore[arg-type, return-value]
+    for count, is_confirmed in ((7, False), (8, False), (9, True)):
+        there.counts[1] = count
+        assert there.confirmed(hangs.ranks, 1) is is_confirmed
+    there.suspicion = None  # all have continued meanwhile
+    assert not there.confirmed(hangs.ranks, 1)
+    assert there.confirmed(hangs.ranks, 0), "a rank of this host is seen as it is"

@@ -150,7 +150,7 @@ def test_ranks_wait_for_the_agreement_and_the_norm_alone(comm: str, tmp_path: Pa
         assert all(map(torch.equal, each["weights"], right))
 
 
-def rescued(folder: Path, when: str) -> tuple[str, bool]:
+def saved_at_a_fault(folder: Path, when: str) -> tuple[str, bool]:
     """What a save at a fault says, in a step for whose gradients the GPU waits, and whether it is of step 3."""
     said = []
     kept_step._UPDATE_S = 0.2
@@ -199,10 +199,10 @@ def rescued(folder: Path, when: str) -> tuple[str, bool]:
         pytest.param("the last update is not made", "has not finished step 3", marks=pytest.mark.slow),
     ],
 )
-def test_a_rescue_saves_the_step_before_an_update_that_is_queued(
+def test_a_save_at_a_fault_is_of_the_step_before_an_update_that_is_queued(
     when: str, words: str, tmp_path: Path
 ) -> None:
-    ((said, is_whole),) = on_the_simulator(rescued, tmp_path, when)
+    ((said, is_whole),) = on_the_simulator(saved_at_a_fault, tmp_path, when)
     assert said.endswith(words), said
     assert is_whole == (when == "the gradients never come")
 

@@ -14,7 +14,7 @@ from tests.runs import train
 from trainer import cli
 from trainer.errors import UserError
 from trainer.evaluate import evaluate
-from trainer.faults import exit_report
+from trainer.files import failure
 from trainer.run_dir.claim import LOCK
 
 TINY = (
@@ -97,12 +97,12 @@ def test_a_fault_of_the_set_up_is_written_down_in_a_used_directory_too(tmp_path:
 def test_a_refusal_is_not_told_in_the_words_of_an_earlier_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exit_report.write_failure(tmp_path, {"status": 2, "message": "of an earlier run"})
+    failure.write(tmp_path, {"status": 2, "message": "of an earlier run"})
     for message, words in ((None, "see its output"), ("of this one", "of this one")):
 
         def launch(*_: object, message: str | None = message) -> int:
             if message is not None:
-                exit_report.write_failure(tmp_path, {"status": 2, "message": message})
+                failure.write(tmp_path, {"status": 2, "message": message})
             return 2
 
         monkeypatch.setitem(cli.LAUNCHERS, "local", launch)

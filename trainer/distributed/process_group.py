@@ -117,8 +117,8 @@ def process_group(
         error = _in_mid_run(caught)
         if dist.is_initialized() and dist.get_world_size() == 1:  # no peers; a notebook may continue
             dist.destroy_process_group()
-        left = watch.failed(error, symptom=_is_of_communication(error))
-        if not left:
+        going_on = watch.end_or_go_on(error, symptom=_is_of_communication(error))
+        if not going_on:
             if error is not caught:
                 raise error from None
             raise
@@ -128,14 +128,14 @@ def process_group(
         return
     dist.destroy_process_group()  # waits for nothing: their connections are cut
     assert own_door is not None and watch.ending.run_dir is not None
-    raise Shrunk(shrink.place_among(left, here, identities, own_door), watch.ending.run_dir)
+    raise Shrunk(shrink.place_among(going_on, here, identities, own_door), watch.ending.run_dir)
 
 
 def _let_shrink(joined: Dist, addresses: Sequence[str | None], watch: Watch) -> None:
     """Have the watch let ranks go on without others, if they can."""
     why_not = shrink.why_not(joined.device, joined.backend, addresses)
     if why_not is None:
-        watch.ending.cut = shrink.cut
+        watch.ending.going_on.cut = shrink.cut
     elif joined.is_main:
         log.warning("distributed.shrink=true: %s, so a death ends all, and a restart goes on", why_not)
 

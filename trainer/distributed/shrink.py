@@ -90,11 +90,11 @@ def door(address: str | None) -> socket.socket:
 
 
 def place_among(
-    left: Sequence[int], here: Place, members: Sequence[RankIdentity], own: socket.socket
+    going_on: Sequence[int], here: Place, members: Sequence[RankIdentity], own: socket.socket
 ) -> Place:
-    """The place of this process among the ranks that are `left`; the lowest opens its `door`."""
-    first, rank = members[left[0]], left.index(here.rank)
-    beside = [other for other in left if members[other].host == members[here.rank].host]
+    """The place of this process among the ranks that go on; the lowest opens its `door`."""
+    first, rank = members[going_on[0]], going_on.index(here.rank)
+    beside = [other for other in going_on if members[other].host == members[here.rank].host]
     if rank == 0:
         os.environ[LISTENING] = str(own.detach())
     address = first.address or "127.0.0.1"
@@ -102,7 +102,7 @@ def place_among(
     return replace(
         here,
         rank=rank,
-        world_size=len(left),
+        world_size=len(going_on),
         local_rank=beside.index(here.rank),
         local_world_size=len(beside),
         init_method=f"tcp://{shown}:{first.door}",

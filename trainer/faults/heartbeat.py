@@ -12,35 +12,36 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import setitem
 from typing import Any, ClassVar
 
-PHASES = (
-    "set_up",
-    "data",
-    "forward",
-    "backward",
-    "optimizer",
-    "evaluate",
-    "checkpoint",
-    "log",
-    "end",
-    "rescue",
-)
+PHASES = {  # and how a verdict calls them
+    "set_up": "the set-up",
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "evaluate": "the evaluation",
+    "checkpoint": "the checkpoint",
+    "log": "the log",
+    "end": "the end",
+    "fault_save": "the save at a fault",
+}
 ALL_REDUCE = "all_reduce"  # of one bucket, during the backward pass
 
 MAX_WORKERS = 255  # data workers of one rank with a record; further ones have none
 _MAGIC = 0x52494E47
 _RECORD_BYTES, _NOTE_BYTES = 128, 8192
 _NOTE = _RECORD_BYTES * (1 + MAX_WORKERS)  # where its end is recorded
-_RESCUE = _NOTE + _NOTE_BYTES  # what it does to save a step at a fault
-_SIZE = _RESCUE + _NOTE_BYTES
-# Words of a record, int64 each.
+_FAULT_SAVE = _NOTE + _NOTE_BYTES  # what it does to save a step at a fault
+_SIZE = _FAULT_SAVE + _NOTE_BYTES
+# Words of a record, int64 each: after the first those of a Beat, in its order.
 _KIND, _PID, _POSITION, _PHASE, _STEP, _BUCKET, _BUCKETS, _INDEX, _PROGRESS, _TICK = range(10)
 _AT_DISK, _DISK_NS, _FINISHED, _RESUMED = range(10, 14)
 TICK_OFFSET = 8 * _TICK  # of the word that `tick` changes, in the memory
 _PAUSE_NS = 2_000_000_000  # without a tick for longer, the process was suspended, or blocked
 _NONE = -1
-_CODES = {phase: code for code, phase in enumerate(PHASES)}
+_NAMES = list(PHASES)
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,14 @@ class Beat:
     Attributes:
         position: phases entered so far. All ranks enter the same ones in the same order, so the others wait
             for the rank with the smallest.
+        phase: one of PHASES.
         step: the current optimizer step, counted from 1; 0 before the first.
         bucket: the last bucket of gradients sent in this phase, if any; `buckets` counts them all.
         index: the sample being read, or the first one of the batch; None between batches.
         progress_ns: the last progress: the phase, a bucket, a sample, bytes of a checkpoint.
         tick_ns: when the process's own watch was last awake; 0 if it has none.
-        disk_ns: how long a thread may wait for the disk; 0 if none does.
+        at_disk: the number of threads that wait for the disk.
+        disk_ns: how long they may.
         finished: the last step whose state is whole in memory; 0 if that is not known.
         resumed_ns: when its watch was awake again after a pause; 0 if it has had none.
     """
@@ -69,6 +72,7 @@ class Beat:
     index: int | None
     progress_ns: int
     tick_ns: int
+    at_disk: int
     disk_ns: int
     finished: int
     resumed_ns: int
@@ -76,12 +80,21 @@ class Beat:
     PLACE: ClassVar = ("phase", "step", "position", "bucket", "buckets", "finished")
 
 
+def _word(number: int) -> Any:
+    """The word of a record, as an attribute."""
+    return property(lambda self: self._words[number], lambda self, value: setitem(self._words, number, value))
+
+
 class Heartbeat:
     """The record of this process, written by it alone, and those of its data workers.
 
     Attributes:
+        step: the current optimizer step, counted from 1; set before the phases of a step are entered.
+        finished: the last step that is finished and counted.
         fd: the memory, which has no name; another process opens it as /proc/PID/fd/FD.
     """
+
+    step, finished = _word(_STEP), _word(_FINISHED)
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("ringmaster-heartbeat")  # without a name, so nothing is left behind
@@ -101,24 +114,6 @@ class Heartbeat:
         self._words[_BUCKET] = self._words[_INDEX] = _NONE
         self._words[_KIND] = _MAGIC
 
-    @property
-    def step(self) -> int:
-        """The current optimizer step, counted from 1; set before the phases of a step are entered."""
-        return self._words[_STEP]
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._words[_STEP] = step
-
-    @property
-    def finished(self) -> int:
-        """The last step that is finished and counted."""
-        return self._words[_FINISHED]
-
-    @finished.setter
-    def finished(self, step: int) -> None:
-        self._words[_FINISHED] = step
-
     def enter(self, phase: str, bucket: int = _NONE) -> None:
         """Record that this process begins `phase`, one of PHASES; or sends `bucket` to the all-reduce."""
         words = self._words
@@ -127,7 +122,7 @@ class Heartbeat:
             words[_BUCKET] = bucket
             words[_BUCKETS] += 1
             return
-        words[_PHASE] = _CODES[phase]
+        words[_PHASE] = _NAMES.index(phase)
         words[_BUCKET] = _NONE
         words[_POSITION] += 1
 
@@ -156,7 +151,7 @@ class Heartbeat:
         """Called in a data worker: from now on this object writes the record `number`."""
         if number <= MAX_WORKERS:
             self._serve(number)
-            self._words[_PHASE] = _CODES["data"]
+            self._words[_PHASE] = _NAMES.index("data")
         else:
             self._words = memoryview(bytearray(_RECORD_BYTES)).cast("q")
 
@@ -192,9 +187,9 @@ class Heartbeat:
         """Record how this process ends (plain values), for others to read afterwards."""
         self._write(_NOTE, facts)
 
-    def note_rescue(self, facts: dict[str, Any]) -> None:
+    def note_fault_save(self, facts: dict[str, Any]) -> None:
         """Record what this process asks for or does to save a step at a fault (plain values)."""
-        self._write(_RESCUE, facts)
+        self._write(_FAULT_SAVE, facts)
 
     def _write(self, begin: int, facts: dict[str, Any]) -> None:
         text = json.dumps(facts, ensure_ascii=False).encode(errors="surrogatepass")
@@ -243,9 +238,9 @@ class Records:
         """The recorded end of the process; None without one."""
         return self._read(_NOTE)
 
-    def rescue(self) -> dict[str, Any]:
+    def fault_save(self) -> dict[str, Any]:
         """What it asked for or did to save a step at a fault; empty without a fault."""
-        return self._read(_RESCUE) or {}
+        return self._read(_FAULT_SAVE) or {}
 
     def _read(self, begin: int) -> dict[str, Any] | None:
         size = int.from_bytes(self._memory[begin : begin + 8], "little")
@@ -259,20 +254,11 @@ def _words(memory: mmap.mmap, slot: int) -> memoryview:
 
 
 def _beat(words: memoryview) -> Beat:
-    return Beat(
-        pid=words[_PID],
-        position=words[_POSITION],
-        phase=PHASES[words[_PHASE]],
-        step=words[_STEP],
-        bucket=words[_BUCKET] if words[_BUCKET] != _NONE else None,
-        buckets=words[_BUCKETS],
-        index=words[_INDEX] if words[_INDEX] != _NONE else None,
-        progress_ns=words[_PROGRESS],
-        tick_ns=words[_TICK],
-        disk_ns=words[_DISK_NS] if words[_AT_DISK] else 0,
-        finished=words[_FINISHED],
-        resumed_ns=words[_RESUMED],
-    )
+    values: list[Any] = words[_PID : _RESUMED + 1].tolist()
+    values[_PHASE - 1] = _NAMES[values[_PHASE - 1]]
+    for word in (_BUCKET, _INDEX):
+        values[word - 1] = None if values[word - 1] == _NONE else values[word - 1]
+    return Beat(*values)
 
 
 _of_this_process: Heartbeat | None = None

@@ -7,7 +7,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,15 +47,9 @@ def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> 
         "heartbeat_fd": heartbeat.fd,
         "stacks_fd": own_stacks.fd,
         "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-        "namespace": _pid_namespace(),
+        "namespace": str(Path("/proc/self/ns/pid").readlink()),
         "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE"),
     }
-
-
-def _pid_namespace() -> str:
-    with contextlib.suppress(OSError):
-        return str(Path("/proc/self/ns/pid").readlink())
-    return ""
 
 
 class Neighbour:
@@ -85,11 +79,13 @@ class Neighbour:
         if self.death_fd != -1:
             os.close(self.death_fd)
 
-    def look_for_death(self) -> None:
+    def look_for_death(self) -> bool:
+        """Look whether it is dead, and return that."""
         lives = self.death_fd != -1 and not self._poll.poll(0)
         if not lives and self.died_at_ns is None and processes.state(self.member.pid) == "dead":
             self.died_at_ns = time.monotonic_ns()
             self.ending = processes.ending(self.member.pid)
+        return self.died_at_ns is not None
 
     def observe(self, since_ns: int = 0) -> Observed:
         """What can be seen of it now.
@@ -127,7 +123,7 @@ class Neighbour:
             waits=waits,
             waited_s=now / 1e9 - self.frames_since_s if waits else 0.0,
             worker=note.get("worker") or self.worker_words,
-            patience_s=beat.disk_ns / 1e9 if beat.phase in _MAY_WRITE else 0.0,
+            patience_s=beat.disk_ns / 1e9 if beat.at_disk and beat.phase in _MAY_WRITE else 0.0,
         )
 
     def busy_workers(self, beat: Beat, blamed: str = "") -> list[Beat]:
@@ -171,7 +167,7 @@ class Neighbour:
                     os.kill(worker.pid, signal.SIGKILL)
 
 
-def take_stacks(neighbours: Sequence[Neighbour], fresh_s: float) -> bool:
+def take_stacks(neighbours: Iterable[Neighbour], fresh_s: float) -> bool:
     """Ask ranks, and their busy data workers, for their stacks; False if all are known since `fresh_s`."""
     wanted = []
     for neighbour in neighbours:

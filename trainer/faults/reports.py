@@ -8,13 +8,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from torch.distributed import Store
 
 from trainer.faults.verdict import Observed, Verdict
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 _EVERY_S, _EAGER_EVERY_S = 1.0, 0.2
 _HEALTHY_EVERY_S = 10.0  # a report that nobody has asked for
@@ -32,6 +30,8 @@ class Reports:
     grows with a verdict, with a bad end, and with a host that suspects something: then all report often, and
     those that suspect read what the others report, all in one call.
 
+    Nothing begins before this rank reports: of a host only one does. With no other host nothing ever begins.
+
     Args:
         connect: opens a separate connection to the store, with the keys of this attempt.
         first: what is known of the ranks of other hosts before they have reported.
@@ -39,10 +39,11 @@ class Reports:
     Attributes:
         verdict: that of the run, once a host has given one.
         counts: the number of reports read, by host.
+        suspicion: of a rank that seems to keep others waiting, and of what; None while all is well.
         ended: the hosts whose last report has been read.
     """
 
-    def __init__(self, connect: Callable[[], "Store"], host: int, first: Iterable[Observed]) -> None:
+    def __init__(self, connect: Callable[[], Store], host: int, first: Iterable[Observed]) -> None:
         self.verdict: Verdict | None = None
         self._connect, self._host = connect, host
         self._known: dict[int, list[Observed]] = {}
@@ -50,13 +51,13 @@ class Reports:
             self._known.setdefault(rank.host, []).append(rank)
         self._hosts = sorted(self._known)
         self.counts = dict.fromkeys(self._hosts, 0)
+        self.suspicion: Hashable = None
+        self._counts_before: dict[int, int] = {}  # of the suspicion
         self._last_read = dict[int, str]()
         self._present = set[int]()
         self._eager_s = max(_EAGER_EVERY_S, _PER_HOST_S * (len(self._hosts) + 1))
         self._news, self._ends, self._asked_until, self._asks_at = 0, 0, 0.0, 0.0
-        now = time.monotonic()
-        self._heard_at = dict.fromkeys(self._hosts, now)
-        self._answered_at = self._eager_since = now
+        self.resumed()
         self._own: list[Observed] = []
         self._eager, self._asked = False, threading.Event()
         self._proposed: Verdict | None = None
@@ -65,10 +66,15 @@ class Reports:
         self._last_report: list[Observed] = []
         self.ended = set[int]()
         self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
-        self._thread.start()
+
+    def _begin(self) -> None:
+        if self._hosts and self._thread.ident is None:
+            self.resumed()
+            self._thread.start()
 
     def tell(self, own: Sequence[Observed], eager: bool) -> None:
         """Set this host's report; `eager`: something is wrong, so write and read at once and often."""
+        self._begin()
         self._own = list(own)
         if eager and not self._eager:
             self._eager, self._eager_since = True, time.monotonic()
@@ -99,8 +105,21 @@ class Reports:
             observed += [dataclasses.replace(rank, heard_s=age) for rank in self._known[host]]
         return observed
 
+    def confirmed(self, suspicion: Hashable, host: int) -> bool:
+        """Whether two more reports of `host` have come since the suspicion; this host is seen as it is.
+
+        A report that was read when all was well, or late on a busy machine, may show where a rank was a while
+        ago: it then seems to block others that it has long since served.
+        """
+        if suspicion != self.suspicion:
+            self.suspicion, self._counts_before = suspicion, dict(self.counts)
+        return host not in self.counts or self.counts[host] >= self._counts_before[host] + 2
+
     def agree(self, verdict: Verdict, timeout_s: float) -> Verdict | None:
         """The first verdict that a host gives, perhaps this one; None without an answer in time."""
+        if not self._hosts:
+            return verdict
+        self._begin()
         self._proposed = verdict
         self._asked.set()
         self._agreed.wait(timeout_s)
@@ -111,7 +130,10 @@ class Reports:
         self._last_report, self._over = list(last_report), True
         is_bad = any(rank.status != 0 for rank in last_report)
         self._asked.set()
-        self._thread.join(_HEARD_S + 2 * _EAGER_EVERY_S if is_bad else _ENDED_S if last_report else 1.0)
+        if last_report:
+            self._begin()
+        if self._thread.ident is not None:
+            self._thread.join(_HEARD_S + 2 * _EAGER_EVERY_S if is_bad else _ENDED_S if last_report else 1.0)
 
     def _run(self) -> None:
         count, next_report, store = 0, 0.0, None
@@ -139,7 +161,7 @@ class Reports:
             self._asked.wait(self._eager_s if is_asked else _EVERY_S)
             self._asked.clear()
 
-    def _exchange_verdicts(self, store: "Store") -> None:
+    def _exchange_verdicts(self, store: Store) -> None:
         if self._proposed is not None:
             text = json.dumps(dataclasses.asdict(self._proposed))
             is_new = self.verdict is None
@@ -158,7 +180,7 @@ class Reports:
             if self.verdict is None and store.check([_VERDICT]):
                 self.verdict = _verdict(store.get(_VERDICT))
 
-    def _read_ends(self, store: "Store") -> None:
+    def _read_ends(self, store: Store) -> None:
         if (ends := store.add(_ENDS, 0)) == self._ends:
             return
         for host in self._hosts:
@@ -167,7 +189,7 @@ class Reports:
                 self.ended.add(host)
         self._ends = ends
 
-    def _read_others(self, store: "Store") -> None:
+    def _read_others(self, store: Store) -> None:
         self._read_ends(store)
         for host in self._hosts:
             if host not in self._present and store.check([f"report/{host}"]):
@@ -188,7 +210,7 @@ class Reports:
             self._heard_at[host] = time.monotonic()
             self._known[host] = [Observed(**rank) for rank in report["ranks"]]
 
-    def _send_last_report(self, store: "Store") -> None:
+    def _send_last_report(self, store: Store) -> None:
         if self._last_report:
             store.set(f"ended/{self._host}", _report("last", self._last_report))
             store.add(_ENDS, 1)
@@ -203,4 +225,4 @@ def _report(name: str, ranks: Sequence[Observed]) -> str:
 
 def _verdict(text: bytes) -> Verdict:
     values = json.loads(text)
-    return Verdict(**values | {name: tuple(values[name]) for name in ("ranks", "saving_hosts", "left")})
+    return Verdict(**values | {name: tuple(values[name]) for name in ("ranks", "saving_hosts", "going_on")})

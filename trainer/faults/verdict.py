@@ -1,20 +1,14 @@
 """Which rank stopped first, from what is known of every rank. Uses no clock and no process."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from trainer.faults.heartbeat import PHASES
 
 UNHEARD_S = 2.0  # a host whose reports stop for this long is lost or cut off
 ASLEEP_S = 3.0  # a watch that has not run for this long is blocked: its process holds the interpreter
 _MOST = 0.8  # of timeout_s: who waits is asked from a tenth of it on
 _FAR = 10  # batches of an evaluation: see _stuck
-_WORDS = {
-    "set_up": "the set-up",
-    "evaluate": "the evaluation",
-    "checkpoint": "the checkpoint",
-    "log": "the log",
-    "end": "the end",
-    "rescue": "the save at a fault",
-}
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ class Observed:
 
     @property
     def doing(self) -> str:
-        phase = _WORDS.get(self.phase, self.phase)
+        phase = PHASES[self.phase]
         if self.bucket is not None:
             phase += f" (bucket {self.bucket} handed over)"
         if self.patience_s:
@@ -102,8 +96,8 @@ class Observed:
 class Verdict:
     """The ranks to look at first. `status` is the exit status of every rank of the run.
 
-    The `saving_hosts` save the last finished step, each if those before it have not. Then the ranks that
-    are `left` go on without the others; none: the run ends.
+    The `saving_hosts` save the last finished step, each if those before it have not. Then the ranks
+    `going_on` do so without the others; none: the run ends.
     """
 
     ranks: tuple[int, ...]
@@ -112,10 +106,16 @@ class Verdict:
     message: str
     facts: Mapping[str, object] = field(default_factory=dict)  # rank, host, phase, where, step, silent_s
     saving_hosts: tuple[int, ...] = ()
-    left: tuple[int, ...] = ()
+    going_on: tuple[int, ...] = ()
 
     def followed_by(self, words: str) -> "Verdict":
         return replace(self, message=f"{self.message}; {words}") if words else self
+
+
+def takes_part(rank: Observed) -> bool:
+    """Whether it is at work, or waits for the verdict: it can still save, or go on."""
+    is_awake = rank.asleep_s < ASLEEP_S and rank.heard_s < UNHEARD_S
+    return rank.state == "running" and is_awake and (rank.status is None or rank.symptom)
 
 
 def judge(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Verdict | None:
@@ -286,28 +286,3 @@ def _facts(rank: Observed) -> dict[str, object]:
         "step": rank.step,
         "silent_s": round(rank.silent_s + rank.heard_s, 1),
     }
-
-
-class Debounce:
-    """A rank of another host is blamed only when two more reports of it have come.
-
-    One that was read when all was well, or late on a busy machine, may show where a rank was a while ago: it
-    then seems to block others that it has long since served.
-    """
-
-    def __init__(self) -> None:
-        self._of: Hashable | None = None
-        self._counts: Mapping[int, int] = {}
-
-    def clear(self) -> None:
-        self._of = None
-
-    def confirmed(self, of: Hashable, host: int, counts: Mapping[int, int]) -> bool:
-        """Whether the suspicion `of` a rank of `host` has outlived them.
-
-        Args:
-            counts: the number of reports read, by host; this one, which is seen as it is, has no entry.
-        """
-        if of != self._of:
-            self._of, self._counts = of, dict(counts)
-        return host not in counts or counts[host] >= self._counts[host] + 2

@@ -10,19 +10,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import Store
 
 from trainer.errors import RunEndError, in_a_line
 from trainer.faults import exit_report, stacks
 from trainer.faults.ending import ALONE_S, Ending
+from trainer.faults.fault_save import SAVE_S
 from trainer.faults.heartbeat import TICK_OFFSET, Heartbeat, set_mine
 from trainer.faults.kill_timer import KillTimer
 from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity, take_stacks
-from trainer.faults.rescue import SAVE_S
-from trainer.faults.verdict import ASLEEP_S, Debounce, Observed, judge, slow, stand_still
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from trainer.faults.verdict import ASLEEP_S, Observed, judge, slow, stand_still
 
 _SUSPICIOUS_S = 1.0  # without progress, at least: then look at the other hosts too
 _LONGER = 2.0  # than the longest of the last _SILENCES without progress, which all ended well
@@ -37,7 +36,7 @@ class Watch:
     """What this rank knows of the others, and the reaction of the run when one of them fails.
 
     Args:
-        connect: opens a connection to the store of this attempt; None if there is none.
+        connect: opens a connection to the store of this attempt.
         timeout_s: how long a rank may keep the others waiting.
         launched: by a process that the run must not outlive.
 
@@ -52,16 +51,15 @@ class Watch:
         own_stacks: stacks.Stacks,
         rank: int,
         members: Sequence[RankIdentity],
-        connect: Callable[[], "Store"] | None,
+        connect: Callable[[], Store],
         timeout_s: float,
         launched: bool = False,
     ) -> None:
         self._heartbeat, self._stacks, self.timeout_s = heartbeat, own_stacks, timeout_s
         self._rank, self._launched = rank, launched
-        own = next(member for member in members if member.rank == rank)
         self._here: dict[int, Neighbour] = {}
         for member in members:
-            if member.host == own.host:  # and in one pid namespace
+            if member.host == members[rank].host:  # and in one pid namespace
                 with contextlib.suppress(OSError):  # gone, or of another user: known only from reports
                     self._here[member.rank] = Neighbour(member)
         self._num_ranks, self._alone = len(members), len(members) == 1
@@ -69,15 +67,13 @@ class Watch:
         self._kill_timer: KillTimer | None = None
         self._silences, self._silent_s = deque[float](maxlen=_SILENCES), 0.0
         self._named_slow: tuple[int, int] | None = None
-        self._suspicion, self._slowness = Debounce(), Debounce()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     # ---- called by the run
 
     def start(self) -> None:
-        heard_by_others = len(self._here) > 1
-        self._stacks.open(crashes=heard_by_others)
+        self._stacks.open(crashes=len(self._here) > 1)  # others read them
         self._heartbeat.tick()
         self._heartbeat.progress()  # all have met: the wait for them was not a silence
         set_mine(self._heartbeat)
@@ -86,8 +82,7 @@ class Watch:
     def close(self) -> None:
         """End the watch after a success, or when the end is reported in another way."""
         self._stop_looking()
-        if self.ending.reports is not None:
-            self.ending.reports.close()
+        self.ending.reports.close()
         self._stacks.close()
         for neighbour in self._here.values():
             neighbour.close()
@@ -103,7 +98,7 @@ class Watch:
         self.close()
         # It leads back here through the whole run. DataLoader, when left to the garbage collector, waits 5 s
         # for each of its workers.
-        self.ending.rescue.last_step = None
+        self.ending.save.last_step = None
 
     def _stop_looking(self) -> None:
         self._closed.set()
@@ -112,8 +107,8 @@ class Watch:
             self._kill_timer.cancel()
             self._kill_timer = None
 
-    def failed(self, error: BaseException, symptom: bool) -> tuple[int, ...]:
-        """Record that this rank ends with `error`, for the others.
+    def end_or_go_on(self, error: BaseException, symptom: bool) -> tuple[int, ...]:
+        """Record that this rank ends with `error`, for the others, and return the ranks that go on.
 
         With a `symptom`, an error that another rank may have caused, this returns only if the watch itself
         fails, or if ranks go on without others: otherwise the watch ends the process once the cause is known.
@@ -134,27 +129,23 @@ class Watch:
         self._heartbeat.note(note)
         is_last = all(other.records.note() is not None for other in self._others_here())
         may_go_on = symptom or not isinstance(error, RunEndError)
-        if note["symptom"] or (may_go_on and self.ending.left):
+        if note["symptom"] or (may_go_on and self.ending.going_on.ranks):
             self._closed.wait(_GRACE_S + ALONE_S)
-            if self.ending.rescue.has_begun:
+            if self.ending.save.has_begun:
                 self._closed.wait(SAVE_S)
-        if may_go_on and self.ending.left:
-            self._here[self._rank].end_workers()
-            self.close()
-            return self.ending.left
-        if note["symptom"]:
-            pass  # the watch has failed
-        elif isinstance(error, RunEndError):
-            self.ending.record_orderly(error)
-        elif is_last:
-            self._stop_looking()  # or it ends this process, for a rank that ended before, while it saves
-            self.ending.print_at_exit()
+        going_on = self.ending.going_on.ranks if may_go_on else ()
+        if not going_on and not note["symptom"]:  # with one, the watch itself has failed
+            if isinstance(error, RunEndError):
+                self.ending.record_orderly(error)
+            elif is_last:
+                self._stop_looking()  # or it ends this process, for a rank that ended before, while it saves
+                self.ending.print_at_exit()
         self._here[self._rank].end_workers()
         holds_store = self._rank == 0 and not self._launched
-        if (is_last or holds_store) and not note["symptom"]:
+        if (is_last or holds_store) and not going_on and not note["symptom"]:
             self.ending.send_last_report()
         self.close()
-        return ()
+        return going_on
 
     # ---- the thread
 
@@ -174,7 +165,7 @@ class Watch:
             except Exception as error:  # a bug in here must not end a healthy run
                 exit_report.print_line(f"[rank {self._rank}] the watch cannot look: {error!r}")
                 time.sleep(ALONE_S)
-            if self.ending.left:
+            if self.ending.going_on.ranks:
                 self._closed.set()
             # Not before: C code that holds the interpreter lets it go for a moment at each signal, as a
             # question for its stack is one, and a rank that has looked counts as awake.
@@ -194,39 +185,34 @@ class Watch:
             note = neighbour.records.note() or {}
             if "verdict" in note:
                 self.ending.leave(int(note["verdict"]))
-            if left := neighbour.records.rescue().get("left"):
-                self.ending.go_on(left)
+            if ranks := neighbour.records.fault_save().get("going_on"):
+                self.ending.going_on.begin(ranks, self.ending.wait)
                 return
         if self._closed.is_set():
             return
-        self.ending.rescue.serve()
+        self.ending.save.serve()
+        reports = self.ending.reports
         if not self._leads():
-            if self.ending.reports is not None:  # it led while a lower rank was asleep
-                self.ending.reports.rest()
+            reports.rest()  # it may have led while a lower rank was asleep
             return
         here = self._observe()
-        reports = self.ending.reports_of_other_hosts()
         if time.monotonic_ns() - self._here[self._rank].records.main().resumed_ns < _SETTLE_S * 1e9:
-            if reports is not None:
-                reports.resumed()
+            reports.resumed()
             return
         suspicious_s = self._suspicious_after(max(rank.silent_s for rank in here))
         suspicious = any(rank.silent_s > suspicious_s or rank.status or rank.state == "dead" for rank in here)
-        if reports is not None:
-            reports.tell(here, eager=suspicious)
-            if reports.verdict is not None and not self.ending.prints_traceback(reports.verdict):
-                self.ending.end(reports.verdict)
-                return
-        if suspicious:
-            self._judge(here, reports.others() if reports else [])
+        reports.tell(here, eager=suspicious)
+        if reports.verdict is not None and not self.ending.prints_traceback(reports.verdict):
+            self.ending.end(reports.verdict)
+        elif suspicious:
+            self._judge(here, reports.others())
         else:
-            self._suspicion.clear()
-            self._slowness.clear()
+            reports.suspicion = None
 
     def _observe(self) -> list[Observed]:
         """The ranks of this host. Time in which none of them ran has not passed: a suspension."""
-        left = [each for each in self._here.values() if each.died_at_ns is None and not each.records.note()]
-        since_ns = min((each.records.main().resumed_ns for each in left), default=0)
+        alive = [each for each in self._here.values() if each.died_at_ns is None and not each.records.note()]
+        since_ns = min((each.records.main().resumed_ns for each in alive), default=0)
         return [neighbour.observe(since_ns) for neighbour in self._here.values()]
 
     def _suspicious_after(self, silent_s: float) -> float:
@@ -238,35 +224,28 @@ class Watch:
 
     def _judge(self, here: list[Observed], elsewhere: list[Observed]) -> None:
         everyone = sorted(here + elsewhere, key=lambda rank: rank.rank)
-        if all(rank.orderly or rank.status == 0 for rank in everyone):
-            return  # each rank ends by itself
-        left = [rank for rank in everyone if rank.status != 0]
-        if self._alone or (len(left) == 1 and left[0].status is None):
-            self._report_a_silence()
-            return
+        if self._alone or all(rank.orderly or rank.status == 0 for rank in everyone):
+            return  # it blocks no rank, or each ends by itself
         since_symptom = max((rank.ended_s or 0.0 for rank in everyone if rank.symptom), default=0.0)
         pressing = since_symptom >= _GRACE_S
         almost_late = max(rank.silent_s for rank in here) > 0.8 * self.timeout_s
         # All may be in one phase, such as a gather of FSDP: only stacks show which rank does not wait.
         still = stand_still(everyone, max(1.0, self.timeout_s / 10))
-        if (pressing or since_symptom > 1 or almost_late or still) and self._take_stacks():
+        asks = pressing or since_symptom > 1 or almost_late or still
+        if asks and take_stacks(self._here.values(), fresh_s=max(_FRESH_S, self.timeout_s / 10)):
             return  # look again, with the stacks
         verdict = judge(everyone, self.timeout_s, pressing)
-        reports = self.ending.reports
-        counts = reports.counts if reports else {}
         if verdict is not None:
             is_fact = verdict.kind not in ("stopped", "hangs")
             of = (verdict.ranks, verdict.facts["phase"], verdict.facts["step"])
             host = next(rank.host for rank in everyone if rank.rank == verdict.ranks[0])
-            if is_fact or self._suspicion.confirmed(of, host, counts):
+            if is_fact or self.ending.reports.confirmed(of, host):
                 self.ending.give(verdict, everyone)
-            return
-        self._suspicion.clear()
-        found = slow(everyone) if still else None
-        if found is None:
-            self._slowness.clear()
-        elif self._slowness.confirmed((found.rank, found.position), found.host, counts):
-            self._name_slow(found)
+        elif still and (found := slow(everyone)) is not None:
+            if self.ending.reports.confirmed((found.rank, found.position), found.host):
+                self._name_slow(found)
+        else:
+            self.ending.reports.suspicion = None
 
     def _leads(self) -> bool:
         """Whether no lower rank of this host is awake and still takes part."""
@@ -283,26 +262,14 @@ class Watch:
     def _others_here(self) -> list[Neighbour]:
         return [neighbour for rank, neighbour in self._here.items() if rank != self._rank]
 
-    def _take_stacks(self) -> bool:
-        """Ask the ranks of this host, and their busy data workers, for their stacks; False if known."""
-        return take_stacks(list(self._here.values()), fresh_s=max(_FRESH_S, self.timeout_s / 10))
-
     # ---- lines during the run
 
-    def _name_slow(self, found: Observed, others_wait: bool = True) -> None:
+    def _name_slow(self, found: Observed) -> None:
         if self._named_slow != (found.rank, found.position):
             self._named_slow = (found.rank, found.position)
             at = f", at {found.where}" if found.where else ""
             words = f"{found.name} has been in {found.doing} for {found.silent_s:.1f} s{at}"
-            more = [found.worker, "the others wait for it" if others_wait else None]
-            exit_report.print_line("; ".join([words, *filter(None, more)]))
-
-    def _report_a_silence(self) -> None:
-        """A process that is alone, or the last, blocks no rank: print where it is, and let it continue."""
-        own = self._here[self._rank].observe()
-        if own.silent_s > self.timeout_s and own.status is None:
-            self._take_stacks()
-            self._name_slow(self._here[self._rank].observe(), others_wait=False)
+            exit_report.print_line("; ".join(filter(None, [words, found.worker, "the others wait for it"])))
 
 
 def _status(error: BaseException) -> int:

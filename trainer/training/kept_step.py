@@ -229,7 +229,7 @@ class KeptStep(Gate):
         return step
 
     def save(self) -> bool:
-        self._dist.heartbeat.enter("rescue")
+        self._dist.heartbeat.enter("fault_save")
         with self._own_stream():
             kept = {**self._buffers.kept(), **self._extra_states}
             return self._checkpointer.save_alone(self._state, self._data_state, kept, self._check_whole)
@@ -282,11 +282,11 @@ def build_gate(
     """The gate of a run; with `checkpoint.at_fault` the watch is told what to save."""
     if not config.checkpoint.at_fault or dist.watch is None:
         return Gate()
-    rescue = dist.watch.ending.rescue
-    rescue.why_not = strategy.not_whole
-    if rescue.why_not is not None:
+    ending = dist.watch.ending
+    ending.save.why_not = strategy.not_whole
+    if strategy.not_whole is not None:
         return Gate()
-    rescue.last_step = kept = KeptStep(
+    ending.save.last_step = kept = KeptStep(
         dist, state, checkpointer, loader, own_buffers=config.train.exact is None
     )
     if config.distributed.shrink:  # a rank may die before the next step, too

@@ -17,8 +17,8 @@ from tests.faults.test_ends import TINY
 from tests.programs import Ended, finish_ranks
 from tests.ranks import run_ranks
 from tests.runs import train
+from trainer.faults.fault_save import FaultSave, savers, saving_hosts
 from trainer.faults.heartbeat import Heartbeat
-from trainer.faults.rescue import Rescue, savers, saving_hosts
 from trainer.faults.verdict import Observed, Verdict
 from trainer.training.kept_step import KeptBuffers
 
@@ -134,7 +134,7 @@ def on_a_full_disk(run_dir: Path) -> str:
     write_text = writing.write_text
 
     def full(*arguments: Any) -> Any:
-        if threading.current_thread().name == "rescue":
+        if threading.current_thread().name == "fault save":
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_text(*arguments)
 
@@ -187,10 +187,10 @@ class Here:
     def observe(self) -> Observed:
         return self.seen
 
-    def look_for_death(self) -> None:
-        pass
+    def look_for_death(self) -> bool:
+        return self.died_at_ns is not None
 
-    def rescue(self) -> dict[str, Any]:
+    def fault_save(self) -> dict[str, Any]:
         return self._said
 
 
@@ -211,10 +211,10 @@ def test_if_a_saver_that_does_not_lead_dies_or_may_not_the_leader_saves(said: di
     own.seen = rank(0, 7)
     other.died_at_ns = None if said else 1
     heartbeat.step = 9
-    rescue = Rescue(heartbeat, 0, {0: own, 1: other})  # type: ignore[dict-item]
-    rescue.last_step = Kept()
+    save = FaultSave(heartbeat, 0, {0: own, 1: other})  # type: ignore[dict-item]
+    save.last_step = Kept()
     asked = Verdict((2,), "died", 1, "", saving_hosts=(0,))
-    words = rescue.lead(asked, lambda seconds: None, is_at_work=lambda host: False)
+    words = save.lead(asked, lambda seconds: None, is_at_work=lambda host: False)
     assert words.startswith("step 8 is saved, by rank 0")
 
 
@@ -222,16 +222,16 @@ def test_a_host_stands_by_until_the_one_before_it_has_ended_or_fallen_silent() -
     heartbeat, own = Heartbeat(), Here(2)
     own.records = heartbeat.records()
     heartbeat.step = 9
-    rescue, waits, saved = Rescue(heartbeat, 2, {2: own}), [], []  # type: ignore[dict-item, var-annotated]
-    kept = rescue.last_step = Kept()
+    save, waits, saved = FaultSave(heartbeat, 2, {2: own}), [], []  # type: ignore[dict-item, var-annotated]
+    kept = save.last_step = Kept()
     kept.save = lambda: not saved.append(len(waits))  # type: ignore[method-assign, func-returns-value]
     asked = Verdict((3,), "died", 1, "", saving_hosts=(0, 1))
-    assert not rescue.has_begun
+    assert not save.has_begun
     is_at_work = iter([True, True, False])
-    words = rescue.lead(asked, waits.append, lambda host: host == 0 and next(is_at_work))
-    assert words.startswith("step 8 is saved, by rank 2") and saved == [2] and rescue.has_begun
+    words = save.lead(asked, waits.append, lambda host: host == 0 and next(is_at_work))
+    assert words.startswith("step 8 is saved, by rank 2") and saved == [2] and save.has_begun
     elsewhere = Verdict((3,), "died", 1, "", saving_hosts=(0, 2))
-    assert rescue.lead(elsewhere, waits.append, lambda host: False) == "host 0 saves the last step"
+    assert save.lead(elsewhere, waits.append, lambda host: False) == "host 0 saves the last step"
 
 
 class Masked(nn.Module):

@@ -10,11 +10,11 @@ many verdicts blame the right rank, who saved, how many steps were lost, and how
 of an undisturbed one. A restart needs all ranks again: sums over fewer would round in another way. Exit
 status 1 if anything is wrong.
 
-    python -m benchmarks.rescues --kinds kill,stop,update --tries 10 --worlds 2,4
-    python -m benchmarks.rescues --kinds kill --strategies fsdp --worlds 4
-    python -m benchmarks.rescues --kinds cut --strategies fsdp,ddp --worlds 4 --hosts 2
-    python -m benchmarks.rescues --soak 20 --seed 7     minutes of random strategies, worlds and faults
-    python -m benchmarks.rescues --case 7012            a case of a soak again, by its seed
+    python -m benchmarks.lost_steps --kinds kill,stop,update --tries 10 --worlds 2,4
+    python -m benchmarks.lost_steps --kinds kill --strategies fsdp --worlds 4
+    python -m benchmarks.lost_steps --kinds cut --strategies fsdp,ddp --worlds 4 --hosts 2
+    python -m benchmarks.lost_steps --soak 20 --seed 7     minutes of random strategies, worlds and faults
+    python -m benchmarks.lost_steps --case 7012            a case of a soak again, by its seed
 
 Hosts are network namespaces, which needs root. Launchers and ranks are forked from a process that has
 imported everything, which takes a fifth of the processor's time; for the seconds that a restart takes use
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser.add_argument("--out", type=Path, help="where the runs are kept")
     arguments = parser.parse_args(argv)
     with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
-        folder = arguments.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rescues-")))
+        folder = arguments.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lost_steps-")))
         forked = Forked(stack)
         pair = stack.enter_context(hosts(2)) if arguments.hosts == 2 else []
 

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from trainer.errors import RunEndError, in_a_line
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour
-from trainer.faults.processes import EXITED
-from trainer.faults.verdict import ASLEEP_S, UNHEARD_S, Observed, Verdict
+from trainer.faults.verdict import Observed, Verdict, takes_part
 
 SAVE_S = 25.0  # launchers kill what is left 30 s after the first end
 SAVING_HOSTS = 3  # that save, or stand by until one has
@@ -47,7 +46,7 @@ def savers(ranks: Sequence[Observed], blamed: Sequence[int], own: int | None = N
     Args:
         own: a rank that may save in any case.
     """
-    able = [rank for rank in ranks if _takes_part(rank) or rank.rank == own]
+    able = [rank for rank in ranks if takes_part(rank) or rank.rank == own]
     return sorted(able, key=lambda r: (r.rank in blamed, -r.finished, r.host != ranks[0].host, r.rank))
 
 
@@ -60,37 +59,7 @@ def saving_hosts(ranks: Sequence[Observed], blamed: Sequence[int]) -> tuple[int,
     return tuple(dict.fromkeys(rank.host for rank in savers(ranks, blamed)))[:SAVING_HOSTS]
 
 
-def left_without(ranks: Sequence[Observed], verdict: Verdict, by_host: bool) -> tuple[int, ...]:
-    """The ranks that can go on without those that the verdict is about, and without any other that is gone.
-
-    None after an exception of user code or an exit, which may come again; in the set-up; or at the end.
-    Behind a cut link, each side takes the other for lost: only the larger goes on, or of halves that with
-    rank 0.
-
-    Args:
-        by_host: whether the launcher of a host ends its other ranks when one dies.
-    """
-    gone = [rank for rank in ranks if rank.rank in verdict.ranks or not _takes_part(rank)]
-    hosts = {rank.host for rank in gone} if by_host else set()
-    left = [rank for rank in ranks if rank not in gone and rank.host not in hosts]
-    if verdict.kind not in ("died", "stopped", "hangs", "lost") or not left:
-        return ()
-    if any(EXITED in (rank.ending or "") for rank in gone):
-        return ()
-    if any(not rank.step or rank.phase == "end" for rank in left):
-        return ()
-    more = 2 * len(left) - len(ranks) + (ranks[0] in left) / 2
-    if more <= 0 and any(rank.heard_s >= UNHEARD_S for rank in gone):
-        return ()
-    return tuple(rank.rank for rank in left)
-
-
-def _takes_part(rank: Observed) -> bool:
-    is_awake = rank.asleep_s < ASLEEP_S and rank.heard_s < UNHEARD_S
-    return rank.state == "running" and is_awake and (rank.status is None or rank.symptom)
-
-
-class Rescue:
+class FaultSave:
     """This rank's part in saving at a fault.
 
     Args:
@@ -113,13 +82,13 @@ class Rescue:
     @property
     def has_begun(self) -> bool:
         """Whether a rank of this host has asked one to save: none must end before that has."""
-        return any(neighbour.records.rescue() for neighbour in self._here.values())
+        return any(neighbour.records.fault_save() for neighbour in self._here.values())
 
     def serve(self) -> None:
         """Begin to save if a leader of this host asks this rank to."""
-        asked = (neighbour.records.rescue().get("saver") for neighbour in self._here.values())
+        asked = (neighbour.records.fault_save().get("saver") for neighbour in self._here.values())
         if self.last_step is not None and self._thread is None and self._rank in asked:
-            self._thread = threading.Thread(target=self._save, name="rescue", daemon=True)
+            self._thread = threading.Thread(target=self._save, name="fault save", daemon=True)
             self._thread.start()
 
     def lead(self, verdict: Verdict, wait: Callable[[float], None], is_at_work: Callable[[int], bool]) -> str:
@@ -146,9 +115,9 @@ class Rescue:
         here, found = [neighbour.observe() for neighbour in self._here.values()], ""
         for saver in [rank for rank in savers(here, verdict.ranks, self._rank) if rank.finished]:
             words, self.is_saved = self._result_of(saver.rank, until, wait)
-            found = words if self.is_saved else found or words
             if self.is_saved:
-                break
+                return words
+            found = found or words
         return found
 
     def _result_of(self, saver: int, until: float, wait: Callable[[float], None]) -> tuple[str, bool]:
@@ -156,10 +125,10 @@ class Rescue:
         self.tell(saver=saver)
         while time.monotonic() < until:
             self.serve()
-            said = self._here[saver].records.rescue()
+            said = self._here[saver].records.fault_save()
             if "words" in said:
                 return str(said["words"]), bool(said["is_saved"])
-            if _is_dead(self._here[saver]):
+            if self._here[saver].look_for_death():
                 return f"{_NOTHING}: rank {saver} died while it saved", False
             wait(_LOOK_S)
         return f"{_NOTHING}: rank {saver} was not done in {SAVE_S:.0f} s", False
@@ -180,9 +149,4 @@ class Rescue:
     def tell(self, **facts: Any) -> None:
         """Record `facts` beside this rank's heartbeat, for the others of its host."""
         self._said |= facts
-        self._heartbeat.note_rescue(self._said)
-
-
-def _is_dead(neighbour: Neighbour) -> bool:
-    neighbour.look_for_death()
-    return neighbour.died_at_ns is not None
+        self._heartbeat.note_fault_save(self._said)
