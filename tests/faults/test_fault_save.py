@@ -167,6 +167,7 @@ def test_who_has_the_largest_step_saves_and_near_rank_0_first() -> None:
     assert of([rank(0, 8, heard_s=3.0), rank(1, 8, asleep_s=4.0), rank(2, 7)], []) == [2]
     assert of([rank(0, 8, status=1), rank(1, 8, state="stopped")], [0], own=0) == [0]
     assert saving_hosts([rank(number, 8) for number in range(20)], []) == (0, 1, 2)
+    assert saving_hosts(four, [2, 3]) == (0,)
 
 
 def test_a_host_whose_last_report_is_of_the_set_up_may_save() -> None:

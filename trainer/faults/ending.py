@@ -203,8 +203,7 @@ class Ending:
     def record_orderly(self, error: RunEndError) -> None:
         """Write an end that all ranks reach at the same place, unless another rank has."""
         if self._rank == 0 or self.run_dir is None or failure.read(self.run_dir) is None:
-            about = error.ranks[0] if error.ranks else self._rank
-            self._record_orderly(about, error.exit_code, str(error))
+            self._record_orderly((*error.ranks, self._rank)[0], error.exit_code, str(error))
 
     def _record_orderly(self, about: int, status: int, message: str) -> None:
         own = self._here[self._rank].observe()

@@ -54,9 +54,11 @@ def saving_hosts(ranks: Sequence[Observed], blamed: Sequence[int]) -> tuple[int,
     """The hosts to save, one after another until one has.
 
     What is known of another host's ranks may be many seconds old, or from before their first step: so which
-    of them saves is known only there.
+    of them saves is known only there. A host with only ranks that are `blamed` saves if there is no other.
     """
-    return tuple(dict.fromkeys(rank.host for rank in savers(ranks, blamed)))[:SAVING_HOSTS]
+    able = savers(ranks, blamed)
+    best = [rank for rank in able if rank.rank not in blamed] or able
+    return tuple(dict.fromkeys(rank.host for rank in best))[:SAVING_HOSTS]
 
 
 class FaultSave:
