@@ -136,8 +136,7 @@ class Ending:
                 tell_torchrun(verdict.message, file)
 
     def _kill_stuck(self, verdict: Verdict) -> None:
-        others = (neighbour for rank, neighbour in self._here.items() if rank != self._rank)
-        for neighbour in others:
+        for neighbour in [each for rank, each in self._here.items() if rank != self._rank]:
             stuck = neighbour.member.rank in verdict.ranks and verdict.kind in ("stopped", "hangs")
             if neighbour.died_at_ns is None and (stuck or neighbour.observe().asleep_s > ASLEEP_S):
                 with contextlib.suppress(ProcessLookupError):
