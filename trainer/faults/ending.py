@@ -133,7 +133,8 @@ class Ending:
         here = [rank for rank in verdict.ranks if rank in self._here]
         for rank in here if verdict.kind == "raised" and here else (*here, self._rank):
             if (file := self._members[rank].error_file) is not None and verdict.kind != "orderly":
-                tell_torchrun(verdict.message, file)
+                # torchrun names the rank whose end is the earliest.
+                tell_torchrun(verdict.message, file, before_s=3 if rank in here else 2)
 
     def _kill_stuck(self, verdict: Verdict) -> None:
         for neighbour in [each for rank, each in self._here.items() if rank != self._rank]:
