@@ -40,6 +40,14 @@ def save(run_dir: Path, step: int, run_id: str) -> Path:
     return store.commit(step, "full", {"a": write_text(directory / "a", "a")}, {})
 
 
+def test_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o007)
+    claimed(tmp_path)
+    save(tmp_path, 1, "a")
+    os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {0o660}
+
+
 def test_two_runs_that_start_in_the_same_second_get_two_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
