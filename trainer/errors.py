@@ -139,14 +139,14 @@ def writing(run_dir: Path | str) -> Iterator[None]:
         raise of_files(error, f"run_dir={run_dir} cannot be written: {error}") from error
 
 
-def tell_torchrun(message: str, file: str | None = None, before_s: int = 2) -> None:
+def tell_torchrun(message: str, file: str | None = None, at: float | None = None) -> None:
     """Have torchrun show `message` as the root cause, unless its file for a rank (this one's) has a reason.
 
-    Of several ranks it shows the first to end, so this end has a time `before_s` before.
+    Of several ranks it shows the first to end, so this end has a time a little before `at` (now).
     """
     path = file or os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None and not Path(path).exists():
-        told = {"py_callstack": message, "timestamp": str(int(time.time()) - before_s)}
+        told = {"py_callstack": message, "timestamp": str(int(time.time() if at is None else at) - 2)}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": told}}))
 

@@ -362,11 +362,11 @@ def test_the_rank_that_others_wait_for_is_named(how: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_torchrun_s_root_cause_is_the_rank_that_the_verdict_names(tmp_path: Path) -> None:
+def test_torchrun_s_root_cause_is_the_verdict(tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
     _, output = really(*launch, *TINY, *failing(1, 3, "SIGKILL"), f"run_dir={tmp_path}")
     cause = output.partition("Root Cause")[2]
-    assert re.search(r"rank +: 1 .*traceback : rank 1 .* died of SIGKILL", cause, re.DOTALL), output
+    assert re.search(r"traceback : rank 1 .* died of SIGKILL", cause), output
 
 
 @pytest.mark.slow

@@ -111,6 +111,7 @@ class Ending:
 
     def end(self, verdict: Verdict) -> None:
         """Save, print the verdict, write it, and exit; kill the ranks of this host that cannot exit."""
+        began = time.time()
         if verdict.kind != "orderly":
             verdict = self._with_save(verdict)
         if verdict.going_on and len(self._here) == len(self._members):
@@ -122,19 +123,19 @@ class Ending:
             return
         _briefly(self._write, verdict)
         exit_report.say(verdict, len(self._members), self._written_to)
-        self._tell_torchrun(verdict)
+        self._tell_torchrun(verdict, began)
         self.send_last_report()
         self._heartbeat.note({"verdict": verdict.status, "status": verdict.status})
         self._kill_stuck(verdict)
         exit_report.leave(verdict.status)
 
-    def _tell_torchrun(self, verdict: Verdict) -> None:
+    def _tell_torchrun(self, verdict: Verdict, began: float) -> None:
         """Have the launchers of this host show the verdict, or the traceback of a rank that raised here."""
         here = [rank for rank in verdict.ranks if rank in self._here]
         for rank in here if verdict.kind == "raised" and here else (*here, self._rank):
             if (file := self._members[rank].error_file) is not None and verdict.kind != "orderly":
-                # torchrun names the rank whose end is the earliest.
-                tell_torchrun(verdict.message, file, before_s=3 if rank in here else 2)
+                # torchrun names the rank whose end is the earliest; it may have seen one before the save.
+                tell_torchrun(verdict.message, file, at=began - (rank in here))
 
     def _kill_stuck(self, verdict: Verdict) -> None:
         for neighbour in [each for rank, each in self._here.items() if rank != self._rank]:
