@@ -1,9 +1,10 @@
 """Functions for a program or a notebook that train and load models, as the commands do."""
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -16,9 +17,9 @@ from trainer.config import Config, flatten, load
 from trainer.config.of_hydra import split_off_hydra
 from trainer.config.overrides import CONF, in_words, set_to
 from trainer.config.saved_run import saved_settings
-from trainer.errors import NonFiniteError, StoppedBySignal, UserError
+from trainer.errors import NonFiniteError, RunEndError, StoppedBySignal, UserError, without_internals
 from trainer.files import failure
-from trainer.files.address import Location, location
+from trainer.files.address import location
 from trainer.files.untrusted import load_json
 from trainer.files.writing import new_run_dir
 from trainer.inference.restore import restored_model
@@ -26,13 +27,48 @@ from trainer.inference.trained import TrainedRun
 from trainer.launch.fresh import launched_by
 from trainer.run import run
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _composing = threading.Lock()  # Hydra has one state for all threads
 
 
+def _without_internals(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`function`, with the frames of this project left out of an error whose message says all."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **named: _P.kwargs) -> _T:
+        try:
+            return function(*args, **named)
+        except RunEndError as error:
+            raise without_internals(error) from error.__cause__
+
+    return call
+
+
+@_without_internals
 def train(
-    overrides: Sequence[str], processes: int | None, config_dirs: Sequence[str | Path]
+    overrides: Sequence[str] = (),
+    processes: int | None = None,
+    config_dirs: Sequence[str | Path] = (),
 ) -> dict[str, Any]:
-    """See `trainer.train`."""
+    """Train as the command line would, from a program or a notebook; return the contents of result.json.
+
+    Args:
+        overrides: as on the command line, `["strategy=ddp", "optim.lr=0.01"]`.
+        processes: how many to start on this host; None or 1 trains in this one, unless `overrides` name a
+            launcher. A thread other than the main one always starts its own, since Python handles signals in
+            the main thread only: so runs can train beside each other.
+        config_dirs: folders like conf/, with your own `data/mine.yaml` and so on. They add options; of two
+            with one name that of conf/ is taken.
+
+    Raises:
+        UserError: the settings are wrong, or a file cannot be read or written; a ValueError.
+        NonFiniteError: the loss or a gradient was NaN or Inf; an ArithmeticError.
+        StoppedBySignal: Ctrl-C or a signal; the run is saved, and resume=auto continues it.
+        RuntimeError: a fault in the started processes. A fault in this one is raised as it is.
+
+    The first three are in `trainer.errors`; each says in one line what to do.
+    """
     if isinstance(overrides, str):
         raise UserError(
             f"overrides is the string {overrides!r}, but must be a list of strings: [{overrides!r}]"
@@ -62,13 +98,29 @@ def train(
     return load_json(run_dir / "result.json")
 
 
-def load_model(run_dir: str | Location, checkpoint: str | Path) -> nn.Module:
-    """See `trainer.load_model`."""
+@_without_internals
+def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> nn.Module:
+    """Return the model of a run with the weights of a checkpoint, on the CPU and in evaluation mode.
+
+    If the run evaluates moving averages instead (`ema.evaluate=instead`), with those.
+
+    Args:
+        run_dir: the directory of the run, or its address. The model is built as its config.yaml says, whose
+            classes are called.
+        checkpoint: newest (that verifies), best (by the run's `checkpoint.keep_best`), or the path of one.
+
+    Raises:
+        UserError: the run or the checkpoint does not exist, is broken, or does not fit the model's class.
+    """
     return restored_model(saved_settings(location(run_dir)), str(checkpoint))
 
 
-def open_run(run_dir: str | Location, checkpoint: str | Path) -> TrainedRun:
-    """See `trainer.open`."""
+@_without_internals
+def open(run_dir: str | Path, checkpoint: str | Path = "newest") -> TrainedRun:
+    """Return a trained run: its `model`, and `predict(samples)`, without its training data.
+
+    The arguments and errors are those of `load_model`.
+    """
     config = saved_settings(location(run_dir))
     return TrainedRun(config, restored_model(config, str(checkpoint)))
 

@@ -91,7 +91,18 @@ def gathering(refusal: str | None) -> Iterator[None]:
 
 
 def gather(z: Tensor) -> tuple[Tensor, int]:
-    """See `trainer.gather`."""
+    """Return the rows of `z` of all ranks, and the number of this rank's first row among them (a collective).
+
+    For a loss that compares samples of the whole global batch, as SimCLR's and CLIP's do: `Task.loss`
+    compares the rows of its rank with all, and returns their mean. Gradients go back to each rank's rows.
+    In a single process, and outside a run, it returns `(z, 0)`.
+
+    Args:
+        z: (B, ...); ranks may have unequal B.
+
+    Raises:
+        UserError: a step has several micro-batches, train.exact is set, or this is an evaluation.
+    """
     if _refusals and _refusals[-1] is not None:
         raise UserError(f"trainer.gather: {_refusals[-1]}")
     if not _refusals or dist.get_world_size() == 1:
