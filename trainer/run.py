@@ -68,11 +68,12 @@ from trainer.training.context import Checks, Run
 from trainer.training.kept_step import KeptBuffers, build_gate
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops, model_flops
-from trainer.training.micro_batch import causes_named, with_micro_batch_size
+from trainer.training.micro_batch import with_micro_batch_size
 from trainer.training.profiler import Profile
 from trainer.training.start_table import start_table
 from trainer.training.step_agreement import StepAgreement
 from trainer.training.weight_statistics import WeightStatistics
+from trainer.troubleshooting import causes_named
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, parts: l
             on_main(run_.run_log.open, dist)
             resources.callback(run_.run_log.leave_terminal)
             _log_start(config, run_)
-            with causes_named(config), gathering(_why_no_gather(config, run_)):
+            with causes_named(config.train), gathering(_why_no_gather(config, run_)):
                 metrics = fit(run_)
             run_.run_log.plots(run_.strategy.report.plots, run_.state.progress.step, at_end=True)
             result = _result(config, run_, metrics)

@@ -1,10 +1,18 @@
-"""Which entry of docs/howto/troubleshooting.md is about a message, to be printed after it."""
+"""What is known of an error by its words: an entry of docs/howto/troubleshooting.md, or the settings behind it.
 
+By words, because an error may come as text from another rank, a library or a verdict.
+"""
+
+import contextlib
 import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.config import TrainConfig
 
 PAGE = "docs/howto/troubleshooting.md"
-# The anchor of each entry, and its heading: the words of the message, with dots for what differs. Entries are
-# found by words, because a message may come as text from another rank, a library or a verdict.
+# The anchor of each entry, and its heading: the words of the message, with dots for what differs.
 ENTRIES = {
     "unknown-setting": "... is not a setting",
     "cannot-be-built": "... cannot be built: ...",
@@ -41,6 +49,28 @@ ENTRIES = {
     "hangs": "rank ... hangs in ...",
     "stopped": "rank ... is stopped (SIGSTOP, or a debugger) in ...",
 }
+_SHARED_MEMORY = (
+    "/dev/shm, through which data workers return batches, may be full (df -h /dev/shm): give a container "
+    "more (docker run --shm-size=8g), or set data.num_workers or data.prefetch_factor lower"
+)
+_CAUSES = {  # by what torch says
+    "Expected more than 1 value per channel": (
+        "a batch norm got one sample: train.global_batch_size is {batch}, and train.micro_batch_size {size}; "
+        "set the first, or both, higher"
+    ),
+    "Expected to mark a variable ready only once": (
+        "torch.utils.checkpoint with use_reentrant=True hides from DDP what a pass uses: set "
+        "use_reentrant=False in the model, or use strategy.activation_checkpointing=true in its place. Where "
+        "a model has no unused parameters, strategy.static_graph=true helps, too"
+    ),
+    "No working C++ compiler": (
+        "train.compile=true needs a C++ compiler on each host: install g++, name one in the variable CXX, or "
+        "set train.compile=false"
+    ),
+    "out of shared memory": _SHARED_MEMORY,
+    "unable to write to file </torch_": _SHARED_MEMORY,
+    "unable to allocate shared memory": _SHARED_MEMORY,
+}
 
 
 def see(message: str) -> str:
@@ -49,3 +79,23 @@ def see(message: str) -> str:
         if re.search(".*".join(map(re.escape, heading.split("..."))), message, re.DOTALL):
             return f"\n  see {PAGE}#{anchor}"
     return ""
+
+
+@contextlib.contextmanager
+def causes_named(train: "TrainConfig") -> Iterator[None]:
+    """Within, a known error of torch gets a note that names the settings that its cause may have."""
+    try:
+        yield
+    except Exception as error:
+        import torch  # loaded by now; the launcher, which reads this module too, needs none
+
+        size = "null" if train.micro_batch_size is None else train.micro_batch_size
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            error.add_note(
+                f"train.micro_batch_size={size} was too large: a smaller one makes the same global batch in "
+                "more parts"
+            )
+        for said, cause in _CAUSES.items():
+            if said in str(error):
+                error.add_note(cause.format(size=size, batch=train.global_batch_size))
+        raise

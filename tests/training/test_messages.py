@@ -11,7 +11,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from tests.ranks import run_ranks
 from tests.runs import settings, train
 from trainer.errors import NonFiniteError
-from trainer.training.micro_batch import causes_named
+from trainer.troubleshooting import causes_named
 
 NAN = (
     *("logger=jsonl", "data.dataset._target_=tests.user_parts.NanAt", "+data.dataset.index=70"),
@@ -99,7 +99,7 @@ def _of_workers() -> None:
     ],
 )
 def test_a_known_error_of_torch_gets_a_note_with_the_settings(fail: Callable[[], None], words: str) -> None:
-    with pytest.raises((ValueError, RuntimeError)) as failed, causes_named(settings()):
+    with pytest.raises((ValueError, RuntimeError)) as failed, causes_named(settings().train):
         fail()
     (note,) = failed.value.__notes__
     assert words in note

@@ -4,11 +4,9 @@ What a try builds is thrown away, and the random generators are put back: a run 
 the same bits. Only under fsdp do ranks communicate in a try.
 """
 
-import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -46,28 +44,6 @@ _SPARED = 0.1  # of a GPU's free memory: for fragments, larger batches and messa
 _PATIENCE = 0.25  # of distributed.timeout_s: for ranks that wait in a collective for one without memory
 _NO_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "could not create a memory")
 _AUTO = "train.micro_batch_size=auto"
-_SHARED_MEMORY = (
-    "/dev/shm, through which data workers return batches, may be full (df -h /dev/shm): give a container "
-    "more (docker run --shm-size=8g), or set data.num_workers or data.prefetch_factor lower"
-)
-_CAUSES = {  # by what torch says
-    "Expected more than 1 value per channel": (
-        "a batch norm got one sample: train.global_batch_size is {batch}, and train.micro_batch_size {size}; "
-        "set the first, or both, higher"
-    ),
-    "Expected to mark a variable ready only once": (
-        "torch.utils.checkpoint with use_reentrant=True hides from DDP what a pass uses: set "
-        "use_reentrant=False in the model, or use strategy.activation_checkpointing=true in its place. Where "
-        "a model has no unused parameters, strategy.static_graph=true helps, too"
-    ),
-    "No working C++ compiler": (
-        "train.compile=true needs a C++ compiler on each host: install g++, name one in the variable CXX, or "
-        "set train.compile=false"
-    ),
-    "out of shared memory": _SHARED_MEMORY,
-    "unable to write to file </torch_": _SHARED_MEMORY,
-    "unable to allocate shared memory": _SHARED_MEMORY,
-}
 
 
 def with_micro_batch_size(config: Config, former: int | None, dist: Dist) -> Config:
@@ -178,21 +154,3 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
         optimizer.step()
         trained.drop_gradients()
     del beside
-
-
-@contextlib.contextmanager
-def causes_named(config: Config) -> Iterator[None]:
-    """Within, a known error of torch gets a note that names the settings that its cause may have."""
-    try:
-        yield
-    except Exception as error:
-        size = "null" if config.train.micro_batch_size is None else config.train.micro_batch_size
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            error.add_note(
-                f"train.micro_batch_size={size} was too large: a smaller one makes the same global batch in "
-                "more parts"
-            )
-        for said, cause in _CAUSES.items():
-            if said in str(error):
-                error.add_note(cause.format(size=size, batch=config.train.global_batch_size))
-        raise
