@@ -41,7 +41,7 @@ class Data(NamedTuple):
     eval_loader: EvalLoader | None  # None: never evaluate
 
 
-def split(train: TrainConfig, strategy: Strategy) -> BatchSplit:
+def split_for(train: TrainConfig, strategy: Strategy) -> BatchSplit:
     """How a global batch is split over the replicas of `strategy`.
 
     Raises:

@@ -116,14 +116,12 @@ _REFUSALS = {
 
 
 def kind_of(error: BaseException) -> "type[UserError] | type[Fault]":
-    """What an end because of `error` is: a UserError if a person must change something, else a Fault."""
+    """What an end because of `error` is: a UserError if a person must change something, else a Fault.
+
+    For an OSError that is a path or its rights.
+    """
     refused = error.errno in _REFUSALS if isinstance(error, OSError) else isinstance(error, UserError)
     return UserError if refused else Fault
-
-
-def of_files(error: OSError, message: str) -> UserError | Fault:
-    """The end because of `error`: a UserError if a person must change a path or its rights, else a Fault."""
-    return kind_of(error)(message)
 
 
 @contextmanager
@@ -131,12 +129,12 @@ def writing(run_dir: Path | str) -> Iterator[None]:
     """Turn OSErrors of a run's own files (disk full, read-only or gone) into one message.
 
     Raises:
-        UserError, Fault: for an OSError, as `of_files` says.
+        UserError, Fault: for an OSError, as `kind_of` says.
     """
     try:
         yield
     except OSError as error:
-        raise of_files(error, f"run_dir={run_dir} cannot be written: {error}") from error
+        raise kind_of(error)(f"run_dir={run_dir} cannot be written: {error}") from error
 
 
 def tell_torchrun(message: str, file: str | None = None, at: float | None = None) -> None:

@@ -44,7 +44,7 @@ def fit(run: "Run") -> dict[str, float]:
             epoch, batches = progress.epoch, open_epoch(run)
             if batches is not None and not is_rehearsed:
                 rehearse(run, batches)
-                run.checkpointer.check(run.state, run.gate.changed)
+                run.checkpointer.check(run.state, run.gate.changed_weights)
                 is_rehearsed = True
             epoch_begin = meter.begin_window()
         after = make_step(run, batches) if batches is not None else AfterStep.CONTINUE

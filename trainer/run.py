@@ -21,7 +21,7 @@ from trainer.build import (
     build_task,
     build_to_device,
     load_data,
-    split,
+    split_for,
     wrap_model,
 )
 from trainer.checkpoint import Checkpointer, frozen_digests, saved_settings_of
@@ -87,27 +87,27 @@ def run(config: Config) -> dict[str, Any]:
     here: Place | None = None
     with StopRequest(is_watched(place(config.distributed))) as stop_request:
         while True:
-            parts: list[Run] = []
+            begun: list[Run] = []
             try:
-                return _run(config, here, stop_request, parts)
+                return _run(config, here, stop_request, begun)
             except Shrunk as shrunk:
                 here, run_dir = shrunk.place, str(shrunk.run_dir)
-                shrunk.__context__ = None  # it would keep all parts alive
-            while parts:
-                _close(parts.pop())
+                shrunk.__context__ = None  # it would keep the run alive
+            while begun:
+                _close(begun.pop())
             gc.collect()  # among others DataLoaders, which then end their workers
             publish(here)
             config = dataclasses.replace(config, run_dir=run_dir, resume="auto")
 
 
-def _close(part: Run) -> None:
-    for end in (part.profile.close, part.strategy.close, part.run_log.close):
+def _close(run_: Run) -> None:
+    for end in (run_.profile.close, run_.strategy.close, run_.run_log.close):
         with suppress(Exception):  # of what other ranks, or the disk, have broken
             end()
 
 
-def _run(config: Config, here: Place | None, stop_request: StopRequest, parts: list[Run]) -> dict[str, Any]:
-    """`run`, to the end or until some of the ranks are gone. It appends its parts to `parts`.
+def _run(config: Config, here: Place | None, stop_request: StopRequest, begun: list[Run]) -> dict[str, Any]:
+    """`run`, to the end or until some of the ranks are gone; its `Run`, once it is built, is in `begun`.
 
     Args:
         here: the place of this process, if others are gone already.
@@ -132,7 +132,7 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, parts: l
             if not claimed.used:
                 on_main(take_over, dist)
             run_ = assemble(config, claimed.run_id, dist, stop_request)
-            parts.append(run_)
+            begun.append(run_)
             if claimed.used:  # a refusal before this line leaves the former run unchanged
                 on_main(take_over, dist)
                 dist.watch.ending.writes_to(run_dir)
@@ -179,10 +179,10 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     assert config.run_dir is not None and config.seed is not None
     run_dir, train = Path(config.run_dir), config.train
     strategy = build_strategy(config, dist)
-    batch = split(train, strategy)
+    split = split_for(train, strategy)
     task = build_task(config)
     _check_metrics(config, task)
-    data = load_data(config, batch, strategy, dist)
+    data = load_data(config, split, strategy, dist)
     num_samples = data.train_loader.num_samples
 
     checkpointer = Checkpointer(config.checkpoint, run_dir, dist, run_id, num_samples, flatten(config))
@@ -191,7 +191,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     total_steps = planned_steps(progress, train, num_samples)
 
     leaves_out = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
-    wrapped, num_parameters, flops, frozen = _model(config, data, task, batch, strategy, dist, leaves_out)
+    wrapped, num_parameters, flops, frozen = _model(config, data, task, split, strategy, dist, leaves_out)
     state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch)
     saved = checkpoint.facts.get("exact") if checkpoint else None
     exact = exact_facts(train.exact, dist, saved, progress.step)
@@ -215,8 +215,8 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         settings=train,
         as_built=as_built(config, data.train_set),
         ema=config.ema,
-        batch=batch,
-        first_micro_batch=batch.first_micro_batch(strategy.replica),
+        split=split,
+        first_micro_batch=split.first_micro_batch(strategy.replica),
         num_parameters=num_parameters,
         steps_before=state.progress.step,
         total_steps=total_steps,
@@ -237,7 +237,7 @@ def _model(
     config: Config,
     data: Data,
     task: Task,
-    batch: BatchSplit,
+    split: BatchSplit,
     strategy: Strategy,
     dist: Dist,
     leaves_out: bool,
@@ -261,7 +261,7 @@ def _model(
             "model has none: set checkpoint.frozen=true, or model.init_from and model.freeze"
         )
     devices = max(strategy.devices, devices_of(model.module), key=len)
-    flops = model_flops(model.module, task, config.train, batch, devices, dist)
+    flops = model_flops(model.module, task, config.train, split, devices, dist)
     wrapped = wrap_model(config, model, strategy)
     seed_everything(config.seed, strategy.replica)
     return wrapped, num_parameters, flops, frozen
@@ -331,10 +331,10 @@ def _why_no_gather(config: Config, run_: Run) -> str | None:
     """Why no loss can be over the outputs of all ranks, in words."""
     if config.train.exact is not None:
         return f"train.exact={config.train.exact} computes each part of a batch alone; set it to null"
-    if run_.batch.num_micro_batches > run_.batch.num_replicas:
+    if run_.split.num_micro_batches > run_.split.num_replicas:
         return (
             f"a step of train.global_batch_size={config.train.global_batch_size} has "
-            f"{run_.batch.accumulation} micro-batches on each rank, each of which would be compared with a "
+            f"{run_.split.accumulation} micro-batches on each rank, each of which would be compared with a "
             "part of the batch alone; set train.micro_batch_size=null, and a smaller global batch if memory "
             "is short"
         )

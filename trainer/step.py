@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from trainer.distributed.seeding import seed_micro_batch
 from trainer.tasks.base import begin_step, end_step
-from trainer.tasks.label_counts import divided, label_count, loss_of
+from trainer.tasks.label_counts import count_labels, divided, loss_of
 
 if TYPE_CHECKING:
     from trainer.data.loading.loaders import Batches
@@ -32,7 +32,7 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
     heartbeat.enter("data")
     with run.meter.reading():
         micro_batches = batches.take()  # none on a rank that only serves parameters
-    counts = [label_count(run.task, batch, run.batch) for batch in micro_batches]
+    counts = [count_labels(run.task, batch, run.split) for batch in micro_batches]
     run.agreement.start(counts, run.asked(), batches.data_left)
 
     begin_step(run, step)
@@ -43,7 +43,7 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
         add_gradients(run, batch, count, step, number)
         for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True))
     ]
-    heartbeat.skip(("forward", "backward"), run.batch.fewer)
+    heartbeat.skip(("forward", "backward"), run.split.fewer)
     heartbeat.enter("data")
     if step < run.total_steps:
         with run.meter.reading():
@@ -76,25 +76,25 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
 def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number: int) -> Tensor:
     """Forward and backward of one micro-batch of this rank, the `number`-th of a step.
 
-    Gradients are averaged over ranks while the last one's backward pass computes them.
+    `gradient_sync` has them averaged over ranks while the last one's backward pass computes them.
 
     Returns:
         Its part of the loss of the step, a scalar, detached.
     """
     strategy, enter = run.strategy, run.dist.heartbeat.enter
-    last = number + 1 == run.batch.accumulation
+    last = number + 1 == run.split.accumulation
     enter("forward")
     seed_micro_batch(run.seed, step, run.first_micro_batch + number, strategy.devices)
     with strategy.gradient_sync(run.model, enabled=last):
         with strategy.autocast():
             loss, parts = loss_of(run.task, run.model, run.to_device(batch), label_count)
-        # Of the mean replica where gradients are averaged, of all where they are only added.
+        # Those of a mean replica if gradients are averaged over replicas, of all if they are added up.
         all_labels = run.agreement.finish().num_labels / strategy.order.mean_over(strategy.num_replicas)
         loss = divided(loss, all_labels, label_count)
         run.meter.count_batch(run.task, batch, parts, all_labels, label_count)
         enter("backward")
         scaled = run.state.scaler.scale(loss)
-        # Ones; from NaN if the loss is NaN or Inf, so that the gradients of all ranks become NaN, too.
+        # From a gradient of 1; of NaN if the loss is NaN or Inf, so that those of all ranks become NaN, too.
         scaled.backward(torch.rsub(scaled.detach(), 1, alpha=0))  # 1 - 0 * loss, in one kernel
     made = loss.detach().float()
     # A replayed graph writes the next loss in the place of this one.

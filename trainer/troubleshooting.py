@@ -1,4 +1,4 @@
-"""What is known of an error by its words: an entry of docs/howto/troubleshooting.md, or the settings behind it.
+"""What is known of an error by its words: an entry of docs/howto/troubleshooting.md, or settings behind it.
 
 By words, because an error may come as text from another rank, a library or a verdict.
 """

@@ -26,7 +26,7 @@ from trainer.data.text.in_memory import Text
 from trainer.errors import UserError
 from trainer.tasks import Classification, LanguageModelling
 from trainer.tasks.cross_entropy import IGNORED
-from trainer.tasks.label_counts import divided, label_count, loss_of
+from trainer.tasks.label_counts import count_labels, divided, loss_of
 
 STEPS, SAMPLES = 10, 8  # in these there are micro-batches, ranks and steps in which no label counts
 
@@ -305,9 +305,9 @@ class Unweighted:
 
 def test_how_many_samples_a_batch_has_is_known_or_refused() -> None:
     task, rows = Unweighted(), torch.zeros(5, 2)
-    assert label_count(task, (rows, rows[:, 0], torch.tensor(0.1), torch.ones(1, 9)), of(4)) == 5
-    assert label_count(task, (rows[:1], rows[:1, 0]), of(4)) == label_count(task, (rows[:1],), of(1)) == 1
-    assert label_count(task, object(), of(4)) == label_count(task, (rows, rows[:2]), of(4, parts=1)) == 4
+    assert count_labels(task, (rows, rows[:, 0], torch.tensor(0.1), torch.ones(1, 9)), of(4)) == 5
+    assert count_labels(task, (rows[:1], rows[:1, 0]), of(4)) == count_labels(task, (rows[:1],), of(1)) == 1
+    assert count_labels(task, object(), of(4)) == count_labels(task, (rows, rows[:2]), of(4, parts=1)) == 4
     unknown: list[tuple[int, Any]] = [
         (4, (rows, rows[:2])),
         (4, {"tokens": rows, "lengths": rows[:4, 0]}),  # its loss may be a mean over either
@@ -316,7 +316,7 @@ def test_how_many_samples_a_batch_has_is_known_or_refused() -> None:
     ]
     for samples, batch in unknown:
         with pytest.raises(UserError, match=rf"of {samples} samples whose tensors have the shapes.*give Unw"):
-            label_count(task, batch, of(samples))
+            count_labels(task, batch, of(samples))
 
 
 def test_a_task_without_a_weight_gets_no_uncounted_labels() -> None:
@@ -334,5 +334,5 @@ def test_a_task_without_a_weight_gets_no_uncounted_labels() -> None:
     batch = torch.zeros(3, 2), torch.tensor([1, IGNORED, 0])
     for each in (batch, UserDict(enumerate(batch)), Parts(*batch), [Moves(*batch)], {"graph": Moves(*batch)}):
         with pytest.raises(UserError, match=r"labels of -100, .* give Unweighted a method weight\(batch\)"):
-            label_count(Unweighted(), each, of(3))
-    assert label_count(Unweighted(), batch, of(3, parts=1)) == 3
+            count_labels(Unweighted(), each, of(3))
+    assert count_labels(Unweighted(), batch, of(3, parts=1)) == 3

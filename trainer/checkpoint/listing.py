@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_of
 from trainer.config import CheckpointConfig, KeepBest
-from trainer.errors import Fault, UserError, of_files
+from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, Location, UnreachableError
 from trainer.files.untrusted import printable
 
@@ -61,7 +61,7 @@ class Listing(Generic[P]):
             ]
         except OSError as error:
             message = f"{printable(self.root)} is unreadable ({error.strerror or error})"
-            raise of_files(error, message) from error
+            raise kind_of(error)(message) from error
         return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
 
     def found(self) -> list[Found[P]]:

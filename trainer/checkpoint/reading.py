@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.gather_shards import as_bytes
-from trainer.errors import Fault, UserError, of_files
+from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, Location
 from trainer.files.untrusted import printable, reason
 
@@ -143,4 +143,4 @@ def opened(path: Location) -> PlainFile:
 
 
 def _unreadable(path: Location, error: OSError) -> UserError | Fault:
-    return of_files(error, f"{printable(path)} is unreadable ({error.strerror or reason(error)})")
+    return kind_of(error)(f"{printable(path)} is unreadable ({error.strerror or reason(error)})")

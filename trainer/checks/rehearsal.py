@@ -26,7 +26,7 @@ from trainer.distributed.seeding import generators_kept, seed_micro_batch
 from trainer.errors import UserError, first_few
 from trainer.strategies.placement import not_all
 from trainer.tasks.base import begin_step, refuse_own_parameters
-from trainer.tasks.label_counts import described, label_count, loss_of
+from trainer.tasks.label_counts import count_labels, described, loss_of
 from trainer.tensors.bits import bit_sums, changed_bits, same_bits
 from trainer.tensors.local_shard import is_dtensor, own_rows, to_local
 
@@ -64,7 +64,7 @@ def rehearse(run: "Run", batches: "Batches") -> None:
             strategy.begin_step(run.model)
             for number, batch in enumerate(own):
                 _make_pass(run, batch, number, number + 1 == len(own), gathered)
-            heartbeat.skip(("forward", "backward"), run.batch.fewer if is_exact else 1 - len(own))
+            heartbeat.skip(("forward", "backward"), run.split.fewer if is_exact else 1 - len(own))
             changed = _changed(model, weights, versions)
             made = [name for name, _ in model.named_parameters() if weights and name not in weights]
             _refuse_what_is_lost(run, changed + made)
@@ -82,7 +82,7 @@ def rehearse(run: "Run", batches: "Batches") -> None:
     if gathered is not None:
         gathered.close()
     _drop_gradients(model)
-    run.gate.changed = changed
+    run.gate.changed_weights = changed
     strategy.prepare(run.state)
     log.info("rehearsed a pass in %.2f s", time.perf_counter() - begin)
 
@@ -111,7 +111,7 @@ def _make_pass(
 ) -> None:
     """As `step.add_gradients`, which must be changed with it; and look at what user code does."""
     strategy, model, enter = run.strategy, run.state.model, run.dist.heartbeat.enter
-    count = label_count(run.task, batch, run.batch)
+    count = count_labels(run.task, batch, run.split)
     enter("forward")
     seed_micro_batch(run.seed, run.state.progress.step + 1, run.first_micro_batch + number, strategy.devices)
     with strategy.gradient_sync(run.model, enabled=last):

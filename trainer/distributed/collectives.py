@@ -14,8 +14,6 @@ from trainer.distributed.shrink import connecting
 
 _TOGETHER_BYTES = 1 << 24
 _RENAMED = hasattr(dist, "all_gather_single")  # torch 2.14 warns of the former names
-
-
 _BACKSTOP_S = 3600.0
 
 
@@ -66,9 +64,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
         message = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in together])
         dist.broadcast(message, src)
         parts = zip(together, message.split([tensor.nbytes for tensor in together]), strict=True)
-        for _, alike in groupby(
-            parts, key=lambda pair: pair[0].dtype
-        ):  # in a kernel, if they are of one dtype
+        for _, alike in groupby(parts, key=lambda pair: pair[0].dtype):  # of one dtype: copied by one kernel
             pairs = [(own, part.view(own.dtype).view(own.shape)) for own, part in alike]
             torch._foreach_copy_([own for own, _ in pairs], [value for _, value in pairs])
 

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
 
-from trainer.errors import Fault, StoppedBySignal, UserError, of_files
+from trainer.errors import Fault, StoppedBySignal, UserError, kind_of
 from trainer.faults.processes import state
 from trainer.launch.place import LISTENING, Place
 from trainer.launch.signals import stop_signals_to
@@ -195,7 +195,7 @@ def _open(init_method: str, here: Place, timeout: timedelta) -> dist.Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
         except OSError as error:
-            raise of_files(error, f"distributed.init_method={init_method}: {error.strerror}") from error
+            raise kind_of(error)(f"distributed.init_method={init_method}: {error.strerror}") from error
         # Not told the number of ranks: it would delete the file after that many had closed it.
         return dist.FileStore(str(path))
     if url.scheme == "env":

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.errors import UserError, of_files
+from trainer.errors import UserError, kind_of
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def output_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
             file.flush()
             check_free(path, replace)
     except OSError as error:
-        raise of_files(error, f"{path} cannot be written: {error.strerror or error}") from error
+        raise kind_of(error)(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def check_free(path: Path, replace: bool = False) -> None:

@@ -23,7 +23,7 @@ from trainer.build import (
     build_task,
     build_to_device,
     load_held_out,
-    split,
+    split_for,
 )
 from trainer.checkpoint import OpenCheckpoint, frozen_digests, read_averages, read_model
 from trainer.config import Config, TrainConfig, flatten
@@ -204,7 +204,7 @@ def _batch(train: TrainConfig, strategy: Strategy) -> BatchSplit:
     """The batch split of training, for bit-identical sums; if it does not divide, a similar one."""
     size, micro = train.global_batch_size, train.known_micro_batch_size
     try:
-        return split(train, strategy)
+        return split_for(train, strategy)
     except UserError:
         micro = micro or max(1, size // strategy.num_replicas)
         return BatchSplit(micro * strategy.num_replicas, strategy.num_replicas, micro, 1)

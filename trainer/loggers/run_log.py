@@ -14,7 +14,7 @@ from trainer.config import Config, flatten
 from trainer.config.instantiate import instantiate
 from trainer.distributed.agreement import on_main
 from trainer.distributed.process_group import Dist
-from trainer.errors import UserError, of_files, writing
+from trainer.errors import UserError, kind_of, writing
 from trainer.loggers.base import METHODS, Logger
 from trainer.run_dir.console import ProgressBar
 from trainer.run_dir.metrics_file import FILE as METRICS
@@ -166,7 +166,7 @@ class RunLog:
             getattr(self._loggers[setting], method)(*arguments)
         except OSError as error:  # from the disk, or from a server
             message = f"{setting} of run_dir={self._run_dir} cannot be written: {error}"
-            raise of_files(error, message) from error
+            raise kind_of(error)(message) from error
 
 
 def _logger(name: str, node: dict[str, Any], told: dict[str, Any]) -> Logger:

@@ -9,6 +9,11 @@ from trainer.exact.environment import environment, prepare
 from trainer.exact.order import ByLeaves
 from trainer.strategies.base import Computing, Strategy
 
+_ALIKE = (
+    "train.exact needs the same environment on each rank: machine, build of torch and its flags; or set "
+    "train.exact=null"
+)
+
 
 def build_strategy(config: Config, dist: Dist) -> Strategy:
     """Return the strategy of `config.strategy`, and set the device's flags of `config.train`.
@@ -41,12 +46,6 @@ def _check_leaves(num_leaves: int, strategy: str, num_replicas: int) -> None:
             f"train.exact={num_leaves} does not divide over {num_replicas} ranks, and strategy=fsdp needs as "
             f"many leaves on each; set train.exact={above}, or use strategy=ddp"
         )
-
-
-_ALIKE = (
-    "train.exact needs the same environment on each rank: machine, build of torch and its flags; or set "
-    "train.exact=null"
-)
 
 
 def _named(config: Config, dist: Dist) -> Strategy:

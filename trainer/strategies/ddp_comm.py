@@ -1,4 +1,4 @@
-"""What DDP reduces and how: what comm=auto chooses, the settings of `comm`, and what DDP waits for."""
+"""What DDP reduces and how: what comm=auto chooses, and the settings of `comm`."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Where a model is: moved to this process's device, or on several devices as its constructor placed it."""
+"""Where a model is: on its process's device, or where its constructor put it; and what DDP waits for."""
 
 import itertools
 from collections import defaultdict

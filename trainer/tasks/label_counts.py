@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LEAST, _MOST = 1e-30, 1e30  # ranks compare counts in fp32, where others become 0 or infinite
 
 
-def label_count(task: Task, batch: Any, split: "BatchSplit") -> float:
+def count_labels(task: Task, batch: Any, split: "BatchSplit") -> float:
     """The number of counted labels of a micro-batch, by the task's `weight`; of its samples without one.
 
     Called before the batch is moved to the device.

@@ -40,7 +40,7 @@ class Run(ModelContext):
     state: TrainState  # of the module that the strategy owns
     train_loader: TrainLoader
     eval_loader: EvalLoader | None  # None: never evaluate
-    batch: BatchSplit
+    split: BatchSplit
     first_micro_batch: int  # of this rank: its number within a step, over all replicas
     num_parameters: int  # of the whole model
     steps_before: int  # made before this process began; 0 in a new run

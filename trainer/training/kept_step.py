@@ -23,8 +23,6 @@ from trainer.tensors.bits import same_bits
 from trainer.tensors.nested import mapped
 
 _UPDATE_S = 10.0  # for an update that has begun, at a fault
-
-
 _SMALL_BYTES = 1 << 20
 
 
@@ -34,7 +32,7 @@ class KeptBuffers:
     All small ones are copied after each step, and large ones, such as masks, if torch has counted a change.
 
     Attributes:
-        changed: whether any was ever changed, perhaps by a forward pass that is under way.
+        have_changed: whether any was ever changed, perhaps by a forward pass that is under way.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,7 +65,7 @@ class KeptBuffers:
                 kept.copy_(buffer.detach())
 
     @property
-    def changed(self) -> bool:
+    def have_changed(self) -> bool:
         if self._large_changed or any(
             self._buffer(name)._version != version for name, version in self._versions.items()
         ):
@@ -119,7 +117,7 @@ class KeptBuffers:
 class Gate:
     """Keeps updates and a save at a fault apart. This one, of a run that saves nothing then, is open."""
 
-    changed: Sequence[str] = ()
+    changed_weights: Sequence[str] = ()
     """Parameters, by name, that a forward pass changes, as the rehearsal found: no copy is kept of these."""
 
     @contextmanager
@@ -145,7 +143,7 @@ class Gate:
 
 
 class KeptStep(Gate):
-    """The gate of a run that saves at a fault, and what the watch saves.
+    """The gate of a run that saves at a fault, and the `faults.fault_save.LastStep` that the watch saves.
 
     The watch's thread saves while the main thread may still be at work. It takes the lock and never gives it
     back: no update begins while it reads, and it waits for one that has begun. An update waits for no other
@@ -220,11 +218,12 @@ class KeptStep(Gate):
             if time.monotonic() > deadline:
                 raise UserError(f"{self._dist.device} has not finished step {step}")
             time.sleep(0.01)
-        if self.changed:
-            raise UserError(f"a forward pass changes {self.changed[0]}, and no copy is kept of weights")
+        if self.changed_weights:
+            name = self.changed_weights[0]
+            raise UserError(f"a forward pass changes {name}, and no copy is kept of weights")
         is_shared = not self._own_buffers or self._shared_after == step
         with self._own_stream():
-            if not is_shared and self._buffers.changed:
+            if not is_shared and self._buffers.have_changed:
                 raise UserError("the model's running statistics, or other buffers, are those of rank 0")
         return step
 

@@ -54,6 +54,6 @@ def log_first_step(run: "Run", losses: Sequence[Tensor]) -> None:
     A slow run says early that it trains, and how fast. Nothing is logged, because the metrics of a log step
     are means since the one before.
     """
-    step, loss = run.state.progress.step, run.meter.loss_of(losses)
+    step, loss = run.state.progress.step, run.meter.mean_of_step(losses)
     seconds = run.meter.ms_per_step(run.meter.window)["step"] / 1e3
     run.run_log.step_line(f"step {step}/{run.total_steps}  loss {loss:.4f}  {seconds:.2f} s")

@@ -146,7 +146,7 @@ class Meter:
         """Mean loss per step over all ranks (a collective); NaN when no step was made."""
         return self._per_step(since)[0] / self._mean_over
 
-    def loss_of(self, losses: Sequence[Tensor]) -> float:
+    def mean_of_step(self, losses: Sequence[Tensor]) -> float:
         """The mean over all ranks of one step's losses, as `count_step` gets them (a collective).
 
         Apart from the sums: added to them alone, this step would change the last bit of the next mean.

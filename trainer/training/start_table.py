@@ -24,7 +24,7 @@ def start_table(config: Config, run: Run) -> str:
             + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),
             "optim": _optimizer_words(config, run),
             **described(run.state.optimizer, run.state.trained),
-            "batch": str(run.batch),
+            "batch": str(run.split),
             **_leaves(run),
             "steps": f"{run.total_steps:,}, {steps_per_epoch} an epoch, from {run.steps_before:,}",
             "seed": str(config.seed),
@@ -43,7 +43,7 @@ def layout(hosts: Sequence[int]) -> str:
 def _leaves(run: Run) -> dict[str, str]:
     if (exact := run.exact) is None:
         return {}
-    each, more = divmod(exact["leaves"], run.batch.num_replicas)
+    each, more = divmod(exact["leaves"], run.split.num_replicas)
     words = f"{exact['leaves']} leaves, {each}{f' or {each + 1}' if more else ''} a rank"
     return {"exact": words + (f", since step {exact['since']:,}" if exact["since"] else "")}
 
