@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.manifest import BLOCK_BYTES, FileDigest, verify
 from trainer.checkpoint.open_checkpoint import verified
 from trainer.checkpoint.store import Store

@@ -214,14 +214,7 @@ def test_the_core_is_read_in_one_sitting() -> None:
 
 
 def test_no_strategy_imports_a_sibling() -> None:
-    shared = {
-        "base",
-        "ddp_comm",
-        "meta_init",
-        "placement",
-        "sharding",
-        "units",
-    }
+    shared = {"base", "ddp_comm", "meta_init", "placement", "sharding", "units"}
     for file in sorted((HOUSE / "strategies").rglob("*.py")):
         used = {name.split(".")[2] for name in imports_of(file) if name.startswith("trainer.strategies.")}
         assert file.name == "build.py" or used <= shared, file

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
-from trainer.checkpoint import unsavable, weights_for
+from trainer.checkpoint.fits import unsavable
+from trainer.checkpoint.weights import weights_for
 from trainer.config import Config, DataConfig, TrainConfig, UnitsConfig, model_settings, patterns
 from trainer.config.instantiate import filled, instantiate
 from trainer.data.device import Normalise, ToDevice

@@ -24,7 +24,9 @@ from trainer.build import (
     split_for,
     wrap_model,
 )
-from trainer.checkpoint import Checkpointer, frozen_digests, saved_settings_of
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.finding import saved_settings_of
+from trainer.checkpoint.restoring import frozen_digests
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState

@@ -13,7 +13,9 @@ import torch.distributed as torch_dist
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import Checkpointer, manifest, saved_settings_of
+from trainer.checkpoint import manifest
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.finding import saved_settings_of
 from trainer.config import KeepBest
 from trainer.errors import Fault, UserError
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import weights_for
+from trainer.checkpoint.weights import weights_for
 from trainer.errors import UserError
 
 

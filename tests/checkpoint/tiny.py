@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint import Checkpointer, weights_for
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.tree import take_apart
+from trainer.checkpoint.weights import weights_for
 from trainer.config import CheckpointConfig
 from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import seed_micro_batch

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.finding import check_data, load_model, opened_for, tell_what_changed
-from trainer.checkpoint.fits import (
-    Fits,
-    check_left_out,
-    make_buffers,
-    parameter_of,
-    refuse_not_finite,
-    saved_state,
-    targets_for,
-)
+from trainer.checkpoint.finding import check_data, opened_for, tell_what_changed
+from trainer.checkpoint.fits import Fits, refuse_not_finite
 from trainer.checkpoint.layout import Plan, aliases_in, plan_save
 from trainer.checkpoint.open_checkpoint import ADAPTERS, DATA_STATES, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
 from trainer.checkpoint.remote import Copier, NoRemote, Remote
+from trainer.checkpoint.restoring import (
+    check_left_out,
+    load_model,
+    make_buffers,
+    parameter_of,
+    saved_state,
+    targets_for,
+)
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import is_extra_state, take_apart
 from trainer.checkpoint.writing import Contents, Saving, host_stager, write_checkpoint

@@ -1,10 +1,5 @@
-"""Whether what a run saves can be resumed, and a checkpoint fits a run: known before anything changes.
+"""Whether a resume can load what a run saves: its state as it is built, with which each save is compared."""
 
-A run's state is looked at as it is built, and compared at each save. A checkpoint is compared by names,
-shapes and dtypes before any of its tensors is read.
-"""
-
-import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -12,29 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.layout import DTYPES, Shapes, aliases_in
-from trainer.checkpoint.open_checkpoint import HELD_BY, OpenCheckpoint
-from trainer.checkpoint.tree import is_extra_state, put_together, take_apart
-from trainer.distributed.gather_shards import as_bytes
-from trainer.errors import NonFiniteError, UserError, first_few
+from trainer.checkpoint.layout import DTYPES, Shapes
+from trainer.checkpoint.open_checkpoint import HELD_BY
+from trainer.checkpoint.tree import is_extra_state, take_apart
+from trainer.errors import NonFiniteError, UserError, first_few, on_one_line
 from trainer.files.untrusted import first_five, printable
 from trainer.optim.adapters import adapters_of
-from trainer.optim.continued import OF_SCHEDULES
-from trainer.optim.optimizers import has_user_part
-from trainer.optim.plain_names import (
-    every_parameter,
-    load_model_state,
-    model_state,
-    named_buffers,
-    named_modules,
-)
+from trainer.optim.plain_names import every_parameter, load_model_state, model_state, named_buffers
 from trainer.optim.train_state import TrainState
-from trainer.tensors.bits import bit_sums, changed_bits, same_bits
+from trainer.tensors.bits import bit_sums, changed_bits
 from trainer.tensors.local_shard import is_dtensor, to_local
-
-_WITH_STATE = ("amsgrad", "centered")  # options of torch's optimizers that need more state
-
-# ---- what a run saves
 
 
 class Fits:
@@ -106,7 +88,7 @@ class Fits:
                     f"a checkpoint cannot hold {name}, a {type(local).__name__}, which is several tensors in "
                     "one; use an optimizer with plain tensors, such as optim=adamw"
                 )
-        _compare_shapes(
+        compare_shapes(
             _of_model(tensors),
             self._shapes,
             "the model's state is no longer what it was before the first step, and no resume could load it",
@@ -214,7 +196,7 @@ def _check_model(model: nn.Module) -> None:
         changed = changed_bits(before, local.items())
         problem = f"other values come back of {first_five(changed)}" if changed else ""
     except Exception as error:
-        problem = " ".join(str(error).split()) or type(error).__name__
+        problem = on_one_line(error)
     if problem:
         raise UserError(
             "the model's load_state_dict() does not restore its state_dict(), so no checkpoint of it could "
@@ -222,151 +204,7 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-# ---- a checkpoint for a run
-
-
-def targets_for(
-    state: TrainState, shapes: Shapes, plain: Mapping[str, Any], left_out: Collection[str] = ()
-) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors to read a checkpoint into, by their saved names; and what it lacks, in words for the log.
-
-    These are the model's own tensors, its other buffers if they were saved in the same size, and new tensors
-    for the optimizer's state: laid out and sharded like the parameter if they have its shape, otherwise on
-    the CPU, from where ``Optimizer.load_state_dict`` moves them.
-
-    Args:
-        shapes: of the checkpoint's tensors.
-        plain: the JSON part of the saved state.
-        left_out: names of parameters that it leaves out.
-
-    Raises:
-        UserError: the checkpoint is of another model or optimizer; lists the first five differences of each
-            kind.
-    """
-    ours, lacks = state.state_dict(), []
-    targets = model_targets(ours["model"], shapes, left_out)
-    _compare_optimizers(state, ours["optimizer"]["param_groups"], plain["optimizer"]["param_groups"])
-    buffers = {f"buffers.{name}": value for name, value in ours["buffers"].items()}
-    fitting = {name: value for name, value in buffers.items() if _fits(name, value, shapes)}
-    if others := sorted(name.partition(".")[2] for name in buffers.keys() - fitting.keys()):
-        lacks.append(f"these buffers, or has others; they keep their initial values: {first_five(others)}")
-    averages = {f"ema.weights.{name}": value for name, value in ours["ema"].get("weights", {}).items()}
-    if not all(_fits(name, value, shapes) for name, value in averages.items()):
-        averages = {}
-    if state.average is not None and not averages:
-        lacks.append("averages of these weights (ema.decay); they begin with its weights")
-    targets |= fitting | averages
-    for name, (shape, dtype) in shapes.items():
-        if name not in targets and not name.startswith(("buffers.", "ema.")):
-            parameter = parameter_of(name, shape, state.trained.whole)
-            if parameter is not None and parameter.shape == shape and len(shape) > 0:  # "step" is on the CPU
-                targets[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            else:
-                targets[name] = torch.empty(shape, dtype=dtype)
-    return targets, lacks
-
-
-def model_targets(
-    ours: Mapping[str, Any], shapes: Shapes, left_out: Collection[str] = ()
-) -> dict[str, Tensor]:
-    """The tensors to read the model's part of a checkpoint into, by their saved names.
-
-    These are the tensors in ``ours``, its own state dict, and new ones for the extra state of its modules.
-    Those of ``left_out`` are among them, though they are not in the checkpoint.
-
-    Raises:
-        UserError: the checkpoint is of another model.
-    """
-    named = {f"model.{name}": value for name, value in ours.items() if isinstance(value, Tensor)}
-    own = {name: value for name, value in named.items() if not is_extra_state(name)}
-    saved = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
-    kept = {name: shapes[name] for name in saved if is_extra_state(name)}
-    _compare_shapes(
-        {name: shape for name, shape in saved.items() if name not in kept},
-        {n: (own[n].shape, own[n].dtype) for n in own if n.removeprefix("model.") not in left_out},
-    )
-    return own | {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kept.items()}
-
-
-def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The saved state for ``TrainState.load_state_dict``, made of ``plain`` and ``targets``, once read."""
-    buffers = plain["buffers"]
-    read = {name: value for name, value in buffers.items() if f"buffers.{name}" in targets}
-    average = plain["ema"] if any(name.startswith("ema.") for name in targets) else {}
-    saved: dict[str, Any] = put_together({**plain, "buffers": read, "ema": average}, targets)
-    return saved
-
-
-def parameter_of(name: str, shape: torch.Size, parameters: Mapping[str, Tensor]) -> Tensor | None:
-    """The parameter to whose state the optimizer's tensor ``name`` belongs, maybe in lists; None without one.
-
-    Raises:
-        UserError: it is sharded, and the tensor has another shape.
-    """
-    prefix = name.removeprefix("optimizer.state.")
-    while prefix and prefix not in parameters:
-        prefix = prefix.rpartition(".")[0]
-    parameter = parameters.get(prefix)
-    if is_dtensor(parameter) and len(shape) > 0 and shape != parameter.shape:
-        words = "has another shape than its parameter and cannot be sharded; resume, or begin, without FSDP"
-        raise UserError(f"{name} {words}")
-    return parameter
-
-
-def frozen_digests(model: nn.Module, initial: Mapping[int, Tensor]) -> dict[str, str]:
-    """The sha256 of each frozen parameter of `model` that `model.init_from` gave, under each of its names.
-
-    Called when parameters have their final names and are frozen; before the model is sharded.
-
-    Args:
-        initial: by the id of a parameter, the tensor that `trainer.build.begin` found for it.
-    """
-    return {
-        name: hashlib.sha256(as_bytes(initial[id(parameter)].to(parameter.dtype))).hexdigest()
-        for name, parameter in every_parameter(model)
-        if not parameter.requires_grad and id(parameter) in initial
-    }
-
-
-def check_left_out(source: OpenCheckpoint, frozen: Mapping[str, str]) -> None:
-    """Raise UserError unless a model with these `frozen_digests` began with what `source` leaves out."""
-    others = [name for name, digest in source.left_out.items() if frozen.get(name) != digest]
-    if others:
-        raise UserError(
-            f"{source.directory} leaves out {first_five(others)}, as checkpoint.frozen=false has it: "
-            f"{source.initial_weights} had other values for them, or is not read now; set model.init_from to "
-            "those weights as they were, and model.freeze and checkpoint.frozen as in that run"
-        )
-
-
-def _compare_optimizers(state: TrainState, mine: Sequence[Any], theirs: Sequence[Any]) -> None:
-    """Raise UserError unless both groups have the same parameters, and `theirs` all options of `mine`.
-
-    New settings may group them otherwise, except for a user's own optimizer: it may keep state in groups.
-    """
-    here, there = ({name: group for group in groups for name in group["params"]} for groups in (mine, theirs))
-    members = [[group["params"] for group in groups] for groups in (mine, theirs)]
-    if here.keys() != there.keys() or (has_user_part(state.optimizer) and members[0] != members[1]):
-        differ = first_five(sorted(here.keys() ^ there.keys())) or "they are grouped otherwise"
-        raise UserError(
-            f"the checkpoint's optimizer has {len(there)} parameters in {len(theirs)} groups, this run's "
-            f"{len(here)} in {len(mine)}: {differ}; model, model.freeze and, for an optimizer of your own, "
-            "optim.groups, optim.weight_decay and optim.undecayed must be those of the checkpoint"
-        )
-    for group in mine:
-        then = there[group["params"][0]]
-        missing = group.keys() - then.keys() - OF_SCHEDULES - {"name"}
-        missing |= {option for option in _WITH_STATE if group.get(option) and not then.get(option)}
-        if missing:
-            words = first_five(sorted(missing))
-            raise UserError(f"the checkpoint is of another optimizer, without {words}; set optim as it was")
-
-
-def _fits(name: str, tensor: Tensor, shapes: Shapes) -> bool:
-    return shapes.get(name) == (tensor.shape, tensor.dtype)
-
-
-def _compare_shapes(
+def compare_shapes(
     saved: Shapes,
     wanted: Shapes,
     words: str = "the checkpoint is of another model",
@@ -397,48 +235,3 @@ def _compare_shapes(
 
 def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-@torch.no_grad()
-def make_buffers(model: nn.Module, source: OpenCheckpoint, device: torch.device) -> list[str]:
-    """Give `model` the buffers of `source`, before its values are read into them.
-
-    Those that a forward pass made, with persistent=False, are registered. Those that begin as one tensor with
-    another, and were saved with other values than it, get memory of their own.
-
-    Args:
-        device: where the model computes, unless a module of it is elsewhere.
-
-    Returns:
-        The names of saved buffers that this model has no place for.
-    """
-    modules, left = dict(named_modules(model)), []
-    saved = {
-        name.partition(".")[2]: name for name in source.shapes if name.startswith(("model.", "buffers."))
-    }
-    buffers = dict(named_buffers(model))
-    for name in sorted(saved.keys() - buffers.keys()):
-        if not saved[name].startswith("buffers."):
-            continue
-        prefix, _, leaf = name.rpartition(".")
-        value = source.read_named([saved[name]])[saved[name]]
-        try:
-            module = modules[prefix]
-            module.register_buffer(leaf, value.to(_device_of(module, device), copy=True), persistent=False)
-        except KeyError:  # of `modules`, or since the module has something else of this name
-            left.append(name)
-    # Parameters come first, and so keep the memory.
-    plain = {name: p.detach() for name, p in every_parameter(model) if not is_dtensor(p)}
-    for name, other in aliases_in({**plain, **buffers}).items():
-        if name in buffers and {name, other} <= saved.keys():
-            values = source.read_named([saved[name], saved[other]])
-            if not same_bits(values[saved[name]], values[saved[other]]):
-                prefix, _, leaf = name.rpartition(".")
-                setattr(modules[prefix], leaf, buffers[name].clone())
-    return left
-
-
-def _device_of(module: nn.Module, device: torch.device) -> torch.device:
-    """That of the module's tensors, if the model is split over several of the kind of `device`."""
-    held = (tensor.device for tensor in (*module.buffers(), *module.parameters()))
-    return next((each for each in held if each.type == device.type), device)

@@ -25,7 +25,8 @@ from trainer.build import (
     load_held_out,
     split_for,
 )
-from trainer.checkpoint import OpenCheckpoint, frozen_digests, read_averages, read_model
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint
+from trainer.checkpoint.restoring import frozen_digests, read_averages, read_model
 from trainer.config import Config, TrainConfig, flatten
 from trainer.config.overrides import leaves
 from trainer.data.loading.batch import BatchSplit

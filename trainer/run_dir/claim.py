@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from trainer.checkpoint import fetch_history, is_run_id, newest_run_id, read_manifest, run_at
+from trainer.checkpoint.listing import newest_run_id
+from trainer.checkpoint.manifest import is_run_id, read_manifest
+from trainer.checkpoint.remote import fetch_history, run_at
 from trainer.errors import Fault, UserError, writing
 from trainer.files.address import Address, Location
 from trainer.files.untrusted import load_json, printable

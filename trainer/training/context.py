@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState

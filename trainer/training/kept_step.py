@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import accelerator
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.config import Config
 from trainer.data.loading.loaders import TrainLoader
 from trainer.distributed.process_group import Dist
