@@ -20,11 +20,11 @@ def test_how_a_child_is_and_how_it_ended() -> None:
         deadline = time.monotonic() + 100
         while processes.state(pid) != "stopped":
             assert time.monotonic() < deadline
-        assert processes.ending(pid) is None
+        assert processes.death_of(pid) is None
     finally:
         os.kill(pid, signal.SIGKILL)
     while processes.state(pid) != "dead":
         assert time.monotonic() < deadline
-    assert processes.ending(pid) == "died of SIGKILL"  # its parent has not asked yet
+    assert processes.death_of(pid) == "died of SIGKILL"  # its parent has not asked yet
     os.waitpid(pid, 0)
-    assert (processes.state(pid), processes.ending(pid)) == ("dead", None)
+    assert (processes.state(pid), processes.death_of(pid)) == ("dead", None)

@@ -102,7 +102,7 @@ def test_none_goes_on_after_an_exception_or_an_exit_in_the_set_up_and_at_the_end
     assert who_goes_on(three, died(2, kind="raised"), by_host=False) == ()
     child = subprocess.Popen(["false"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    left_itself = replace(three[2], status=None, state="dead", ending=processes.ending(child.pid))
+    left_itself = replace(three[2], status=None, state="dead", death=processes.death_of(child.pid))
     assert who_goes_on([*three[:2], left_itself], died(2), by_host=False) == ()
     child.wait()
     for more in ({"step": 0}, {"phase": "end"}):

@@ -32,7 +32,7 @@ def silent(facts: dict[str, object], seconds: float) -> dict[str, object]:
 METRIC = {**WAITING, "phase": "evaluate", "waits": True, "silent_s": 10.1}
 CASES = {
     "killed, the others cut off by it": (
-        four({1: {"state": "dead", "ended_s": 2.4, "ending": "died of SIGKILL"}}, **SYMPTOM),
+        four({1: {"state": "dead", "ended_s": 2.4, "death": "died of SIGKILL"}}, **SYMPTOM),
         True,
         (1, "died", "rank 1 (host 0, node0, pid 101) died of SIGKILL, in forward of step 7"),
     ),

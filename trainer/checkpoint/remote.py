@@ -5,8 +5,8 @@ checkpoints/step_N. run.json has the id of the run, the launch that puts files t
 started last, and what it is copying. Each rank reads it, puts the files that it wrote itself, and says no
 more: rank 0 waits until all have arrived in full, and puts the manifest. Without it there is no checkpoint.
 
-Each file is put only while run.json is the launch's own, so that one that was wrongly taken for dead stops
-when another has resumed its run. A file on its way may still arrive, hours later: so each launch puts
+Each file is put only while run.json is the launch's own: one that was wrongly taken for dead stops when
+another has resumed its run. A file on its way may still arrive, hours later: so each launch puts
 checkpoints in folders of its own, the second in step_N-2.
 """
 

@@ -52,8 +52,8 @@ def weights_for(
 
     Args:
         model: only its names and shapes are used, so it may be on the meta device.
-        path: mappings of tensors saved by ``torch.save``, nested or not, a ``.safetensors`` file, a folder
-            saved by transformers, the directory of a checkpoint, or that of a run, for its newest intact one.
+        path: a ``.safetensors`` file, or one of ``torch.save`` with mappings of tensors, nested or not; a
+            folder saved by transformers; the directory of a checkpoint, or of a run: its newest intact one.
         ignore: names of modules and tensors to leave out ("fc": fc.weight, fc.bias).
         key: of the file's tensors only those under this prefix.
         freeze: model.freeze.

@@ -25,6 +25,10 @@ from trainer.distributed.gather_shards import gather_shards_to_rank0
 from trainer.errors import Fault, UserError
 from trainer.tensors.local_shard import num_rows, to_local
 
+log = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -48,8 +52,8 @@ class Contents:
         """Write this rank's tensors, hashed on the way and fsynced; return the digests by file.
 
         If rank 0 writes all, this is a collective, which sends CPU tensors. Shards and GPU tensors then
-        arrive while the file is written, so that rank 0 holds only its own part of the state and one shard
-        more. A rank that fails takes part to the end, so that the others hear of it.
+        arrive while the file is written: rank 0 holds only its own part of the state and one shard more. A
+        rank that fails takes part to the end, so that the others hear of it.
 
         Raises:
             OSError: the disk failed.
@@ -136,15 +140,11 @@ def write_checkpoint(
         raise
 
 
-log = logging.getLogger(__name__)
-CPU = torch.device("cpu")
-
-
 def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:
     """A function that copies tensors to memory of the host, pinned if that helps; the next copy reuses it.
 
-    It returns a Future of the copies at once, and copies in a thread, on a stream beside the current one,
-    when that has computed what is queued now.
+    It returns a Future of the copies at once. A thread copies, on a stream beside the current one, when that
+    has computed what is queued now.
     """
     stream, kept = accelerator.stream(device), dict[str, Tensor]()
 

@@ -33,8 +33,8 @@ class GradientCheck:
         limit: the numbers of a gradient beyond +-`limit` have become NaN; for the message.
         may_skip: how many steps in a row are left out, before one raises.
         buffers: of the model, to be restored then.
-        bad_sample: given an epoch and the first sample of the step in it, names a sample with NaN or Inf in
-            this rank's part of the step, if it finds one.
+        bad_sample: names a sample with NaN or Inf in this rank's part of a step, if it finds one; given the
+            epoch, and the first sample of the step in it.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class GradientCheck:
 
         Yields whether to make it: not so if the step is left out.
 
-        On a GPU, optimizers that accept GradScaler's flag skip the update on the device, and the host reads
-        the flag after launching it, so that the GPU's queue does not run dry. If steps may be left out, it
-        reads the flag before: averages follow only updates.
+        On a GPU, optimizers that accept GradScaler's flag skip the update on the device. The host reads the
+        flag after launching it, so that the GPU's queue does not run dry. If steps may be left out, it reads
+        the flag before: averages follow only updates.
 
         Args:
             norm: of all gradients, a scalar, the same on every rank.

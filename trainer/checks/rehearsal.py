@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.seeding import generators_kept, seed_micro_batch
 from trainer.errors import UserError, first_few
+from trainer.optim.plain_names import keepers_of_extra_state
 from trainer.strategies.placement import not_all
 from trainer.tasks.base import begin_step, refuse_own_parameters
 from trainer.tasks.label_counts import count_labels, described, loss_of
@@ -144,7 +145,7 @@ def _traceless(model: nn.Module) -> Iterator[None]:
     A buffer that the passes made, or made larger, stays: its module may know its size.
     """
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    keepers = [m for m in model.modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+    keepers = keepers_of_extra_state(model).values()
     states = [copy.deepcopy(keeper.get_extra_state()) for keeper in keepers]
     yield
     with torch.no_grad():

@@ -142,8 +142,8 @@ def _meet(
 def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, over: threading.Event) -> dist.Store:
     """This attempt's own part of the store, which may hold entries of others.
 
-    torchrun's agent keeps one store across restarts, agents of several hosts may count restarts differently,
-    a file outlives a run that failed, and a second run in the same processes uses the same store. So rank 0
+    torchrun's agent keeps one store across restarts, which agents of several hosts may count differently. A
+    file outlives a run that failed. A second run in the same processes uses the same store. So rank 0
     draws a name for the attempt and answers each rank that asks, under a name which that rank has drawn:
     ranks of earlier attempts no longer ask.
     """

@@ -26,8 +26,8 @@ def seed_everything(seed: int, rank: int) -> None:
 def seed_micro_batch(seed: int, step: int, micro_batch: int, devices: Sequence[torch.device] = ()) -> None:
     """Seed Python, NumPy, torch's CPU generator and those of ``devices`` for one micro-batch.
 
-    What the micro-batch draws follows from the three numbers alone, so a resumed run draws what it would have
-    drawn, also at another world size, and a checkpoint holds no generator.
+    What the micro-batch draws follows from the three numbers alone. So a resumed run draws what it would have
+    drawn, also at another world size, and no checkpoint holds a generator.
 
     Args:
         step: -1 for evaluation, which draws the same each time.

@@ -1,8 +1,8 @@
 """Going on without a restart: the ranks that are left end their groups, and meet again in the same processes.
 
-A rank that waits for a dead one gets an error of gloo, but one that waits for a living rank, which has got
-that error, would wait for ever: so each cuts the connections of its own groups, and all waits end. Then the
-run begins once more, as after a restart of as many ranks, from the step that a rank of them has saved. The
+A rank that waits for a dead one gets an error of gloo. One that waits for a rank that lives, and got that
+error, would wait for ever. So each cuts the connections of its own groups, and all waits end. Then the run
+begins once more, as after a restart of as many ranks, from the step that a rank of them has saved. The
 lowest rank that is left opens the store, at a port that each rank has held ready since the start: the former
 store may have died with rank 0.
 """

@@ -30,7 +30,7 @@ def who_goes_on(ranks: Sequence[Observed], verdict: Verdict, by_host: bool) -> t
     able = [rank for rank in ranks if rank not in gone and rank.host not in hosts]
     if verdict.kind not in ("died", "stopped", "hangs", "lost") or not able:
         return ()
-    if any(EXITED in (rank.ending or "") for rank in gone):
+    if any(EXITED in (rank.death or "") for rank in gone):
         return ()
     if any(not rank.step or rank.phase == "end" for rank in able):
         return ()

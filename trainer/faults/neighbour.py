@@ -65,7 +65,7 @@ class Neighbour:
         self.stacks = stacks.StackReader(member.pid, member.stacks_fd)
         self.death_fd = processes.watch_for_death(member.pid)
         self.died_at_ns: int | None = None
-        self.ending: str | None = None
+        self.death: str | None = None  # how it died, if that could be seen
         self.frames: tuple[int, list[stacks.Frame]] | None = None  # the position at which they were taken,
         self.frames_at_s = 0.0  # and the time
         self.frames_since_s = 0.0  # of the first of these that were equal
@@ -84,7 +84,7 @@ class Neighbour:
         lives = self.death_fd != -1 and not self._poll.poll(0)
         if not lives and self.died_at_ns is None and processes.state(self.member.pid) == "dead":
             self.died_at_ns = time.monotonic_ns()
-            self.ending = processes.ending(self.member.pid)
+            self.death = processes.death_of(self.member.pid)
         return self.died_at_ns is not None
 
     def observe(self, since_ns: int = 0) -> Observed:
@@ -118,7 +118,7 @@ class Neighbour:
             asleep_s=(now - max(beat.tick_ns, since_ns)) / 1e9 if beat.tick_ns else 0.0,
             state=state,
             ended_s=(now - ended_at_ns) / 1e9 if ended_at_ns else None,
-            ending=self.ending,
+            death=self.death,
             where=note.get("where") or (stacks.where(frames) if frames else None),
             waits=waits,
             waited_s=now / 1e9 - self.frames_since_s if waits else 0.0,
@@ -145,7 +145,7 @@ class Neighbour:
             return None
         dead = [worker for worker in busy if processes.state(worker.pid) == "dead"]
         if dead:
-            how = processes.ending(dead[0].pid) or "is gone without a message"
+            how = processes.death_of(dead[0].pid) or "is gone without a message"
             return f"its data worker {dead[0].pid} {how} while it read sample {dead[0].index}"
         worker = min(busy, key=lambda beat: beat.progress_ns)
         (text,) = stacks.ask([(worker.pid, self.stacks)])

@@ -22,7 +22,7 @@ def parent(pid: int) -> int | None:
     return None if fields is None else int(fields[1])
 
 
-def ending(pid: int) -> str | None:
+def death_of(pid: int) -> str | None:
     """How a process that just died has ended; None once its parent has collected it."""
     fields = _stat(pid)
     if fields is None or fields[0] not in "ZX":

@@ -22,7 +22,7 @@ class Observed:
         silent_s: since its last progress.
         asleep_s: since its own watch was awake.
         ended_s: since it died, or recorded its end.
-        ending: how it died, if that could be seen.
+        death: how it died, if that could be seen.
         status: the exit status that it recorded; None: none.
         error: the last line of the exception that it recorded.
         orderly: that exception is an end with a complete message, which usually all ranks have.
@@ -49,7 +49,7 @@ class Observed:
     asleep_s: float = 0.0
     state: str = "running"
     ended_s: float | None = None
-    ending: str | None = None
+    death: str | None = None
     status: int | None = None
     error: str | None = None
     orderly: bool = False
@@ -145,8 +145,8 @@ def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
     if first.status is not None:
         worker = f"; {first.worker}" if first.worker else ""
         return _verdict(first, "raised", f"failed in {first.doing}{at}: {first.error}{worker}")
-    ending = first.ending or "is gone without a message"
-    return _verdict(first, "died", f"{ending}, in {first.doing}{at}")
+    death = first.death or "is gone without a message"
+    return _verdict(first, "died", f"{death}, in {first.doing}{at}")
 
 
 def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
@@ -154,8 +154,8 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
 
     Its own silence is not enough: a phase may take long on all ranks (the set-up, a save to a slow
     disk), and slightly longer on one. A rank behind all others waits for none. If no rank is behind,
-    only a silence of all counts; before the second step, when torch may compile for that long on all ranks,
-    only if one has waited in the same place for most of that time.
+    only a silence of all counts. Before the second step torch may compile for that long on all ranks: then
+    one must also have waited in the same place for most of that time.
     """
     alive = [rank for rank in ranks if rank.status is None or rank.symptom]
     if len(alive) < 2:

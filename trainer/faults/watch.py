@@ -167,8 +167,8 @@ class Watch:
                 time.sleep(ALONE_S)
             if self.ending.going_on.ranks:
                 self._closed.set()
-            # Not before: C code that holds the interpreter lets it go for a moment at each signal, as a
-            # question for its stack is one, and a rank that has looked counts as awake.
+            # Not before, since a rank that has looked counts as awake. C code that holds the interpreter lets
+            # it go for a moment at each signal, such as a question for its stack.
             self._heartbeat.tick()
 
     def _start_kill_timer(self) -> None:

@@ -63,6 +63,15 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield plain_name(name), module
 
 
+def keepers_of_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with a `get_extra_state` of their own, by the name of that state in a state dict."""
+    return {
+        f"{name}._extra_state".lstrip("."): module
+        for name, module in named_modules(model)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
 def buffer_names(model: nn.Module) -> set[str]:
     """The dotted paths of buffers in a state dict."""
     names = [name for name, _ in named_buffers(model)]

@@ -27,8 +27,8 @@ def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) ->
 
     Through shared memory `tree` takes 0.7 of the CPU time of gloo's all-reduce for large buckets, and
     as much for small ones. It has no half-precision sums and no mode without a hook. More than two ranks
-    keep `native`: the bits of a sum of three depend on the order, and a run that is resumed on other hosts
-    must continue with the same bits.
+    keep `native`: the bits of a sum of three depend on the order, and a run must continue with the same bits
+    on other hosts.
     Sparse gradients have other indices on each rank: only DDP itself adds them, without a hook.
 
     Args:

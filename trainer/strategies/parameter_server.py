@@ -15,6 +15,7 @@ from trainer.distributed.collectives import broadcast_buffers, broadcast_tensors
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.optim.optimizers import has_user_part
+from trainer.optim.plain_names import keepers_of_extra_state
 from trainer.strategies.base import Computing, Fill, Report, Strategy
 from trainer.strategies.placement import refuse_several_devices
 from trainer.tensors.nested import mapped
@@ -28,7 +29,7 @@ class ParameterServer(Strategy):
     """Synchronous: each step, all workers push their gradients, and all ranks get the updated values.
 
     Every rank has the whole model. The optimizer lists all parameters everywhere, so that groups, rates and
-    names are those of any strategy, but gets gradients only of what its rank owns, and so has state of that
+    names are those of any strategy. It gets gradients only of what its rank owns, and so has state of that
     alone. A rank that only serves is one whose share of the batch has no micro-batches.
     """
 
@@ -102,8 +103,7 @@ class ParameterServer(Strategy):
                 if own is not None:
                     of_optimizer[parameter] = own
                     borrowed.append(parameter)
-        modules, none = state.model.modules(), nn.Module.get_extra_state
-        keepers = [module for module in modules if type(module).get_extra_state is not none]
+        keepers = keepers_of_extra_state(state.model).values()
         states = self._to_main(self.workers[0], [keeper.get_extra_state() for keeper in keepers])
         for keeper, extra in zip(keepers, states, strict=False):
             keeper.set_extra_state(extra)

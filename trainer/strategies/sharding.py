@@ -67,8 +67,8 @@ def _refuse_held(name: str, parameter: Tensor) -> None:
 class StaleReferenceCheck:
     """Refuses the use of parameters that sharding has replaced.
 
-    Code that refers to one other than by a module's attribute, such as by a list or a closure, would always
-    compute with its initial value, and no optimizer would get its gradient.
+    Code may refer to one other than by a module's attribute, such as by a list or a closure. It would always
+    compute with the initial value, and no optimizer would get the gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:

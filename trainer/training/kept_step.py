@@ -16,7 +16,7 @@ from trainer.config import Config
 from trainer.data.loading.loaders import TrainLoader
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.optim.plain_names import named_buffers, named_modules
+from trainer.optim.plain_names import keepers_of_extra_state, named_buffers
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Strategy
 from trainer.tensors.bits import same_bits
@@ -166,7 +166,7 @@ class KeptStep(Gate):
         self._own_buffers = own_buffers and dist.rank != 0
         self._buffers = KeptBuffers(state.model)
         self._shared_after = -1  # the step after which the kept buffers were those of rank 0
-        self._keepers = _keepers_of_extra_state(state.model)
+        self._keepers = keepers_of_extra_state(state.model)
         self._extra_states = self._copied_extra_states()
         self._data_state: dict[str, Any] = {}
         self._stream = accelerator.stream(dist.device)  # made now: a full GPU has no room for another
@@ -291,12 +291,3 @@ def build_gate(
     if config.distributed.shrink:  # a rank may die before the next step, too
         dist.heartbeat.finished = state.progress.step
     return kept
-
-
-def _keepers_of_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose extra state forward passes may change, by its name in a save."""
-    return {
-        f"{name}._extra_state".lstrip("."): module
-        for name, module in named_modules(model)
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }

@@ -42,7 +42,7 @@ class StepAgreement:
     """One sum over ranks, of five numbers, in each step.
 
     `start` is called when the micro-batches of a step have been read, and `finish` when its first loss is
-    computed, so that the numbers travel meanwhile, and every rank leaves the loop after the same step.
+    computed: the numbers travel meanwhile. Because of them, every rank leaves the loop after the same step.
     """
 
     def __init__(self, dist_: "Dist", order: SumOrder = AS_THEY_COME) -> None:
