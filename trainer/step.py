@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.distributed.seeding import seed_micro_batch
-from trainer.tasks.base import begin_step, end_step
+from trainer.tasks.base import begin_step_of_task, end_step_of_task
 from trainer.tasks.label_counts import count_labels, divided, loss_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
     counts = [count_labels(run.task, batch, run.split) for batch in micro_batches]
     run.agreement.start(counts, run.asked(), batches.data_left)
 
-    begin_step(run, step)
+    begin_step_of_task(run, step)
     checks.gradients.begin_step()
     strategy.begin_step(run.model)
     run.gate.note_shared_buffers()
@@ -68,7 +68,7 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
             strategy.update(state, finite)
         state.count_update()
         if finite:
-            end_step(run, step)
+            end_step_of_task(run, step)
         state.progress.advance(run.settings.global_batch_size, agreed.data_left)
     return (losses if finite else None), norm, agreed.after
 

@@ -26,7 +26,7 @@ from trainer.distributed.seeding import generators_kept, seed_micro_batch
 from trainer.errors import UserError, first_few
 from trainer.optim.plain_names import keepers_of_extra_state
 from trainer.strategies.placement import not_all
-from trainer.tasks.base import begin_step, refuse_own_parameters
+from trainer.tasks.base import begin_step_of_task, refuse_own_parameters
 from trainer.tasks.label_counts import count_labels, described, loss_of
 from trainer.tensors.bits import bit_sums, changed_bits, same_bits
 from trainer.tensors.local_shard import is_dtensor, own_rows, to_local
@@ -59,7 +59,7 @@ def rehearse(run: "Run", batches: "Batches") -> None:
     weights = {} if is_sharded else bit_sums(model.named_parameters())
     versions = {} if is_sharded else _versions(model)
     with generators_kept(), _traceless(model):
-        begin_step(run, heartbeat.step)
+        begin_step_of_task(run, heartbeat.step)
         for _ in range(strategy.num_rehearsed):
             _drop_gradients(model)
             strategy.begin_step(run.model)
@@ -124,7 +124,7 @@ def _make_pass(
                 gathered.compare_root()
                 names |= gathered.names
             _check_loss(run, loss, names)
-            if not number and any(parameter.grad is not None for parameter in names):
+            if any(parameter.grad is not None for parameter in names):
                 raise UserError(
                     f"{type(run.task).__name__}.loss gives parameters gradients, as backward() does, but "
                     "they are the sum over micro-batches and ranks; return the loss, to which the trainer "

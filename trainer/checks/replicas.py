@@ -46,10 +46,6 @@ class ReplicaCheck:
         self._groups = groups
         self._checked_at: int | None = None  # the last step at which all was equal
 
-    @property
-    def is_on(self) -> bool:
-        return self._every is not None and bool(self._groups)
-
     def check_if_due(self, state: TrainState) -> None:
         """`check`, if the number of steps says so."""
         if self._every is not None and state.progress.step % self._every == 0:
@@ -62,7 +58,7 @@ class ReplicaCheck:
             ReplicasDifferError: on every rank, if some rank differs from its replicas.
         """
         step = state.progress.step
-        if not self.is_on or self._checked_at == step:
+        if self._every is None or not self._groups or self._checked_at == step:
             return
         hashes = self._hashes(state)
         mine = torch.tensor([_overall(hashes)], device=self._dist.device)

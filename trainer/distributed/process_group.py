@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -97,7 +96,7 @@ def process_group(
         stacks,
         here.rank,
         identities,
-        partial(_another_connection, store),
+        lambda: dist.PrefixStore("watch", store.clone()),
         settings.timeout_s,
         launched=is_watched(here),
     )
@@ -176,10 +175,6 @@ def _in_mid_run(error: BaseException) -> BaseException:
         fault = RuntimeError(f"sys.exit({error.code!r}) was called in the middle of the run")
         return fault.with_traceback(error.__traceback__)
     return error
-
-
-def _another_connection(store: dist.Store) -> dist.Store:
-    return dist.PrefixStore("watch", store.clone())
 
 
 def _is_of_communication(error: BaseException) -> bool:

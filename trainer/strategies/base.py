@@ -15,7 +15,7 @@ from trainer.distributed.backend_flags import DTYPES
 from trainer.distributed.collectives import broadcast_buffers
 from trainer.errors import UserError
 from trainer.exact.sum_order import AS_THEY_COME, SumOrder
-from trainer.strategies.placement import devices_of, lay_out_channels_last, move_to_device
+from trainer.strategies.placement import devices_of, lay_out_channels_last, refuse_shared_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -124,7 +124,9 @@ class Strategy:
             self.device, self.devices = placed[0], placed
             self.notes.append(f"the model has placed itself on {', '.join(map(str, placed))}")
             return model
-        return move_to_device(model, self.device)
+        if self.device.type != "cpu":  # where each tensor gets memory of its own
+            refuse_shared_memory(model, str(self.device))
+        return model.to(self.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's module within `model`: no prefix in its parameter names, no collective."""

@@ -11,12 +11,6 @@ from trainer.errors import UserError, first_few
 from trainer.tensors.local_shard import spanned_bytes, storage_of
 
 
-def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    if device.type != "cpu":
-        refuse_shared_memory(model, str(device))
-    return model.to(device)
-
-
 def lay_out_channels_last(model: nn.Module) -> None:
     """Convert the weights of convolutions once, or each convolution would do so at each call."""
     for parameter in model.parameters():

@@ -136,7 +136,7 @@ def refuse_own_parameters(task: Task, known: Collection[int] = ()) -> None:
                 )
 
 
-def begin_step(run: "Run", step: int) -> None:
+def begin_step_of_task(run: "Run", step: int) -> None:
     """Called before the first micro-batch of `step`, and in the rehearsal.
 
     What the method sets on the task is no state that a checkpoint should hold: each step sets it again.
@@ -151,7 +151,7 @@ def begin_step(run: "Run", step: int) -> None:
     run.checks.unsaved.leave_out(name for name, now in vars(task).items() if now is not before.get(name, ...))
 
 
-def end_step(run: "Run", step: int) -> None:
+def end_step_of_task(run: "Run", step: int) -> None:
     """Called after the update of `step`, on every rank with the same random numbers."""
     if getattr(run.task, "end_step", None) is None:
         return
