@@ -108,8 +108,8 @@ def ringmaster() -> str:
         f"train.global_batch_size={BATCH}",
         f"train.max_steps={STEPS}",
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        return str(runs.train(*words, "train.eval_every_epochs=0", f"run_dir={folder}/run")["param_sha256"])
+    words += ["train.eval_every_epochs=0", f"run_dir={os.environ['RUN_DIR']}"]
+    return str(runs.train(*words)["param_sha256"])
 
 
 def silent(way: Callable[[], str]) -> str:
@@ -120,8 +120,12 @@ def silent(way: Callable[[], str]) -> str:
 def main() -> None:
     print(f"{'':10} {'hashes':>6}  " + "  ".join(f"{world:<8}" for world in WORLDS))
     for way in (ddp, accelerate, lightning, ringmaster):
-        told = {"TORCHELASTIC_RUN_ID": "peer-bits"}  # Lightning would start its own ranks
-        found = [run_ranks(silent, world, way, init=False, env=told)[0] for world in WORLDS]
+        found = []
+        for world in WORLDS:
+            with tempfile.TemporaryDirectory() as folder:
+                # Without a name of torchrun's, Lightning would start its own ranks.
+                told = {"TORCHELASTIC_RUN_ID": "peer-bits", "RUN_DIR": f"{folder}/run"}
+                found.append(run_ranks(silent, world, way, init=False, env=told)[0])
         print(f"{way.__name__:10} {len(set(found)):6}  " + "  ".join(each[:8] for each in found), flush=True)
     sys.exit(len(set(found)) > 1)
 

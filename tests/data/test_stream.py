@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from tests.data.settings import eval_loader, message_of, train_loader
 from tests.data.streams import Broken, Dividing, Numbers, Stateful, Uneven, numbers_of
 from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
+from tests.runs import train
 from trainer.data.loading.loaders import TrainLoader
 from trainer.errors import UserError
 
@@ -127,14 +129,38 @@ class ByRank(Numbers):
         super().__init__(split, 64, first=int(os.environ.get("RANK", 0)), step=2)
 
 
+class PartByRank(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same, read by index."""
+
+    num_classes = 4
+
+    def __init__(self, split: str) -> None:
+        self.samples = list(ByRank(split))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.samples[index]
+
+
 @pytest.mark.slow
-def test_a_stream_that_divides_itself_unsaid_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    words = [f"data.dataset._target_={__name__}.ByRank", "model.input_shape=[10]", "logger=jsonl"]
-    words += ["train.max_steps=2", "train.global_batch_size=8", "train.eval_every_epochs=0", "strategy=ddp"]
-    mistakes = [(*words, f"data.num_workers={n}", f"run_dir={tmp_path / str(n)}") for n in (0, 1)]
+def test_data_that_divides_itself_unsaid_is_told_before_the_first_step(tmp_path: Path) -> None:
+    """A stream is refused; of data by index, which may only draw by itself, that is a warning."""
+    words = ["model.input_shape=[10]", "logger=jsonl", "strategy=ddp", "train.eval_every_epochs=0"]
+    words += ["train.max_steps=2", "train.global_batch_size=8"]
+    stream, by_index = (f"data.dataset._target_={__name__}.{kind.__name__}" for kind in (ByRank, PartByRank))
+    mistakes = [(*words, stream, f"data.num_workers={n}", f"run_dir={tmp_path / str(n)}") for n in (0, 1)]
     for messages in run_ranks(refusals, 2, *mistakes, init=False):
         assert all("reads another sample 0 of the training stream than rank 0" in each for each in messages)
     assert not list(tmp_path.glob("*/checkpoints/step*"))
+    for workers in (0, 1):
+        run_dir = tmp_path / f"by index {workers}"
+        run_ranks(
+            train, 2, *words, by_index, f"data.num_workers={workers}", f"run_dir='{run_dir}'", init=False
+        )
+        told = (run_dir / "train.log").read_text()
+        assert told.count("reads another sample 0 of the training data than rank 0. If the dataset div") == 1
 
 
 def test_more_says_whether_another_step_follows() -> None:

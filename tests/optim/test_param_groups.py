@@ -118,6 +118,9 @@ def test_refuses_what_the_optimizer_does_not_have() -> None:
     del rprop["lr"]
     with pytest.raises(UserError, match=r"lr_scale multiplies optim\.lr, which has no value"):
         build_optimizer(Trained(model), {**rprop, "groups": [{"match": "bias", "lr_scale": 0.1}]})
+    sgd = {"_target_": "torch.optim.SGD", "lr": 0.1, "weight_decay": 0.5}
+    with pytest.raises(UserError, match=r"is 0\.5, but torch decays no weights with sparse gradients"):
+        build_optimizer(Trained(nn.Embedding(2, 2, sparse=True)), sgd)
 
 
 def test_a_frozen_batch_norm_keeps_its_statistics() -> None:

@@ -220,6 +220,7 @@ def _refusals() -> list[str]:
         HalfHalf,
         hooked,
         lambda: nn.Sequential(nn.Embedding(16, 16, sparse=True)),
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4))),
         on_one_storage,
     ):
         with pytest.raises(UserError) as refusal:
@@ -282,6 +283,7 @@ def test_units_of_any_model() -> None:
     expected += ["torch.float32 in whole.weight beside torch.bfloat16 in short.weight"]
     expected += ["cannot shard weight: parameters with a hook on the gradient"]
     expected += ["cannot shard 0.weight: parameters with a sparse gradient"]
+    expected += ["cannot shard 0.weight, 0.bias: parameters with a module of torch.jit.script"]
     expected += ["gives 0.weight and 1.weight separate memory, but they share it now"]
     expected += ["(return self.blocks[0](x) @ self.embed[0].weight) uses a parameter of a unit"]
     expected += ["uses embed.0.weight by a reference kept in a list"]

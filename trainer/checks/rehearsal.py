@@ -49,7 +49,7 @@ def rehearse(run: "Run", batches: "Batches") -> None:
             every rank alike.
     """
     strategy, begin, micro_batches = run.strategy, time.perf_counter(), batches.ahead()
-    _compare_streams(run, batches.first_read())
+    _compare_data(run, batches.first_read())
     is_exact = strategy.order.by_leaves
     own = micro_batches if is_exact else micro_batches[:1]
     model, heartbeat = run.state.model, run.dist.heartbeat
@@ -88,23 +88,35 @@ def rehearse(run: "Run", batches: "Batches") -> None:
     log.info("rehearsed a pass in %.2f s", time.perf_counter() - begin)
 
 
-def _compare_streams(run: "Run", first: Mapping[int, int]) -> None:
-    """Refuse a stream that is not the same on all ranks, which take turns in it (a collective).
+def _compare_data(run: "Run", first: Mapping[int, int]) -> None:
+    """Refuse a stream that is not the same on all ranks, and warn of other data (a collective).
 
     Args:
-        first: hashes of the first samples, by their numbers. Each rank has read those before its own, too.
+        first: hashes of samples that all ranks have read, by their numbers: of data by index sample 0; of a
+            stream the first ones, since each rank also reads those before its own.
     """
     known: dict[int, tuple[int, int]] = {}
     for rank, theirs in enumerate(gather_objects(first) if run.dist.world_size > 1 else []):
         for number, value in theirs.items():
             before, expected = known.setdefault(number, (rank, value))
-            if value != expected:
-                raise UserError(
-                    f"{run.dist.describe(rank)} reads another sample {number} of the training stream than "
-                    f"rank {before}, but ranks take turns in one that is the same on all. If it divides "
-                    "itself by rank, leave that out, or give it the attribute divides_itself = True; if it "
-                    "draws an order, seed that from set_epoch's epoch (divides_itself = False: no such check)"
-                )
+            if value == expected:
+                continue
+            reads = f"{run.dist.describe(rank)} reads another sample {number} of the training"
+            if not run.train_loader.is_stream:
+                if run.dist.is_main:
+                    log.warning(
+                        "%s data than rank %d. If the dataset divides itself by rank, leave that out: ranks "
+                        "divide it, and would never see the rest. If it draws from a generator of its own, "
+                        "seed that from the index",
+                        *(reads, before),
+                    )
+                return
+            raise UserError(
+                f"{reads} stream than rank {before}, but ranks take turns in one that is the same on all. If "
+                "it divides itself by rank, leave that out, or give it the attribute divides_itself = True; "
+                "if it draws an order, seed that from set_epoch's epoch (divides_itself = False: no such "
+                "check)"
+            )
 
 
 def _make_pass(

@@ -88,7 +88,14 @@ def _part(
         own = entries[0].optimizer or {}
     optimizer = _built(name, own, sets)
     check_optimizer(optimizer, trained.is_sharded)
-    if (at_once := _at_once(optimizer, own, fused_on_cpu)) and not sparse_weights(trained.model):
+    sparse = sparse_weights(trained.model)
+    for group in optimizer.param_groups:
+        if group.get("weight_decay") and not sparse.isdisjoint(group["params"]):
+            raise UserError(
+                f"weight_decay is {group['weight_decay']:g}, but torch decays no weights with sparse "
+                "gradients, such as those of an embedding; set it to 0, or build that with sparse=False"
+            )
+    if (at_once := _at_once(optimizer, own, fused_on_cpu)) and not sparse:
         optimizer = _built(name, own | at_once, sets)
         optimizer.register_step_pre_hook(_before_fused_step)
     asked = any(entry.weight_decay is not None for entry in entries if name != "optim" or not entry.optimizer)

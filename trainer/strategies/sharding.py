@@ -114,6 +114,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
     """Raise UserError, by name, for parameters that fully_shard would refuse later or less clearly."""
     refuse_several_devices(model, "strategy=fsdp")
     refuse_shared_memory(model, "strategy=fsdp")
+    scripted = {p for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for p in m.parameters()}
     reasons = {
         "no dimension; give them one, of size 1": lambda parameter: parameter.ndim == 0,
         "no elements; leave them out": lambda parameter: parameter.numel() == 0,
@@ -125,6 +126,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
             parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         ),
         "a sparse gradient; build the embedding with sparse=False": sparse_weights(model).__contains__,
+        "a module of torch.jit.script; leave that out, perhaps for train.compile": scripted.__contains__,
     }
     for reason, applies in reasons.items():
         if found := [name for name, parameter in model.named_parameters() if applies(parameter)]:

@@ -72,7 +72,7 @@ class Batches:
         return [answer.batch for answer in self._next]
 
     def first_read(self) -> Mapping[int, int]:
-        """Hashes of the first samples of a stream, by their numbers, as this rank has read them."""
+        """Hashes of samples that are the same on all ranks, by their numbers, as this rank has read them."""
         return {number: value for answer in self._next for number, value in answer.first.items()}
 
     def take(self) -> list[Any]:
@@ -118,6 +118,7 @@ class TrainLoader(_Loader, ABC):
     """The micro-batches of one replica; ``batch.accumulation`` of them make a step."""
 
     steps_per_epoch: int | None
+    is_stream = False
 
     @abstractmethod
     def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
@@ -197,6 +198,8 @@ class _IndexLoader(TrainLoader):
 
 class _StreamLoader(TrainLoader):
     """Of a stream: the same slices of the same global batches, from data only read forward."""
+
+    is_stream = True
 
     def __init__(self, dataset: Any, settings: DataConfig, batch: BatchSplit, share: Share) -> None:
         own_of = batch.num_replicas if getattr(dataset, "divides_itself", False) else None

@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import pickle
 import random
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
 from trainer.data.loading.worker import answer
 from trainer.errors import UserError, on_one_line
 from trainer.faults.heartbeat import Heartbeat
-from trainer.tensors.nested import mapped
+from trainer.tensors.nested import leaves, mapped
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,8 @@ class Answer(NamedTuple):
 
     Attributes:
         belonging: held-out data: the numbers of its samples; a stream to train on: where its shards are now.
-        first: hashes of the first samples of a stream by their numbers, in the first answer of a process.
+        first: hashes of samples that are the same on all ranks, by their numbers, in the first answer of a
+            process: of the first ones of a stream, or of sample 0 of data read by index.
     """
 
     batch: Any
@@ -202,6 +205,7 @@ class TrainReader(IndexReader):
     """Answers with a batch alone; a skipped sample is replaced by the next one."""
 
     _epoch: int | None = None
+    _has_told = False
 
     def begin(self, epoch: int) -> None:
         """Tell the dataset which epoch is read: here, and in each data worker before its first batch."""
@@ -223,7 +227,20 @@ class TrainReader(IndexReader):
             with cpu_generators_kept():
                 samples = [self._read_or_next(epoch, index) for index in indices]
                 batch = collated(samples, self.dataset, indices, self.collate)
-        return Answer(batch, {})
+        return Answer(batch, {}, self._sample_0(epoch))
+
+    def _sample_0(self, epoch: int) -> dict[int, int]:
+        """The hash of sample 0 by its number, once, if it can be read."""
+        if self._has_told:
+            return {}
+        self._has_told = True
+        self.heartbeat.read(0)
+        try:
+            with cpu_generators_kept():
+                seed_generators(self.seed, epoch, 0)
+                return {0: checksum(self.dataset.__getitems__([0]) if self.in_batches else self.dataset[0])}
+        except BROKEN_DATA:
+            return {}
 
 
 class EvalReader(IndexReader):
@@ -331,6 +348,19 @@ def set_epoch(dataset: Any, epoch: int) -> None:
     elif isinstance(parts := getattr(dataset, "datasets", None), list | tuple):
         for part in parts:
             set_epoch(part, epoch)
+
+
+def checksum(sample: Any) -> int:
+    """Of the numbers, texts, tensors, arrays and images in it."""
+    total = 0
+    for leaf in leaves(sample):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            total = zlib.crc32(leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, total)
+        elif hasattr(leaf, "tobytes"):
+            total = zlib.crc32(leaf.tobytes(), total)
+        elif isinstance(leaf, bool | int | float | str | bytes):
+            total = zlib.crc32(repr(leaf).encode(), total)
+    return total
 
 
 def sample_of(dataset: Any, index: int) -> Any:

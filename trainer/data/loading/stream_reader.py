@@ -1,16 +1,13 @@
 """How a stream is read: samples by their numbers, in the main process or in data workers."""
 
 import copy
-import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.utils.data._utils.worker as torch_worker
-from torch import Tensor
 
 from trainer.data.loading.reader import (
     BROKEN_DATA,
@@ -18,13 +15,13 @@ from trainer.data.loading.reader import (
     Reader,
     Request,
     Share,
+    checksum,
     collated,
     cpu_generators_kept,
     seed_generators,
 )
 from trainer.data.stream import has_state
 from trainer.errors import UserError
-from trainer.tensors.nested import leaves
 
 _NUM_COMPARED = 8  # samples of a stream, by all ranks that read them
 
@@ -99,7 +96,7 @@ class Cursor:
                 return False
             self._next.append(item)
             if len(self.first) < _NUM_COMPARED:
-                self.first[self.position] = _checksum(item)
+                self.first[self.position] = checksum(item)
         return True
 
     def peek(self) -> Any:
@@ -250,19 +247,6 @@ class EvalStreamReader(StreamReader):
             self._filler = cursor.peek()
         samples = self._samples(request)
         return samples or [self._decode(self._filler)], list(request.numbers[: len(samples)])
-
-
-def _checksum(sample: Any) -> int:
-    """Of the numbers, texts, tensors, arrays and images in it."""
-    total = 0
-    for leaf in leaves(sample):
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-            total = zlib.crc32(leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, total)
-        elif hasattr(leaf, "tobytes"):
-            total = zlib.crc32(leaf.tobytes(), total)
-        elif isinstance(leaf, bool | int | float | str | bytes):
-            total = zlib.crc32(repr(leaf).encode(), total)
-    return total
 
 
 def _length(stream: Any) -> int | None:
