@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
-from trainer.checkpoint.fits import unsavable
+from trainer.checkpoint.savable import unsavable
 from trainer.checkpoint.weights import weights_for
 from trainer.config import Config, DataConfig, TrainConfig, UnitsConfig, model_settings, patterns
 from trainer.config.instantiate import filled, instantiate

@@ -12,7 +12,7 @@ from tests.faults.test_ends import TINY, refusals
 from tests.ranks import run_ranks
 from tests.runs import train
 from trainer import api
-from trainer.checkpoint.fits import Fits
+from trainer.checkpoint.savable import Savable
 from trainer.errors import UserError
 
 QUICK = (*TINY, "schedule=constant", "train.log_every_steps=1", "train.eval_every_epochs=0")
@@ -92,4 +92,4 @@ def test_a_buffer_that_no_resume_could_fill_is_refused(held: Tensor, words: str)
     state = tiny.train_state()
     state.model.register_buffer("held", held)
     with pytest.raises(UserError, match=f"a checkpoint cannot hold model.held, which {words}"):
-        Fits(state)
+        Savable(state)

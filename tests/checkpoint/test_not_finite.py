@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint.fits import not_finite
+from trainer.checkpoint.savable import not_finite
 from trainer.errors import NonFiniteError
 from trainer.optim.train_state import TrainState
 from trainer.tensors.local_shard import to_local

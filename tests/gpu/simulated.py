@@ -26,7 +26,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainer.checkpoint import fits
+from trainer.checkpoint import savable
 from trainer.comm import overlap
 from trainer.optim import param_groups
 from trainer.strategies import ddp
@@ -346,7 +346,7 @@ def simulated() -> Iterator[Simulator]:
         overlap: {"Future": SimFuture},
         ddp: {"DistributedDataParallel": Reducer},
         clip_grad: {"_has_foreach_support": lambda *_: True},
-        fits: {"unsavable": nothing},  # which a subclass of Tensor is
+        savable: {"unsavable": nothing},  # which a subclass of Tensor is
     }
     for holder, values in own.items():
         for name, value in values.items():

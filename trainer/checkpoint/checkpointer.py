@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.finding import check_data, opened_for, tell_what_changed
-from trainer.checkpoint.fits import Fits, refuse_not_finite
 from trainer.checkpoint.layout import Plan, aliases_in, plan_save
 from trainer.checkpoint.open_checkpoint import ADAPTERS, DATA_STATES, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
 from trainer.checkpoint.remote import Copier, NoRemote, Remote
@@ -27,6 +26,7 @@ from trainer.checkpoint.restoring import (
     saved_state,
     targets_for,
 )
+from trainer.checkpoint.savable import Savable, refuse_not_finite
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import is_extra_state, take_apart
 from trainer.checkpoint.writing import Contents, Saving, host_stager, write_checkpoint
@@ -90,7 +90,7 @@ class Checkpointer:
             "config": dict(config),
         }
         self._opened: OpenCheckpoint | None = None
-        self._fits: Fits  # from `bind` on
+        self._savable: Savable  # from `bind` on
         self._changing: set[str] = set()  # parameters that a forward pass changes
         self._plan: tuple[Any, Plan] | None = None  # what it is for, and that of the last save
         self._last_saved: int | None = None
@@ -155,10 +155,10 @@ class Checkpointer:
         """
         frozen = frozen or {}
         left_out = {} if self._settings.frozen else frozen
-        self._fits = self._agreement.everywhere(lambda: Fits(state, left_out))
-        self._fits.not_finite.update(*self._agreement.gather(self._fits.not_finite))
+        self._savable = self._agreement.everywhere(lambda: Savable(state, left_out))
+        self._savable.not_finite.update(*self._agreement.gather(self._savable.not_finite))
         self._facts |= {"exact": exact, LEFT_OUT: dict(left_out)}
-        self._facts |= {MODEL_CONFIG: self._fits.model_config, ADAPTERS: self._fits.adapters}
+        self._facts |= {MODEL_CONFIG: self._savable.model_config, ADAPTERS: self._savable.adapters}
         if self._opened is None:
             return []
         data_states = self._restore(state, self._opened, frozen)
@@ -212,7 +212,7 @@ class Checkpointer:
         source, self._opened = self._opened, None
 
         def look() -> None:
-            self._fits.to_save(state)
+            self._savable.to_save(state)
             if source is not None and changed:
                 load_model(state.model, source, self._dist.device)
 
@@ -273,7 +273,7 @@ class Checkpointer:
         only_rank_0: set[str] = set()
 
         def report() -> _Report:
-            live, facts["state"] = self._fits.to_save(state)
+            live, facts["state"] = self._savable.to_save(state)
             if self._plan is None:  # the first save
                 for name in live:
                     if name.startswith("optimizer."):
@@ -287,7 +287,7 @@ class Checkpointer:
             own = live
             if not self._dist.is_main:
                 own = self._plan_for(live, only_rank_0, alike=True).part_of(live, self._dist.rank)
-            return _Report(layout, self._fits.new_in(own), dict(data_state or {}))
+            return _Report(layout, self._savable.new_in(own), dict(data_state or {}))
 
         def decide(reports: list[_Report]) -> tuple[Path, bool]:
             hosts = [self._dist.describe(rank) for rank in range(len(reports))]
@@ -381,10 +381,10 @@ class Checkpointer:
         """
         step = state.progress.step
         own = [data_state if rank == self._dist.rank else {} for rank in range(self._dist.world_size)]
-        tensors, plain = self._fits.to_save(state, kept)
+        tensors, plain = self._savable.to_save(state, kept)
         data_tensors, plain_data = take_apart({DATA_STATES: own})
         tensors |= data_tensors
-        if bad := sorted(self._fits.new_in(tensors)):
+        if bad := sorted(self._savable.new_in(tensors)):
             raise UserError(f"{first_five(bad)} is not finite")
         facts = {**self._facts, "state": plain, **plain_data}
         plan = plan_save(tensors, "full", rank=0, world_size=1)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.finding import candidates
-from trainer.checkpoint.fits import compare_shapes
 from trainer.checkpoint.layout import Shapes, aliases_in
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified_by_all
+from trainer.checkpoint.savable import compare_shapes
 from trainer.checkpoint.tree import is_extra_state, put_together
 from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement

@@ -19,7 +19,7 @@ from trainer.tensors.bits import bit_sums, changed_bits
 from trainer.tensors.local_shard import is_dtensor, to_local
 
 
-class Fits:
+class Savable:
     """What each save of a run must contain, so that a resume can load it: its state as built.
 
     Args:
