@@ -181,7 +181,7 @@ def on_one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def in_a_line(error: BaseException) -> str:
+def class_and_line(error: BaseException) -> str:
     """The name of its class, and the first line of its message."""
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"

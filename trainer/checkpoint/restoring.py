@@ -108,7 +108,7 @@ def load_model(model: nn.Module, source: OpenCheckpoint, device: torch.device) -
 
 
 def targets_for(
-    state: TrainState, shapes: Shapes, plain: Mapping[str, Any], left_out: Collection[str] = ()
+    state: TrainState, shapes: Shapes, plain: Mapping[str, Any], left_out: Collection[str]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors to read a checkpoint into, by their saved names; and what it lacks, in words for the log.
 
@@ -148,9 +148,7 @@ def targets_for(
     return targets, lacks
 
 
-def model_targets(
-    ours: Mapping[str, Any], shapes: Shapes, left_out: Collection[str] = ()
-) -> dict[str, Tensor]:
+def model_targets(ours: Mapping[str, Any], shapes: Shapes, left_out: Collection[str]) -> dict[str, Tensor]:
     """The tensors to read the model's part of a checkpoint into, by their saved names.
 
     These are the tensors in ``ours``, its own state dict, and new ones for the extra state of its modules.

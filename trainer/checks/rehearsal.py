@@ -275,11 +275,11 @@ def _drop_gradients(model: nn.Module) -> None:
 
 def _refuse_what_outlives_a_leaf(changed: Sequence[str]) -> None:
     """With train.exact: a leaf must leave nothing to the next one, which may be on another rank."""
-    for name in changed:
+    if changed:
         raise UserError(
-            f"train.exact: a forward or backward pass changes {name}, and each part of the batch would find "
-            "what those before it on its rank have left; change weights in the optimizer alone, or compute "
-            "with another tensor, or set train.exact=null"
+            f"train.exact: a forward or backward pass changes {changed[0]}, and each part of the batch would "
+            "find what those before it on its rank have left; change weights in the optimizer alone, or "
+            "compute with another tensor, or set train.exact=null"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from trainer.errors import UserError, in_a_line, on_one_line
+from trainer.errors import UserError, class_and_line, on_one_line
 
 # Hydra 1.4 asks which targets it may call: any, because the user's own are the point (SECURITY.md).
 _ANY = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
@@ -53,7 +53,7 @@ def _within(name: str, node: dict[str, Any], error: InstantiationException) -> t
 
 def _cannot(name: str, node: dict[str, Any], reason: Exception) -> UserError:
     target = node["_target_"]
-    said = in_a_line(reason) if isinstance(reason, LookupError) else on_one_line(reason)  # a bare key
+    said = class_and_line(reason) if isinstance(reason, LookupError) else on_one_line(reason)  # a bare key
     unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
     hint = ""
     if unknown and unknown[1] in node:

@@ -139,7 +139,11 @@ def _from_main(
     group: torch_dist.ProcessGroup | None,
     cause: Exception | None = None,
 ) -> _T:
-    """Args: cause: on other ranks than 0, of an error that `action` may raise because of them."""
+    """Rank 0's result of `action` on every rank, or its error, if that is `expected` (a collective).
+
+    Args:
+        cause: on ranks other than 0: what failed there, if `action` may raise an error because of it.
+    """
     box: list[tuple[_T | None, _Failure | None] | None] = [None]
     if rank == 0:
         value, failure, cause = _attempt(action, expected)

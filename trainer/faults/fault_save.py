@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from trainer.errors import RunEndError, in_a_line
+from trainer.errors import RunEndError, class_and_line
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour
 from trainer.faults.verdict import Observed, Verdict, takes_part
@@ -142,7 +142,7 @@ class FaultSave:
             step = self.last_step.freeze(failed=self._here[self._rank].records.note() is not None)
             is_new = self.last_step.save()
         except Exception as error:
-            why = str(error) if isinstance(error, RunEndError) else in_a_line(error)
+            why = str(error) if isinstance(error, RunEndError) else class_and_line(error)
             self.tell(words=f"{_NOTHING}: {why}", is_saved=False)
         else:
             by = f", by rank {self._rank} in {time.monotonic() - began:.1f} s" if is_new else ""

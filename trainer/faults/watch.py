@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from trainer.errors import RunEndError, in_a_line
+from trainer.errors import RunEndError, class_and_line
 from trainer.faults import exit_report, stacks
 from trainer.faults.ending import ALONE_S, Ending
 from trainer.faults.fault_save import SAVE_S
@@ -53,7 +53,7 @@ class Watch:
         members: Sequence[RankIdentity],
         connect: Callable[[], Store],
         timeout_s: float,
-        launched: bool = False,
+        launched: bool,
     ) -> None:
         self._heartbeat, self._stacks, self.timeout_s = heartbeat, own_stacks, timeout_s
         self._rank, self._launched = rank, launched
@@ -277,4 +277,4 @@ def _status(error: BaseException) -> int:
 
 
 def _last_line(error: BaseException) -> str:
-    return in_a_line(error).encode(errors="backslashreplace").decode()[:1000]
+    return class_and_line(error).encode(errors="backslashreplace").decode()[:1000]

@@ -46,7 +46,7 @@ def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) ->
     return NativeCommConfig("native", comm.wire_dtype, comm.timeline)
 
 
-def hook_options(comm: CommConfig, always: bool = False) -> dict[str, Any] | None:
+def hook_options(comm: CommConfig, always: bool) -> dict[str, Any] | None:
     """The arguments of `attach` that follow from `comm`; None if no hook is needed.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from trainer.errors import UserError, in_a_line
+from trainer.errors import UserError, class_and_line
 from trainer.faults import stacks
 from trainer.faults.heartbeat import Heartbeat
 from trainer.launch.signals import signal_at_parents_death
@@ -52,7 +52,7 @@ def answer(read: Callable[[Any], Any], request: Any) -> Any:
             if isinstance(error, StopIteration):
                 raise RuntimeError("the dataset raised StopIteration") from error
             raise
-        words, where = in_a_line(error), stacks.where(stacks.frames_of_exception(error))
+        words, where = class_and_line(error), stacks.where(stacks.frames_of_exception(error))
         return WorkerError(f"a data worker raised {words}", "".join(traceback.format_exception(error)), where)
 
 
