@@ -16,6 +16,7 @@ import torch.distributed as dist
 import trainer
 from tests.programs import fork_what_starts
 from tests.ranks import run_ranks
+from trainer.config.saved_run import saved_settings
 from trainer.data.digits import Digits
 from trainer.data.images import ImagesInMemory
 from trainer.errors import NonFiniteError, UserError
@@ -109,7 +110,7 @@ def opened(run_dir: str) -> list[Any]:
     data = ["data.dataset._target_=tests.test_api.InAFile", f"+data.dataset.path={file}"]
     data += ["data.eval_transforms=[{_target_: torchvision.transforms.v2.RandomHorizontalFlip, p: 1}]"]
     trainer.train([*TINY, *data, f"run_dir={run_dir}/run"])
-    write_predictions(f"{run_dir}/run", f"{run_dir}/written.pt")
+    write_predictions(saved_settings(Path(run_dir, "run")), Path(run_dir, "written.pt"))
     written = torch.load(f"{run_dir}/written.pt")
     file.unlink()
     run = trainer.open(f"{run_dir}/run")

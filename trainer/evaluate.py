@@ -6,12 +6,9 @@ world size and strategy of the run its metrics equal those of the run's own eval
 """
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
-from trainer.config.saved_run import saved_settings
 from trainer.files.address import Address, Location, location
 from trainer.files.writing import output_file
 from trainer.inference.command import arguments, start
@@ -21,25 +18,22 @@ def main() -> None:
     """Run the command line `sys.argv`, and print the contents of evaluation.json."""
 
     def do(options: Any, config: Config) -> None:
-        found = _evaluate(config, options.checkpoint)
+        found = evaluate(config, options.checkpoint)
         if found is not None:
             print(json.dumps(found, indent=2))
 
     start("trainer.evaluate", arguments("trainer.evaluate", __doc__), do)
 
 
-def evaluate(
-    run_dir: str | Location, checkpoint: str | Path = "newest", overrides: Sequence[str] = ()
-) -> dict[str, Any] | None:
+def evaluate(config: Config, checkpoint: str = "newest") -> dict[str, Any] | None:
     """Return the contents of evaluation.json on rank 0; None on others (a collective of all ranks).
 
+    Args:
+        config: the `saved_settings` of the run.
+
     Raises:
-        UserError: the run, the checkpoint or held-out data does not exist; or settings do not fit.
+        UserError: the checkpoint or held-out data does not exist; or settings do not fit.
     """
-    return _evaluate(saved_settings(location(run_dir), overrides), str(checkpoint))
-
-
-def _evaluate(config: Config, checkpoint: str) -> dict[str, Any] | None:
     from trainer.distributed.agreement import on_main
     from trainer.inference import evaluation  # loads torch only after the settings are checked
     from trainer.inference.restore import evaluates_ema, held_out, restored_run

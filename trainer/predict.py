@@ -5,15 +5,13 @@ in the dataset's order: its index, the name of its input if the dataset has name
 Runs alone, under torchrun or with launch=local launch.processes=N, and also while RUN still trains.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
-from trainer.config.saved_run import saved_settings
 from trainer.errors import UserError
-from trainer.files.address import Location, location
 from trainer.files.writing import check_free, output_file
 from trainer.inference.command import arguments, start
 from trainer.launch.place import place
@@ -25,27 +23,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="must not exist")
 
     def do(options: Any, config: Config) -> None:
-        _predict(config, options.checkpoint, options.out)
+        predict(config, options.out, options.checkpoint)
 
     start("trainer.predict", parser, do)
 
 
-def predict(
-    run_dir: str | Location, out: str | Path, checkpoint: str | Path = "newest", overrides: Sequence[str] = ()
-) -> int:
-    """Write `out` and return the number of its rows (a collective of all ranks).
+def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
+    """Write `out` (a collective of all ranks).
+
+    Args:
+        config: the `saved_settings` of the run.
 
     Raises:
-        UserError: the run, the checkpoint or held-out data does not exist; the task predicts nothing; or
-            `out` exists or cannot be written.
+        UserError: the checkpoint or held-out data does not exist; the task predicts nothing; or `out` exists
+            or cannot be written.
     """
-    return _predict(saved_settings(location(run_dir), overrides), str(checkpoint), Path(out))
-
-
-def _predict(config: Config, checkpoint: str, out: Path) -> int:
     if place(config.distributed).rank == 0:
         check_free(out)
-    from trainer.inference.evaluation import predict  # loads torch only after the settings are checked
+    from trainer.inference import evaluation  # loads torch only after the settings are checked
     from trainer.inference.prediction_file import kind_of
     from trainer.inference.restore import held_out, restored_run
     from trainer.tasks import offers
@@ -58,9 +53,9 @@ def _predict(config: Config, checkpoint: str, out: Path) -> int:
                 "trainer.tasks.Task)"
             )
         dataset, loader = held_out(restored, by_leaves=False)
-        name_of, num_rows = _names(dataset), 0
+        name_of = _names(dataset)
         file = kind(written.enter_context(output_file(out))) if restored.dist.is_main else None
-        for of_all in predict(restored, loader):
+        for of_all in evaluation.predict(restored, loader):
             if file is None or of_all is None:
                 continue
             indices, rows = of_all
@@ -68,10 +63,8 @@ def _predict(config: Config, checkpoint: str, out: Path) -> int:
             if name_of is not None:
                 names["input"] = list(map(name_of, indices))
             file.write(names, rows)
-            num_rows += len(indices)
         if file is not None:
             file.end()
-    return num_rows
 
 
 def _names(dataset: Any) -> Callable[[int], Any] | None:

@@ -66,8 +66,8 @@ def trained_and_evaluated(run_dir: str, strategy: str) -> tuple[dict[str, Any], 
     run = Path(run_dir)
     result = train(*STRIPES, f"strategy={strategy}", f"run_dir={run}")
     before = _contents(run)
-    evaluation = evaluate.evaluate(run)
-    predict.predict(run, run.with_suffix(".csv"))
+    evaluation = evaluate.evaluate(saved_settings(run))
+    predict.predict(saved_settings(run), run.with_suffix(".csv"))
     after = _contents(run)
     after.pop("evaluation.json", None)
     return result, evaluation, after == before
@@ -80,7 +80,8 @@ def _contents(run_dir: Path) -> dict[str, tuple[int, int]]:
 
 def evaluated_alone(folder: str) -> dict[str, dict[str, float]]:
     runs = [(name, Path(folder, name)) for name in WAYS]
-    return {name: evaluate.evaluate(run, overrides=["strategy=single"]) or {} for name, run in runs}
+    alone = ["strategy=single"]
+    return {name: evaluate.evaluate(saved_settings(run, alone)) or {} for name, run in runs}
 
 
 @pytest.mark.slow
@@ -147,15 +148,15 @@ def test_processes_started_from_here(text_run: Path) -> None:
 
 def refusals(text_run: str, folder: str) -> dict[str, str]:
     """The message for each mistake that is found only with the model."""
+    run, empty = saved_settings(Path(text_run)), Path(folder, "empty")
+    other = saved_settings(Path(text_run), ["model.width=64", "distributed.device=cpu"])
     made: dict[str, Callable[[], object]] = {
-        "no checkpoint": lambda: evaluate.evaluate(Path(folder, "empty")),
-        "no best": lambda: evaluate.evaluate(text_run, "best"),
-        "not there": lambda: evaluate.evaluate(text_run, "step_00000007"),
-        "another model": lambda: evaluate.evaluate(
-            text_run, overrides=["model.width=64", "distributed.device=cpu"]
-        ),
-        "taken": lambda: predict.predict(text_run, Path(folder, "empty", "config.yaml")),
-        "no kind": lambda: predict.predict(text_run, Path(folder, "a.txt")),
+        "no checkpoint": lambda: evaluate.evaluate(saved_settings(empty)),
+        "no best": lambda: evaluate.evaluate(run, "best"),
+        "not there": lambda: evaluate.evaluate(run, "step_00000007"),
+        "another model": lambda: evaluate.evaluate(other),
+        "taken": lambda: predict.predict(run, empty / "config.yaml"),
+        "no kind": lambda: predict.predict(run, Path(folder, "a.txt")),
     }
     said = {}
     for name, action in made.items():

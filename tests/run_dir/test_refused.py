@@ -12,6 +12,7 @@ import trainer
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import train
 from trainer import cli
+from trainer.config.saved_run import saved_settings
 from trainer.errors import UserError
 from trainer.evaluate import evaluate
 from trainer.files import failure
@@ -64,7 +65,7 @@ def test_a_refused_resume_changes_no_file_of_a_sound_run(tmp_path: Path) -> None
     assert [name for name, (said, _) in found.items() if REFUSED[name][1] not in said] == [], found
     result = json.loads((tmp_path / "result.json").read_text())
     assert trainer.load_model(tmp_path)
-    (evaluated,) = run_ranks(evaluate, 1, tmp_path, init=False)
+    (evaluated,) = run_ranks(evaluate, 1, saved_settings(tmp_path), init=False)
     assert evaluated["eval/loss"] == pytest.approx(result["eval/loss"])
     (resumed,) = run_ranks(
         train, 1, *TINY, "train.max_steps=6", f"run_dir={tmp_path}", "resume=auto", init=False
