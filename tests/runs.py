@@ -111,6 +111,7 @@ def job_as(config: config.Config) -> Iterator[Run]:
         context.run_log.open()
         yield context
         context.checkpointer.saving.done()
+        context.agreement.close()
         context.strategy.close()
         context.run_log.close()
 

@@ -55,7 +55,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {"loop": "accelerator checks errors inference step training"},
     {
-        "run": "build checkpoint checks config data distributed errors exact faults files launch loggers loop optim run_dir strategies tasks training troubleshooting"
+        "run": "build checkpoint checks comm config data distributed errors exact faults files launch loggers loop optim run_dir strategies tasks training troubleshooting"
     },
     {"cli": "config errors launch run"},
     {"api": "cli config errors faults files inference launch run"},

@@ -30,6 +30,7 @@ from trainer.checkpoint.restoring import frozen_digests
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
+from trainer.comm.shared_memory import rows_of_host
 from trainer.config import Config, TrainConfig, flatten, to_yaml
 from trainer.data.loading.batch import BatchSplit, split_batch
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
@@ -149,6 +150,7 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, begun: l
             run_.checkpointer.saving.done()
             if summary := run_.strategy.report.summary():
                 log.info("%s", summary)
+            run_.agreement.close()
             run_.strategy.close()
             if dist.is_main:
                 write_result(run_dir, result, made_steps=run_.state.progress.step > run_.steps_before)
@@ -226,7 +228,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         checkpointer=checkpointer,
         run_log=RunLog(dist, config, run_id, total_steps, state.progress.step),
         weight_statistics=WeightStatistics(state.model, dist, train.histograms_every),
-        agreement=StepAgreement(dist, strategy.order),
+        agreement=StepAgreement(dist, strategy.order, rows_of_host(dist, config.distributed.timeout_s)),
         checks=checks,
         meter=Meter(dist, flops, strategy.order, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),

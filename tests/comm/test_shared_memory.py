@@ -1,11 +1,12 @@
 """Ranks of a host that share memory: one that does not come is named."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from trainer.comm.algorithms.all_reduce import ring
-from trainer.comm.shared_memory import SharedMemory
+from trainer.comm.shared_memory import HostRows, SharedMemory
 
 
 def _meet(absent: int) -> str:
@@ -29,3 +30,27 @@ def test_a_rank_that_does_not_connect_is_named(absent: int) -> None:
     said = run_ranks(_meet, 2, absent)
     words = "did not answer within 0.3 s" if absent == 0 else "is gone: Connection re"  # refused, or reset
     assert said[1 - absent].startswith(f"rank {absent} {words}")
+
+
+def rows_of_all() -> None:
+    assert dist.group.WORLD is not None
+    rank, rows = dist.get_rank(), HostRows(dist.group.WORLD, timeout_s=60)
+    for number, dtype in enumerate(
+        (torch.float64, torch.int64, torch.float64)
+    ):  # of any length, one after another
+        own = torch.arange(5 + number, dtype=dtype) + 10 * rank
+        rows.send(own)
+        own += 1  # what was sent stays as it was
+        expected = torch.arange(5 + number, dtype=dtype) + 10 * torch.arange(4).to(dtype).unsqueeze(1)
+        assert rows.receive().equal(expected)
+    if rank == 2:
+        rows.close()
+    dist.barrier()
+    if rank != 2:
+        with pytest.raises(dist.DistNetworkError, match="rank 2 is gone"):
+            rows.send(torch.ones(5))
+    dist.barrier()
+
+
+def test_rows_of_a_host_are_the_same_on_all_ranks_or_name_who_is_gone() -> None:
+    run_ranks(rows_of_all, 4)

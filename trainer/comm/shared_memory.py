@@ -21,13 +21,18 @@ import struct
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainer.comm.algorithms.program import Move, chunks_in_flight, largest_chunk, messages_in_flight
-from trainer.comm.algorithms.schedule import Kind, Schedule
+from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
+from trainer.distributed.agreement import gather_objects
+
+if TYPE_CHECKING:
+    from trainer.distributed.process_group import Dist
 
 _PAGE = 4096
 _RANK = struct.Struct("=I")
@@ -197,6 +202,63 @@ class SharedMemory:
         connection.setblocking(True)
         for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, direction, deadline)
+
+
+class HostRows:
+    """A row of each rank, all of one host: it is sent at once, and the others' are read later (a collective).
+
+    Each rank sends its own to all, so that it waits for the slowest rank alone, and no thread takes part:
+    between two ranks this takes a tenth of the processor time of an all-reduce by gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._others = [peer for peer in range(self._size) if peer != self._rank]
+        sends = [Op(Kind.SEND, peer, self._rank, self._rank + 1) for peer in self._others]
+        copies = [Op(Kind.COPY, peer, peer, peer + 1) for peer in self._others]
+        schedule = Schedule(self._size, (), (self._rank, self._rank + 1), (Phase((*sends, *copies)),))
+        self._memory = SharedMemory(group, schedule, [0] * self._size, _PAGE * self._size, 1, timeout_s)
+        self._rows = torch.empty(0)
+
+    def send(self, row: Tensor) -> None:
+        """`row`: of one shape and dtype on all ranks, at most 4 KiB."""
+        self._rows = row.new_empty(self._size, *row.shape)
+        self._rows[self._rank] = row
+        self._memory.send(self._moves(Kind.SEND), self._rows.view(-1), row.dtype)
+
+    def receive(self) -> Tensor:
+        """The rows (ranks, *row.shape) of the last `send`, the same on all ranks.
+
+        Raises:
+            DistNetworkError: a peer is gone, or silent for `timeout_s`.
+        """
+        for move in self._moves(Kind.COPY):
+            self._memory.receive(move, self._rows.view(-1), self._rows.dtype)
+        return self._rows
+
+    def _moves(self, kind: Kind) -> list[Move]:
+        width = self._rows[0].numel()
+        of = ((peer, self._rank if kind is Kind.SEND else peer) for peer in self._others)
+        return [Move(kind, peer, row * width, (row + 1) * width) for peer, row in of]
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def rows_of_host(dist_: "Dist", timeout_s: float) -> HostRows | None:
+    """For ranks on the CPUs of one host; None for others (a collective)."""
+    group, on_cpus = dist.group.WORLD, dist_.device.type == "cpu"
+    if dist_.world_size == 1 or not on_cpus or group is None or not all_share_memory(dist_.hosts):
+        return None
+    return HostRows(group, timeout_s)
+
+
+def all_share_memory(hosts: Sequence[int]) -> bool:
+    """Whether ranks on `hosts` can share memory (a collective).
+
+    Two containers of one machine cannot, even if they have the same name.
+    """
+    return len({*hosts}) == 1 and len({*gather_objects(reach())}) == 1
 
 
 def reach() -> str:

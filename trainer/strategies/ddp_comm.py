@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from trainer.comm.executor import SUMMED_DTYPES
-from trainer.comm.shared_memory import reach
+from trainer.comm.shared_memory import all_share_memory
 from trainer.config import (
     AutoCommConfig,
     CommConfig,
@@ -18,7 +18,6 @@ from trainer.config import (
     ScheduleCommConfig,
 )
 from trainer.config.instantiate import instantiate
-from trainer.distributed.agreement import gather_objects
 from trainer.optim.optimizers import sparse_weights
 
 
@@ -37,11 +36,10 @@ def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) ->
     if sparse_weights(model) and comm.wire_dtype == "fp32":
         return NativeCommConfig("native", "fp32", timeline=False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    two_on_one_host = len(hosts) == 2 and len({*hosts}) == 1 and {p.device.type for p in trained} == {"cpu"}
+    two_on_cpus = len(hosts) == 2 and {p.device.type for p in trained} == {"cpu"}
     asks_for_native = comm.wire_dtype != "fp32" or not comm.timeline
     adds_up = {p.dtype for p in trained} <= {*SUMMED_DTYPES}
-    # Two containers of one machine share no memory, even if they have the same name.
-    if two_on_one_host and adds_up and not asks_for_native and len({*gather_objects(reach())}) == 1:
+    if two_on_cpus and adds_up and not asks_for_native and all_share_memory(hosts):
         return ScheduleCommConfig("tree", "fp32", segment_mb=None)
     return NativeCommConfig("native", comm.wire_dtype, comm.timeline)
 
