@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 from trainer.checkpoint import store
 
 
@@ -28,45 +28,6 @@ def test_results_come_back_by_rank() -> None:
     results = run_ranks(_sum, 3, 2.0)
     assert all(torch.equal(value, torch.full((3,), 12.0)) for value, _ in results)
     assert len({pid for _, pid in results} | {os.getpid()}) == 4
-
-
-def _raise_in_one() -> None:
-    if dist.get_rank() == 1:
-        raise ZeroDivisionError("on purpose")
-    dist.barrier()
-
-
-def test_an_exception_comes_back_with_its_traceback() -> None:
-    with pytest.raises(RankFailure, match="on purpose") as failure:
-        run_ranks(_raise_in_one, 2)
-    assert "_raise_in_one" in failure.value.reports[1]
-    assert "on purpose" not in failure.value.reports.get(0, "")
-
-
-def _hang_in_one() -> int:
-    dist.barrier()  # who leaves before the others have connected to it ends them
-    if dist.get_rank() == 1:
-        time.sleep(1000)
-    return 7
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
-    with pytest.raises(RankFailure, match="rank 1: did not finish") as failure:
-        run_ranks(_hang_in_one, 2, timeout_s=4)
-    assert "_hang_in_one" in failure.value.reports[1]
-    assert failure.value.results == {0: 7}
-
-
-def _die_in_one() -> None:
-    dist.barrier()  # as in _hang_in_one
-    if dist.get_rank() == 0:
-        os._exit(9)
-
-
-def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
-    with pytest.raises(RankFailure, match="rank 0: died with exit code 9"):
-        run_ranks(_die_in_one, 2)
 
 
 def _leave(what: str) -> int:

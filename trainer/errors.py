@@ -124,6 +124,12 @@ def kind_of(error: BaseException) -> "type[UserError] | type[Fault]":
     return UserError if refused else Fault
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether a disk or a network failed: an OSError without a number is a library's, as of a bad image."""
+    has_number = isinstance(error, OSError) and error.errno is not None
+    return (has_number or isinstance(error, ConnectionError | TimeoutError)) and kind_of(error) is Fault
+
+
 @contextmanager
 def writing(run_dir: Path | str) -> Iterator[None]:
     """Turn OSErrors of a run's own files (disk full, read-only or gone) into one message.

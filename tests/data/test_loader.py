@@ -1,5 +1,6 @@
 """Batches are the same for any number of workers, ranks and stops; broken samples are named or skipped."""
 
+import errno
 import logging
 import os
 import random
@@ -22,6 +23,7 @@ from torch.utils.data import Dataset, Subset
 
 from tests.data.settings import eval_loader, message_of, train_loader
 from tests.ranks import RankFailure, run_ranks
+from trainer.config.instantiate import instantiate
 from trainer.data import Mixture
 from trainer.data.digits import Digits
 from trainer.data.loading.worker import WorkerError
@@ -182,6 +184,18 @@ def test_a_broken_sample_is_one_message(workers: int) -> None:
             "sample 13 of Noisy cannot be read: folder/13.png: truncated; "
             "fix it, or set data.on_bad_sample=skip"
         )
+
+
+def fail(*_: Any) -> Any:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_disk_that_fails_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Noisy, "__getitem__", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        list(train_loader(Noisy(), 8).epoch(0))
+    with pytest.raises(OSError, match="Input/output error"):
+        instantiate("data.dataset", {"_target_": f"{__name__}.fail"})
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tests.exact.matrix import COMMON, MODELS, NOISY, OPTIMIZERS, figures, refused_each
 from tests.ranks import run_ranks
 from tests.runs import context_of
+from trainer.faults.heartbeat import Records
 from trainer.loop import fit
 
 MLP = (*MODELS["mlp"], *OPTIMIZERS["adamw"], "train.max_steps=4")
@@ -108,7 +109,7 @@ def test_layers_that_some_leaves_skip_have_one_hash(tmp_path: Path) -> None:
 def _positions(*overrides: str) -> int:
     with context_of(*overrides) as context:
         fit(context)
-        return context.dist.heartbeat.records().main().position
+        return Records(context.dist.heartbeat._memory).main().position
 
 
 @pytest.mark.slow

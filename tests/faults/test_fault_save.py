@@ -18,7 +18,7 @@ from tests.programs import Ended, finish_ranks
 from tests.ranks import run_ranks
 from tests.runs import train
 from trainer.faults.fault_save import FaultSave, savers, saving_hosts
-from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.heartbeat import Heartbeat, Records
 from trainer.faults.verdict import Observed, Verdict
 from trainer.training.kept_step import KeptBuffers
 
@@ -114,10 +114,7 @@ def test_running_statistics_are_those_of_rank_0(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (
-            ("strategy=fsdp", *fault("kill", 1, 8)),
-            "no step is saved: each rank holds a shard only",
-        ),
+        (("strategy=fsdp", *fault("kill", 1, 8)), "no step is saved: each rank holds a shard only"),
         (("checkpoint.at_fault=false", *fault("kill", 1, 8)), ""),
     ],
     ids=["shards", "off"],
@@ -208,7 +205,7 @@ class Kept:
 @pytest.mark.parametrize("said", [{}, {"words": "no step is saved: it may not", "is_saved": False}])
 def test_if_a_saver_that_does_not_lead_dies_or_may_not_the_leader_saves(said: dict[str, Any]) -> None:
     heartbeat, own, other = Heartbeat(), Here(0), Here(1, **said)
-    own.records = heartbeat.records()
+    own.records = Records(heartbeat._memory)
     own.seen = rank(0, 7)
     other.died_at_ns = None if said else 1
     heartbeat.step = 9
@@ -221,7 +218,7 @@ def test_if_a_saver_that_does_not_lead_dies_or_may_not_the_leader_saves(said: di
 
 def test_a_host_stands_by_until_the_one_before_it_has_ended_or_fallen_silent() -> None:
     heartbeat, own = Heartbeat(), Here(2)
-    own.records = heartbeat.records()
+    own.records = Records(heartbeat._memory)
     heartbeat.step = 9
     save, waits, saved = FaultSave(heartbeat, 2, {2: own}), [], []  # type: ignore[dict-item, var-annotated]
     kept = save.last_step = Kept()

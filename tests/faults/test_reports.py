@@ -7,19 +7,26 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from torch.distributed import HashStore
 
 from tests.fault_parts import fault
 from tests.ranks import RankFailure, free_port, run_ranks
 from tests.runs import train
 from tests.training.test_replica_check import QUICK
-from trainer.faults import reports
+from trainer.faults import exit_report, reports
+from trainer.faults.ending import Ending
+from trainer.faults.fault_save import LastStep
+from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.neighbour import Neighbour, RankIdentity, introduction
 from trainer.faults.reports import Reports
-from trainer.faults.verdict import Observed, judge
+from trainer.faults.stacks import Stacks
+from trainer.faults.verdict import Observed, Verdict, judge
 
 T = 10.0
 HERE, THERE = Observed(0, 0, "here", 6), Observed(1, 1, "there", 7)
@@ -101,6 +108,26 @@ def test_who_holds_the_store_leaves_its_last_report_before_it_goes(tmp_path: Pat
     assert [failure.value.reports[rank] for rank in (1, 2)] == ["died with exit code 1"] * 2
     told = json.loads((tmp_path / "failure.json").read_text())
     assert (told["kind"], told["rank"], told["phase"], told["step"]) == ("raised", 0, "forward", 2)
+
+
+def test_a_fault_of_one_rank_costs_no_step_and_torchrun_explains_any_end_that_it_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exit_report, "leave", lambda status: None)
+    heartbeat, stacks = Heartbeat(), Stacks()
+    heartbeat.step = heartbeat.finished = 7
+    members = [RankIdentity(**introduction(rank, heartbeat, stacks), host=0) for rank in (0, 1)]
+    members = [replace(each, error_file=str(tmp_path / str(each.rank))) for each in members]
+    ending = Ending(heartbeat, 0, members, {each.rank: Neighbour(each) for each in members}, HashStore, T)
+    ending.save.last_step = cast(LastStep, SimpleNamespace(freeze=lambda failed: 7, save=lambda: True))
+    ending.writes_to(tmp_path)
+    ending.end(Verdict((1,), "orderly", 1, "rank 1 Fault: no space", saving_hosts=(0,)))
+    assert "rank 1 Fault: no space; step 7 is saved" in (tmp_path / "failure.json").read_text()
+    (tmp_path / "1").write_text("the traceback")
+    ending.end(Verdict((1,), "raised", 1, "rank 1 failed", saving_hosts=(0,)))
+    shown = json.loads((tmp_path / "0").read_text())["message"]
+    assert shown["message"].startswith("rank 1 failed; step 7 is saved")
+    assert int(shown["extraInfo"]["timestamp"]) > time.time() - 1  # after that of the traceback
 
 
 def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:

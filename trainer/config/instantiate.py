@@ -8,7 +8,7 @@ from typing import Any
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from trainer.errors import UserError, class_and_line, on_one_line
+from trainer.errors import UserError, class_and_line, may_pass, on_one_line
 
 # Hydra 1.4 asks which targets it may call: any, because the user's own are the point (SECURITY.md).
 _ANY = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
@@ -34,7 +34,8 @@ def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = Non
         cause = error.__cause__
         if isinstance(cause, UserError):
             raise cause from None
-        if cause is None or isinstance(cause, TypeError | ValueError | LookupError | ImportError | OSError):
+        mistakes = TypeError | ValueError | LookupError | ImportError | OSError
+        if cause is None or (isinstance(cause, mistakes) and not may_pass(cause)):
             raise _cannot(*_within(name, node, error), cause or error) from cause
         raise cause from None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from trainer.errors import RunEndError, tell_torchrun
+from trainer.errors import Fault, RunEndError, tell_torchrun
 from trainer.faults import exit_report
 from trainer.faults.fault_save import SAVING_HOSTS, FaultSave, saving_hosts
 from trainer.faults.going_on import GoingOn
@@ -112,7 +112,7 @@ class Ending:
     def end(self, verdict: Verdict) -> None:
         """Save, print the verdict, write it, and exit; kill the ranks of this host that cannot exit."""
         began = time.time()
-        if verdict.kind != "orderly":
+        if verdict.kind != "orderly" or verdict.status == Fault.exit_code:
             verdict = self._with_save(verdict)
         if verdict.going_on and len(self._here) == len(self._members):
             for neighbour in self._here.values():
@@ -130,12 +130,11 @@ class Ending:
         exit_report.leave(verdict.status)
 
     def _tell_torchrun(self, verdict: Verdict, began: float) -> None:
-        """Have the launchers of this host show the verdict, or the traceback of a rank that raised here."""
-        here = [rank for rank in verdict.ranks if rank in self._here]
-        for rank in here if verdict.kind == "raised" and here else (*here, self._rank):
-            if (file := self._members[rank].error_file) is not None and verdict.kind != "orderly":
-                # torchrun names the rank whose end is the earliest; it may have seen one before the save.
-                tell_torchrun(verdict.message, file, at=began - (rank in here))
+        """Have torchrun, which may see any rank's end here first, show the earliest: the culprit's."""
+        for rank in self._here if verdict.kind != "orderly" else ():
+            after_s = -1 if rank in verdict.ranks else 3 * (verdict.kind == "raised")
+            if (file := self._members[rank].error_file) is not None:
+                tell_torchrun(verdict.message, file, at=began + after_s)
 
     def _kill_stuck(self, verdict: Verdict) -> None:
         for neighbour in [each for rank, each in self._here.items() if rank != self._rank]:

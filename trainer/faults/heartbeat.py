@@ -198,9 +198,6 @@ class Heartbeat:
         self._memory[begin + 8 : begin + 8 + len(text)] = text
         self._memory[begin : begin + 8] = len(text).to_bytes(8, "little")  # last: a note is whole or absent
 
-    def records(self) -> "Records":
-        return Records(self._memory)
-
 
 class Records:
     """A heartbeat as another process (or this one) reads it."""

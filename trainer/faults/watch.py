@@ -118,8 +118,8 @@ class Watch:
         """
         in_worker = getattr(error, "where", None)
         note: dict[str, Any] = {
-            "status": _status(error),
-            "error": _last_line(error),
+            "status": error.exit_code if isinstance(error, RunEndError) else 1,
+            "error": class_and_line(error).encode(errors="backslashreplace").decode()[:1000],
             "where": in_worker or stacks.where(stacks.frames_of_exception(error)),
             "orderly": isinstance(error, RunEndError),
             "symptom": symptom and not self._alone,
@@ -270,11 +270,3 @@ class Watch:
             at = f", at {found.where}" if found.where else ""
             words = f"{found.name} has been in {found.doing} for {found.silent_s:.1f} s{at}"
             exit_report.print_line("; ".join(filter(None, [words, found.worker, "the others wait for it"])))
-
-
-def _status(error: BaseException) -> int:
-    return error.exit_code if isinstance(error, RunEndError) else 1
-
-
-def _last_line(error: BaseException) -> str:
-    return class_and_line(error).encode(errors="backslashreplace").decode()[:1000]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
 from trainer.data.loading.worker import answer
-from trainer.errors import UserError, on_one_line
+from trainer.errors import UserError, may_pass, on_one_line
 from trainer.faults.heartbeat import Heartbeat
 from trainer.tensors.nested import leaves, mapped
 
@@ -182,6 +182,8 @@ class IndexReader(Reader):
         except BROKEN_DATA as error:
             reason = f"{sample_name(self.dataset, index)} cannot be read: {error}"
             if self._num_skipped is None:
+                if may_pass(error):
+                    raise
                 raise UserError(f"{reason}; fix it, or set data.on_bad_sample=skip") from error
             with self._num_skipped.get_lock():
                 self._num_skipped.value += 1

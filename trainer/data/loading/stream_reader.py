@@ -21,7 +21,7 @@ from trainer.data.loading.reader import (
     seed_generators,
 )
 from trainer.data.stream import has_state
-from trainer.errors import UserError
+from trainer.errors import UserError, may_pass
 
 _NUM_COMPARED = 8  # samples of a stream, by all ranks that read them
 
@@ -211,9 +211,9 @@ class StreamReader(Reader):
         torch_worker._worker_info, info = None, torch_worker._worker_info
         try:
             yield
-        except UserError:
-            raise
         except BROKEN_DATA as error:
+            if isinstance(error, UserError) or may_pass(error):
+                raise
             raise UserError(
                 f"sample {self._number} of {type(self.dataset).__name__} cannot be read: {error}; fix it, or "
                 "have the stream leave it out"

@@ -86,6 +86,6 @@ def _facts(folder: Path) -> dict[str, Any]:
         facts = json.loads(path.read_text())
         if facts["dtype"] not in ("uint16", "uint32") or not isinstance(facts["vocab_size"], int):
             raise ValueError(f"dtype {facts['dtype']}, vocab_size {facts['vocab_size']}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} does not describe the tokens: {error}") from error
     return facts
