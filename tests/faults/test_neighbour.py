@@ -38,16 +38,17 @@ def test_workers_in_the_middle_of_a_batch_are_blamed_and_ended() -> None:
     before = signal.getsignal(signal.SIGCHLD)
     with worker(heartbeat, first, busy=True) as busy, worker(heartbeat, first + 1, busy=False) as idle:
         deadline = time.monotonic() + 100
-        while (
-            len(neighbour.records.workers()) < 2 or len(neighbour.busy_workers(neighbour.records.main())) != 1
-        ):
+        records = neighbour.records
+        while len(records.workers()) < 2 or len(neighbour.busy_workers(records.main())) != 1:
             assert time.monotonic() < deadline
         heartbeat.enter("optimizer")
         assert neighbour.stuck_worker() is None, "it is not waited for"
-        neighbour.end_workers()
+        neighbour.end_workers(idle=False)
         assert os.waitstatus_to_exitcode(os.waitpid(busy, 0)[1]) == -signal.SIGKILL
         assert os.waitpid(idle, os.WNOHANG) == (0, 0), "a worker between two batches hears torch itself"
         words = neighbour.stuck_worker(f"DataLoader worker (pid {busy}) is killed by signal: Killed.")
         assert words == f"its data worker {busy} is gone without a message while it read sample 7"
+        neighbour.end_workers(idle=True)
+        assert os.waitstatus_to_exitcode(os.waitpid(idle, 0)[1]) == -signal.SIGKILL
     signal.signal(signal.SIGCHLD, before)
     neighbour.close()

@@ -154,15 +154,16 @@ class Neighbour:
         where = stacks.where(stacks.frames_of(text, of_worker=True)) if text else None
         return f"{words}, at {where}" if where else words
 
-    def end_workers(self) -> None:
-        """Kill the data workers in the middle of a batch. Called in this process when it has failed.
+    def end_workers(self, idle: bool) -> None:
+        """Kill the data workers in the middle of a batch, or also `idle` ones, when this process has failed.
 
-        Otherwise its exit would wait for theirs, which may never come, even after a SIGTERM.
+        Its exit would wait for theirs, which may never come, even after a SIGTERM; the garbage collector of a
+        process that goes on would wait 5 s for each.
         """
         with contextlib.suppress(ValueError):  # torch raises on such a death, and only in the main thread
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in self.records.workers().values():
-            if worker.index is not None and processes.parent(worker.pid) == self.member.pid:
+            if (idle or worker.index is not None) and processes.parent(worker.pid) == self.member.pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGKILL)
 

@@ -140,7 +140,7 @@ class Watch:
             elif is_last:
                 self._stop_looking()  # or it ends this process, for a rank that ended before, while it saves
                 self.ending.print_at_exit()
-        self._here[self._rank].end_workers()
+        self._here[self._rank].end_workers(idle=bool(going_on))
         holds_store = self._rank == 0 and not self._launched
         if (is_last or holds_store) and not going_on and not note["symptom"]:
             self.ending.send_last_report()
