@@ -131,10 +131,12 @@ class Ending:
 
     def _tell_torchrun(self, verdict: Verdict, began: float) -> None:
         """Have torchrun, which may see any rank's end here first, show the earliest: the culprit's."""
-        for rank in self._here if verdict.kind != "orderly" else ():
+        for rank in self._here:
             after_s = -1 if rank in verdict.ranks else 3 * (verdict.kind == "raised")
             if (file := self._members[rank].error_file) is not None:
                 tell_torchrun(verdict.message, file, at=began + after_s)
+        if verdict.kind == "orderly" and verdict.ranks[0] not in self._here:
+            failure.tell_next_attempt(verdict.status, verdict.message)
 
     def _kill_stuck(self, verdict: Verdict) -> None:
         for neighbour in [each for rank, each in self._here.items() if rank != self._rank]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,20 @@ def forget(run_dir: Path) -> None:
     """Remove the report of an earlier run or attempt."""
     with contextlib.suppress(OSError):
         (run_dir / NAME).unlink(missing_ok=True)
+
+
+def tell_next_attempt(status: int, message: str) -> None:
+    if (file_of_end := end_file()) is not None:
+        with contextlib.suppress(OSError), atomic_file(file_of_end) as file:
+            file.write(json.dumps({"status": status, "message": message}).encode())
+
+
+def end_file() -> Path | None:
+    """The file in which this attempt's ranks on this host record an end: one that a restart cannot help
+    is final, and after a fault the next attempt waits.
+
+    It lies in torchrun's directory for the attempt. torchrun creates a new one when it restarts all ranks
+    only because hosts join or leave. Other launchers do not restart after such ends.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(error_file).parents[1] / "ringmaster_end.json" if error_file is not None else None

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import hashlib
-import json
 import os
 import socket
 import sys
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -26,8 +24,8 @@ from trainer.errors import (
     tell_torchrun,
     which_try,
 )
+from trainer.files import failure
 from trainer.files.untrusted import load_json
-from trainer.files.writing import atomic_file
 from trainer.launch.place import place, told_rank
 from trainer.launch.signals import signal_at_parents_death
 from trainer.troubleshooting import see
@@ -91,7 +89,7 @@ def exits() -> Iterator[None]:
         status = getattr(error, "exit_code", UserError.exit_code)
         # Before the ranks have met, the stop may be torchrun's, which is about to restart after a death.
         if not (isinstance(error, StoppedBySignal) and error.step is None):
-            _tell_next_attempt(status, message)
+            failure.tell_next_attempt(status, message)
         if not isinstance(error, StoppedBySignal):  # perhaps by torchrun, because of another rank
             tell_torchrun(message)
         if wants_traceback:
@@ -100,7 +98,7 @@ def exits() -> Iterator[None]:
             _say_once(message + (which_try() if status not in _FINAL else "") + see(message))
         sys.exit(status)
     except Exception as error:
-        _tell_next_attempt(1, str(error))
+        failure.tell_next_attempt(1, str(error))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
@@ -113,7 +111,7 @@ def _end_as_before() -> None:
 
     After a fault, wait: the disk or the store that failed needs a moment.
     """
-    file_of_end, restarts = _end_file(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    file_of_end, restarts = failure.end_file(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if file_of_end is not None and restarts:
         file_of_end = file_of_end.parents[1] / f"attempt_{restarts - 1}" / file_of_end.name
         with contextlib.suppress(OSError, UserError):
@@ -121,24 +119,6 @@ def _end_as_before() -> None:
             if end["status"] in _FINAL:
                 raise EndedBefore(end["status"], end["message"])
             time.sleep(PAUSES_S[min(restarts, len(PAUSES_S)) - 1])
-
-
-def _tell_next_attempt(status: int, message: str) -> None:
-    file_of_end = _end_file()
-    if file_of_end is not None:
-        with contextlib.suppress(OSError), atomic_file(file_of_end) as file:
-            file.write(json.dumps({"status": status, "message": message}).encode())
-
-
-def _end_file() -> Path | None:
-    """The file in which this attempt's ranks on this host record an end: one that a restart cannot help
-    is final, and after a fault the next attempt waits.
-
-    It lies in torchrun's directory for the attempt. torchrun creates a new one when it restarts all ranks
-    only because hosts join or leave. Other launchers do not restart after such ends.
-    """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(error_file).parents[1] / "ringmaster_end.json" if error_file is not None else None
 
 
 def refuse_sweep_in_ranks() -> None:
