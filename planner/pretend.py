@@ -34,12 +34,12 @@ class DryRunWorld:
 
 
 @contextmanager
-def as_rank_of(world: DryRunWorld, device: torch.device = CPU) -> Iterator[Dist]:
+def as_rank_of(world: DryRunWorld) -> Iterator[Dist]:
     torch_dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
     try:
         hosts = tuple(rank // world.per_host for rank in range(world.size))
         local = min(world.per_host, world.size)
-        yield Dist(world.rank, world.rank % world.per_host, world.size, local, hosts, device, "fake")
+        yield Dist(world.rank, world.rank % world.per_host, world.size, local, hosts, CPU, "fake")
     finally:
         torch_dist.destroy_process_group()
 

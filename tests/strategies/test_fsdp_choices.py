@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.gpt import GPT
 from tests.checkpoint import tiny
@@ -29,7 +30,6 @@ CHOICES: dict[str, tuple[dict[str, Any], bool]] = {
     "hybrid": ({"shard_group": "2"}, True),
     "hybrid, sharded sums": ({"shard_group": "2", "reduce_every_micro_batch": True}, True),
     "computed again": ({"activation_checkpointing": True}, False),
-    "every other": ({"activation_checkpointing": True, "activation_checkpointing_every": 2}, False),
     "products kept": (
         {"activation_checkpointing": True, "activation_checkpointing_keep": ["matmul", "attention"]},
         False,
@@ -147,8 +147,9 @@ def test_what_is_kept_must_be_an_operation() -> None:
         checkpoint_activations(_model(), chosen)
 
 
-@pytest.mark.parametrize("keep", [[], ["matmul"]])
-def test_what_is_computed_again_does_not_count_twice(keep: list[str]) -> None:
+@pytest.mark.parametrize(("every", "keep", "products"), [(1, [], 4), (2, [], 3), (1, ["matmul"], 2)])
+def test_what_is_computed_again_does_not_count_twice(every: int, keep: list[str], products: int) -> None:
+    """Of two units all are computed again, or the first, or all but their products."""
     found = []
     for again in (False, True):
         torch.manual_seed(0)
@@ -157,9 +158,12 @@ def test_what_is_computed_again_does_not_count_twice(keep: list[str]) -> None:
             nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh()),
         )
         if again:
-            checkpoint_activations(model, UnitsConfig("x", 1, True, 1, keep))
-        for _ in range(2):
-            model(torch.randn(8, 4)).square().sum().backward()
+            checkpoint_activations(model, UnitsConfig("x", 1, True, every, keep))
+        with FlopCounterMode(display=False) as counter:
+            for _ in range(2):
+                model(torch.randn(8, 4)).square().sum().backward()
+        made = counter.get_flop_counts()["Global"][torch.ops.aten.addmm] / (2 * 8 * 4 * 4)
+        assert made == 2 * (products if again else 2)
         found.append([*model.buffers(), *(parameter.grad for parameter in model.parameters())])
     for without, with_ in zip(*found, strict=True):
         assert torch.equal(without, with_)

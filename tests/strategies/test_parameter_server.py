@@ -128,7 +128,7 @@ def test_a_dead_worker_is_named(tmp_path: Path) -> None:
 
 
 class Counting(nn.Module):
-    """Digits; counts its passes in a buffer that it assigns, and in its extra state; `teaches`: moves a weight."""
+    """Counts its passes in a buffer that it assigns, and in extra state; `teaches`: a weight moves, a buffer is late."""
 
     def __init__(self, teaches: bool = False) -> None:
         super().__init__()
@@ -148,6 +148,7 @@ class Counting(nn.Module):
             self.scale = self.scale + 1
             if self.teaches:
                 self.teacher.weight.mul_(0.5)
+                self.register_buffer("late", torch.ones(1))
         return self.head(images.flatten(1) * (1 + self.scale / 10))
 
 
@@ -174,5 +175,8 @@ def counted(root: str, *overrides: str) -> tuple[list[set[float]], str]:
 def test_what_a_forward_pass_keeps_comes_to_the_servers_or_is_refused(tmp_path: Path) -> None:
     for found, refusal in run_ranks(counted, 3, str(tmp_path), init=False):
         assert found == [{4.0}, {6.0}]
-        assert "a forward or backward pass or the loss makes or changes teacher.weight: no server" in refusal
+        assert (
+            "a forward or backward pass or the loss makes or changes late, teacher.weight: no server"
+            in refusal
+        )
         assert refusal.endswith("after step 0")

@@ -8,6 +8,7 @@ import math
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -51,11 +52,13 @@ def test_each_trial_has_gpus_of_its_own_or_as_many_run_as_told() -> None:
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialLog:
-    """Of trials whose process ends at once: those with optim.lr=N by status N."""
+    """Of trials whose process says why, and where that is explained, and ends: with optim.lr=N by status N."""
 
-    def start(argv: list[str], **_: object) -> subprocess.Popen[bytes]:
+    def start(argv: list[str], *, stdout: IO[bytes], **_: object) -> subprocess.Popen[bytes]:
         given = dict(word.partition("=")[::2] for word in argv)
-        return subprocess.Popen(["sh", "-c", f"exit {given['optim.lr']}"])
+        return subprocess.Popen(
+            ["sh", "-c", f"echo why; echo '  see'; exit {given['optim.lr']}"], stdout=stdout
+        )
 
     monkeypatch.setattr(fresh, "start", start)
     return TrialLog(tmp_path, [], "eval/loss")
@@ -86,7 +89,7 @@ def test_ends_that_are_not_good(log: TrialLog, capsys: pytest.CaptureFixture[str
     """A trial that diverged is final; one that died runs again."""
     assert runner(log, 0, 3, 1).run() == 1
     assert states(log) == [DONE, FAILED, "died"]
-    assert "001_lr-3 failed (status 3): no output" in capsys.readouterr().out
+    assert "001_lr-3 failed (status 3): why " in capsys.readouterr().out
     assert runner(log, 0, 3, 1).run() == 1
     said = capsys.readouterr().out
     assert "002_lr-1 died" in said and "000_lr-0 done" not in said and "001_lr-3 failed (" not in said

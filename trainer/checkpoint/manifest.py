@@ -201,7 +201,8 @@ def read_manifest(directory: Location) -> Manifest:
         with opened(path) as file:
             text = file.read()
     except MissingFileError as error:
-        raise UserError(f"{printable(directory)} is not a checkpoint: it has no {MANIFEST}") from error
+        way = "; a run has its own in its folder checkpoints"
+        raise UserError(f"{printable(directory)} is not a checkpoint: it has no {MANIFEST}{way}") from error
     values = read_json(path, text)
     if (version := values.get("format_version")) != FORMAT_VERSION:
         raise UserError(

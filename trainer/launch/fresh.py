@@ -27,7 +27,7 @@ def start(
     environment: Mapping[str, object] | None = None,
     **popen: Any,
 ) -> subprocess.Popen[Any]:
-    """Start a run with this command line; its exit status is the run's own (0, 1, 2, 3, 75: see README).
+    """Start a run with this command line; its exit status is the run's own (docs/reference/exit-codes.md).
 
     The process leads a session, so a Ctrl-C at the terminal does not reach it: the caller passes the signal
     on. It is killed when the *thread* that called this ends, so call it from one that stays. Variables in

@@ -185,8 +185,9 @@ def _say(text: str) -> None:
 
 
 def _last_line(output: Path) -> str:
+    """The last one that says why; those after it, such as the page about it, are indented."""
     lines = output.read_text(errors="replace").splitlines()
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    last = next((line for line in reversed(lines) if line[:1].strip()), "no output")
     return f"{printable(last)}  ({output})"
 
 
