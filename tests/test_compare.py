@@ -89,6 +89,9 @@ def test_what_is_no_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFix
     Path(runs[1], "config.yaml").write_text("a: [")
     assert main(runs) == 2
     assert "config.yaml cannot be read" in capsys.readouterr().err
+    Path(runs[1], "result.json").write_text("{")
+    assert main(runs) == 2
+    assert "b is not comparable: its result.json is broken" in capsys.readouterr().err
 
 
 def test_a_sweep_stands_for_its_trials_that_are_done(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_what_is_computed_again_does_not_count_twice(every: int, keep: list[str]
             nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh()),
         )
         if again:
-            checkpoint_activations(model, UnitsConfig("x", 1, True, every, keep))
+            checkpoint_activations(model, UnitsConfig("x", 28, True, every, keep))
         outputs: list[Tensor] = []
         for unit in model:
             unit[0].register_forward_hook(lambda *called, to=outputs: to.append(called[2]))
