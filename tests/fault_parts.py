@@ -15,7 +15,7 @@ import signal
 import subprocess
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from trainer.faults.heartbeat import Heartbeat
 from trainer.tensors.local_shard import to_local
 
-KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge", "cut")
+KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "nan_gradient", "diverge", "cut")
 CLASSIFICATION = "trainer.tasks.Classification"
 
 
@@ -53,8 +53,8 @@ def fault(
     """The overrides of a run in which this fault happens when `phase` first begins in or after `step`.
 
     Args:
-        kind: of KINDS. nan: the model's next output is NaN; diverge: one bit of a parameter flips; cut: a shell
-            command cuts off the rank's host.
+        kind: of KINDS. nan: the model's next output is NaN, or its gradient; diverge: one bit of a parameter
+            flips; cut: a shell command cuts off the rank's host.
         rank: and `count` - 1 more.
         phase: of heartbeat.PHASES; all_reduce; or update: when the optimizer has stepped, before that is counted.
         mark: a file that records the fault, which then happens once, however often the run starts again.
@@ -136,7 +136,9 @@ class _Fault:
             case "slow":
                 time.sleep(self._facts["seconds"])
             case "nan":
-                self._poison_next_output()
+                self._poison_next_output(lambda output: output * torch.nan)
+            case "nan_gradient":
+                self._poison_next_output(lambda output: output + (output - output.detach()).sqrt())
             case "diverge":
                 optimizer = self._optimizer and self._optimizer()
                 assert optimizer is not None, "there was no update before"
@@ -145,10 +147,10 @@ class _Fault:
             case "cut":
                 subprocess.run(self._facts["command"], shell=True, check=True, timeout=60)
 
-    def _poison_next_output(self) -> None:
+    def _poison_next_output(self, poisoned: Callable[[Tensor], Tensor]) -> None:
         def poison(module: nn.Module, inputs: Any, output: Any) -> Any:
             handle.remove()
-            return output * torch.nan if isinstance(output, Tensor) else output
+            return poisoned(output) if isinstance(output, Tensor) else output
 
         handle = register_module_forward_hook(poison)
 

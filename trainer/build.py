@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ from trainer.strategies.meta_init import InitialModel
 from trainer.strategies.units import checkpoint_activations
 from trainer.tasks import Task, offers
 from trainer.tasks.base import refuse_own_parameters
+
+log = logging.getLogger(__name__)
 
 
 class Data(NamedTuple):
@@ -249,7 +252,13 @@ def _refuse_random(module: nn.Module, trained: list[nn.Parameter], initial: Mapp
     random = {id(parameter) for parameter in trained if not parameter.requires_grad} - initial.keys()
     names = [name for name, parameter in module.named_parameters() if id(parameter) in random]
     # peft trains a copy of a module in modules_to_save, and keeps the original.
-    if initial and (left := [name for name in names if "original_module" not in name.split(".")]):
+    left = [name for name in names if "original_module" not in name.split(".")]
+    if left and not initial:
+        log.warning(
+            "model.adapters freezes %s as the model's constructor made them: model.init_from is null",
+            first_few(left, 1),
+        )
+    elif left:
         raise UserError(
             f"model.adapters would leave random values in {first_few(left)}: frozen, and not in "
             "model.init_from; name their modules in model.adapters.modules_to_save, which trains them"

@@ -155,9 +155,10 @@ def said(root: Path, calls: list[tuple[str, ...]]) -> list[str]:
 def test_what_does_not_fit_is_told_in_a_line(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     base(tmp_path, "bert").base_model.save_pretrained(tmp_path / "base")  # without the head
-    calls = [(*words(tmp_path, "bert"), *more) for more in ((), *WRONG.values())]
-    trained, *found = run_ranks(said, 1, tmp_path, calls, init=False)[0]
+    calls = [(*words(tmp_path, "bert"), *more) for more in ((), ("model.init_from=null",), *WRONG.values())]
+    trained, random, *found = run_ranks(said, 1, tmp_path, calls, init=False)[0]
     assert not trained, "modules_to_save trains the head"
+    assert not random and "as the model's constructor made them" in (tmp_path / "1/train.log").read_text()
     for text, expected in zip(found, WRONG, strict=True):
         assert expected in text
 

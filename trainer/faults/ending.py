@@ -198,20 +198,22 @@ class Ending:
         self._orphan_since = self._orphan_since or now
         if now - self._orphan_since > ALONE_S - 1:
             words = "the launcher of this host died, and there was no time to save"
-            self._record_orderly(self._rank, 1, words)
+            self._record_orderly((self._rank,), 1, words)
             self._heartbeat.note({"verdict": 1, "status": 1})  # or neighbours take this for a death
             exit_report.leave(1)
 
     def record_orderly(self, error: RunEndError) -> None:
         """Write an end that all ranks reach at the same place, unless another rank has."""
         if self._rank == 0 or self.run_dir is None or failure.read(self.run_dir) is None:
-            self._record_orderly((*error.ranks, self._rank)[0], error.exit_code, str(error))
+            self._record_orderly(error.ranks[:1], error.exit_code, str(error))
 
-    def _record_orderly(self, about: int, status: int, message: str) -> None:
+    def _record_orderly(self, about: tuple[int, ...], status: int, message: str) -> None:
+        """`about`: a rank; none if the end is that of all, or it is unknown whose it is."""
         own = self._here[self._rank].observe()
-        facts = {"rank": about, "host": self._members[about].hostname, "phase": own.phase}
+        rank, host = (about[0], self._members[about[0]].hostname) if about else (None, None)
+        facts: dict[str, Any] = {"rank": rank, "host": host, "phase": own.phase}
         facts |= {"where": own.where, "step": own.step, "silent_s": 0.0}
-        self._record(Verdict((about,), "orderly", status, message, facts))
+        self._record(Verdict(about or (self._rank,), "orderly", status, message, facts))
 
     def print_at_exit(self) -> None:
         """Print the verdict after the traceback: no other rank of this host is left to do so."""
