@@ -304,6 +304,23 @@ def test_each_rank_puts_its_own_files_and_rank_0_the_manifest_last(tmp_path: Pat
     verify(_address(tmp_path) / "checkpoints" / "step_00000002")
 
 
+def _save_sharded(store: Store, step: int) -> list[str]:
+    names, directory = (
+        [f"model-{rank:05d}-of-00002.safetensors" for rank in range(2)],
+        store.new_directory(step),
+    )
+    store.commit(step, "sharded", {name: write_text(directory / name, name) for name in names}, {})
+    return names
+
+
+def test_what_an_earlier_launch_saved_on_more_ranks_is_put_by_rank_0_alone(tmp_path: Path) -> None:
+    store, remote = _run(tmp_path)
+    _save_sharded(store, 10)
+    remote.follow()
+    remote.finish(10)
+    assert _steps_there(tmp_path) == ["step_00000010"]
+
+
 def test_a_file_that_the_store_loses_is_put_again_by_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,9 +330,7 @@ def test_a_file_that_the_store_loses_is_put_again_by_its_rank(
     store, _ = _run(tmp_path)
     remote = Remote(_address(tmp_path), store, "launch", tiny.settings(timeout_s=0.3))
     rank_1 = Copier(_address(tmp_path), store, "launch", rank=1)
-    directory, gate, put = store.new_directory(10), threading.Event(), Address.put
-    names = [f"model-{rank:05d}-of-00002.safetensors" for rank in range(2)]
-    store.commit(10, "sharded", {name: write_text(directory / name, name) for name in names}, {})
+    names, gate, put = _save_sharded(store, 10), threading.Event(), Address.put
 
     def waiting(address: Address, file: Path) -> None:
         if address.name == names[0]:

@@ -37,7 +37,7 @@ def test_keeps_the_last_the_best_and_every_nth(
     store = Store(tmp_path, "mine")
     for step, loss in ((10, 5.0), (20, 2.0), (30, 1.0), (40, 3.0)):
         _save(store, step, loss=loss)
-    _save(store, 50)
+    _save(store, 50, loss=float("nan"))
     _save(store, 60)
     store.prune(keeps)
     assert _steps(store) == kept

@@ -168,6 +168,15 @@ def test_leaves_as_initialised_what_it_is_told_to_ignore(
     assert line.levelname == "INFO" and "left as initialised: second.bias, second.weight" in line.message
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn, torch.complex64])
+def test_quantized_weights_are_not_taken_for_numbers(tmp_path: Path, kind: torch.dtype) -> None:
+    theirs, ours = _nets()
+    saved = {**theirs.double().state_dict(), "first.weight": theirs.first.weight.detach().to(kind)}
+    with pytest.raises(UserError, match=rf"first.weight \(\[7, 5\] {kind} there, \[7, 5\] torch.float32"):
+        tiny.load_weights(ours, _saved(tmp_path, saved))
+    assert len(weights_for(ours, _saved(tmp_path, theirs.state_dict()))) == 10  # of another width
+
+
 def test_reads_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     theirs, ours = _nets()

@@ -30,13 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("convert", "write the weights of a checkpoint in a form of other programs"),
     ):
         command = commands.add_parser(name, help=help)
-        command.add_argument(
-            "directory",
-            type=location,
-            help="a checkpoint"
-            + ", or a run" * (name != "convert")
-            + "; its path, or an address as s3://...",
-        )
+        words = "a checkpoint, or, but for convert, a run; its path, or an address as s3://..."
+        command.add_argument("directory", type=location, help=words)
         if name == "convert":
             command.add_argument("out", type=Path, help="what to write; must not exist")
             command.add_argument("--to", required=True, choices=FORMS)

@@ -212,13 +212,8 @@ def verified(directory: Location, reader: int = 0, num_readers: int = 1) -> Open
     Raises:
         UserError: it is not; the message says why.
     """
-    try:
-        source = OpenCheckpoint.open(directory)
-    except UserError:
-        verify(directory)  # if it is damaged, this says so
-        raise
     verify(directory, reader, num_readers)
-    return source
+    return OpenCheckpoint.open(directory)
 
 
 def verified_by_all(directory: Location, agreement: Agreement) -> OpenCheckpoint:

@@ -4,6 +4,7 @@ The address has the files of a run directory: config.yaml, metrics.jsonl, result
 checkpoints/step_N. run.json has the id of the run, the launch that puts files there, which is the one that
 started last, and what it is copying. Each rank reads it, puts the files that it wrote itself, and says no
 more: rank 0 waits until all have arrived in full, and puts the manifest. Without it there is no checkpoint.
+What an earlier launch saved, perhaps on more ranks, rank 0 puts alone.
 
 Each file is put only while run.json is the launch's own: one that was wrongly taken for dead stops when
 another has resumed its run. A file on its way may still arrive, hours later: so each launch puts
@@ -76,12 +77,14 @@ class Copier(NoRemote):
         self._copied: dict[str, tuple[int, int]] = {}  # address: its file's mtime_ns and size
         self._problem: str | None = None  # why the last attempt failed
         self._thread: threading.Thread | None = None
+        self._has_saved = False  # this launch, so that the newest checkpoint here is its own
         self._has_begun = False  # run.json has named this launch
         self._is_taken = False  # by another run or launch: this one has stopped copying
 
     def follow(self, step: int = 0) -> None:
         with self._changed:
             self._newest_step = step or self._newest_step
+            self._has_saved |= step > 0
             self._asked += 1
             self._changed.notify_all()
         if self._thread is None:
@@ -209,6 +212,7 @@ class Remote(Copier):
 
     def _copy(self) -> None:
         try:
+            alone = not self._has_saved  # asked first: a save may end at any moment
             path = self.in_hand = next(iter(self._here.own()), None)
             if not self._has_begun:
                 self._begin()
@@ -217,7 +221,7 @@ class Remote(Copier):
                 if file.exists():
                     self._put_file(file, self._address / file.name)
             if path is not None:
-                self._put_checkpoint(path)
+                self._put_checkpoint(path, alone)
         finally:
             self.in_hand = None
 
@@ -253,16 +257,18 @@ class Remote(Copier):
         file = self._address / OWNER
         file.write(json.dumps(own).encode(), create=not file.exists())
 
-    def _put_checkpoint(self, path: Path) -> None:
+    def _put_checkpoint(self, path: Path, alone: bool) -> None:
         manifest = read_manifest(path)
         self._newest_step = self._newest_step or manifest.step  # saved before this launch
         there = self._free_place(manifest)
         if there is None:
             return
         there.make()
-        others = {name for name in manifest.files if "-of-" in name and "-00000-of-" not in name}
-        self._attempt += 1
-        self._say_what_is_copied(path.name, there.name)
+        others = set[str]()
+        if not alone:
+            others = {name for name in manifest.files if "-of-" in name and "-00000-of-" not in name}
+            self._attempt += 1
+            self._say_what_is_copied(path.name, there.name)
         self._put_files(path, there, manifest.files.keys() - others)
         self._wait_for_others(there, {name: manifest.files[name].bytes for name in others})
         self._owner_now()

@@ -97,11 +97,7 @@ def load_model(model: nn.Module, source: OpenCheckpoint, device: torch.device) -
     held = model_state(model)
     targets = model_targets(held, source.shapes, source.left_out)
     others = {f"buffers.{name}": buffer for name, buffer in buffers_outside(model, set(held)).items()}
-    targets |= {
-        name: buffer
-        for name, buffer in others.items()
-        if source.shapes.get(name) == (buffer.shape, buffer.dtype)
-    }
+    targets |= _those_of(others, source.shapes)
     with torch.no_grad():
         source.read_into(targets)
     load_model_state(model, put_together(source.facts["state"]["model"], targets))
@@ -129,11 +125,11 @@ def targets_for(
     targets = model_targets(ours["model"], shapes, left_out)
     _compare_optimizers(state, ours["optimizer"]["param_groups"], plain["optimizer"]["param_groups"])
     buffers = {f"buffers.{name}": value for name, value in ours["buffers"].items()}
-    fitting = {name: value for name, value in buffers.items() if _fits(name, value, shapes)}
+    fitting = _those_of(buffers, shapes)
     if others := sorted(name.partition(".")[2] for name in buffers.keys() - fitting.keys()):
         lacks.append(f"these buffers, or has others; they keep their initial values: {first_five(others)}")
     averages = {f"ema.weights.{name}": value for name, value in ours["ema"].get("weights", {}).items()}
-    if not all(_fits(name, value, shapes) for name, value in averages.items()):
+    if _those_of(averages, shapes).keys() != averages.keys():
         averages = {}
     if state.average is not None and not averages:
         lacks.append("averages of these weights (ema.decay); they begin with its weights")
@@ -242,8 +238,9 @@ def _compare_optimizers(state: TrainState, mine: Sequence[Any], theirs: Sequence
             raise UserError(f"the checkpoint is of another optimizer, without {words}; set optim as it was")
 
 
-def _fits(name: str, tensor: Tensor, shapes: Shapes) -> bool:
-    return shapes.get(name) == (tensor.shape, tensor.dtype)
+def _those_of(tensors: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
+    """Those of ``tensors`` that are in ``shapes`` in the same size and dtype."""
+    return {name: one for name, one in tensors.items() if shapes.get(name) == (one.shape, one.dtype)}
 
 
 @torch.no_grad()

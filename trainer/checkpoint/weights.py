@@ -59,9 +59,9 @@ def weights_for(
         freeze: model.freeze.
 
     Raises:
-        UserError: unreadable; no name in common, or several prefixes with equally many; other shapes (the
-            first five, both shapes each); other values for names that are tied here; or a parameter that is
-            frozen would stay as initialised.
+        UserError: unreadable; no name in common, or several prefixes with equally many; other shapes or kinds
+            of number (the first five, both each); other values for names that are tied here; or a parameter
+            that is frozen would stay as initialised.
     """
     path, ignore = location(path), [ignore] if isinstance(ignore, str) else ignore
     state = model.state_dict(keep_vars=True).items()
@@ -72,7 +72,7 @@ def weights_for(
     found = _read(path)
     shift, places = _matched(path, [name for name in found if not is_extra_state(name)], wanted, key)
     common = {name: found[place] for name, place in places.items()}
-    _refuse_other_shapes(path, {name: (there, wanted[name]) for name, there in common.items()})
+    _refuse_others(path, {name: (there, wanted[name]) for name, there in common.items()})
     _refuse_untied(path, common, wanted)
     given = {id(wanted[name]) for name in common}  # a tied weight may be there under one of its names
     missing = sorted(name for name, tensor in everything.items() if id(tensor) not in given)
@@ -168,12 +168,19 @@ def _begins(plain: Plain, prefix: Plain) -> bool:
     return plain[: len(prefix)] == prefix
 
 
-def _refuse_other_shapes(path: Location, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Raise UserError if shapes differ; by name, the tensors there and here."""
-    different = {name: pair for name, pair in pairs.items() if pair[0].shape != pair[1].shape}
+def _refuse_others(path: Location, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise UserError if shapes or kinds of number differ; by name, the tensors there and here.
+
+    Floats of 8 bits and integers in place of floats are quantized: without their scales they mean nothing.
+    """
+
+    def kind(tensor: Tensor) -> tuple[torch.Size, bool]:
+        return tensor.shape, tensor.is_floating_point() and tensor.itemsize > 1
+
+    different = {name: pair for name, pair in pairs.items() if kind(pair[0]) != kind(pair[1])}
     if different:
         words = first_five(
-            f"{name} ({list(there.shape)} there, {list(here.shape)} here)"
+            f"{name} ({list(there.shape)} {there.dtype} there, {list(here.shape)} {here.dtype} here)"
             for name, (there, here) in different.items()
         )
         modules = first_five(sorted({name.rpartition(".")[0] or name for name in different}))
