@@ -33,10 +33,12 @@ from trainer.errors import UserError
 from trainer.files.address import Address
 from trainer.run_dir.claim import RunDir, claim
 
+SHARDS = tuple(f"model-{rank:05d}-of-00002.safetensors" for rank in range(2))
 
-def _save(store: Store, step: int, **metrics: float) -> Path:
+
+def _save(store: Store, step: int, names: tuple[str, ...] = ("a.txt", "b.txt"), **metrics: float) -> Path:
     directory = store.new_directory(step)
-    files = {name: write_text(directory / name, f"{name} {step}") for name in ("a.txt", "b.txt")}
+    files = {name: write_text(directory / name, f"{name} {step}") for name in names}
     return store.commit(step, "full", files, metrics)
 
 
@@ -304,18 +306,9 @@ def test_each_rank_puts_its_own_files_and_rank_0_the_manifest_last(tmp_path: Pat
     verify(_address(tmp_path) / "checkpoints" / "step_00000002")
 
 
-def _save_sharded(store: Store, step: int) -> list[str]:
-    names, directory = (
-        [f"model-{rank:05d}-of-00002.safetensors" for rank in range(2)],
-        store.new_directory(step),
-    )
-    store.commit(step, "sharded", {name: write_text(directory / name, name) for name in names}, {})
-    return names
-
-
 def test_what_an_earlier_launch_saved_on_more_ranks_is_put_by_rank_0_alone(tmp_path: Path) -> None:
     store, remote = _run(tmp_path)
-    _save_sharded(store, 10)
+    _save(store, 10, SHARDS)
     remote.follow()
     remote.finish(10)
     assert _steps_there(tmp_path) == ["step_00000010"]
@@ -330,10 +323,11 @@ def test_a_file_that_the_store_loses_is_put_again_by_its_rank(
     store, _ = _run(tmp_path)
     remote = Remote(_address(tmp_path), store, "launch", tiny.settings(timeout_s=0.3))
     rank_1 = Copier(_address(tmp_path), store, "launch", rank=1)
-    names, gate, put = _save_sharded(store, 10), threading.Event(), Address.put
+    _save(store, 10, SHARDS)
+    gate, put = threading.Event(), Address.put
 
     def waiting(address: Address, file: Path) -> None:
-        if address.name == names[0]:
+        if address.name == SHARDS[0]:
             assert gate.wait(20)
         put(address, file)
 
@@ -341,9 +335,9 @@ def test_a_file_that_the_store_loses_is_put_again_by_its_rank(
     rank_1.follow(10)
     remote.follow(10)
     there = tmp_path / "there" / "checkpoints" / "step_00000010"
-    _wait((there / names[1]).exists)
+    _wait((there / SHARDS[1]).exists)
     time.sleep(0.2)  # rank 1 has looked whether it arrived
-    (there / names[1]).unlink()
+    (there / SHARDS[1]).unlink()
     gate.set()
     _wait(lambda: _steps_there(tmp_path))
     assert "has not arrived in full from its rank" in caplog.text
