@@ -244,7 +244,7 @@ def _read(path: Location) -> dict[str, Any]:
 def _read_file(path: Location) -> dict[str, Any]:
     """The tensors of one file, of safetensors or torch."""
     with opened(path) as file:
-        if path.name.endswith(".safetensors") or file.read(8, 9) == b"{":
+        if path.name.endswith(".safetensors") or file.read(0, min(9, file.size))[8:] == b"{":
             return tensors_in(file)
         if isinstance(path, Address):
             raise UserError("of single files at an address only .safetensors are read")
