@@ -33,8 +33,6 @@ from trainer.errors import UserError
 from trainer.files.address import Address
 from trainer.run_dir.claim import RunDir, claim
 
-SHARDS = tuple(f"model-{rank:05d}-of-00002.safetensors" for rank in range(2))
-
 
 def _save(store: Store, step: int, names: tuple[str, ...] = ("a.txt", "b.txt"), **metrics: float) -> Path:
     directory = store.new_directory(step)
@@ -395,6 +393,7 @@ def _bucket(root: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     server.stop()
 
 
+SHARDS = tuple(f"model-{rank:05d}-of-00002.safetensors" for rank in range(2))
 TRAIN = (
     *("train.py", "strategy=fsdp", "checkpoint=sharded", "logger=jsonl", "train.log_every_steps=10"),
     *("train.eval_every_epochs=0", "checkpoint.every_steps=20", "checkpoint.every_epochs=null"),
