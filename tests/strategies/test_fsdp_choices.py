@@ -146,15 +146,16 @@ def test_what_is_kept_must_be_an_operation() -> None:
         checkpoint_activations(_model(), chosen)
 
 
-@pytest.mark.parametrize(("every", "keep", "products"), [(1, [], 4), (2, [], 3), (1, ["matmul"], 2)])
+@pytest.mark.parametrize(("every", "keep", "products"), [(1, [], 6), (2, [], 5), (1, ["matmul"], 3)])
 def test_what_is_computed_again_does_not_count_twice(every: int, keep: list[str], products: int) -> None:
-    """Of two units all are computed again, or the first, or all but their products."""
+    """Of three units all are computed again, or every second, or all but their products."""
     found = []
     for again in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()),
             nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh()),
+            nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh()),
         )
         if again:
             checkpoint_activations(model, UnitsConfig("x", 28, True, every, keep))
@@ -163,7 +164,7 @@ def test_what_is_computed_again_does_not_count_twice(every: int, keep: list[str]
             unit[0].register_forward_hook(lambda *called, to=outputs: to.append(called[2]))
         for _ in range(2):
             model(torch.randn(8, 4)).square().sum().backward()
-        assert len({output.data_ptr() for output in outputs}) == 2 * (products if again else 2)
+        assert len({output.data_ptr() for output in outputs}) == 2 * (products if again else 3)
         found.append([*model.buffers(), *(parameter.grad for parameter in model.parameters())])
     for without, with_ in zip(*found, strict=True):
         assert torch.equal(without, with_)
