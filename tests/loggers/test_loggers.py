@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -16,6 +17,7 @@ from trainer.errors import Fault, UserError
 from trainer.faults import exit_report
 from trainer.faults.verdict import Verdict
 from trainer.loggers import tensorboard
+from trainer.loggers.wandb import Wandb
 from trainer.run_dir.metrics_file import read_metrics
 
 SHORT = ("train.max_steps=8", "train.log_every_steps=2", "model.hidden=[16]", "checkpoint.every_epochs=null")
@@ -163,6 +165,15 @@ def test_wandb_is_told_every_scalar_by_rank_0_alone(tmp_path: Path) -> None:
     assert scalars_of(history) == curves(tmp_path)
     assert {"train/loss", "eval/accuracy"} <= scalars_of(history).keys()
     assert any(line.get("config", {}) for line in history), "the settings as a text"
+
+
+def test_a_run_of_wandb_goes_on_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, told = Mock(), list[Any]()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for first_step in (0, 4):
+        Wandb(tmp_path, "a run", first_step, {}, mode="online")
+        told.append(wandb.init.call_args.kwargs)
+    assert [(one["id"], one["resume"]) for one in told] == [("a run", None), ("a run", "allow")]
 
 
 def with_logger(name: str, *overrides: str) -> None:
