@@ -27,7 +27,7 @@ def seed_micro_batch(seed: int, step: int, micro_batch: int, devices: Sequence[t
     """Seed Python, NumPy, torch's CPU generator and those of ``devices`` for one micro-batch.
 
     What the micro-batch draws follows from the three numbers alone. So a resumed run draws what it would have
-    drawn, also at another world size, and no checkpoint holds a generator.
+    drawn, and no checkpoint holds a generator. At another world size the same numbers meet other samples.
 
     Args:
         step: -1 for evaluation, which draws the same each time.
