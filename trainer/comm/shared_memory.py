@@ -139,7 +139,7 @@ class SharedMemory:
 
     def _tell(self, peer: int, what: int) -> None:
         try:
-            self._sockets[peer].send(_WHERE.pack(what))
+            self._sockets[peer].send(_WHERE.pack(what), socket.MSG_NOSIGNAL)
         except OSError as error:
             raise self._lost(peer, error) from error
 
