@@ -18,19 +18,11 @@ FUSED = frozenset({"cuda", "xpu"})
 
 
 class _Done:
-    """The stream of a CPU, and its events."""
+    """The stream of a CPU, and its events: all is computed."""
 
-    def wait_stream(self, stream: Any) -> None:
-        """All is computed."""
+    def wait_stream(self, of: Any = None) -> None: ...
 
-    def wait_event(self, event: Any) -> None:
-        """All is computed."""
-
-    def record(self, stream: Any = None) -> None:
-        """All is computed."""
-
-    def synchronize(self) -> None:
-        """All is computed."""
+    wait_event = record = synchronize = wait_stream
 
     def query(self) -> bool:
         return True
@@ -145,11 +137,6 @@ def seed_generator(device: torch.device, seed: int) -> None:
         module.init()
         generators = module.default_generators
     (module if generators is None else generators[device.index]).manual_seed(seed % 2**64)
-
-
-def memory_info(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes."""
-    return torch.accelerator.get_memory_info(device)
 
 
 def can_pin(device: torch.device) -> bool:

@@ -77,7 +77,8 @@ def train(
     if processes is not None and processes != 1:
         overrides += ["launch=local", f"launch.processes={processes}"]
     settings = composed(overrides)
-    if launcher(settings.launch) is None and not _in_main_thread() and launched_by() is None:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if launcher(settings.launch) is None and not in_main_thread and launched_by() is None:
         overrides += ["launch=local", "launch.processes=1"]
         settings = composed(overrides)
     launch = launcher(settings.launch)
@@ -132,11 +133,6 @@ def composed(overrides: list[str]) -> Config:
             return load(split_off_hydra(compose("train", overrides=overrides, return_hydra_config=True)))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(in_words(error)) from error
-
-
-def _in_main_thread() -> bool:
-    """Whether a run can be in this process: Python delivers signals to no other thread."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def searched(config_dirs: Sequence[str | Path]) -> list[str]:

@@ -93,7 +93,7 @@ def make_step(run: "Run", batches: "Batches") -> AfterStep:
     run.profile.before(progress.step + 1, meter)
     losses, grad_norm, after = train_step(run, batches)
     meter.count_step(losses)
-    run.run_log.advance()
+    run.run_log.progress.advance()
     if after is AfterStep.END:
         run.state.early_end.end()
     run.checks.unsaved.look()
@@ -180,7 +180,7 @@ def evaluate_now(run: "Run") -> dict[str, float]:
             metrics |= evaluate_as(run, run.eval_loader, "eval/" if instead else "eval/ema/", shows=True)
     run.run_log.scalars(metrics, progress.step)
     words = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
-    run.run_log.line(f"eval at step {progress.step}  {words}")
+    run.run_log.progress.line(f"eval at step {progress.step}  {words}")
     with run.gate.held():
         run.state.after_evaluation(metrics)
         run.checkpointer.last_evaluation = progress.step, metrics

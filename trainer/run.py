@@ -140,8 +140,8 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, begun: l
                 on_main(take_over, dist)
                 dist.watch.ending.writes_to(run_dir)
             on_main(partial(_write_settings, run_.as_built, run_dir), dist)
-            on_main(run_.run_log.open, dist)
-            resources.callback(run_.run_log.leave_terminal)
+            run_.run_log.open()
+            resources.callback(run_.run_log.progress.close)
             _log_start(config, run_)
             with causes_named(config.train), gathering(_why_no_gather(config, run_)):
                 metrics = fit(run_)

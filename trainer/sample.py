@@ -7,6 +7,7 @@ tokens per second. Runs alone, under torchrun or with launch=local, also if the 
 import argparse
 import codecs
 import collections
+import math
 import os
 import signal
 import sys
@@ -24,33 +25,29 @@ def main() -> None:
     """Run the command line `sys.argv`."""
     parser = arguments("trainer.sample", __doc__)
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="default: a new line")
-    parser.add_argument("--tokens", type=_count, default=200, metavar="N", help="how many; default: 200")
-    parser.add_argument("--seed", type=_seed, default=0, metavar="S", help="seed of the draws; default: 0")
     parser.add_argument(
-        "--temperature", type=_temperature, default=1.0, metavar="T", help="0: the likeliest; default: 1"
+        "--tokens", type=_number(int, 1), default=200, metavar="N", help="how many; default: 200"
     )
-    parser.add_argument("--top-k", type=_count, metavar="K", help="draw only from the K likeliest")
+    parser.add_argument(
+        "--seed", type=_number(int, 0, 2**64), default=0, metavar="S", help="seed of the draws; default: 0"
+    )
+    parser.add_argument(
+        "--temperature", type=_number(float, 0), default=1.0, metavar="T", help="0: the likeliest; default: 1"
+    )
+    parser.add_argument("--top-k", type=_number(int, 1), metavar="K", help="draw only from the K likeliest")
     parser.add_argument("--no-cache", action="store_true", help="recompute all for each token, to compare")
     start("trainer.sample", parser, _sample)
 
 
-def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{count} is not at least 1")
-    return count
+def _number(kind: Callable[[str], float], least: float, below: float = math.inf) -> Callable[[str], float]:
+    """Reads an option as a number of this kind, from `least` to below `below`."""
 
+    def number(text: str) -> float:
+        if not least <= (value := kind(text)) < below:
+            raise argparse.ArgumentTypeError(f"{value} is not from {least} to below {below}")
+        return value
 
-def _seed(text: str) -> int:
-    if not 0 <= (seed := int(text)) < 2**64:
-        raise argparse.ArgumentTypeError(f"{seed} is not from 0 to 2**64 - 1")
-    return seed
-
-
-def _temperature(text: str) -> float:
-    temperature = float(text)
-    if not 0 <= temperature < float("inf"):
-        raise argparse.ArgumentTypeError(f"{temperature} is not a finite number from 0 on")
-    return temperature
+    return number
 
 
 def _sample(options: Any, config: Config) -> None:

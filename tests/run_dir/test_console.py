@@ -32,7 +32,7 @@ def test_without_a_terminal_lines_are_few_and_carry_the_time_left(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    progress = ProgressBar(total_steps=160, steps_before=60)
+    progress = ProgressBar(total_steps=160, steps_before=60, is_main=True)
     for step in range(61, 161):
         now[0] += 0.4
         progress.advance()

@@ -41,12 +41,6 @@ def above(limit: float) -> Any:
     return limited(lambda value: value > limit, f"greater than {limit}")
 
 
-def each_above(limit: float) -> Any:
-    return limited(
-        lambda values: all(value > limit for value in values), f"numbers, each greater than {limit}"
-    )
-
-
 def one_of(*values: str, default: str = MISSING) -> Any:
     return limited(lambda value: value in values, f"one of {', '.join(values)}", default)
 

@@ -11,7 +11,6 @@ from trainer.config.limits import (
     above,
     at_least,
     count_or_never,
-    each_above,
     like,
     limited,
     one_of,
@@ -240,7 +239,9 @@ class EmaConfig:
 @dataclass
 class ImagesConfig:
     mean: list[float] | None = MISSING
-    std: list[float] | None = each_above(0)  # noqa: RUF009, it creates a field
+    std: list[float] | None = limited(  # noqa: RUF009, it creates a field
+        lambda values: all(value > 0 for value in values), "numbers, each greater than 0"
+    )
 
 
 @dataclass

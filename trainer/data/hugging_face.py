@@ -54,10 +54,9 @@ def hugging_face(
     if map is None and pack is None:
         rows = rows.with_format("torch")
     check_at_least_one(pack=pack)
-    if shuffle_buffer and split == "train":
+    if is_drawn := shuffle_buffer > 0 and split == "train":
         rows = rows.shuffle(seed=0, buffer_size=shuffle_buffer)
-        return HubStream(rows, columns, has_state=False, map=map, pack=pack)
-    return HubStream(rows, columns, has_state=True, map=map, pack=pack)
+    return HubStream(rows, columns, not is_drawn, map, pack)
 
 
 class HubStream(IterableDataset[Any]):
@@ -76,8 +75,8 @@ class HubStream(IterableDataset[Any]):
         rows: Any,
         columns: Sequence[str] | None,
         has_state: bool,
-        map: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
-        pack: int | None = None,
+        map: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
+        pack: int | None,
     ) -> None:
         self.rows, self.columns, self._has_state, self._map, self._pack = rows, columns, has_state, map, pack
         self._start = list[int]()  # what `rest` is where an epoch begins or is resumed

@@ -23,11 +23,6 @@ def check_at_least_one(**settings: int | None) -> None:
             raise UserError(f"data.dataset.{name}={value} is not at least 1")
 
 
-def check_fraction(eval_fraction: float) -> None:
-    if not 0 < eval_fraction < 1:
-        raise UserError(f"data.dataset.eval_fraction={eval_fraction} is not between 0 and 1")
-
-
 class ImagesInMemory(Dataset[tuple[Tensor, Tensor]]):
     """Labelled images, fetched a whole batch at a time.
 

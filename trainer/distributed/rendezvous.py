@@ -190,7 +190,7 @@ def on_this_host(here: Place, hosts: list[int]) -> tuple[int, int]:
 def _open(init_method: str, here: Place, timeout: timedelta) -> dist.Store:
     url = urlsplit(init_method)
     if url.scheme == "file":
-        path = _file(init_method)
+        path = Path(unquote(url.path))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
@@ -211,7 +211,3 @@ def _open(init_method: str, here: Place, timeout: timedelta) -> dist.Store:
         multi_tenant=True,
         master_listen_fd=None if listening is None else int(listening),
     )
-
-
-def _file(init_method: str) -> Path:
-    return Path(unquote(urlsplit(init_method).path))

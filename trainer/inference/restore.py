@@ -32,7 +32,7 @@ from trainer.config.overrides import leaves
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import EvalLoader
 from trainer.distributed.agreement import Agreement, Alone, compare_across_ranks
-from trainer.distributed.process_group import process_group
+from trainer.distributed.process_group import Dist, process_group
 from trainer.distributed.seeding import generators_kept, seed_everything
 from trainer.errors import UserError
 from trainer.files.address import location
@@ -88,13 +88,9 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         compare_across_ranks({**shared, "the checkpoint": checkpoint}, dist)
         strategy = build_strategy(config, dist)
         agreement = Agreement(dist, config.checkpoint.timeout_s)
-        if dist.is_main:
-            _tell_whose_classes(config)
-        train_set = _training_data(config)
-        assert config.seed is not None
         sharded_over = dist if strategy.fills_by_unit else None
-        model = initial_model(_builder(config, train_set), config.seed, sharded_over)
-        frozen = _begin(model, config, agreement, dist.local_rank)  # how strategies shard depends on it
+        model, frozen, train_set = _initial(config, agreement, dist.local_rank, sharded_over)
+        assert config.seed is not None
         wrapped = strategy.wrap(model.module, model.fill)
         source = _read(strategy.unwrap(wrapped), config, checkpoint, agreement, strategy.device, frozen)
         strategy.weights_changed(wrapped)
@@ -122,21 +118,28 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
     Raises:
         UserError: see `restored_run`.
     """
-    _tell_whose_classes(config)
-    assert config.seed is not None
     with generators_kept():
-        model = initial_model(_builder(config, _training_data(config)), config.seed, None)
-        frozen = _begin(model, config, Alone(), local_rank=0)
+        model, frozen, _ = _initial(config, Alone(), local_rank=0, sharded_over=None)
         model.fill(model.module)
     _read(model.module, config, checkpoint, Alone(), torch.device("cpu"), frozen)
     return model.module.eval()
 
 
-def _begin(model: InitialModel, config: Config, agreement: Agreement, local_rank: int) -> dict[str, str]:
-    """`begin` as in training, but read only what checkpoints leave out; its `frozen_digests`."""
-    read_by = None if config.checkpoint.frozen else (agreement, local_rank)
-    initial = begin(config.model, model, read_by)
-    return agreement.on_main(lambda: frozen_digests(model.module, initial))
+def _initial(
+    config: Config, agreement: Agreement, local_rank: int, sharded_over: Dist | None
+) -> tuple[InitialModel, dict[str, str], Callable[[], Any]]:
+    """The model as a run begins with it; its `frozen_digests`; the training data, built at the first call.
+
+    Only the initial weights that checkpoints leave out are read. Strategies shard by what is frozen.
+    """
+    if agreement.rank == 0:
+        _tell_whose_classes(config)
+    train_set = functools.cache(lambda: build_dataset(config.data, "train"))
+    assert config.seed is not None
+    build = functools.partial(build_model, config.model, _facts(config, train_set))
+    model = initial_model(build, config.seed, sharded_over)
+    initial = begin(config.model, model, None if config.checkpoint.frozen else (agreement, local_rank))
+    return model, agreement.on_main(lambda: frozen_digests(model.module, initial)), train_set
 
 
 def _tell_whose_classes(config: Config) -> None:
@@ -145,14 +148,6 @@ def _tell_whose_classes(config: Config) -> None:
         with contextlib.suppress(OSError, KeyError):  # a user without a name
             owner = path.owner()
     log.info("%s says which classes are called; it is from %s", path, owner)
-
-
-def _training_data(config: Config) -> Callable[[], Any]:
-    return functools.cache(lambda: build_dataset(config.data, "train"))
-
-
-def _builder(config: Config, train_set: Callable[[], Any]) -> Callable[[], nn.Module]:
-    return functools.partial(build_model, config.model, _facts(config, train_set))
 
 
 def _facts(config: Config, train_set: Callable[[], Any]) -> Any:

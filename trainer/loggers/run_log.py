@@ -59,7 +59,7 @@ class RunLog:
     def __init__(self, dist: Dist, config: Config, run_id: str, total_steps: int, steps_before: int) -> None:
         assert config.run_dir is not None
         run_dir = Path(config.run_dir)
-        self.enabled = dist.is_main
+        self._dist, self.enabled = dist, dist.is_main
         self.shows = Pace(first_after_s=10, every=config.train.show_every)
         self._plotting = Pace(first_after_s=60)  # the first plot imports matplotlib: 0.6 s, 1 % of a minute
         self._run_dir, self._total_steps, self._steps_before = run_dir, total_steps, steps_before
@@ -75,22 +75,20 @@ class RunLog:
         on_main(build, dist)
 
     def open(self) -> None:
-        """Called once, when the run begins or resumes for certain: until then run_dir is unchanged."""
-        if not self.enabled:
-            return
-        with writing(self._run_dir):
-            self._scalars = MetricsFile(self._run_dir, self._steps_before)
-        self.progress = ProgressBar(self._total_steps, self._steps_before)
+        """Called when the run begins for certain (a collective): until then run_dir is unchanged."""
+
+        def begin() -> None:
+            with writing(self._run_dir):
+                self._scalars = MetricsFile(self._run_dir, self._steps_before)
+
+        on_main(begin, self._dist)
+        self.progress = ProgressBar(self._total_steps, self._steps_before, self.enabled)
 
     @property
     def look(self) -> str:
         """How to look at the run."""
         ways = [getattr(logger, "look", "") for logger in self._loggers.values()]
         return "  ".join(filter(None, ways)) or str(self._run_dir / METRICS)
-
-    def advance(self) -> None:
-        if self.enabled:
-            self.progress.advance()
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write `values` to metrics.jsonl and to the loggers at optimizer step `step`.
@@ -132,24 +130,9 @@ class RunLog:
                 for name, figure in draw().items():
                     self._tell("figure", name, figure, step)
 
-    def step_line(self, text: str) -> None:
-        """Print a line about the current step; without a terminal, only some of them."""
-        if self.enabled:
-            self.progress.step_line(text)
-
-    def line(self, text: str) -> None:
-        """Print a line on a rare event."""
-        if self.enabled:
-            self.progress.line(text)
-
-    def leave_terminal(self) -> None:
-        """Called however the run ends: the next output begins on a new line."""
-        if self.enabled:
-            self.progress.close()
-
     def close(self) -> None:
         """Close all loggers, even if one fails."""
-        self.leave_terminal()
+        self.progress.close()
         with ExitStack() as closing:
             for setting in self._loggers:
                 closing.callback(self._tell_one, setting, "close")

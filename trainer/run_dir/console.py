@@ -26,9 +26,12 @@ class ProgressBar:
 
     Without a terminal, lines contain the time left, and step lines come at most every ten seconds;
     train.log has them all. Both numbers are means since this process began, including evaluation and saves.
+
+    Args:
+        is_main: whether this is rank 0; others show nothing (see `terminal`).
     """
 
-    def __init__(self, total_steps: int, steps_before: int) -> None:
+    def __init__(self, total_steps: int, steps_before: int, is_main: bool) -> None:
         self._total, self._first, self._step = total_steps, steps_before, steps_before
         self._began = time.perf_counter()
         self._next_line = self._began
@@ -39,7 +42,7 @@ class ProgressBar:
             smoothing=0,
             bar_format="{n_fmt}/{total_fmt} steps |{bar}| {rate_fmt}, {remaining} left",
             dynamic_ncols=True,
-            disable=not sys.stdout.isatty(),
+            disable=not (is_main and sys.stdout.isatty()),
             file=sys.stdout,
         )
 

@@ -41,7 +41,7 @@ def log_step(run: "Run", grad_norm: Tensor) -> None:
     else:
         done = f"epoch {values['train/epoch']:.2f}"
     words = ", ".join(f"{name} {value:.4f}" for name, value in parts.items())
-    run.run_log.step_line(
+    run.run_log.progress.step_line(
         f"step {progress.step}/{run.total_steps}  {done}  "
         f"loss {values['train/loss']:.4f}{f' ({words})' if words else ''}  lr {values['train/lr']:.2e}  "
         f"{values['speed/samples_per_second']:.0f} samples/s"
@@ -56,4 +56,4 @@ def log_first_step(run: "Run", losses: Sequence[Tensor]) -> None:
     """
     step, loss = run.state.progress.step, run.meter.mean_of_step(losses)
     seconds = run.meter.ms_per_step(run.meter.window)["step"] / 1e3
-    run.run_log.step_line(f"step {step}/{run.total_steps}  loss {loss:.4f}  {seconds:.2f} s")
+    run.run_log.progress.step_line(f"step {step}/{run.total_steps}  loss {loss:.4f}  {seconds:.2f} s")

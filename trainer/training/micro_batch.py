@@ -136,7 +136,7 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
     copies = range(buckets + (config.ema.decay is not None))
     beside = [torch.empty_like(parameter) for parameter in owned.parameters() for _ in copies]
     if is_accelerator(dist.device):
-        free, _ = accelerator.memory_info(dist.device)
+        free, _ = torch.accelerator.get_memory_info(dist.device)
         beside.append(torch.empty(int(_SPARED * free), dtype=torch.uint8, device=dist.device))
     module.train()
     for step in (1, 2):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.images import check_at_least_one, check_fraction, check_split
+from trainer.data.images import check_at_least_one, check_split
 from trainer.data.text.tokenizers import Bytes
 from trainer.data.text.windows import Windows
 from trainer.errors import UserError
@@ -38,7 +38,8 @@ class Text(Windows):
     ) -> None:
         check_split(split)
         check_at_least_one(block_size=block_size)
-        check_fraction(eval_fraction)
+        if not 0 < eval_fraction < 1:
+            raise UserError(f"data.dataset.eval_fraction={eval_fraction} is not between 0 and 1")
         text = python_reference() if path is None else read_text(Path(path))
         num_windows = max(0, len(text) - 1) // block_size
         num_eval = round(num_windows * eval_fraction)
