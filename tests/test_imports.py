@@ -43,7 +43,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "compare": "config errors files sweep",
     },
     {
-        "inference": "build checkpoint config data distributed errors files launch optim run_dir strategies tasks "
+        "inference": "accelerator build checkpoint config data distributed errors files launch optim run_dir strategies tasks "
         "tensors"
     },
     {

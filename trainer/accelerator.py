@@ -5,10 +5,13 @@ has streams and events that do nothing, for it has computed when a call returns.
 in distributed/backend_flags.py.
 """
 
+import random
 import resource
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -46,14 +49,6 @@ def found(wanted: str) -> tuple[str, int]:
     if wanted == "cpu" or here is None or wanted not in ("auto", here.type):
         return "cpu", 0
     return here.type, torch.accelerator.device_count()
-
-
-def in_use() -> tuple[str, range]:
-    """The kind of this process's accelerators, and their numbers if it has used one of them."""
-    here = torch.accelerator.current_accelerator() or torch.device("cpu")
-    module: Any = torch.get_device_module(here)
-    is_initialized = getattr(module, "is_initialized", lambda: False)()
-    return here.type, range(torch.accelerator.device_count() if is_initialized else 0)
 
 
 def backend_of(device: torch.device) -> str:
@@ -137,6 +132,23 @@ def seed_generator(device: torch.device, seed: int) -> None:
         module.init()
         generators = module.default_generators
     (module if generators is None else generators[device.index]).manual_seed(seed % 2**64)
+
+
+@contextmanager
+def generators_kept(of_accelerators: bool = True) -> Iterator[None]:
+    """Restore every generator of this process afterwards; those of a CPU alone take 0.1 ms."""
+    python_state, numpy_state, kind, devices = random.getstate(), np.random.get_state(), "cpu", range(0)
+    if of_accelerators and (here := torch.accelerator.current_accelerator()) is not None:
+        module: Any = torch.get_device_module(here)
+        # A process that never used a GPU has no state there, and asking would create a context on GPU 0.
+        is_initialized = getattr(module, "is_initialized", lambda: False)()
+        kind, devices = here.type, range(torch.accelerator.device_count() if is_initialized else 0)
+    with torch.random.fork_rng(devices, device_type=kind):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def can_pin(device: torch.device) -> bool:

@@ -143,15 +143,3 @@ def test_a_rank_that_dies_ends_the_others_waits_at_once(hosts: list[int], tmp_pa
     assert set(failure.value.reports) == {2}
     for message, seconds in failure.value.results.values():
         assert message != "no error" and seconds < 30, message
-
-
-def refuse() -> None:
-    model = DistributedDataParallel(network())
-    with pytest.raises(ValueError, match=r"butterfly.*ring"):
-        attach(model, "butterfly", hosts=[0])
-    with pytest.raises(ValueError, match=r"fp8.*bf16"):
-        attach(model, "ring", hosts=[0], wire_dtype="fp8")
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    run_ranks(refuse, 1)

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data.distributed import DistributedSampler
 
 from trainer.data.loading.batch import split_batch, split_leaves
 from trainer.data.loading.sampler import EvalRequests, IndexRequests
@@ -40,16 +39,6 @@ def test_the_batch_of_a_step_is_a_slice_of_one_permutation(num_samples: int, rep
         expected = [permutation[i : i + 8] for i in range(0, 40, 8)]
         assert steps(num_samples, 8, replicas, epoch) == expected
         assert steps(num_samples, 8, replicas, epoch, micro=2) == expected
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_the_parts_are_those_of_torchs_own_sampler(replicas: int) -> None:
-    for replica in range(replicas):
-        torchs = DistributedSampler(range(40), replicas, replica, seed=3)  # type: ignore[arg-type]
-        torchs.set_epoch(5)
-        ours = requests(40, 8, replicas, replica)
-        ours.epoch = 5
-        assert [index for request in ours for index in request.numbers] == list(torchs)
 
 
 @pytest.mark.parametrize(

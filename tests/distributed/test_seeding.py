@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from trainer import accelerator
 from trainer.distributed import seeding
 
 
@@ -41,9 +42,9 @@ def test_each_micro_batch_draws_by_its_three_numbers_alone() -> None:
 def test_generators_are_kept() -> None:
     seeding.seed_everything(3, 1)
     _draw()
-    with seeding.generators_kept():
+    with accelerator.generators_kept():
         expected = [_draw() for _ in range(3)]
-    with pytest.raises(ValueError, match="within"), seeding.generators_kept():
+    with pytest.raises(ValueError, match="within"), accelerator.generators_kept():
         seeding.seed_everything(4, 0)
         raise ValueError("within")
     assert [_draw() for _ in range(3)] == expected
@@ -54,7 +55,7 @@ def test_generators_are_kept() -> None:
 def test_generators_of_cuda_are_seeded_and_kept() -> None:
     device = torch.device("cuda", 0)
     seeding.seed_micro_batch(3, 1, 0, [device])
-    with seeding.generators_kept():
+    with accelerator.generators_kept():
         expected = torch.rand(5, device=device)
     assert torch.equal(torch.rand(5, device=device), expected)
     seeding.seed_micro_batch(3, 1, 0, [device])

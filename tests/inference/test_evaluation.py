@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
-from tests.runs import context_of, train
+from tests.runs import context_of
 from trainer.data.digits import Digits
 from trainer.errors import UserError
 from trainer.inference import evaluation
@@ -198,10 +198,3 @@ def test_what_a_language_model_shows() -> None:
     assert shown.texts == {"eval/text": "    abcdefgh\n\ngoes on:\n\n    ijklmnopqr"}
     assert torch.equal(state, torch.get_rng_state())
     assert not LanguageModelling(show_tokens=0).show(Given(), Evaluation({}, None, None, (tokens,))).texts
-
-
-@pytest.mark.slow
-def test_several_labels_are_learnt_and_the_best_checkpoint_kept_by_auc(tmp_path: Any) -> None:
-    best = "checkpoint.keep_best={metric: eval/auc, mode: max}"
-    many = train(*MULTI_LABEL, "train.epochs=8", best, f"run_dir={tmp_path}")
-    assert many["eval/auc"] > 0.9 and many["eval/mean_average_precision"] > 0.9

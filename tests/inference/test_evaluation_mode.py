@@ -47,17 +47,11 @@ def test_modes_come_back() -> None:
     assert not model.training and not model[1].training
 
 
-def _settings(model: str, every: int) -> list[str]:
-    return [
-        *(f"model._target_=tests.inference.test_evaluation_mode.{model}", "~model.input_shape"),
-        *("~model.num_classes", "~model.hidden", "train.max_steps=8", f"train.eval_every_steps={every}"),
-        *(f"checkpoint.every_steps={every}", "checkpoint.every_epochs=null"),
-    ]
-
-
 @pytest.mark.slow
 def test_a_checkpoint_saved_after_an_evaluation_is_of_training(tmp_path: Path) -> None:
-    settings = _settings("Merging", 2)
+    settings = ["model._target_=tests.inference.test_evaluation_mode.Merging", "~model.input_shape"]
+    settings += ["~model.num_classes", "~model.hidden", "train.max_steps=8", "train.eval_every_steps=2"]
+    settings += ["checkpoint.every_steps=2", "checkpoint.every_epochs=null"]
     whole = runs.train(*settings, f"run_dir={tmp_path}/whole")
     step = tmp_path / "whole" / "checkpoints" / "step_00000006"
     resumed = runs.train(*settings, f"run_dir={tmp_path}/resumed", f"resume={step}")

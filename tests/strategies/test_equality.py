@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.ranks import run_ranks
@@ -97,40 +96,3 @@ def assert_all_equal_single(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equals_single(tmp_path: Path, single: dict[str, dict[str, Tensor]], strategy: str) -> None:
     assert_all_equal_single(tmp_path, single, strategy, list(MODELS), [None, 8])
-
-
-DEAF = ("strategy=ddp", "comm.timeline=false")  # DDP takes one hook, and the test brings its own
-UNGUARDED = "train.check_replicas_every=null"  # else the replica check would be the one to find it
-
-
-def deaf_on_rank_1(*overrides: str) -> dict[str, Tensor]:
-    """A broken all-reduce: rank 1 takes part, and then keeps its own gradient."""
-    from trainer.strategies.ddp import Ddp
-
-    class Deaf(Ddp):
-        def wrap(self, *args):  # type: ignore[no-untyped-def]
-            model = super().wrap(*args)
-            model.register_comm_hook(None, keep_own_gradient)
-            return model
-
-    import trainer.strategies.ddp as module
-
-    module.Ddp = Deaf
-    return trained(*overrides)
-
-
-def keep_own_gradient(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    own = bucket.buffer().clone()
-    dist.all_reduce(bucket.buffer())
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(own if dist.get_rank() == 1 else bucket.buffer() / dist.get_world_size())
-    return future
-
-
-@pytest.mark.slow
-def test_catches_a_rank_that_skips_the_reduction(
-    tmp_path: Path, single: dict[str, dict[str, Tensor]]
-) -> None:
-    sound, deaf = run_ranks(deaf_on_rank_1, 2, *options(tmp_path, "mlp"), *DEAF, UNGUARDED, init=False)
-    assert distance(deaf, single["mlp"]) > 100
-    assert not all(torch.equal(sound[name], deaf[name]) for name in sound)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.runs import settings, train
+from tests.ranks import RankFailure, run_ranks
+from tests.runs import train
 from trainer.config import StopConfig
-from trainer.errors import UserError
 from trainer.optim.progress import EarlyEnd
 from trainer.run_dir.metrics_file import read_metrics
 
@@ -132,23 +131,7 @@ def test_the_hours_of_all_resumes_count() -> None:
     assert resumed(end).setting is None and resumed(EarlyEnd(), max_hours=1.0).setting is None
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (
-            (STOP, "train.eval_every_epochs=0"),
-            "train.stop needs evaluations, but train.eval_every_epochs is 0",
-        ),
-    ],
-)
-def test_settings_that_cannot_end_a_run_are_refused(overrides: tuple[str, ...], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        settings(*overrides)
-
-
 def test_a_metric_that_no_evaluation_yields_is_refused(tmp_path: Path) -> None:
-    from tests.ranks import RankFailure
-
     words = ("strategy=single", "train.stop={metric: loss, patience: 1}", f"run_dir={tmp_path}")
     with pytest.raises(
         RankFailure, match=r"train\.stop\.metric is loss, but must be one that evaluation yields: eval/loss"

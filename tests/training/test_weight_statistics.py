@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from trainer.distributed.process_group import Dist
-from trainer.errors import UserError
 from trainer.run_dir.metrics_file import read_metrics
 from trainer.tasks import Classification, LanguageModelling
 from trainer.training.meter import Meter
@@ -170,10 +169,3 @@ def test_profile_of_each_rank(tmp_path: Path) -> None:
         assert any("all-reduce bucket" in str(event.get("name")) for event in events)
     assert len(list((tmp_path / "profile").iterdir())) == 2
     assert all(0 < value < 1 for value in read_metrics(tmp_path)["speed/mfu"].values())
-
-
-def test_a_profile_beyond_the_end_is_refused(tmp_path: Path) -> None:
-    words = "steps 6 to 7, but step 6 is the run's last"
-    profile = "train.profile={start: 6, steps: 2}"
-    with pytest.raises(UserError, match=words), context_of(*SHORT, profile, f"run_dir={tmp_path}"):
-        pass

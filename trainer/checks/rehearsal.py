@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from trainer.accelerator import generators_kept
 from trainer.distributed.agreement import gather_objects
-from trainer.distributed.seeding import generators_kept, seed_micro_batch
+from trainer.distributed.seeding import seed_micro_batch
 from trainer.errors import UserError, first_few
 from trainer.optim.plain_names import keepers_of_extra_state
 from trainer.strategies.placement import not_all

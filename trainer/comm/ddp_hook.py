@@ -114,12 +114,7 @@ def attach(
         enter: called with `("all_reduce", bucket)` before the all-reduce of each bucket starts.
         leaf_sums: what turns buckets into integers; gradients then become their sum over ranks. Not for
             `hook`.
-
-    Raises:
-        ValueError: an unknown algorithm or wire dtype.
     """
-    if wire_dtype not in WIRE_DTYPES:
-        raise ValueError(f"unknown wire dtype {wire_dtype!r}; choose from {', '.join(WIRE_DTYPES)}")
     device = next(model.parameters()).device
     group = _new_group("gloo", timeout_s)
     clock = GpuClock(device) if accelerator.is_accelerator(device) else None

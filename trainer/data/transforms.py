@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from trainer.data.loading.reader import cpu_generators_kept, name_of, sample_of
+from trainer.accelerator import generators_kept
+from trainer.data.loading.reader import name_of, sample_of
 from trainer.errors import UserError
 from trainer.tensors.nested import leaves
 
@@ -46,7 +47,7 @@ class Transformed(Dataset[Any]):
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of the first tensor in a transformed sample."""
-        with cpu_generators_kept():
+        with generators_kept(of_accelerators=False):
             values = leaves(self[0])
         shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
         if not shapes:

@@ -1,14 +1,13 @@
-"""Random numbers: a seed for each micro-batch, and generators kept as they are."""
+"""Random numbers: a seed for each rank, each micro-batch and each of many generators."""
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from trainer.accelerator import in_use, is_accelerator, seed_generator
+from trainer.accelerator import is_accelerator, seed_generator
 
 
 def seed_everything(seed: int, rank: int) -> None:
@@ -48,17 +47,3 @@ def mixed_seed(seed: int, number: int) -> int:
     """A separate 64-bit seed for the ``number``-th of a run's many generators."""
     low, high = np.random.SeedSequence([seed, number]).generate_state(2, np.uint32)
     return (int(high) << 32) | int(low)
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore every generator of this process afterwards, those of its GPUs too."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    # A process that never used a GPU has no state there, and asking would create a context on GPU 0.
-    kind, devices = in_use()
-    with torch.random.fork_rng(devices, device_type=kind):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from trainer.accelerator import generators_kept
 from trainer.build import (
     begin,
     build_dataset,
@@ -33,7 +34,7 @@ from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import EvalLoader
 from trainer.distributed.agreement import Agreement, Alone, compare_across_ranks
 from trainer.distributed.process_group import Dist, process_group
-from trainer.distributed.seeding import generators_kept, seed_everything
+from trainer.distributed.seeding import seed_everything
 from trainer.errors import UserError
 from trainer.files.address import location
 from trainer.inference.evaluation import ModelContext

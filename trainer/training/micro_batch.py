@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from trainer import accelerator
-from trainer.accelerator import is_accelerator
+from trainer.accelerator import generators_kept, is_accelerator
 from trainer.build import (
     begin,
     build_collate,
@@ -28,7 +28,6 @@ from trainer.data.loading.loaders import train_loader
 from trainer.data.loading.reader import Share
 from trainer.distributed.agreement import Agreement, gather_objects
 from trainer.distributed.process_group import Dist
-from trainer.distributed.seeding import generators_kept
 from trainer.errors import UserError
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.trained import Trained

@@ -179,12 +179,5 @@ def build(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
 
     Args:
         hosts: the host index of every rank; ranks of one host need not be neighbours.
-
-    Raises:
-        ValueError: the algorithm or the rank does not exist.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"no all-reduce algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
-    if not 0 <= rank < len(hosts):
-        raise ValueError(f"rank {rank} is not among the {len(hosts)} ranks of hosts={list(hosts)}")
     return ALGORITHMS[algorithm](rank, hosts)

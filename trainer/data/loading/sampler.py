@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from trainer.accelerator import generators_kept
 from trainer.data.loading.batch import BatchSplit
-from trainer.data.loading.reader import Request, cpu_generators_kept, seed_generators
+from trainer.data.loading.reader import Request, seed_generators
 from trainer.data.order import Order, shuffled
 from trainer.errors import UserError
 
@@ -76,7 +77,9 @@ class IndexRequests(Requests):
         generator = torch.Generator().manual_seed(self.seed + epoch)
         if self._is_permutation:
             return self._order(self._dataset, generator)
-        with cpu_generators_kept():  # from which an order may draw as well: on every rank the same numbers
+        with generators_kept(
+            of_accelerators=False
+        ):  # from which an order may draw as well: on every rank the same numbers
             seed_generators(self.seed, epoch, self.num_samples)
             order = self._order(self._dataset, generator)
         if order.shape != (self.num_samples,) or order.dtype != torch.int64:

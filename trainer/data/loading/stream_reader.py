@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.utils.data._utils.worker as torch_worker
 
+from trainer.accelerator import generators_kept
 from trainer.data.loading.reader import (
     BROKEN_DATA,
     Answer,
@@ -17,7 +18,6 @@ from trainer.data.loading.reader import (
     Share,
     checksum,
     collated,
-    cpu_generators_kept,
     seed_generators,
 )
 from trainer.data.stream import has_state
@@ -145,7 +145,7 @@ class StreamReader(Reader):
     def _answer(self, request: Request) -> Any:
         if request.reading != self._reading:
             self._reading, self._cursors = request.reading, {}
-        with cpu_generators_kept():
+        with generators_kept(of_accelerators=False):
             with self._reading_alone():
                 read = self._read(request)
             if read is None:
