@@ -131,3 +131,12 @@ def average_large_numbers(hosts: list[int]) -> torch.Tensor:
 def test_sums_do_not_overflow_on_an_fp16_wire() -> None:
     for mean in run_ranks(average_large_numbers, 3, [0, 0, 1]):
         assert torch.equal(mean, torch.full((100,), 30_000.0))
+
+
+def refuse_small_integers() -> None:
+    with pytest.raises(ValueError, match=r"int32.*fp32"):
+        executor_of("ring", [0]).run(torch.ones(3, dtype=torch.int32))
+
+
+def test_integers_other_than_those_of_exact_runs_are_refused() -> None:
+    run_ranks(refuse_small_integers, 1)

@@ -91,8 +91,13 @@ class Executor:
             divisor: of the sums.
 
         Raises:
+            ValueError: a dtype that cannot be averaged.
             RuntimeError: a peer is gone, or silent for the timeout of `group`.
         """
+        if bucket.dtype not in SUMMED_DTYPES:
+            raise ValueError(
+                f"no all-reduce of {bucket.dtype}: gradients must be fp32, fp64, fp16, bf16 or int64"
+            )
         own_wire = bucket.dtype in (*_HALF, torch.int64)
         wire = bucket.dtype if own_wire or self._wire_dtype is None else self._wire_dtype
         sums = bucket.float() if bucket.dtype in _HALF else bucket

@@ -56,7 +56,9 @@ def load(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(wrong_kind(str(error.full_key).rstrip("_"), first_line(error))) from error
     assert isinstance(config, Config)
-    _check_finite(config)
+    for name, value in flatten(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} is {value}, but must be a finite number")
     check_limits(config)
     check_nodes(config)
     check_contradictions(config)
@@ -82,9 +84,3 @@ def _as_dict(config: Config) -> dict[str, Any]:
 def _name(name: str, value: Any, known: Iterable[str]) -> None:
     if value not in known:
         raise UserError(f"{name} is {value}, but must be one of {', '.join(known)}")
-
-
-def _check_finite(config: Config) -> None:
-    for name, value in flatten(config).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name} is {value}, but must be a finite number")

@@ -47,7 +47,14 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
     Raises:
         UserError: the environment sets one that this host does not have.
     """
-    _check(rank, os.environ.get(_VARIABLE, ""))
+    here = [name for _, name in socket.if_nameindex()]
+    # gloo's own error would look like one that another rank has caused, and have the watch name that one.
+    for name in filter(None, os.environ.get(_VARIABLE, "").split(",")):
+        if name not in here:
+            raise UserError(
+                f"rank {rank}: {_VARIABLE}={os.environ[_VARIABLE]}, but its host {socket.gethostname()} has no "
+                f"interface {name}; set one of {', '.join(here)} that the other hosts reach"
+            )
     known = [address for address in addresses if not is_loopback(address)]
     own_name = address_towards(socket.gethostname())  # a host's way to its own name leads to that address
     if _VARIABLE in os.environ or len(set(hosts)) == 1 or not known or not is_loopback(own_name):
@@ -55,7 +62,7 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
     own = addresses[rank]
     if is_loopback(own):  # the store is on this host: use the route to another
         own = address_towards(known[0])
-    for _, name in socket.if_nameindex():
+    for name in here:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
             answer = fcntl.ioctl(any_, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             if socket.inet_ntoa(answer[20:24]) == own:
@@ -68,17 +75,6 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
         socket.gethostname(),
         _VARIABLE,
     )
-
-
-def _check(rank: int, chosen: str) -> None:
-    """gloo's own error would look like one that another rank has caused, and have the watch name that one."""
-    here = [name for _, name in socket.if_nameindex()]
-    for name in chosen.split(",") if chosen else ():
-        if name not in here:
-            raise UserError(
-                f"rank {rank}: {_VARIABLE}={chosen}, but its host {socket.gethostname()} has no interface "
-                f"{name}; set one of {', '.join(here)} that the other hosts reach"
-            )
 
 
 def is_loopback(address: str | None) -> bool:

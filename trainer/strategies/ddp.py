@@ -95,14 +95,11 @@ class Ddp(Strategy):
                         )
                 options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
                 options["leaf_sums"] = self.order.sums
-                try:
-                    with connecting():
-                        self.hook = attach(model, self.comm.algorithm, **options)
-                    # A user's hook has no wire dtype.
-                    facts = {"hosts": list(self.hosts), "wire_dtype": options.get("wire_dtype")}
-                    self.report = TimelineReport(self.hook.timeline, {"device": self.device.type, **facts})
-                except ValueError as error:
-                    raise UserError(f"comm={self.comm.algorithm}: {error}") from error
+                with connecting():
+                    self.hook = attach(model, self.comm.algorithm, **options)
+                # A user's hook has no wire dtype.
+                facts = {"hosts": list(self.hosts), "wire_dtype": options.get("wire_dtype")}
+                self.report = TimelineReport(self.hook.timeline, {"device": self.device.type, **facts})
         else:
             self.order.attach(model)
         return model
