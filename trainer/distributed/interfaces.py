@@ -52,8 +52,8 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
     for name in filter(None, os.environ.get(_VARIABLE, "").split(",")):
         if name not in here:
             raise UserError(
-                f"rank {rank}: {_VARIABLE}={os.environ[_VARIABLE]}, but its host {socket.gethostname()} has no "
-                f"interface {name}; set one of {', '.join(here)} that the other hosts reach"
+                f"rank {rank}: {_VARIABLE}={os.environ[_VARIABLE]}, but its host {socket.gethostname()} has "
+                f"no interface {name}; set one of {', '.join(here)} that the other hosts reach"
             )
     known = [address for address in addresses if not is_loopback(address)]
     own_name = address_towards(socket.gethostname())  # a host's way to its own name leads to that address
