@@ -144,6 +144,7 @@ class Simulator:
 
     def wait(self, clock: Counter[str], how: str) -> None:
         self.waits[self.phase, f"{line()} {how}"] += 1
+        self.log.append(("host", "waits", line()))
         if self.hangs(clock):
             self.hung()
             raise Hangs(f"{line()} waits for a stream that hangs")

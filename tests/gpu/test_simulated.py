@@ -117,6 +117,7 @@ def test_a_step_launches_little_more_than_a_plain_loop_and_waits_once(tmp_path: 
         assert len(each["waits"]) <= (name != "plain") + 2 * (name == "fp16"), (name, each["waits"])
         assert len(each["reads"]) == (name == "fp16"), (name, each["reads"])
     order = [what for _, what, _ in log]
+    assert order.index("_fused_sgd_") < order.index("waits")  # so that the queue does not run dry meanwhile
     copied = order.index("_to_copy")  # of the next batch, while this one's gradients are computed
     assert order.index("nll_loss_backward") < copied < order.index("_fused_sgd_") and log[copied][0] != "main"
 
