@@ -14,6 +14,7 @@
 #   exact       train.exact: one hash under each strategy, and its cost (1.15 x)
 #   ranks       two ranks to their end, every all-reduce, fsdp, hybrid, parameter_server: on two GPUs, or on one,
 #               which needs NCCL 2.30, from --nccl if torch has an older one
+#   packed      packed documents of GPT-2: FlashAttention beside the mask, their time and their difference (1.0 x)
 #   sanitized   the tests again with TORCH_CUDA_SANITIZER=1: no stream reads what another has yet to write
 #   table       what DIR holds by now, as DIR/gpu.json and DIR/gpu.txt
 #
@@ -30,7 +31,7 @@ set -uo pipefail
 
 cd "$(dirname "$0")/.." || exit
 out=gpu_day wheels="" dry=() names=() python=${PYTHON:-python3}
-parts=(tests matrix compiled syncs gpt2 resnet memory checkpoint exact ranks sanitized)
+parts=(tests matrix compiled syncs gpt2 resnet memory checkpoint exact ranks packed sanitized)
 while [ $# -gt 0 ]; do
   case $1 in
     --out) out=$2; shift ;;

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.packed import documents, takes_varlen
 from models.transformer import Block, Past, check_sizes, initialise
 
 SIZES = {  # width, depth, heads
@@ -27,8 +28,8 @@ class GPT(nn.Module):
             since a GPU takes longer for 50,257 than for 50,304. The padding is zeros, created for the product
             only, and not part of the logits, the parameters or a checkpoint.
         border: the token that ends each document. Documents of a sequence then do not attend to each other,
-            and the positions of each begin at 0: its logits are those of the document alone. On a GPU the
-            mask rules out FlashAttention; torch takes its memory-efficient kernel.
+            and the positions of each begin at 0: its logits are those of the document alone. See
+            `models.packed` for which kernel computes them.
 
     Raises:
         ValueError: a size unknown or below 1, a width that the heads do not divide, a sequence too long.
@@ -67,7 +68,7 @@ class GPT(nn.Module):
             vocab_multiple=vocab_multiple,
         )
         self.block_size, self.vocab_size, self.border = block_size, vocab_size, border
-        self._padding = -vocab_size % vocab_multiple
+        self._padding, self._head_size = -vocab_size % vocab_multiple, width // num_heads
         self.token_embedding = nn.Embedding(vocab_size, width)
         self.position_embedding = nn.Embedding(block_size, width)
         self.dropout = nn.Dropout(dropout)
@@ -100,13 +101,14 @@ class GPT(nn.Module):
         end = begin + tokens.shape[1]
         if end > self.block_size:
             raise ValueError(f"a sequence of {end} tokens is longer than block_size={self.block_size}")
+        x, mask = self.token_embedding(tokens), None
         positions = torch.arange(begin, end, device=tokens.device)
-        mask = None
         if self.border is not None:
             if cache:
                 raise ValueError(f"with border={self.border} a sequence is computed whole, without a cache")
-            positions, mask = documents(tokens, self.border)
-        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+            varlen = takes_varlen(x, self._head_size, self.dropout.p if self.training else 0.0)
+            positions, mask = documents(tokens, self.border, varlen)
+        x = self.dropout(x + self.position_embedding(positions))
         for number, block in enumerate(self.blocks):
             x = block(x, cache[number] if cache else None, mask)
         # Tied: the transposed embedding. Using the tensor itself, without a second module, keeps one entry in
@@ -122,17 +124,6 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
-
-
-def documents(tokens: Tensor, border: int) -> tuple[Tensor, Tensor]:
-    """For packed documents (B, T), each ended by ``border``: the places of tokens in their documents (B, T),
-    and which tokens attend to which (B, 1, T, T), causal within each.
-    """
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    begins = F.pad(tokens == border, (1, 0))[:, :-1]
-    first = torch.where(begins, places, 0).cummax(dim=1).values  # the begin of each token's document
-    query, key = places[:, None], places
-    return places - first, ((key <= query) & (key >= first[:, :, None]))[:, None]
 
 
 def chunked_cross_entropy(

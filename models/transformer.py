@@ -1,7 +1,10 @@
 """The pre-norm transformer block that the GPT and the vision transformer are made of."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from models.packed import attend_within
 
 
 class Past:
@@ -28,7 +31,7 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention, (B, T, width) -> (B, T, width), by torch's fused kernels if they apply.
 
     With a ``past``, x continues it: first with all T tokens, then with one at a time. A ``mask`` takes the
-    place of ``causal``: (B, 1, T, T), true where a token attends to another.
+    place of ``causal``: (B, 1, T, T), true where a token attends to another, or as `attend_within` takes it.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float, causal: bool) -> None:
@@ -43,10 +46,13 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, past: Past | None = None, mask: Tensor | None = None) -> Tensor:
         batch, length, width = x.shape
-        query, key, value = (
-            part.view(batch, length, self.num_heads, -1).transpose(1, 2)
-            for part in self.query_key_value(x).chunk(3, dim=-1)
-        )
+        parts = [
+            part.view(batch, length, self.num_heads, -1) for part in self.query_key_value(x).chunk(3, dim=-1)
+        ]
+        query, key, value = parts
+        if mask is not None and mask.dtype != torch.bool:
+            return self.output(attend_within(query, key, value, mask).flatten(2))
+        query, key, value = (part.transpose(1, 2) for part in parts)
         causal = self.causal and mask is None
         if past is not None:
             assert past.length == 0 or length == 1, "several tokens after cached ones would need a mask"

@@ -22,7 +22,7 @@ from benchmarks.gpu.day import Day, Row, table, write
 
 PARTS = (
     *("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "checkpoint", "exact", "ranks"),
-    "sanitized",
+    *("packed", "sanitized"),
 )
 
 

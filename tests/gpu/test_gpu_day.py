@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PARTS = (
     *("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "checkpoint", "exact", "ranks"),
-    "sanitized",
+    *("packed", "sanitized"),
 )
 
 

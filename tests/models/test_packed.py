@@ -1,13 +1,19 @@
 """Packed documents whose borders are kept: each is computed as if it were alone."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pytest import MonkeyPatch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from models.gpt import GPT
+from models.packed import takes_varlen
 from tests.runs import settings
 from trainer.build import build_model
 from trainer.data.text.in_memory import Text
@@ -50,6 +56,48 @@ def test_logits_of_a_packed_document_are_those_of_the_document_alone() -> None:
     assert (plain(packed()) - logits).abs().max() > 1e-2, "without borders they see each other"
     two = torch.cat([packed(), packed().flip(1)])
     torch.testing.assert_close(model(two)[:1], logits, rtol=0, atol=1e-5)
+
+
+def twin(query: Tensor, key: Tensor, value: Tensor, *rest: Any, window_size: tuple[int, int]) -> Tensor:
+    """What FlashAttention computes, document by document. Torch's own function is called on `meta`, too."""
+    begins, same, longest, longest_key = rest
+    shapes = [part.detach().to("meta", torch.bfloat16).requires_grad_() for part in (query, key, value)]
+    begun = begins.to("meta")
+    varlen_attn(*shapes, begun, begun, longest, longest_key, window_size=window_size).sum().backward()
+    lengths = begins.diff().tolist()
+    assert same is begins and begins.dtype == torch.int32 and begins[0] == 0 and sum(lengths) == len(query)
+    assert min(lengths) > 0 and max(lengths) <= longest == longest_key and window_size == (-1, 0)
+    assert all(part.stride(-1) == 1 and part.shape[1:] == (4, 32) for part in (query, key, value))
+    split = (part.transpose(0, 1).split(lengths, dim=1) for part in (query, key, value))
+    mixed = [F.scaled_dot_product_attention(*three, is_causal=True) for three in zip(*split, strict=True)]
+    return torch.cat(mixed, dim=1).transpose(0, 1).contiguous()
+
+
+def test_documents_by_flash_attention_have_the_masks_logits_and_gradients(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", twin)
+    one, every = torch.full((1, 13), 7), torch.full((1, 13), END)
+    ends = torch.tensor([[END, *[5] * 11, END]])
+    tokens, found = torch.cat([packed(), one, every, ends, packed().flip(1)]), []
+    for way in (False, True):
+        monkeypatch.setattr("models.gpt.takes_varlen", lambda *_, way=way: way)
+        logits = (model := gpt(border=END))(tokens)
+        logits.square().sum().backward()
+        found.append([logits, *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-3)
+
+
+def test_flash_attention_is_taken_where_torchs_kernel_takes_it(monkeypatch: MonkeyPatch) -> None:
+    """On an imagined GPU; `benchmarks/gpu.sh packed` compares the two on a real one."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert not takes_varlen(torch.ones(1, dtype=torch.bfloat16), 64, 0.0)
+    with FakeTensorMode():
+        whole, half = (torch.ones(1, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.float16))
+    assert not takes_varlen(half, 64, 0.0), "no numbers to count documents in: their FLOPs are counted"
+    monkeypatch.setattr("models.packed.Tensor", type(half))
+    asked = ((half, 64, 0.0), (whole, 64, 0.0), (half, 20, 0.0), (half, 64, 0.1))
+    assert [takes_varlen(*each) for each in asked] == [True, False, False, False]
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+    assert takes_varlen(whole, 64, 0.0)
 
 
 def test_every_source_of_tokens_keeps_borders(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Parts of a model that are handled one at a time: gathered by FSDP, or recomputed for the gradient."""
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,14 +22,12 @@ _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # read weights of 
 _FAMILIES = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm"),
     "convolution": ("convolution",),
-    "attention": tuple(
-        f"_scaled_dot_product_{kernel}"
-        for kernel in (
-            "flash_attention",
-            "efficient_attention",
-            "cudnn_attention",
-            "flash_attention_for_cpu",
-        )
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_varlen_attn",  # of packed documents
     ),
 }
 
@@ -97,9 +96,11 @@ def _operations(names: Sequence[str]) -> list[OpOverload]:
     Raises:
         UserError: a name is unknown.
     """
-    found: list[OpOverload] = []
+    found, spaces = list[OpOverload](), (torch.ops.aten, torch.ops.torch_attn)
+    if "attention" in names and torch.cuda.is_available():
+        importlib.import_module("torch.nn.attention.varlen")  # registers its operation, after 3 s
     for name in names:
-        packets = [getattr(torch.ops.aten, each, None) for each in _FAMILIES.get(name, (name,))]
+        packets = [getattr(space, each, None) for space in spaces for each in _FAMILIES.get(name, (name,))]
         if not any(packets):
             raise UserError(
                 f"strategy.activation_checkpointing_keep: {name} must be one of {', '.join(_FAMILIES)}, or "
