@@ -265,9 +265,7 @@ class FaultyRun:
         shared = [path.name for path in Path("/dev/shm").iterdir()]
         found += [f"{name} is left" for name in shared if any(f"_{pid}_" in name for pid in self.pids)]
         kept = (self.run_dir / "checkpoints").glob("*")
-        return found + [
-            f"{p.name} is left" for p in kept if not re.fullmatch(r"step_\d+|latest|best", p.name)
-        ]
+        return found + [f"{p.name} is left" for p in kept if not re.fullmatch(r"step_\d+", p.name)]
 
 
 def ranks_under(launchers: Sequence[Any]) -> list[Rank]:

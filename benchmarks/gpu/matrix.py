@@ -50,7 +50,6 @@ def measure(day: Day, compiled: bool = False) -> Iterator[Row]:
                 result = quietly(lambda config=config: run(config))
                 shutil.copytree(whole, again, symlinks=True)
                 shutil.rmtree(again / "checkpoints/step_00000004")
-                (again / "checkpoints/latest").unlink(missing_ok=True)
                 config = settings(*options, f"run_dir={again}", "resume=auto")
                 resumed = quietly(lambda config=config: run(config))
             except Exception as error:

@@ -68,8 +68,8 @@ def test_a_full_disk_spares_the_checkpoint_before(small_disk: Path, format: str,
         assert result["message"] == results[0]["message"]
         assert "checkpoint of step 2 could not be saved" in result["message"]
         assert "No space left on device" in result["message"]
-        assert result["entries"] == ["latest", "step_00000001"]
-        assert result["after"] == ["latest", "step_00000001", "step_00000003"]
+        assert result["entries"] == ["step_00000001"]
+        assert result["after"] == ["step_00000001", "step_00000003"]
 
 
 def _pass_over(run_dir: Path) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _all_damaged(run_dir: Path) -> None:
     with pytest.raises(UserError, match=r"keep_best\.metric is eval/loss; there is eval/accuracy"):
         checkpointer.save(state, {"eval/accuracy": 1.0})
     checkpointer.save(state, {"eval/loss": 1.0})
-    (run_dir / "checkpoints" / "latest" / TENSORS).write_bytes(b"")
+    (run_dir / "checkpoints" / "step_00000000" / TENSORS).write_bytes(b"")
     with pytest.raises(
         UserError, match=r"none of the 1 checkpoints in .* is intact.* another run_dir starts"
     ):
@@ -163,8 +163,8 @@ def _another_run_in_the_same_place(run_dir: Path) -> dict[str, list[str]]:
 def test_checkpoints_of_another_run_are_neither_pruned_nor_replaced_nor_resumed(tmp_path: Path) -> None:
     (found,) = run_ranks(_another_run_in_the_same_place, 1, tmp_path)
     assert found == {
-        "one None": ["latest", "step_00000004"],
-        "two None": ["latest", "step_00000004", "step_00000004-2"],
-        "two auto": ["latest", "step_00000004", "step_00000005"],
+        "one None": ["step_00000004"],
+        "two None": ["step_00000004", "step_00000004-2"],
+        "two auto": ["step_00000004", "step_00000005"],
     }
     assert manifest.read_manifest(tmp_path / "checkpoints" / "step_00000004").run_id == "one"

@@ -16,6 +16,7 @@ from trainer.checkpoint.tree import take_apart
 from trainer.checks.replicas import ReplicaCheck
 from trainer.distributed.process_group import process_group
 from trainer.errors import UserError
+from trainer.optim.optimizers import check_optimizer
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 from trainer.tensors.bits import same_bits
@@ -153,6 +154,8 @@ class Odd(torch.optim.Optimizer):
             state["counts"] = torch.tensor([2**60 + self.state["calls"]])
             state["phase"] = [torch.tensor(1j), {"name": "warm", "of": (None, 2**70)}]
             state["name"] = "odd"
+            sums = state["moment"] + state["both"].a if "both" in state else state["moment"]
+            state["both"] = TwoTensor(sums, sums.sqrt())  # several tensors in one, as of 8-bit optimizers
             parameter -= self.param_groups[0]["lr"] * state["moment"].to(parameter.dtype)
 
 
@@ -175,8 +178,8 @@ def _make_steps(state: TrainState, count: int) -> None:
         state.progress.advance(12, 48)
 
 
-def _odd_differences(root: Path) -> tuple[list[str], Any, Any]:
-    """The tensors that differ after four steps, two of them after a resume, and all else of both."""
+def _odd_differences(root: Path) -> tuple[list[str], Any, Any, set[str]]:
+    """The tensors that differ after four steps, two of them after a resume; all else of both; what is hashed."""
     states = [_bf16_state(), _bf16_state()]
     for resumes in (False, True):
         checkpointer = tiny.checkpointer(root)
@@ -187,32 +190,33 @@ def _odd_differences(root: Path) -> tuple[list[str], Any, Any]:
             _make_steps(states[0], 2)
     (tensors, plain), (resumed, plain_resumed) = (take_apart(state.state_dict()) for state in states)
     assert tensors.keys() == resumed.keys()
-    return [name for name in tensors if not same_bits(tensors[name], resumed[name])], plain, plain_resumed
+    different = [name for name in tensors if not same_bits(tensors[name], resumed[name])]
+    hashed = set(ReplicaCheck(tiny.facts(), [(0,)], every=1)._hashes(states[1]))
+    return different, plain, plain_resumed, hashed
 
 
 def test_state_of_other_dtypes_than_the_parameters_goes_on_exactly(tmp_path: Path) -> None:
     """torch's load_state_dict would round it to that of the parameter, and make a text a generator."""
-    different, whole, resumed = run_ranks(_odd_differences, 1, tmp_path)[0]
+    different, whole, resumed, hashed = run_ranks(_odd_differences, 1, tmp_path)[0]
     assert different == []
     assert whole == resumed
+    assert {"moment of weight", "both.a of weight", "both.b of bias"} <= hashed
 
 
-def _saves_two_in_one(run_dir: Path) -> str:
-    state = tiny.train_state()
-    checkpointer = tiny.checkpointer(run_dir, state=state)
-    tiny.train(state, 1)
-    kept = next(iter(state.optimizer.state.values()))
-    name = next(name for name, value in kept.items() if isinstance(value, torch.Tensor) and value.ndim)
-    kept[name] = TwoTensor(kept[name], kept[name].clone())
-    hashed = ReplicaCheck(tiny.facts(), [(0,)], every=1)._hashes(state)  # which comes first under ddp
-    assert len(hashed) == len(list(state.replicated())) - 1, "torchao's can't be hashed"
-    with pytest.raises(UserError) as raised:
-        checkpointer.save(state)
+def _sharded(run_dir: Path, key: str) -> str:
+    """How a save ends of a sharded model whose optimizer keeps several tensors in one."""
+    with runs.context_of(*TINY, "strategy=fsdp", "seed=0", f"run_dir={run_dir}") as context:
+        state = context.state
+        for own in state.trained.own.values():
+            state.optimizer.state[own][key] = TwoTensor(own.detach(), own.detach())
+        with pytest.raises(UserError) as raised:
+            context.checkpointer.save(state)
     return str(raised.value)
 
 
-def test_state_of_several_tensors_in_one_is_refused_by_name(tmp_path: Path) -> None:
-    """As torchao's 8-bit optimizers keep it."""
-    (said,) = run_ranks(_saves_two_in_one, 1, tmp_path)
-    assert said.startswith("a checkpoint cannot hold optimizer.")
-    assert "a TwoTensor, which is several tensors in one" in said
+def test_under_fsdp_several_tensors_in_one_are_refused(tmp_path: Path) -> None:
+    said = run_ranks(_sharded, 2, tmp_path, "moment", init=False)[1]
+    assert "a TwoTensor, several tensors in one, which no checkpoint can cut into shards; use strat" in said
+    torchaos = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})
+    with pytest.raises(UserError, match="AdamW8bit keeps its state in blocks of numbers"):
+        check_optimizer(torchaos([torch.zeros(1)]), is_sharded=True)

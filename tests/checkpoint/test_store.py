@@ -41,7 +41,6 @@ def test_keeps_the_last_the_best_and_every_nth(
     _save(store, 60)
     store.prune(keeps)
     assert _steps(store) == kept
-    assert verify(tmp_path / "latest").step == 60
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 
 
@@ -59,7 +58,7 @@ def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:
     store.prune(settings(keep_last=1))
     assert _steps(other) == [1] and verify(outside / "step_00000001").step == 1
     names = {entry.name for entry in store.root.iterdir()}
-    assert names == {"step_00000002", "step_00000007", "step_mine", "notes.txt", "step_00000009", "latest"}
+    assert names == {"step_00000002", "step_00000007", "step_mine", "notes.txt", "step_00000009"}
 
 
 def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
@@ -82,11 +81,9 @@ def test_cleans_up_after_a_kill(tmp_path: Path) -> None:
     _save(store, 1)
     (store.new_directory(2) / "half").write_text("...")
     _save(store, 3)
-    (tmp_path / ".tmp_latest").symlink_to("step_00000001")
-    (tmp_path / "latest").unlink()  # killed before it was pointed at the newest
     store.recover()
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000001", "step_00000003"]
-    assert verify(tmp_path / "latest").step == verify(tmp_path / "step_00000003").step == 3
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_00000001", "step_00000003"]
+    assert verify(tmp_path / "step_00000003").step == 3
 
 
 def test_refuses_to_commit_what_it_does_not_see(tmp_path: Path) -> None:
@@ -141,7 +138,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named_once_and_goes_when_it_can(
         assert "step_00000001 cannot be deleted" in said and "not permitted" in said
     _save(store, 5)
     store.prune(settings(keep_last=1))
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000005"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_00000005"]
 
 
 def test_a_save_that_is_overtaken_is_the_older_one(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Points:
 
     def install(self) -> None:
         write, fsync, remove = manifest.HashingFile.write, os.fsync, shutil.rmtree
-        rename, replace, symlink, mkdir = Path.rename, Path.replace, Path.symlink_to, Path.mkdir
+        rename, mkdir = Path.rename, Path.mkdir
 
         def hashing_write(file: manifest.HashingFile, data: Any) -> int:
             is_manifest = Path(f"/proc/self/fd/{file.fileno()}").readlink().name == manifest.MANIFEST
@@ -51,14 +51,6 @@ class Points:
             self.reached("prune" if target.name.startswith(".tmp") else "rename")
             return rename(path, target)
 
-        def do_replace(path: Path, target: Path) -> Path:
-            self.reached("latest")
-            return replace(path, target)
-
-        def do_symlink(path: Path, target: str) -> None:
-            self.reached("latest")
-            symlink(path, target)
-
         def do_mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
             self.reached("mkdir")
             mkdir(path, *args, **kwargs)
@@ -70,8 +62,7 @@ class Points:
         manifest.HashingFile.write = hashing_write  # type: ignore
         os.fsync = do_fsync  # type: ignore
         shutil.rmtree = do_rmtree  # type: ignore
-        Path.rename, Path.replace, Path.symlink_to = do_rename, do_replace, do_symlink  # type: ignore
-        Path.mkdir = do_mkdir  # type: ignore
+        Path.rename, Path.mkdir = do_rename, do_mkdir  # type: ignore
 
 
 def _train_and_save(
@@ -88,7 +79,7 @@ def _train_and_save(
     return {"saved": tiny.everything(state), "points": points.names}
 
 
-KINDS = ("rename", "write", "latest", "manifest", "prune", "fsync", "mkdir")
+KINDS = ("rename", "write", "manifest", "prune", "fsync", "mkdir")
 
 
 def _one_of_each_kind(points: list[list[str]]) -> list[tuple[int, int]]:

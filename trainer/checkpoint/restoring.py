@@ -14,7 +14,7 @@ from trainer.checkpoint.finding import candidates
 from trainer.checkpoint.layout import Shapes, aliases_in
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified_by_all
 from trainer.checkpoint.savable import compare_shapes
-from trainer.checkpoint.tree import is_extra_state, put_together
+from trainer.checkpoint.tree import WITHIN, is_extra_state, put_together
 from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.gather_shards import as_bytes
@@ -137,7 +137,9 @@ def targets_for(
     for name, (shape, dtype) in shapes.items():
         if name not in targets and not name.startswith(("buffers.", "ema.")):
             parameter = parameter_of(name, shape, state.trained.whole)
-            if parameter is not None and parameter.shape == shape and len(shape) > 0:  # "step" is on the CPU
+            # "step" is on the CPU, and so are all tensors within one, which its class moves together.
+            within = name.rpartition(".")[2].startswith(WITHIN)
+            if parameter is not None and parameter.shape == shape and len(shape) > 0 and not within:
                 targets[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:
                 targets[name] = torch.empty(shape, dtype=dtype)

@@ -40,7 +40,8 @@ class Savable:
         tree, left_out_now = self._parted(state)
         self._left_out_bits = bit_sums(left_out_now.items())
         tensors, _ = take_apart(tree)
-        for name, tensor in tensors.items():
+        own = {f"model.{name}": value for name, value in tree["model"].items() if isinstance(value, Tensor)}
+        for name, tensor in {**tensors, **own}.items():  # with those that are several, which it may not hold
             if (problem := unsavable(to_local(tensor))) is not None:
                 raise UserError(f"a checkpoint cannot hold {name}, which {problem}")
         _check_model(state.model)
@@ -82,12 +83,6 @@ class Savable:
             for part in ("model", "buffers"):
                 tree[part] = {name: kept.get(name, value) for name, value in tree[part].items()}
         tensors, plain = take_apart(tree)
-        for name, tensor in tensors.items():
-            if hasattr(local := to_local(tensor), "__tensor_flatten__"):  # as 8-bit optimizers keep them
-                raise UserError(
-                    f"a checkpoint cannot hold {name}, a {type(local).__name__}, which is several tensors in "
-                    "one; use an optimizer with plain tensors, such as optim=adamw"
-                )
         compare_shapes(
             _of_model(tensors),
             self._shapes,

@@ -2,9 +2,9 @@
 
 A checkpoint is ``root/step_00000100/``. Its files are written to ``root/.tmp_step_00000100/`` and fsynced.
 The manifest, with the size of each file and the sha256 of its blocks, is written last. Then the directory is
-renamed, its parent is fsynced, and ``root/latest`` is pointed at it. A kill at any point leaves the old or
-the new one complete. Nothing is replaced: a step saved twice, as after a resume from an older one, is also in
-``step_00000100-2``, until the first of the two is pruned.
+renamed, and its parent is fsynced. A kill at any point leaves the old or the new one complete. Nothing is
+replaced: a step saved twice, as after a resume from an older one, is also in ``step_00000100-2``, until the
+first of the two is pruned.
 """
 
 import logging
@@ -111,7 +111,7 @@ class Store(Listing[Path]):
         files: Mapping[str, FileDigest],
         metrics: Mapping[str, float],
     ) -> Path:
-        """Make the ``new_directory``, with all files fsynced, the checkpoint of ``step`` and ``latest``.
+        """Make the ``new_directory``, with all files fsynced, the checkpoint of ``step``.
 
         Returns its path. Raises as `seal`.
         """
@@ -122,19 +122,7 @@ class Store(Listing[Path]):
         final = unused_path(self.root / f"step_{step:08d}")
         appear(self._filling, final)
         self._known[final] = _identity(final), manifest
-        self._point_latest(final.name)
         return final
-
-    def _point_latest(self, name: str) -> None:
-        """Make ``latest`` a link to the checkpoint ``name``, or warn: no resume needs it."""
-        link, latest = self.root / f"{_TEMPORARY}latest", self.root / "latest"
-        try:
-            link.unlink(missing_ok=True)
-            link.symlink_to(name)
-            link.replace(latest)
-            fsync_directory(self.root)
-        except OSError as error:  # of file systems without links, and of copies that followed them
-            self._warn(latest, f"cannot be pointed at the newest checkpoint, which no resume needs: {error}")
 
     @at_disk()
     def delete_failed(self, temporary: Path) -> None:
@@ -142,21 +130,11 @@ class Store(Listing[Path]):
         shutil.rmtree(temporary, ignore_errors=True)
 
     def recover(self) -> float:
-        """Called at the start: remove what a killed process left, and point ``latest`` at the newest.
-
-        Returns when the newest was saved.
-        """
+        """Called at the start: remove what a killed process left. Returns when the newest was saved, or 0."""
         if not self.root.is_dir():
             return 0.0
         self._clear_leftovers()
-        own, latest = self.own(), self.root / "latest"
-        newest = next(iter(own), None)
-        if newest is None:
-            return 0.0
-        may_be_pointed = latest.is_symlink() or not latest.exists()
-        if may_be_pointed and latest.resolve().name != newest.name:
-            self._point_latest(newest.name)  # a kill between a checkpoint's rename and this
-        return own[newest].saved_at
+        return next((manifest.saved_at for manifest in self.own().values()), 0.0)
 
     def _clear_leftovers(self) -> None:
         """Delete what kills and failed deletions left. Called when nothing is being written."""
@@ -167,12 +145,9 @@ class Store(Listing[Path]):
     def _delete(self, path: Path) -> None:
         """Delete ``path``. If it cannot be, which is told once, the next save tries again."""
         try:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)  # as much as possible
-                if path.exists():
-                    shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)  # as much as possible
+            if path.exists():
+                shutil.rmtree(path)
         except OSError as error:  # immutable, busy, or NFS keeps a file that is open elsewhere
             self._warn(path, f"cannot be deleted, which is tried again at each save: {error}")
 

@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from trainer.errors import UserError
+from trainer.tensors.local_shard import tensors_within
+
+WITHIN = "$"
+"""Begins the last part of the path of a tensor within another."""
 
 
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of ``tree`` by their dotted paths, and the rest, fit for JSON.
 
     What JSON lacks becomes a dict of one key: ``$tensor`` with the path of a tensor, ``$bytes`` with such a
-    ``$tensor``, ``$tuple``, ``$dict`` (pairs, if a key is not a string), ``$counter`` or ``$dtype``.
+    ``$tensor``, ``$tuple``, ``$dict`` (pairs, if a key is not a string), ``$counter``, ``$dtype`` or
+    ``$tensors``, for one that is several: its class, those, and what its class needs to make it of them.
 
     Raises:
         UserError: a value has no such form, or two tensors have one path.
@@ -29,6 +34,10 @@ def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
 def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
+    if isinstance(tree, Tensor) and (within := tensors_within(tree)):
+        parts = {key: _take_apart(part, f"{prefix}.{WITHIN}{key}", tensors) for key, part in within.items()}
+        needs = [tree.__tensor_flatten__()[1], tuple(tree.shape), tree.stride()]  # type: ignore[attr-defined]
+        return {"$tensors": [torch.typename(type(tree)), parts, *_take_apart(needs, prefix, tensors)]}
     if isinstance(tree, Tensor):
         # torch.save would also write the user's attributes, which no reader needs.
         return _keep(tree.detach() if type(tree) is Tensor else tree, prefix, tensors)
@@ -91,7 +100,19 @@ def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
             return put_together(value, tensors).numpy().tobytes()
         case "$dtype":
             return getattr(torch, value)
+        case "$tensors":
+            return _class_of(value[0]).__tensor_unflatten__(*put_together(value[1:], tensors))
     return {key: put_together(item, tensors) for key, item in plain.items()}
+
+
+def _class_of(full_name: str) -> Any:
+    """The class of tensors of that name, if this program has imported it: no name in a file is imported."""
+    kinds: list[type] = [Tensor]
+    for kind in kinds:  # which grows
+        if torch.typename(kind) == full_name:
+            return kind
+        kinds += kind.__subclasses__()
+    raise UserError(f"the checkpoint's optimizer keeps a {full_name}, unlike this one; set optim as it was")
 
 
 def is_extra_state(name: str) -> bool:

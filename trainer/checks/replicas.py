@@ -70,9 +70,9 @@ class ReplicaCheck:
         self._checked_at = step
 
     def _hashes(self, state: TrainState) -> dict[str, int]:
-        """Hashes of what this rank shares, by name; without several tensors in one, which no save takes."""
-        named = ((name, to_local(tensor)) for name, tensor in state.replicated(self._with_optimizer))
-        return bit_hashes(pair for pair in named if not hasattr(pair[1], "__tensor_flatten__"))
+        """Hashes of what this rank shares, by name."""
+        named = state.replicated(self._with_optimizer)
+        return bit_hashes((name, to_local(tensor)) for name, tensor in named)
 
     def _verdict(
         self, step: int, by_rank: Sequence[int], everyones: Sequence[Mapping[str, int]]

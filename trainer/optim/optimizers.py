@@ -73,6 +73,11 @@ def check_optimizer(optimizer: Optimizer, is_sharded: bool = False) -> None:
             f"optim: {name} updates a row of a tensor by sums over its other rows, but under strategy=fsdp a "
             "rank's optimizer has its own rows alone; use strategy=ddp, or optim=adamw"
         )
+    if is_sharded and type(optimizer).__module__ == "torchao.optim.adam":  # others: `Trained.as_rows`
+        raise UserError(
+            f"optim: {name} keeps its state in blocks of numbers, which no checkpoint can cut into shards of "
+            "other sizes; under strategy=fsdp use optim=adamw, or strategy=ddp"
+        )
 
 
 def sparse_weights(model: nn.Module) -> set[Tensor]:

@@ -23,7 +23,7 @@ from trainer.optim.plain_names import (
 from trainer.optim.progress import EarlyEnd, Progress
 from trainer.optim.schedules import after_evaluation, after_step
 from trainer.optim.trained import Trained
-from trainer.tensors.local_shard import is_dtensor, to_local
+from trainer.tensors.local_shard import is_dtensor, tensors_within, to_local
 from trainer.tensors.nested import mapped
 
 _MAX_OVERFLOWS = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
@@ -181,7 +181,9 @@ class TrainState:
         for name, own in self.trained.own.items():
             for key, value in self.optimizer.state.get(own, {}).items():
                 if isinstance(value, Tensor):
-                    yield f"{key} of {name}", value
+                    within = tensors_within(value).items()
+                    parts = {f"{key}.{part}": tensor for part, tensor in within} or {key: value}
+                    yield from ((f"{part} of {name}", tensor) for part, tensor in parts.items())
         if self.average is not None:
             yield from ((f"average of {name}", value) for name, value in self.average.named_parameters())
 
@@ -216,7 +218,9 @@ class TrainState:
         return packed | {  # which may have keys of a state_dict of its own
             # A key other than a parameter's number is the optimizer's own, for state of all parameters.
             "state": {
-                (name := _name(key, names)): mapped(state, partial(self._as_saved, name))
+                (name := names[key] if isinstance(key, int) else key): mapped(
+                    state, partial(self._as_saved, name)
+                )
                 for key, state in packed["state"].items()
             },
             "param_groups": [
@@ -275,14 +279,7 @@ def _moved(saved: Any, device: torch.device) -> Any:
 
 def _laid_out_as(parameter: Tensor, value: Any) -> Any:
     """`value` in the layout of `parameter` if it is a tensor of its shape: fused steps do not look."""
-    alike = isinstance(value, Tensor) and value.shape == parameter.shape
+    alike = isinstance(value, Tensor) and value.shape == parameter.shape and not tensors_within(value)
     if not alike or value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _name(key: int | str, names: list[str]) -> str:
-    assert isinstance(key, int) or key not in names, (
-        f"the optimizer keeps state under {key}, a parameter's name"
-    )
-    return names[key] if isinstance(key, int) else key

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.errors import UserError
 from trainer.optim.plain_names import parameter_names
-from trainer.tensors.local_shard import is_dtensor, to_local
+from trainer.tensors.local_shard import is_dtensor, tensors_within, to_local
 
 
 class Trained:
@@ -91,6 +92,11 @@ class Trained:
         own, whole = self.own[name], self.whole[name]
         if not isinstance(value, Tensor) or value.ndim == 0 or value.shape != own.shape:
             return value
+        if tensors_within(value):
+            raise UserError(
+                f"optim: the state of {name} is a {type(value).__name__}, several tensors in one, which no "
+                "checkpoint can cut into shards; use strategy=ddp, or optim=adamw"
+            )
         from torch.distributed.tensor import DTensor
 
         assert is_dtensor(whole)

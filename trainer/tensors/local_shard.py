@@ -26,6 +26,16 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def tensors_within(tensor: Tensor) -> dict[str, Tensor]:
+    """The plain tensors, by name, that hold one of a class with several in one; of any other none.
+
+    An 8-bit optimizer keeps its state as such. The class has the two methods that torch.compile asks for.
+    """
+    if is_dtensor(tensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return {}
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
 def spanned_bytes(tensor: Tensor) -> int:
     """From the first to the last byte of its elements, with gaps, if any; it must have elements."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
