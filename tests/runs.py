@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import hashlib
 import itertools
+import json
 import os
 import pickle
 import re
@@ -87,6 +88,19 @@ def train(*overrides: str) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     return run(settings(*overrides))
+
+
+def whole_and_resumed(folder: Path, at: int, *overrides: str) -> list[Any]:
+    """The hash of a run, and the numbers that it logged after step `at`, where it saves; and of one resumed there."""
+    found = []
+    for name, resume in ("whole", "null"), ("resumed", f"{folder}/whole/checkpoints/step_{at:08d}"):
+        place = f"run_dir={folder}/{name}"
+        made = train(*overrides, "checkpoint.keep_last=9", f"resume={resume}", place)
+        lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
+        logged = [line for line in lines if line["step"] > at and "train/loss" in line]
+        numbers = [{key: line[key] for key in line if key.startswith("train/")} for line in logged]
+        found.append((made["param_sha256"], numbers))
+    return found
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.checkpoint import tiny
 from tests.faults.test_ends import TINY, refusals
 from tests.ranks import run_ranks
-from tests.runs import train
+from tests.runs import whole_and_resumed
 from trainer import api
 from trainer.checkpoint.savable import Savable
 from trainer.errors import UserError
@@ -21,15 +21,6 @@ QUICK = (*TINY, "schedule=constant", "train.log_every_steps=1", "train.eval_ever
 def model(name: str, **options: object) -> tuple[str, ...]:
     settings = (f"+model.{key}={value}" for key, value in options.items())
     return (f"model._target_=tests.checkpoint.odd.{name}", *settings)
-
-
-def hashes(run_dir: Path, *overrides: str) -> tuple[str, str]:
-    """The models of three steps in one run, and of two steps and one after a resume."""
-    options = [*QUICK, *model("AllThatIsRight"), *overrides]
-    whole, halves = f"run_dir={run_dir}/whole", f"run_dir={run_dir}/halves"
-    begun = train(*options, "train.max_steps=3", whole)["param_sha256"]
-    train(*options, "checkpoint.every_steps=1", "train.max_steps=2", halves)
-    return begun, train(*options, "train.max_steps=3", halves, "resume=auto")["param_sha256"]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +34,9 @@ def hashes(run_dir: Path, *overrides: str) -> tuple[str, str]:
     ],
 )
 def test_what_modules_keep_is_resumed(tmp_path: Path, world_size: int, overrides: list[str]) -> None:
-    whole, halves = run_ranks(hashes, world_size, tmp_path, *overrides, init=False)[0]
-    assert whole == halves
+    words = (*QUICK, *model("AllThatIsRight"), *overrides, "checkpoint.every_steps=1", "train.max_steps=3")
+    whole, resumed = run_ranks(whole_and_resumed, world_size, tmp_path, 2, *words, init=False)[0]
+    assert whole == resumed
     loaded = dict(api.load_model(tmp_path / "whole", "newest").named_buffers())
     assert loaded["parts.7.mean"].any() and not loaded["parts.7.mean"].equal(loaded["parts.7.square"])
 

@@ -81,15 +81,12 @@ class ByRows(torch.optim.SGD):
         super().step()
 
 
-def _of_users(root: Path, *strategy: str) -> tuple[list[str], str]:
-    """The hashes of a run and of a resumed one; and how a run ends whose state cannot be resumed."""
+def _of_users(root: Path, *strategy: str) -> tuple[list[Any], str]:
+    """A run and a resumed one; and how a run ends whose state cannot be resumed."""
     chosen = ("~optim.momentum", "~optim.weight_decay", "train.max_steps=4", "checkpoint.every_steps=2")
     words = (*TINY, *strategy, *chosen, f"optim._target_={__name__}.Named")
-    whole = runs.train(*words, f"run_dir={root / 'whole'}")
-    middle = f"resume={root / 'whole' / 'checkpoints' / 'step_00000002'}"
-    again = runs.train(*words, f"run_dir={root / 'again'}", middle)
     rows = (*TINY, *strategy, *chosen, f"optim._target_={__name__}.ByRows", f"run_dir={root / 'rows'}")
-    return [whole["param_sha256"], again["param_sha256"]], refusals(rows)[0]
+    return runs.whole_and_resumed(root, 2, *words), refusals(rows)[0]
 
 
 @pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.slow)])

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from tests.data.settings import train_loader
-from tests.runs import settings
-from trainer.build import build_dataset
 from trainer.data.loading.reader import random_numbers
 from trainer.data.text import files as texts
 from trainer.data.text.in_memory import Text
@@ -182,14 +180,3 @@ def test_random_numbers_are_spread_and_follow_from_their_three_sources() -> None
     assert len({*numbers.tolist(), *random_numbers(1, 3, range(10_000)).tolist()}) == 20_000
     counts = np.bincount((numbers % np.uint64(10)).astype(int))
     assert counts.min() > 900
-
-
-def test_the_settings_of_each_kind_of_text_give_batches(tmp_path: Path, folder: Path) -> None:
-    words = [str(folder), str(tmp_path / "tokens"), "--tokenizer", "bytes", "--eval-fraction", "0.2"]
-    assert main(words) == 0
-    for kind, path in (("tokens", tmp_path / "tokens"), ("text", folder / "a.txt")):
-        data = settings(f"data={kind}", f"data.dataset.path={path}", "data.dataset.block_size=16").data
-        dataset = build_dataset(data, "train")
-        [(tokens, targets)] = train_loader(dataset, 8).epoch(0).take()
-        assert tokens.shape == targets.shape == (8, 16) and dataset.vocab_size == 256
-        assert torch.equal(tokens[:, 1:], targets[:, :-1])

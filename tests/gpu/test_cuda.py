@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.runs import context_of, steps_of, train
+from tests.runs import context_of, steps_of, train, whole_and_resumed
 from trainer.checks.gradients import GradientCheck
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.ddp_hook import attach
@@ -201,8 +200,5 @@ def test_a_step_never_waits_without_meaning_to(precision: str, tmp_path: Path) -
 def test_an_asynchronous_checkpoint_of_a_gpu_goes_on_as_if_never_stopped(kind: str, tmp_path: Path) -> None:
     options = ("strategy=single", f"checkpoint={kind}", "checkpoint.async=true", "checkpoint.every_steps=3")
     options += ("train.eval_every_epochs=0", "train.epochs=1", "train.cudnn_benchmark=false", "optim=adamw")
-    whole = train(*options, "train.max_steps=6", f"run_dir={tmp_path}/whole")
-    step = tmp_path / "whole/checkpoints/step_00000003"
-    again = train(*options, "train.max_steps=6", f"run_dir={tmp_path}/again", f"resume={step}")
-    assert again["param_sha256"] == whole["param_sha256"]
-    assert json.loads((tmp_path / "again/result.json").read_text())["steps"] == 6
+    whole, resumed = whole_and_resumed(tmp_path, 3, *options, "train.max_steps=6")
+    assert whole == resumed

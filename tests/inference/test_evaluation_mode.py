@@ -52,7 +52,5 @@ def test_a_checkpoint_saved_after_an_evaluation_is_of_training(tmp_path: Path) -
     settings = ["model._target_=tests.inference.test_evaluation_mode.Merging", "~model.input_shape"]
     settings += ["~model.num_classes", "~model.hidden", "train.max_steps=8", "train.eval_every_steps=2"]
     settings += ["checkpoint.every_steps=2", "checkpoint.every_epochs=null"]
-    whole = runs.train(*settings, f"run_dir={tmp_path}/whole")
-    step = tmp_path / "whole" / "checkpoints" / "step_00000006"
-    resumed = runs.train(*settings, f"run_dir={tmp_path}/resumed", f"resume={step}")
-    assert resumed["eval/loss"] == pytest.approx(whole["eval/loss"], rel=1e-5)
+    whole, resumed = runs.whole_and_resumed(tmp_path, 6, "logger=jsonl", *settings)
+    assert whole == resumed

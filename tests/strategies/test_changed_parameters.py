@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
-from tests.runs import train
+from tests.runs import whole_and_resumed
 from tests.strategies.test_ddp import QUICK
 from trainer.tasks import Classification
 
@@ -85,21 +85,12 @@ def test_an_optimizer_that_updates_an_old_object_is_refused(tmp_path: Path) -> N
             assert "block.layer.weight of the model is another object than before the first" in message
 
 
-def hashes(root: Path, *words: str) -> list[str]:
-    """Of a run of six steps, and of one that resumes from its third."""
-    saves = ("checkpoint.every_steps=3", "checkpoint.every_epochs=null")
-    own = (*OWN, *words, "+model.how=teaches", "train.max_steps=6", *saves)
-    source = root / "whole" / "checkpoints" / "step_00000003"
-    whole = train(*own, f"run_dir={root}/whole")
-    return [
-        each["param_sha256"] for each in (whole, train(*own, f"run_dir={root}/resumed", f"resume={source}"))
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("strategy=single",), ("strategy=ddp", UNUSED)])
 def test_after_a_resume_the_rehearsal_has_changed_no_weight(words: tuple[str, ...], tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(hashes, 2 if UNUSED in words else 1, tmp_path, *words, init=False):
+    own = (*OWN, *words, "+model.how=teaches", "train.max_steps=6", "checkpoint.every_steps=3")
+    world_size = 2 if UNUSED in words else 1
+    for whole, resumed in run_ranks(whole_and_resumed, world_size, tmp_path, 3, *own, init=False):
         assert whole == resumed
 
 

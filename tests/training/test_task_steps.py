@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tests.fault_parts import fault
 from tests.programs import finish
 from tests.ranks import run_ranks
-from tests.runs import context_of, steps_of, train
+from tests.runs import context_of, steps_of, train, whole_and_resumed
 from trainer.tensors.local_shard import to_local
 
 GAN = (
@@ -29,19 +29,12 @@ WAYS = {
 }
 
 
-def whole_and_resumed(folder: Path, *overrides: str) -> list[str]:
-    """The hashes of a run, and of one that begins at its fifth step."""
-    whole = train(*GAN, *overrides, "checkpoint.every_steps=5", f"run_dir={folder}/whole")
-    saved = folder / "whole" / "checkpoints" / "step_00000005"
-    resumed = train(*GAN, *overrides, f"resume={saved}", f"run_dir={folder}/resumed")
-    return [whole["param_sha256"], resumed["param_sha256"]]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_alternating_updates_go_on_where_they_stopped(way: str, tmp_path: Path) -> None:
     world, *overrides = WAYS[way]
-    for whole, resumed in run_ranks(whole_and_resumed, world, tmp_path, *overrides, init=False):
+    words = (*GAN, *overrides, "checkpoint.every_steps=5")
+    for whole, resumed in run_ranks(whole_and_resumed, world, tmp_path, 5, *words, init=False):
         assert whole == resumed
     said = (tmp_path / "whole" / "train.log").read_text()
     assert "WARNING" not in said and "no checkpoint holds it" not in said
