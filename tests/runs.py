@@ -34,6 +34,7 @@ _VALUE = re.compile(r"(?!hydra\.)[a-z_]+(\.\w+)+=([\w.-]+|\[[\w.,-]*\])")
 # What may be set past Hydra: a path that its grammar takes as it is.
 _PLACE = re.compile(r"(run_dir|resume)=[A-Za-z_/][A-Za-z0-9_/.-]*")
 CONF = Path(__file__).parents[1] / "conf"
+TORCH_2_14 = hasattr(torch.distributed, "all_gather_single")
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from models.gpt import GPT
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
+from tests.runs import TORCH_2_14
 from tests.strategies.test_fsdp import plain_fsdp
 from trainer.config import FsdpConfig, UnitsConfig
 from trainer.errors import UserError
@@ -25,7 +26,7 @@ CHOICES: dict[str, tuple[dict[str, Any], bool]] = {
     "all freed": ({"reshard_after_forward": True}, False),
     "none freed": ({"reshard_after_forward": False}, False),
     "sharded sums": ({"reduce_every_micro_batch": True}, True),
-    "a group for gradients": ({"separate_reduce_scatter": True}, False),
+    **({"a group for gradients": ({"separate_reduce_scatter": True}, False)} if TORCH_2_14 else {}),
     "hybrid": ({"shard_group": "2"}, True),
     "hybrid, sharded sums": ({"shard_group": "2", "reduce_every_micro_batch": True}, True),
     "computed again": ({"activation_checkpointing": True}, False),
@@ -36,7 +37,8 @@ CHOICES: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 # Of two micro-batches: four groups before the forward pass, and three of them, all or none before the other.
-GATHERS = {"default": 14, "all freed": 16, "none freed": 8}
+# An older torch cannot count them in a checkpointed model.
+GATHERS = {"default": 14, "all freed": 16, "none freed": 8} if TORCH_2_14 else {}
 
 
 def _model() -> nn.Module:

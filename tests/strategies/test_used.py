@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
-from tests.runs import train
+from tests.runs import TORCH_2_14, train
 from tests.strategies.test_ddp import QUICK
 from trainer.tasks import Classification
 
@@ -123,6 +123,7 @@ def _both(root: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not TORCH_2_14, reason="needs torch 2.14")
 def test_ranks_may_use_different_parameters(tmp_path: Path) -> None:
     """What no rank uses stays as it is, with momentum and decay."""
     for ddp, fsdp in run_ranks(_both, 2, str(tmp_path), init=False)[0]:

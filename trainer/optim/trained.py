@@ -73,7 +73,9 @@ class Trained:
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """The norm of all gradients, a scalar (of shards, a collective of `group`)."""
-        gradients = [own.grad for own in self.own.values() if own.grad is not None]
+        given = [own.grad for own in self.own.values() if own.grad is not None]
+        # torch 2.11 knows no norm of sparse gradients.
+        gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in given]
         if self.group is None and self._is_of_one_kind and gradients:  # a third of the time of torch's own
             return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         if self.group is None or not gradients:
