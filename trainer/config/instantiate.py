@@ -91,4 +91,4 @@ def _fact(name: str, key: str, facts: object) -> Any:
     if fact is None:
         of = getattr(facts, "class_name", type(facts).__name__)  # not a setting's wrapper around it
         raise UserError(f"{name}.{key} is auto, but {of} has no {key}; give it a value")
-    return fact
+    return list(fact) if isinstance(fact, tuple) else fact  # as Hydra 1.3 makes of it; 1.4 does not
