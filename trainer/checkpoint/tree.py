@@ -13,8 +13,7 @@ from torch import Tensor
 from trainer.errors import UserError
 from trainer.tensors.local_shard import tensors_within
 
-WITHIN = "$"
-"""Begins the last part of the path of a tensor within another."""
+WITHIN = "$"  # begins the last part of the path of a tensor within another
 
 
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
