@@ -35,9 +35,7 @@ def test_a_rank_that_does_not_connect_is_named(absent: int) -> None:
 def rows_of_all() -> None:
     assert dist.group.WORLD is not None
     rank, rows = dist.get_rank(), HostRows(dist.group.WORLD, timeout_s=60)
-    for number, dtype in enumerate(
-        (torch.float64, torch.int64, torch.float64)
-    ):  # of any length, one after another
+    for number, dtype in enumerate((torch.float64, torch.int64, torch.float64)):  # of any length
         own = torch.arange(5 + number, dtype=dtype) + 10 * rank
         rows.send(own)
         own += 1  # what was sent stays as it was

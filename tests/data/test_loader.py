@@ -26,6 +26,7 @@ from tests.ranks import RankFailure, run_ranks
 from trainer.config.instantiate import instantiate
 from trainer.data import Mixture
 from trainer.data.digits import Digits
+from trainer.data.loading.reader import checksum
 from trainer.data.loading.worker import WorkerError
 from trainer.errors import UserError
 
@@ -394,3 +395,10 @@ def test_workers_even_stuck_ones_end_with_a_main_process_that_was_killed(tmp_pat
     while any(worker.exists() for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(worker.exists() for worker in workers)
+
+
+def test_samples_of_any_layout_are_compared_by_their_values() -> None:
+    table = torch.arange(6.0).view(2, 3)
+    for sample in (table[:, 1], table[0, 1:2].expand(4), torch.complex(table, table).conj().imag):
+        assert checksum(sample) == checksum(sample.numpy(force=True).copy()) != checksum(-sample)
+    assert checksum(np.array([[1], "a"], object)) == checksum(np.array([[1], "a"], object))

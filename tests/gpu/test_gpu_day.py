@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.__main__ import PARTS
+
 ROOT = Path(__file__).parents[2]
-PARTS = (
-    *("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "checkpoint", "exact", "ranks"),
-    *("packed", "sanitized"),
-)
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def _compare_data(run: "Run", first: Mapping[int, int]) -> None:
                     log.warning(
                         "%s data than rank %d. If the dataset divides itself by rank, leave that out: ranks "
                         "divide it, and would never see the rest. If it draws from a generator of its own, "
-                        "seed that from the index",
+                        "seed that from the index. If hosts hold other files, give them the same",
                         *(reads, before),
                     )
                 return

@@ -177,7 +177,8 @@ class SharedMemory:
             while missing := self.peers - sockets.keys():
                 peer = min(missing)
                 connection, _ = listener.accept()
-                if _user_of(connection) != os.getuid():  # any user of this host can connect to such a name
+                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # any user of this host can connect
                     connection.close()
                     continue
                 hello, received, _, _ = socket.recv_fds(connection, _RANK.size, 1)
@@ -262,16 +263,13 @@ def all_share_memory(hosts: Sequence[int]) -> bool:
 
 
 def reach() -> str:
-    """What two processes must have in common to share memory: the kernel, its network and the user."""
+    """What two processes must have in common to share memory: the kernel, its network, and its users."""
     kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{kernel} {Path('/proc/self/ns/net').stat().st_ino} {os.getuid()}"
+    spaces = [
+        file.stat().st_ino for each in ("net", "user") if (file := Path("/proc/self/ns", each)).exists()
+    ]
+    return f"{kernel} {spaces} {os.getuid()}"
 
 
 def _mapped(file: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
-
-
-def _user_of(connection: socket.socket) -> int:
-    """The user of the peer process, from the kernel."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1])

@@ -232,8 +232,9 @@ class TrainReader(IndexReader):
         return Answer(batch, {}, self._sample_0(epoch))
 
     def _sample_0(self, epoch: int) -> dict[int, int]:
-        """The hash of sample 0 by its number, once, if it can be read."""
-        if self._has_told:
+        """The hash of sample 0 by its number, once, if it can be read; of workers the first tells it."""
+        worker = get_worker_info()
+        if self._has_told or (worker is not None and worker.id):
             return {}
         self._has_told = True
         self.heartbeat.read(0)
@@ -353,12 +354,13 @@ def set_epoch(dataset: Any, epoch: int) -> None:
 
 
 def checksum(sample: Any) -> int:
-    """Of the numbers, texts, tensors, arrays and images in it."""
+    """Of the numbers, texts, tensors, arrays and images in it; of an array of objects nothing."""
     total = 0
     for leaf in leaves(sample):
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-            total = zlib.crc32(leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, total)
-        elif hasattr(leaf, "tobytes"):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+            flat = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            total = zlib.crc32(flat.view(torch.uint8).numpy().data, total)
+        elif hasattr(leaf, "tobytes") and not (isinstance(leaf, np.ndarray) and leaf.dtype.hasobject):
             total = zlib.crc32(leaf.tobytes(), total)
         elif isinstance(leaf, bool | int | float | str | bytes):
             total = zlib.crc32(repr(leaf).encode(), total)
