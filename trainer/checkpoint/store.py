@@ -142,20 +142,19 @@ class Store(Listing[Path]):
             if entry.name.startswith(_TEMPORARY) and not self._shared:
                 self._delete(entry)
 
-    def _delete(self, path: Path) -> None:
-        """Delete ``path``. If it cannot be, which is told once, the next save tries again."""
+    def _delete(self, path: Path, renamed: Path | None = None) -> None:
+        """Delete ``path``, first ``renamed``. Where it cannot be, told once, the next save tries again."""
         try:
+            if renamed is not None:
+                self._known.pop(path, None)
+                path = path.rename(renamed)
             shutil.rmtree(path, ignore_errors=True)  # as much as possible
             if path.exists():
                 shutil.rmtree(path)
         except OSError as error:  # immutable, busy, or NFS keeps a file that is open elsewhere
-            self._warn(path, f"cannot be deleted, which is tried again at each save: {error}")
-
-    def _warn(self, path: Path, words: str) -> None:
-        """Warn of ``path`` once."""
-        if path not in self._warned:
-            self._warned.add(path)
-            log.warning("%s %s", path, words)
+            if path not in self._warned:
+                self._warned.add(path)
+                log.warning("%s cannot be deleted, which is tried again at each save: %s", path, error)
 
     @at_disk()
     def prune(self, settings: CheckpointConfig, spared: Path | None = None) -> None:
@@ -164,14 +163,8 @@ class Store(Listing[Path]):
         A directory without a manifest stays. Each is renamed first: a kill leaves no half of a checkpoint.
         """
         for path in self.beyond(settings):
-            temporary = unused_path(self.root / f"{_TEMPORARY}{path.name}")
-            try:
-                if path != spared:
-                    path.rename(temporary)
-                    self._known.pop(path, None)
-                    self._delete(temporary)
-            except OSError as error:
-                self._warn(path, f"cannot be deleted, which is tried again at each save: {error}")
+            if path != spared:
+                self._delete(path, unused_path(self.root / f"{_TEMPORARY}{path.name}"))
 
     def _saved_at(self, directory: Path) -> float:
         """When it was saved, in seconds since 1970; its directory's time if its manifest cannot tell."""
