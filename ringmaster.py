@@ -12,8 +12,8 @@ HERE = Path(__file__).resolve().parent
 
 def main() -> None:
     """Run the command line."""
-    if sys.platform != "linux":
-        print(f"Ringmaster runs on Linux only; this system is {sys.platform}", file=sys.stderr)
+    if sys.platform not in ("linux", "darwin"):
+        print(f"Ringmaster runs on Linux and macOS; this system is {sys.platform}", file=sys.stderr)
         sys.exit(2)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if the parent ignores it
         signal.signal(signal.SIGINT, _interrupted)

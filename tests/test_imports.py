@@ -31,7 +31,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "exact": "accelerator comm distributed errors files launch optim tensors",
         "tasks": "accelerator data distributed errors tensors",
     },
-    {"run_dir": "checkpoint distributed errors files", "step": "distributed tasks"},
+    {"run_dir": "checkpoint distributed errors files", "step": "tasks tensors"},
     {
         "loggers": "config distributed errors run_dir",
         "strategies": "accelerator comm config distributed errors exact optim tensors",
@@ -55,7 +55,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {"loop": "accelerator checks errors inference step training"},
     {
-        "run": "build checkpoint checks comm config data distributed errors exact faults files launch loggers loop optim run_dir strategies tasks training troubleshooting"
+        "run": "build checkpoint checks comm config data distributed errors exact faults files launch loggers loop optim run_dir strategies tasks tensors training troubleshooting"
     },
     {"cli": "config errors launch run"},
     {"api": "cli config errors faults files inference launch run"},

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from trainer.api import load_model, open, train
     from trainer.distributed.gather_samples import gather
 
-if sys.platform != "linux":  # locks, shared memory, signals and network interfaces are asked of its kernel
-    raise ImportError(f"Ringmaster runs on Linux only; this system is {sys.platform}")
+if sys.platform not in ("linux", "darwin"):  # it locks files and handles signals as these two do
+    raise ImportError(f"Ringmaster runs on Linux and macOS; this system is {sys.platform}")
 
 __all__ = ["gather", "load_model", "open", "train"]
 

@@ -1,17 +1,15 @@
-"""The one place that asks which kind of device a run computes on: its streams, events, memory, generators.
+"""The one place that asks which kind of device a run computes on: its streams, events and memory.
 
 Built on `torch.accelerator`: CUDA (ROCm too, which torch calls cuda), XPU, and MPS in a single process. A CPU
 has streams and events that do nothing, for it has computed when a call returns. Flags of CUDA's libraries are
 in distributed/backend_flags.py.
 """
 
-import random
 import resource
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,10 +41,10 @@ def found(wanted: str) -> tuple[str, int]:
     """The kind and number of this process's accelerators; ("cpu", 0) without one.
 
     Args:
-        wanted: "auto", or the kind.
+        wanted: the kind, or "auto", which leaves MPS alone: nobody has tried it yet.
     """
     here = torch.accelerator.current_accelerator(check_available=True)
-    if wanted == "cpu" or here is None or wanted not in ("auto", here.type):
+    if here is None or wanted not in (here.type, "auto" if here.type != "mps" else ""):
         return "cpu", 0
     return here.type, torch.accelerator.device_count()
 
@@ -65,9 +63,7 @@ def use(device: torch.device) -> None:
 
 def stream(device: torch.device) -> Any:
     """A stream beside the current one; where there is none, as under MPS, the current one."""
-    if not is_accelerator(device):
-        return _DONE
-    return current_stream(device) if device.type == "mps" else torch.Stream(device)
+    return current_stream(device) if device.type in ("cpu", "meta", "mps") else torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> Any:
@@ -96,76 +92,16 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-class HostCopy:
-    """The copy of a scalar on the host, made on a stream beside the current one of `device`.
-
-    `read` waits for the copy alone, and not for what was queued behind it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream, self._made = device, stream(device), event(device)
-        self._copy = torch.zeros((), pin_memory=can_pin(device))
-
-    def start(self, number: Tensor) -> None:
-        """Copy `number`, of shape (), when the current stream has computed it."""
-        if not is_accelerator(number.device):
-            self._copy = number
-            return
-        if self._copy.dtype != number.dtype:  # to convert it would take a kernel
-            self._copy = torch.zeros((), dtype=number.dtype, pin_memory=can_pin(self._device))
-        self._stream.wait_stream(current_stream(self._device))
-        with on(self._stream):
-            self._copy.copy_(number, non_blocking=True)
-            self._made.record()
-        keep_for(number, self._stream)
-
-    def read(self) -> float:
-        self._made.synchronize()
-        return self._copy.item()
-
-
-def seed_generator(device: torch.device, seed: int) -> None:
-    """Seed the generator of `device`; torch.manual_seed takes 30 times as long, and seeds all."""
-    module: Any = torch.get_device_module(device)
-    generators = getattr(module, "default_generators", None)
-    if generators == ():  # of CUDA before its first use
-        module.init()
-        generators = module.default_generators
-    (module if generators is None else generators[device.index]).manual_seed(seed % 2**64)
-
-
-@contextmanager
-def generators_kept(of_accelerators: bool = True) -> Iterator[None]:
-    """Restore every generator of this process afterwards; those of a CPU alone take 0.1 ms."""
-    python_state, numpy_state, kind, devices = random.getstate(), np.random.get_state(), "cpu", range(0)
-    if of_accelerators and (here := torch.accelerator.current_accelerator()) is not None:
-        module: Any = torch.get_device_module(here)
-        # A process that never used a GPU has no state there, and asking would create a context on GPU 0.
-        is_initialized = getattr(module, "is_initialized", lambda: False)()
-        kind, devices = here.type, range(torch.accelerator.device_count() if is_initialized else 0)
-    with torch.random.fork_rng(devices, device_type=kind):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-
-
 def can_pin(device: torch.device) -> bool:
     """Whether copies from pinned memory of the host to `device` need not be waited for."""
     return device.type in ("cuda", "xpu")
 
 
-def free_cache(device: torch.device) -> None:
-    """Give memory that torch holds unused back to the device."""
-    if is_accelerator(device):
-        torch.accelerator.empty_cache()
-
-
 def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
     """Peak memory of each: what torch's allocator held of an accelerator, a CPU's resident set."""
     if not any(map(is_accelerator, devices)):
-        return {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        unit = 1 if sys.platform == "darwin" else 1024  # a Mac tells bytes
+        return {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     own = filter(is_accelerator, devices)
     return {str(device): torch.accelerator.max_memory_allocated(device) for device in own}
 

@@ -36,7 +36,6 @@ from trainer.data.loading.batch import BatchSplit, split_batch
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
 from trainer.distributed.gather_samples import gathering
 from trainer.distributed.process_group import Dist, process_group
-from trainer.distributed.seeding import seed_everything
 from trainer.distributed.shrink import Shrunk
 from trainer.errors import UserError, writing
 from trainer.exact.environment import exact_facts
@@ -66,6 +65,7 @@ from trainer.strategies.build import build_strategy
 from trainer.strategies.meta_init import initial_model
 from trainer.strategies.placement import devices_of
 from trainer.tasks import Task
+from trainer.tensors.generators import seed_everything
 from trainer.training import run_hash
 from trainer.training.context import Checks, Run
 from trainer.training.kept_step import KeptBuffers, build_gate

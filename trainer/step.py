@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.distributed.seeding import seed_micro_batch
 from trainer.tasks.base import begin_step_of_task, end_step_of_task
 from trainer.tasks.label_counts import count_labels, divided, loss_of
+from trainer.tensors.generators import seed_micro_batch
 
 if TYPE_CHECKING:
     from trainer.data.loading.loaders import Batches

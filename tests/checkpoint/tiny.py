@@ -16,9 +16,9 @@ from trainer.checkpoint.tree import take_apart
 from trainer.checkpoint.weights import weights_for
 from trainer.config import CheckpointConfig
 from trainer.distributed.process_group import Dist
-from trainer.distributed.seeding import seed_micro_batch
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
+from trainer.tensors.generators import seed_micro_batch
 
 CPU = torch.device("cpu")
 CONFIG = {"seed": 0, "strategy.name": "test", "optim.lr": 0.1, "run_dir": "here"}

@@ -47,7 +47,7 @@ class GradientCheck:
     ) -> None:
         self._dist, self._bad_sample, self._limit, self._may_skip = dist, bad_sample, limit, may_skip
         self._buffers = buffers
-        self._on_host = accelerator.HostCopy(dist.device)
+        self._on_host = _HostCopy(dist.device)
 
     def begin_step(self) -> None:
         """Called before the first forward pass of each step."""
@@ -166,3 +166,31 @@ def _is_read_by(optimizer: Any, device: torch.device) -> bool:
 def _is_finite(gradient: Tensor) -> bool:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return bool(values.isfinite().all())
+
+
+class _HostCopy:
+    """The copy of a scalar on the host, made on a stream beside the current one of `device`.
+
+    `read` waits for the copy alone, and not for what was queued behind it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream, self._made = device, accelerator.stream(device), accelerator.event(device)
+        self._copy = torch.zeros((), pin_memory=accelerator.can_pin(device))
+
+    def start(self, number: Tensor) -> None:
+        """Copy `number`, of shape (), when the current stream has computed it."""
+        if not accelerator.is_accelerator(number.device):
+            self._copy = number
+            return
+        if self._copy.dtype != number.dtype:  # to convert it would take a kernel
+            self._copy = torch.zeros((), dtype=number.dtype, pin_memory=accelerator.can_pin(self._device))
+        self._stream.wait_stream(accelerator.current_stream(self._device))
+        with accelerator.on(self._stream):
+            self._copy.copy_(number, non_blocking=True)
+            self._made.record()
+        accelerator.keep_for(number, self._stream)
+
+    def read(self) -> float:
+        self._made.synchronize()
+        return self._copy.item()

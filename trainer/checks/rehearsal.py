@@ -21,15 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from trainer.accelerator import generators_kept
 from trainer.distributed.agreement import gather_objects
-from trainer.distributed.seeding import seed_micro_batch
 from trainer.errors import UserError, first_few
 from trainer.optim.plain_names import keepers_of_extra_state
 from trainer.strategies.placement import not_all
 from trainer.tasks.base import begin_step_of_task, refuse_own_parameters
 from trainer.tasks.label_counts import count_labels, described, loss_of
 from trainer.tensors.bits import bit_sums, changed_bits, same_bits
+from trainer.tensors.generators import generators_kept, seed_micro_batch
 from trainer.tensors.local_shard import is_dtensor, own_rows, to_local
 
 if TYPE_CHECKING:

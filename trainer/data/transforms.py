@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from trainer.accelerator import generators_kept
 from trainer.data.loading.reader import name_of, sample_of
 from trainer.errors import UserError
+from trainer.tensors.generators import generators_kept
 from trainer.tensors.nested import leaves
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -83,6 +84,8 @@ def process_group(
         Shrunk: other ranks died or hang, and this one goes on without them.
     """
     begins, here = here is None, here or place(settings)
+    if here.world_size > 1 and sys.platform != "linux":
+        raise UserError(f"a Mac trains in a single process, and this run has {here.world_size}; start one")
     heartbeat, stacks, own_door = Heartbeat(), Stacks(), None
     told = introduction(here.rank, heartbeat, stacks)
     told["address"] = address_towards(store_host(here.init_method)) if here.world_size > 1 else None
@@ -196,11 +199,6 @@ def _device(wanted: str, local_rank: int, here: Place) -> torch.device:
     if num_gpus == 0:
         raise UserError(
             f"distributed.device={wanted}, but torch sees no GPU here; use distributed.device=cpu"
-        )
-    if kind == "mps" and here.world_size > 1:
-        raise UserError(
-            f"distributed.device={wanted}: MPS computes in a single process, and this run has "
-            f"{here.world_size}; start one, or use distributed.device=cpu"
         )
     if num_gpus == 1 and not here.under_torchrun:
         return torch.device(kind, 0)  # srun --gpus-per-task and the like show each process only its own

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from operator import setitem
 from typing import Any, ClassVar
 
+from trainer.faults.processes import nameless_file, place_of
+
 PHASES = {  # and how a verdict calls them
     "set_up": "the set-up",
     "data": "data",
@@ -97,7 +99,7 @@ class Heartbeat:
     step, finished = _word(_STEP), _word(_FINISHED)
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("ringmaster-heartbeat")  # without a name, so nothing is left behind
+        self.fd = nameless_file("ringmaster-heartbeat")
         os.ftruncate(self.fd, _SIZE)
         self._memory = mmap.mmap(self.fd, _SIZE)
         self._num_reserved = 0
@@ -212,7 +214,7 @@ class Records:
         Raises:
             OSError: it is gone, or of another host, container or user.
         """
-        with open(f"/proc/{pid}/fd/{fd}", "rb") as file:  # noqa: PTH123, a handle, not a path
+        with open(place_of(pid, fd), "rb") as file:  # noqa: PTH123, a handle, not a path
             if os.fstat(file.fileno()).st_size != _SIZE:
                 raise OSError(f"process {pid} has no heartbeat")
             memory = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)

@@ -6,6 +6,7 @@ import re
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> 
         "heartbeat_fd": heartbeat.fd,
         "stacks_fd": own_stacks.fd,
         "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-        "namespace": str(Path("/proc/self/ns/pid").readlink()),
+        "namespace": str(Path("/proc/self/ns/pid").readlink()) if sys.platform == "linux" else "",
         "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE"),
     }
 

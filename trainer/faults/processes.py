@@ -3,6 +3,9 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 EXITED = "left with exit status"
@@ -10,6 +13,8 @@ EXITED = "left with exit status"
 
 def state(pid: int) -> str:
     """running | stopped | dead. A zombie is dead: it only waits for its parent."""
+    if pid == os.getpid():
+        return "running"
     fields = _stat(pid)
     if fields is None or fields[0] in "ZX":
         return "dead"
@@ -25,7 +30,7 @@ def parent(pid: int) -> int | None:
 def death_of(pid: int) -> str | None:
     """How a process that just died has ended; None once its parent has collected it."""
     fields = _stat(pid)
-    if fields is None or fields[0] not in "ZX":
+    if fields is None or fields[0] not in "ZX" or len(fields) < 50:
         return None
     code = int(fields[49])  # as from wait(2)
     number = code & 0x7F
@@ -36,8 +41,25 @@ def death_of(pid: int) -> str | None:
     return f"died of signal {number}"
 
 
+def nameless_file(name: str) -> int:
+    """A descriptor of an empty file, which no crash leaves behind; others open it at `place_of` it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:  # a Mac
+        return os.dup(file.fileno())
+
+
+def place_of(pid: int, fd: int) -> str:
+    """The path at which a process opens a `nameless_file`; on a Mac only its own."""
+    return f"/dev/fd/{fd}" if pid == os.getpid() else f"/proc/{pid}/fd/{fd}"
+
+
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on; None if the process does not exist."""
+    """The fields of /proc/PID/stat from the state on (on a Mac, two of them); None if it does not exist."""
+    if sys.platform != "linux":
+        ps = ["ps", "-o", "state=", "-o", "ppid=", "-p", str(pid)]
+        state, *more = subprocess.run(ps, capture_output=True, text=True).stdout.split() or [""]
+        return [state[0], *more] if state else None
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -48,5 +70,5 @@ def watch_for_death(pid: int) -> int:
     """A descriptor that polls as readable once the process is dead; -1 if the kernel has none."""
     try:
         return os.pidfd_open(pid)
-    except OSError:
+    except (OSError, AttributeError):  # a Mac
         return -1

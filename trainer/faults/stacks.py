@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from trainer.faults.processes import nameless_file, place_of
+
 STACK_SIGNAL = signal.SIGUSR2  # answered by C code
 _QUESTION = signal.SIGURG  # answered by Python code; by default a process ignores it
 _HEADERS = re.compile(r"^(?=Stack |Thread 0x|Current thread )", re.MULTILINE)
@@ -54,7 +56,7 @@ class Stacks:
     """
 
     def __init__(self) -> None:
-        self._file = os.fdopen(os.memfd_create("ringmaster-stacks"), "r+b", buffering=0)
+        self._file = os.fdopen(nameless_file("ringmaster-stacks"), "r+b", buffering=0)
         self.fd = self._file.fileno()
         self._crashes = False
         # A neighbour may ask before `open`, and during this process's exit: the signal must not kill it.
@@ -94,7 +96,7 @@ class StackReader:
     """Reads the `Stacks` of another process of this host, or of this one."""
 
     def __init__(self, pid: int, fd: int) -> None:
-        self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
+        self._fd = os.open(place_of(pid, fd), os.O_RDONLY)
 
     def read(self, begin: int = 0) -> str:
         return os.pread(self._fd, 1 << 20, begin).decode(errors="replace")

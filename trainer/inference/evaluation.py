@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from trainer.distributed.agreement import gather_objects, on_main
 from trainer.distributed.gather_samples import IN_EVALUATION, Rows, SampleGather, gathering
-from trainer.distributed.seeding import seed_micro_batch
 from trainer.errors import UserError
 from trainer.tasks import Evaluation, Task, offers
 from trainer.tasks.label_counts import real_tensor
+from trainer.tensors.generators import seed_micro_batch
 from trainer.tensors.nested import leaves
 
 if TYPE_CHECKING:

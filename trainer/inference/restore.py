@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from trainer.accelerator import generators_kept
 from trainer.build import (
     begin,
     build_dataset,
@@ -34,7 +33,6 @@ from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import EvalLoader
 from trainer.distributed.agreement import Agreement, Alone, compare_across_ranks
 from trainer.distributed.process_group import Dist, process_group
-from trainer.distributed.seeding import seed_everything
 from trainer.errors import UserError
 from trainer.files.address import location
 from trainer.inference.evaluation import ModelContext
@@ -43,6 +41,7 @@ from trainer.run_dir.console import terminal
 from trainer.strategies.base import Strategy
 from trainer.strategies.build import build_strategy
 from trainer.strategies.meta_init import InitialModel, initial_model
+from trainer.tensors.generators import generators_kept, seed_everything
 
 log = logging.getLogger("trainer")
 

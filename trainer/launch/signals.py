@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ def not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 # A separate signal for the death of the launcher, sent by nothing else: a launcher that first passes SIGTERM
 # on and then dies has asked only once.
-_LAUNCHER_DIED = signal.SIGRTMIN + 1
+_LAUNCHER_DIED = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGIO  # which a Mac does not send
 
 # Slurm signals the whole step and torchrun passes the same signal on: one request may arrive twice.
 _SAME_REQUEST_S = 0.5
@@ -85,8 +86,9 @@ class StopRequest:
 
 
 def signal_at_parents_death(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process `number` when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    """Have the kernel send this process `number` when the thread that started it ends; a Mac's cannot."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from trainer.distributed.agreement import on_main
 from trainer.distributed.collectives import broadcast_tensors
 from trainer.distributed.process_group import Dist
-from trainer.distributed.seeding import mixed_seed, seed_everything
 from trainer.errors import UserError, first_line
+from trainer.tensors.generators import mixed_seed, seed_everything
 from trainer.tensors.local_shard import storage_of
 from trainer.tensors.nested import leaves
 

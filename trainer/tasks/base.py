@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer.distributed.seeding import seed_micro_batch
 from trainer.errors import UserError
+from trainer.tensors.generators import seed_micro_batch
 from trainer.tensors.nested import leaves
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import accelerator
-from trainer.accelerator import generators_kept, is_accelerator
+from trainer.accelerator import is_accelerator
 from trainer.config import TrainConfig
 from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.backend_flags import peak_is_tf32
@@ -22,6 +22,7 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import first_line
 from trainer.tasks import Task
 from trainer.tasks.label_counts import loss_of
+from trainer.tensors.generators import generators_kept
 from trainer.tensors.nested import mapped
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 
-from trainer import accelerator
-from trainer.accelerator import generators_kept, is_accelerator
+from trainer.accelerator import is_accelerator
 from trainer.build import (
     begin,
     build_collate,
@@ -36,6 +35,7 @@ from trainer.strategies.build import build_strategy
 from trainer.strategies.meta_init import initial_model
 from trainer.tasks import offers
 from trainer.tasks.label_counts import loss_of
+from trainer.tensors.generators import generators_kept
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,8 @@ def _first_without_memory(config: Config, dist: Dist, size: int, most: int, smal
         words = str(error).lower()
         fits = not isinstance(error, MemoryError) and not any(lack in words for lack in _NO_MEMORY)
     gc.collect()
-    accelerator.free_cache(dist.device)
+    if is_accelerator(dist.device):
+        torch.accelerator.empty_cache()
     mine = fits, [group._get_sequence_number_for_group() for group in groups]
     try:
         found = agreement.gather(mine) if agreement is not None else gather_objects(mine)

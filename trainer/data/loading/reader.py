@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
-from trainer.accelerator import generators_kept
 from trainer.data.loading.worker import answer
 from trainer.errors import UserError, may_pass, on_one_line
 from trainer.faults.heartbeat import Heartbeat
+from trainer.tensors.generators import generators_kept
 from trainer.tensors.nested import leaves, mapped
 
 logger = logging.getLogger(__name__)

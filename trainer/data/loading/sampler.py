@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from trainer.accelerator import generators_kept
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.reader import Request, seed_generators
 from trainer.data.order import Order, shuffled
 from trainer.errors import UserError
+from trainer.tensors.generators import generators_kept
 
 
 class Requests(Sampler[Request]):

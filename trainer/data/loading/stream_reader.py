@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.utils.data._utils.worker as torch_worker
 
-from trainer.accelerator import generators_kept
 from trainer.data.loading.reader import (
     BROKEN_DATA,
     Answer,
@@ -22,6 +21,7 @@ from trainer.data.loading.reader import (
 )
 from trainer.data.stream import has_state
 from trainer.errors import UserError, may_pass
+from trainer.tensors.generators import generators_kept
 
 _NUM_COMPARED = 8  # samples of a stream, by all ranks that read them
 

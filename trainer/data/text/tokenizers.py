@@ -6,6 +6,7 @@ A text dataset has its tokenizer as the attribute ``tokenizer``.
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -80,7 +81,7 @@ class Gpt2:
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         decoded = [text.decode(errors="replace") for text in texts]
-        threads = min(len(texts), len(os.sched_getaffinity(0)))
+        threads = min(len(texts), len(os.sched_getaffinity(0)) if sys.platform == "linux" else 8)
         encoded = self._encoding.encode_ordinary_batch(decoded, num_threads=threads)
         return [np.array(tokens, np.uint32) for tokens in encoded]
 

@@ -1,13 +1,15 @@
-"""Random numbers: a seed for each rank, each micro-batch and each of many generators."""
+"""Random generators: seeded for each rank and micro-batch, and restored after what may draw from them."""
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
-from trainer.accelerator import is_accelerator, seed_generator
+from trainer.accelerator import is_accelerator
 
 
 def seed_everything(seed: int, rank: int) -> None:
@@ -40,10 +42,37 @@ def seed_micro_batch(seed: int, step: int, micro_batch: int, devices: Sequence[t
     torch.default_generator.manual_seed(for_torch)  # torch.manual_seed takes 30 times as long
     for number, device in enumerate(devices):
         if is_accelerator(device):
-            seed_generator(device, for_torch + number)
+            _seed_generator(device, for_torch + number)
+
+
+def _seed_generator(device: torch.device, seed: int) -> None:
+    """Seed the generator of `device`; torch.manual_seed takes 30 times as long, and seeds all."""
+    module: Any = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", None)
+    if generators == ():  # of CUDA before its first use
+        module.init()
+        generators = module.default_generators
+    (module if generators is None else generators[device.index]).manual_seed(seed % 2**64)
 
 
 def mixed_seed(seed: int, number: int) -> int:
     """A separate 64-bit seed for the ``number``-th of a run's many generators."""
     low, high = np.random.SeedSequence([seed, number]).generate_state(2, np.uint32)
     return (int(high) << 32) | int(low)
+
+
+@contextmanager
+def generators_kept(of_accelerators: bool = True) -> Iterator[None]:
+    """Restore every generator of this process afterwards; those of a CPU alone take 0.1 ms."""
+    python_state, numpy_state, kind, devices = random.getstate(), np.random.get_state(), "cpu", range(0)
+    if of_accelerators and (here := torch.accelerator.current_accelerator()) is not None:
+        module: Any = torch.get_device_module(here)
+        # A process that never used a GPU has no state there, and asking would create a context on GPU 0.
+        is_initialized = getattr(module, "is_initialized", lambda: False)()
+        kind, devices = here.type, range(torch.accelerator.device_count() if is_initialized else 0)
+    with torch.random.fork_rng(devices, device_type=kind):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import accelerator
-from trainer.distributed import seeding
+from trainer.tensors import generators
 
 
 def _draw() -> list[float]:
@@ -19,33 +18,33 @@ def test_each_rank_and_seed_draws_other_numbers() -> None:
     draws = []
     for seed in (0, 1, 2):
         for rank in (0, 1, 2):
-            seeding.seed_everything(seed, rank)
+            generators.seed_everything(seed, rank)
             draws.append(tuple(_draw()))
-            seeding.seed_everything(seed, rank)
+            generators.seed_everything(seed, rank)
             assert tuple(_draw()) == draws[-1]
-    for generator in range(len(draws[0])):
-        assert len({draw[generator] for draw in draws}) == len(draws)
+    for drawn in range(len(draws[0])):
+        assert len({draw[drawn] for draw in draws}) == len(draws)
 
 
 def test_each_micro_batch_draws_by_its_three_numbers_alone() -> None:
     draws = []
     for numbers in ((0, 1, 2), (0, 1, 3), (0, 2, 1), (1, 1, 2), (0, -1, 2), (2**63, 11, 2), (2**63, 1, 12)):
-        seeding.seed_micro_batch(*numbers)
+        generators.seed_micro_batch(*numbers)
         draws.append(tuple(_draw()))
-        seeding.seed_everything(7, 7)
-        seeding.seed_micro_batch(*numbers)
+        generators.seed_everything(7, 7)
+        generators.seed_micro_batch(*numbers)
         assert tuple(_draw()) == draws[-1]
-    for generator in range(len(draws[0])):
-        assert len({draw[generator] for draw in draws}) == len(draws)
+    for drawn in range(len(draws[0])):
+        assert len({draw[drawn] for draw in draws}) == len(draws)
 
 
 def test_generators_are_kept() -> None:
-    seeding.seed_everything(3, 1)
+    generators.seed_everything(3, 1)
     _draw()
-    with accelerator.generators_kept():
+    with generators.generators_kept():
         expected = [_draw() for _ in range(3)]
-    with pytest.raises(ValueError, match="within"), accelerator.generators_kept():
-        seeding.seed_everything(4, 0)
+    with pytest.raises(ValueError, match="within"), generators.generators_kept():
+        generators.seed_everything(4, 0)
         raise ValueError("within")
     assert [_draw() for _ in range(3)] == expected
 
@@ -54,11 +53,11 @@ def test_generators_are_kept() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_generators_of_cuda_are_seeded_and_kept() -> None:
     device = torch.device("cuda", 0)
-    seeding.seed_micro_batch(3, 1, 0, [device])
-    with accelerator.generators_kept():
+    generators.seed_micro_batch(3, 1, 0, [device])
+    with generators.generators_kept():
         expected = torch.rand(5, device=device)
     assert torch.equal(torch.rand(5, device=device), expected)
-    seeding.seed_micro_batch(3, 1, 0, [device])
+    generators.seed_micro_batch(3, 1, 0, [device])
     assert torch.equal(torch.rand(5, device=device), expected)
-    seeding.seed_micro_batch(3, 1, 1, [device])
+    generators.seed_micro_batch(3, 1, 1, [device])
     assert not torch.equal(torch.rand(5, device=device), expected)
