@@ -156,12 +156,10 @@ def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, over: t
     try:
         store.wait([f"answer/{name}"], timeout)
     except RuntimeError as error:
-        hint = ""
+        way = ""
         if str(here.init_method).startswith("file:"):
-            hint = f"; check that it started, and that all hosts share the disk of {here.init_method}"
-        raise Fault(
-            f"waited {_shown(timeout)} for all {here.world_size} ranks; missing: [0]{hint}"
-        ) from error
+            way = f"; check that it started, and that all hosts share the disk of {here.init_method}"
+        raise Fault(f"waited {_shown(timeout)} for all {here.world_size} ranks; missing: [0]{way}") from error
     return dist.PrefixStore(f"attempt/{store.get(f'answer/{name}').decode()}", store)
 
 

@@ -56,7 +56,7 @@ class IndexRequests(Requests):
             raise UserError(
                 f"the training data holds {len(dataset)} samples, fewer than one global batch of "
                 f"{batch.global_batch_size} ({batch.num_replicas} replicas x {batch.local_size}); "
-                "lower train.global_batch_size or use fewer ranks"
+                + ("lower train.global_batch_size or use fewer ranks" if len(dataset) else "look at its path")
             )
         self.seed, self.num_samples = seed, len(dataset)
         self._dataset, self._order = dataset, order
