@@ -88,10 +88,10 @@ def check_data(source: OpenCheckpoint, now: int | None) -> None:
 
 
 def tell_what_changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Log which settings are others than in a checkpoint."""
+    """Log which settings are others than in a checkpoint; not those that another strategy alone has."""
     for key in sorted(key for key in then.keys() | now.keys() if not key.startswith(_MAY_DIFFER)):
         was, is_now = (printable(repr(each[key])) if key in each else "no setting" for each in (then, now))
-        if was != is_now:
+        if was != is_now and not (key.startswith("strategy.") and "no setting" in (was, is_now)):
             log.info("  %s was %s in the checkpoint, is %s now", printable(key), was, is_now)
 
 

@@ -155,7 +155,7 @@ def _likeness(name: str, other: str) -> float:
         return max(difflib.SequenceMatcher(None, name, other).ratio(), 0.0 if its_node else _NEAR)
     if f"_{word}_" in f"_{its_word}_":
         return 1.0 if word == its_word else 0.95  # batch_size: global_batch_size, not patch_size
-    return difflib.SequenceMatcher(None, word, its_word).ratio()
+    return difflib.SequenceMatcher(None, word, its_word).ratio() - 0.1 * (node != its_node)
 
 
 def _settings() -> dict[str, list[str]]:
