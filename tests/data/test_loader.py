@@ -398,7 +398,7 @@ def test_workers_even_stuck_ones_end_with_a_main_process_that_was_killed(tmp_pat
 
 
 def test_samples_of_any_layout_are_compared_by_their_values() -> None:
-    table = torch.arange(6.0).view(2, 3)
-    for sample in (table[:, 1], table[0, 1:2].expand(4), torch.complex(table, table).conj().imag):
+    table = torch.arange(6).view(2, 3) * 1j
+    for sample in (table[:, 1], table[:1, 1], table[0, 1:2].expand(4), table.conj()):
         assert checksum(sample) == checksum(sample.numpy(force=True).copy()) != checksum(-sample)
     assert checksum(np.array([[1], "a"], object)) == checksum(np.array([[1], "a"], object))

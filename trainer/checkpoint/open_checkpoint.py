@@ -16,11 +16,11 @@ from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import Stored, as_tensor, read_header, stored_as
 from trainer.checkpoint.tree import is_extra_state, put_together
 from trainer.distributed.agreement import Agreement
-from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
 from trainer.files.address import Location
 from trainer.files.untrusted import first_five, printable, read_json
 from trainer.optim.train_state import Progress
+from trainer.tensors.bits import as_bytes
 from trainer.tensors.local_shard import num_rows, own_rows, to_local
 
 log = logging.getLogger(__name__)

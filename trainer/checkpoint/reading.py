@@ -9,10 +9,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, Location
 from trainer.files.untrusted import printable, reason
+from trainer.tensors.bits import as_bytes
 
 _FETCH_BYTES, _NUM_KEPT = 1 << 20, 32  # bytes of a block, blocks
 

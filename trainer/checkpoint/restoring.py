@@ -17,7 +17,6 @@ from trainer.checkpoint.savable import compare_shapes
 from trainer.checkpoint.tree import WITHIN, is_extra_state, put_together
 from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement
-from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
 from trainer.files.address import Location
 from trainer.files.untrusted import first_five
@@ -32,7 +31,7 @@ from trainer.optim.plain_names import (
     named_modules,
 )
 from trainer.optim.train_state import TrainState
-from trainer.tensors.bits import same_bits
+from trainer.tensors.bits import as_bytes, same_bits
 from trainer.tensors.local_shard import is_dtensor
 
 _AVERAGE = "ema.weights."

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from trainer.checkpoint.manifest import FileDigest, HashingFile
 from trainer.checkpoint.reading import PlainFile
-from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
 from trainer.files.untrusted import printable, reason
+from trainer.tensors.bits import as_bytes
 
 # Every version of the library since 0.4 reads these.
 DTYPES = {

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from trainer.errors import first_few
 from trainer.optim.optimizers import parts_of
+from trainer.tensors.bits import as_bytes
 from trainer.tensors.local_shard import to_local
 from trainer.tensors.nested import leaves
 
@@ -178,8 +179,8 @@ def _of_tensor(tensor: Tensor) -> tuple[str, bytes] | str:
     if tensor.requires_grad and (not tensor.is_leaf or isinstance(tensor, nn.Parameter)):
         return "computed"
     flat = to_local(tensor).reshape(-1)
-    flat = flat[:: 1 + flat.numel() // _MAX_HASHED].cpu().contiguous()
-    return str(tuple(tensor.shape)), zlib.crc32(flat.view(torch.uint8).numpy().data).to_bytes(4)
+    flat = flat[:: 1 + flat.numel() // _MAX_HASHED].cpu()
+    return str(tuple(tensor.shape)), zlib.crc32(as_bytes(flat)).to_bytes(4)
 
 
 @functools.cache

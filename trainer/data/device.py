@@ -67,8 +67,9 @@ class ToDevice:
             for value in leaves(arrived):  # allocated on the copying stream
                 if isinstance(value, Tensor) and is_accelerator(value.device):  # not all that an object holds
                     accelerator.keep_for(value, reader)
-        images, normalise = next(filter(_are_images, leaves(arrived)), None), self.normalise
-        if images is None or normalise is None:
+        tensors = (leaf for leaf in leaves(arrived) if isinstance(leaf, Tensor))
+        images = next((each for each in tensors if each.dtype == torch.uint8 and each.ndim == 4), None)
+        if images is None or (normalise := self.normalise) is None:
             return arrived
         return mapped(arrived, lambda value: normalise(images) if value is images else value)
 
@@ -100,7 +101,3 @@ def _is_of_tensors(batch: Any) -> bool:
 
     mapped(batch, note)
     return not any(moving)
-
-
-def _are_images(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 4

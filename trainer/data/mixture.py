@@ -68,7 +68,8 @@ class Mixture(Dataset[Any]):
                 f"{len(sizes)} datasets"
             )
         total = sum(sizes) if num_samples is None or split != "train" else num_samples
-        self._counts = _shares(total, given)
+        bounds = [round(total * part / sum(given)) for part in itertools.accumulate(given, initial=0)]
+        self._counts = [end - begin for begin, end in itertools.pairwise(bounds)]
         # Dataset k has indices for each of its passes, so that a sample is another one in another pass.
         passes = [-(-count // size) for count, size in zip(self._counts, sizes, strict=True)]
         spans = [number * size for number, size in zip(passes, sizes, strict=True)]
@@ -104,9 +105,3 @@ class Mixture(Dataset[Any]):
         if any(value != values[0] for value in values):
             raise AttributeError(f"{name} differs: {values}")
         return values[0]
-
-
-def _shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to `weights` that add up to `total`."""
-    bounds = [round(total * part / sum(weights)) for part in itertools.accumulate(weights, initial=0)]
-    return [end - begin for begin, end in itertools.pairwise(bounds)]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.distributed.shrink import connecting
+from trainer.tensors.bits import bytes_of
 
 _TOGETHER_BYTES = 1 << 24
 _RENAMED = hasattr(dist, "all_gather_single")  # torch 2.14 warns of the former names
@@ -61,7 +62,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
     places = [(tensor.device, end // _TOGETHER_BYTES) for tensor, end in zip(tensors, ends, strict=True)]
     for _, numbers in groupby(range(len(tensors)), key=places.__getitem__):
         together = [tensors[number] for number in numbers]
-        message = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in together])
+        message = torch.cat([bytes_of(tensor) for tensor in together])
         dist.broadcast(message, src)
         parts = zip(together, message.split([tensor.nbytes for tensor in together]), strict=True)
         for _, alike in groupby(parts, key=lambda pair: pair[0].dtype):  # of one dtype: copied by one kernel

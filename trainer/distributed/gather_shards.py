@@ -50,8 +50,3 @@ def gather_shards_to_rank0(
             shard = torch.empty(shape, dtype=tensor.dtype, device=device)
             dist.recv(shard, src=holder, group=group)
             yield shard.cpu()
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a CPU tensor; a copy if it is not contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

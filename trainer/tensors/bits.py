@@ -20,8 +20,20 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether both have the same dtype, shape and bits; a NaN equals itself."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    first, second = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(first, second)
+    return torch.equal(bytes_of(one), bytes_of(other))
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Its bytes in a row, uint8: a copy only if it is not contiguous.
+
+    A single element is contiguous with any stride, of which `view` takes 1 alone.
+    """
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a CPU tensor; a copy if it is not contiguous."""
+    return bytes_of(tensor.detach()).numpy().data
 
 
 def bit_sums(named: Named) -> dict[str, int]:
@@ -36,11 +48,9 @@ def changed_bits(before: Mapping[str, int], named: Named) -> list[str]:
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().reshape(-1)
-    lanes = _LANES[flat.itemsize]
-    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
-        lanes = torch.int64  # on a CPU in a fifteenth of the time
-    return flat.view(lanes).sum(dtype=torch.int64)
+    flat = bytes_of(tensor)
+    by_8 = flat.nbytes % 8 == 0 and flat.storage_offset() % 8 == 0  # on a CPU in a fifteenth of the time
+    return flat.view(torch.int64 if by_8 else _LANES[min(8, tensor.itemsize)]).sum(dtype=torch.int64)
 
 
 def bit_hashes(named: Named) -> dict[str, int]:
@@ -77,7 +87,7 @@ def words_of(tensor: Tensor) -> Tensor:
     if tensor.is_sparse:  # SGD's momentum of an embedding with sparse gradients
         tensor = tensor.to_dense()
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return tensor.permute(order).reshape(-1).view(_LANES[min(4, tensor.itemsize)])
+    return bytes_of(tensor.permute(order)).view(_LANES[min(4, tensor.itemsize)])
 
 
 def _numbers(named: Named, number: Callable[[Tensor], Tensor]) -> dict[str, int]:

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.data.loading.loaders import EvalLoader, TrainLoader
-from trainer.distributed.gather_shards import as_bytes, gather_shards_to_rank0
+from trainer.distributed.gather_shards import gather_shards_to_rank0
 from trainer.faults.heartbeat import progress
 from trainer.optim.plain_names import model_state
+from trainer.tensors.bits import as_bytes
 from trainer.tensors.local_shard import is_dtensor
 
 

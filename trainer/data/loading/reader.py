@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 from trainer.data.loading.worker import answer
 from trainer.errors import UserError, may_pass, on_one_line
 from trainer.faults.heartbeat import Heartbeat
+from trainer.tensors.bits import as_bytes
 from trainer.tensors.generators import generators_kept
 from trainer.tensors.nested import leaves, mapped
 
@@ -358,8 +359,8 @@ def checksum(sample: Any) -> int:
     total = 0
     for leaf in leaves(sample):
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
-            flat = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            total = zlib.crc32(flat.view(torch.uint8).numpy().data, total)
+            numbers = leaf.detach().cpu().resolve_conj().resolve_neg()
+            total = zlib.crc32(as_bytes(numbers), total)
         elif hasattr(leaf, "tobytes") and not (isinstance(leaf, np.ndarray) and leaf.dtype.hasobject):
             total = zlib.crc32(leaf.tobytes(), total)
         elif isinstance(leaf, bool | int | float | str | bytes):
