@@ -43,7 +43,7 @@ class Wandb(Logger):
             import wandb
         except ImportError as error:
             raise missing("logger.wandb", "wandb", error) from error
-        self._wandb = wandb
+        self._kinds = wandb
         offline = (mode or os.environ.get("WANDB_MODE")) == "offline"
         init |= {"id": run_id, "mode": mode, "resume": "allow" if first_step and not offline else None}
         init |= {"name": name or run_dir.resolve().name, "dir": run_dir, "config": dict(settings)}
@@ -57,21 +57,23 @@ class Wandb(Logger):
         self._run.define_metric("*", step_metric="step")
         self.look = self._run.url or f"wandb sync {Path(self._run.dir).parent}"
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
         self._run.log({"step": step, **values})
 
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self._log(values, step)
+
     def text(self, name: str, text: str, step: int) -> None:
-        self._run.log({"step": step, name: self._wandb.Html(f"<pre>{html.escape(text, quote=False)}</pre>")})
+        self._log({name: self._kinds.Html(f"<pre>{html.escape(text, quote=False)}</pre>")}, step)
 
     def image(self, name: str, image: Tensor, step: int) -> None:
-        self._run.log({"step": step, name: self._wandb.Image(pixels_of(image))})
+        self._log({name: self._kinds.Image(pixels_of(image))}, step)
 
     def figure(self, name: str, figure: "Figure", step: int) -> None:
-        self._run.log({"step": step, name: self._wandb.Image(figure)})
+        self._log({name: self._kinds.Image(figure)}, step)
 
     def histogram(self, name: str, counts: Tensor, edges: Tensor, step: int) -> None:
-        drawn = self._wandb.Histogram(np_histogram=(counts.numpy(), edges.numpy()))
-        self._run.log({"step": step, name: drawn})
+        self._log({name: self._kinds.Histogram(np_histogram=(counts.numpy(), edges.numpy()))}, step)
 
     def close(self) -> None:
         self._run.finish()
