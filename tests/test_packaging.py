@@ -46,11 +46,9 @@ def without_proc(real):
 builtins.open, io.open = without_proc(open), without_proc(io.open)
 for name in ("open", "stat", "readlink", "scandir", "listdir"):
     setattr(os, name, without_proc(getattr(os, name)))
-LINUX = {os: "memfd_create pidfd_open sched_getaffinity posix_fadvise posix_fallocate sendfile copy_file_range",
-    socket: "MSG_NOSIGNAL SO_PEERCRED AF_PACKET", select: "epoll", signal: "SIGRTMIN SIGPWR sigtimedwait"}
-for module, names in LINUX.items():
-    for name in filter(lambda name: hasattr(module, name), names.split()):
-        delattr(module, name)
+for name in ("memfd_create", "pidfd_open", "sched_getaffinity"):
+    delattr(os, name)
+del socket.MSG_NOSIGNAL, socket.SO_PEERCRED, select.epoll, signal.SIGRTMIN
 sys.platform = "darwin"
 """
 TRAIN = """
