@@ -75,25 +75,17 @@ def test_a_seed_is_drawn_once_for_all_ranks(tmp_path: Path) -> None:
     assert ours != theirs
 
 
+OWN_PARTS = (
+    *("data.dataset._target_=tests.user_parts.Stripes", "+data.dataset.num_samples=256", "train.epochs=10"),
+    *("model._target_=tests.user_parts.Tiny", "~model.input_shape", "~model.num_classes", "~model.hidden"),
+    *("+model.width=16", "optim._target_=torch.optim.RMSprop", "optim.lr=0.01"),
+    *("schedule._target_=torch.optim.lr_scheduler.StepLR", "~schedule.warmup_steps", "~schedule.total_steps"),
+    *("~schedule.final_fraction", "+schedule.step_size=50"),
+)
+
+
 def own_parts(run_dir: Path) -> dict[str, Any]:
-    return train(
-        "data.dataset._target_=tests.user_parts.Stripes",
-        "+data.dataset.num_samples=256",
-        "model._target_=tests.user_parts.Tiny",
-        "~model.input_shape",
-        "~model.num_classes",
-        "~model.hidden",
-        "+model.width=16",
-        "optim._target_=torch.optim.RMSprop",
-        "optim.lr=0.01",
-        "schedule._target_=torch.optim.lr_scheduler.StepLR",
-        "~schedule.warmup_steps",
-        "~schedule.total_steps",
-        "~schedule.final_fraction",
-        "+schedule.step_size=50",
-        f"run_dir={run_dir}",
-        "train.epochs=10",
-    )
+    return train(*OWN_PARTS, f"run_dir={run_dir}")
 
 
 @pytest.mark.slow

@@ -84,13 +84,10 @@ def test_null_means_never_where_it_can_mean_nothing_else() -> None:
             "width is not a setting; did you mean model.width? (a value of your own goes under vars: +vars.width=",
         ),
         ("+train.batch_size=8", "train.batch_size is not a setting; did you mean train.global_batch_size?"),
-        _slow("+train.seed=8", "train.seed is not a setting; did you mean seed?"),
-        _slow("+train.colour=red", "train.colour is not a setting; `python train.py --cfg job` prints"),
         ("train.epochs=many", "train.epochs: Value 'many' of type 'str' could not be converted to Integer"),
         _slow("train.epochs=0", "train.epochs is 0, but must be at least 1"),
         ("optim.lr=nan", "optim.lr is nan, but must be a finite number"),
         _slow("optim.lr=-1", "optim.lr is -1, but must be at least 0"),
-        _slow("optim.lr=fast", "optim.lr is 'fast', but must be a number"),
         _slow("train.precision=fp8", "train.precision is fp8, but must be one of fp32, bf16, fp16"),
         _slow("seed=-1", "seed is -1, but must be from 0 to 2**64 - 1"),
         _slow("run_dir=", "run_dir is empty, but must be a path, or null"),
@@ -135,10 +132,7 @@ def test_refuses(override: str, words: str) -> None:
         _slow("epochs=1", "epochs is not a setting; did you mean train.epochs?"),
         ("experimint=digits_mlp", "experimint is not a setting; did you mean experiment?"),
         _slow("qqq=1", "qqq is not a setting; `python train.py --cfg job` prints all settings"),
-        _slow(
-            "experiment=digits_mpl",
-            "; did you mean experiment=digits_mlp?",
-        ),
+        _slow("experiment=digits_mpl", "; did you mean experiment=digits_mlp?"),
         _slow(
             "strategy=zero", "strategy is zero, but must be one of ddp, dp, fsdp, parameter_server, single"
         ),
@@ -147,7 +141,6 @@ def test_refuses(override: str, words: str) -> None:
             "under data=cifar10, data=imagefolder, data=mnist (+data.dataset.root=VALUE passes",
         ),
         _slow("vars.width=1", "vars.width has no place yet: +vars.width=VALUE gives it one"),
-        _slow("trian.epochs=1", "trian is not a setting; did you mean train?"),
         ("data.collate._target_=mine.f", "has no place yet: +data.collate._target_=VALUE gives it one"),
         _slow("optim.groups={match:fc}", "optim.groups must be a list: [...]"),
         _slow("data.images=[0]", "data.images must be settings by name: {NAME: VALUE, ...}"),
@@ -274,6 +267,10 @@ def test_a_reader_that_has_read_enough_is_no_mistake(ask: list[str]) -> None:
             "which strategy=fsdp gathers elsewhere in each pass",
         ),
         (["comm=hook"], "comm.hook._target_ has no value"),
+        (
+            ["comm=hook", "comm.hook._target_=f", "train.skip_nonfinite=1", "strategy=ddp"],
+            "may keep a part of",
+        ),
         _slow(
             ["comm=hook", "comm.hook._target_=f", "+comm.wire_dtype=bf16"], "comm.wire_dtype is not a setting"
         ),

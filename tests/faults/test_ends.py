@@ -163,11 +163,7 @@ def test_an_unknown_setting_is_refused_before_torch_is_loaded() -> None:
 
 @pytest.mark.slow
 def test_a_sweep_inside_ranks_is_refused() -> None:
-    env = {
-        **place(0, [0, 0]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }  # no rank connects there
+    env = {**place(0, [0, 0]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # no rank connects there
     ended = finish("train.py", "-m", "optim.lr=0.1,0.2", env=env)
     assert (ended.code, ended.output.count("-m (multirun) inside ranks")) == (2, 1), ended
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import nn
 from tests.runs import settings
 from trainer import accelerator
 from trainer.checkpoint.writing import Saving
-from trainer.distributed.backend_flags import described, set_backend_flags
-from trainer.distributed.process_group import _device, _refuse_shared
+from trainer.distributed.backend_flags import described, set_backend_flags, set_deterministic
+from trainer.distributed.collectives import broadcast_tensors
+from trainer.distributed.process_group import _join
 from trainer.errors import UserError
 from trainer.optim import param_groups
 from trainer.optim.schedules import constant
@@ -55,6 +57,20 @@ def test_the_settings_choose_tf32_and_cudnn_and_the_table_names_them(switches: N
     assert torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.benchmark
     assert described(train, GPU) == "fp32, products in TF32, cudnn.benchmark"
     assert described(train, CPU) == "fp32"
+
+
+def test_an_exact_run_has_kernels_with_the_same_bits_and_none_that_fill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    filled, chosen = torch.utils.deterministic.fill_uninitialized_memory, list[bool]()
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", chosen.append)
+    for name in ("deterministic", "benchmark"):
+        monkeypatch.setattr(torch.backends.cudnn, name, name == "benchmark")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    set_deterministic(GPU)
+    assert chosen == [True] and torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 def test_a_step_is_fused_where_that_is_to_be_had() -> None:
@@ -140,23 +156,56 @@ def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(
     assert torch.equal(outputs[2.0], 2 * outputs[1.0]) and torch.equal(outputs[4.0], 4 * outputs[1.0])
 
 
-def test_ranks_share_a_gpu_only_where_nccl_was_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "found", lambda wanted: ("cuda", 1))
-    here: Any = SimpleNamespace(under_torchrun=True, world_size=2)
+@pytest.fixture
+def join(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """Joins the group as rank 1 of a host whose rank 0 has GPU-0, and returns what it is bound to."""
+    bound: list[object] = []
+
+    def init(*_: object, device_id: object, timeout: timedelta, **__: object) -> None:
+        assert timeout.total_seconds() > settings().distributed.timeout_s, "NCCL's watchdog names nobody"
+        bound.append(device_id)
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(accelerator, "use", lambda device: None)
+
+    def joined(gpus: int, uuid: str = "GPU-1", **place: Any) -> object:
+        monkeypatch.setattr(accelerator, "found", lambda wanted: ("cuda", gpus))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+        store = dist.HashStore()
+        store.set("device/0", "GPU-0")  # by rank 0, which looks at rank 1 meanwhile
+        here: Any = SimpleNamespace(rank=1, world_size=2, local_rank=1, local_world_size=2, **place)
+        _join(settings().distributed, here, [0, 0], store)
+        return bound.pop()
+
+    return joined
+
+
+def test_ranks_share_a_gpu_only_where_nccl_was_told_so(
+    join: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     with pytest.raises(UserError, match="local rank 1 has no own GPU"):
-        _device("auto", 1, here)
+        join(gpus=1, under_torchrun=True)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert _device("auto", 1, here) == GPU
+    assert join(gpus=1, uuid="GPU-0", under_torchrun=True) == GPU
 
 
-def test_two_ranks_with_one_gpu_are_told_before_nccl_meets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "identity", lambda device: "GPU-1" if device.index else "GPU-0")
-    store = dist.HashStore()
-    store.set("device/0", "GPU-0")  # by rank 0, which looks at rank 1 meanwhile
-    with pytest.raises(UserError, match=r"ranks 0 and 1 of one host have the same GPU \(cuda:0\)"):
-        _refuse_shared(GPU, 1, [0, 0, 1], store)
-    _refuse_shared(GPU, 2, [0, 0, 1], store)
+def test_two_ranks_with_one_gpu_are_told_before_nccl_meets(join: Callable[..., object]) -> None:
+    with pytest.raises(UserError, match=r"^ranks 0 and 1 of one host have the same GPU \(cuda:0\); [^\n]+$"):
+        join(gpus=1, uuid="GPU-0", under_torchrun=False)
+    assert join(gpus=1, under_torchrun=False) == GPU
+
+
+def test_a_model_on_several_gpus_is_sent_by_a_group_that_takes_tensors_of_all(
+    join: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert join(gpus=4, under_torchrun=True) is None, "a rank has two"
+    assert join(gpus=2, under_torchrun=True) == torch.device("cuda", 1)
+    sent: list[str] = []
+    monkeypatch.setattr(dist, "broadcast", lambda message, src: sent.append(message.device.type))
+    broadcast_tensors([torch.ones(1, device=kind) for kind in ("cpu", "cpu", "meta")], 0)
+    assert sent == ["cpu", "meta"]
 
 
 def test_sparse_gradients_are_refused_where_nccl_would_add_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,16 +28,8 @@ from trainer.training.weight_statistics import histograms
 
 pytestmark = pytest.mark.skipif(not CAN_SIMULATE, reason="this torch takes no device written in Python")
 QUIET = (
-    "model=mlp",
-    "data=digits",
-    "logger=jsonl",
-    "train.log_every_steps=1000",
-    "train.eval_every_epochs=0",
-)
-QUIET += (
-    "checkpoint.every_epochs=null",
-    "data.num_workers=0",
-    "train.global_batch_size=32",
+    *("model=mlp", "data=digits", "logger=jsonl", "train.log_every_steps=1000", "train.eval_every_epochs=0"),
+    *("checkpoint.every_epochs=null", "data.num_workers=0", "train.global_batch_size=32"),
     "train.max_steps=8",
 )
 
@@ -101,7 +93,10 @@ def steps_beside_a_plain_loop(folder: Path) -> dict[str, Any]:
     found = {}
     for name, overrides in WAYS.items():
         with context_of(*QUIET, *overrides, f"run_dir={folder}/{name}") as run:
+            shares: list[nn.Module] = []
+            run.strategy.share_buffers = shares.append  # type: ignore[method-assign]
             found[name] = counted(steps_of(run)) | {"log": list(SIM.log)}
+            assert len(shares) == (0 if name == "exact" else 4), "once in the rehearsal, and in each step"
             if name == "single":
                 found["plain"] = counted(plain_loop(run))
     return found
@@ -130,13 +125,7 @@ def steps_of_two(folder: Path, comm: str) -> dict[str, Any]:
         SIM.clear()
         broadcast_tensors(tensors, 0)
         found["of a broadcast"] = SIM.launches.total()
-        return found | {"weights": [p.cpu() for p in run.state.model.parameters()]}
-
-
-def weights_of_two(folder: Path, comm: str) -> list[torch.Tensor]:
-    with context_of(*QUIET, "strategy=ddp", comm, "optim=adamw", f"run_dir={folder}") as run:
-        list(steps_of(run))
-        return [parameter.detach() for parameter in run.state.model.parameters()]
+        return found | {"weights": [p.detach().cpu() for p in run.state.model.parameters()]}
 
 
 @pytest.mark.slow
@@ -144,7 +133,7 @@ def weights_of_two(folder: Path, comm: str) -> list[torch.Tensor]:
 def test_ranks_wait_for_the_agreement_and_the_norm_alone(comm: str, tmp_path: Path) -> None:
     """By DDP's hooks, and by the executor on a stream beside the backward pass."""
     found = on_the_simulator(steps_of_two, tmp_path, comm, ranks=2)
-    right = run_ranks(weights_of_two, 2, tmp_path / "cpu", comm, init=False)[0]
+    right = run_ranks(steps_of_two, 2, tmp_path / "cpu", comm, init=False)[0]["weights"]
     for each in found:
         assert len(each["waits"]) == 2 and not each["reads"], each
         assert each["of a broadcast"] <= 3
@@ -159,7 +148,7 @@ def saved_at_a_fault(folder: Path, when: str) -> tuple[str, bool]:
         gate: Any = run.gate
         for _ in itertools.islice(way := steps_of(run), 3):
             pass
-        before = [parameter.cpu() for parameter in run.state.model.parameters()]
+        before, streams = [parameter.cpu() for parameter in run.state.model.parameters()], len(SIM.streams)
 
         def save() -> None:
             try:
@@ -177,9 +166,15 @@ def saved_at_a_fault(folder: Path, when: str) -> tuple[str, bool]:
             with gate.update(3):
                 torch.zeros(1, device=run.dist.device).add_(1)
             save()
+        elif when == "the buffers of rank 0 never come":
+            gate._own_buffers = True  # as on another rank
+            torch.zeros(1, device=run.dist.device).add_(1)  # the broadcast
+            gate.note_shared_buffers()
+            save()
         else:
             with pytest.raises(Hangs):
                 next(way)
+    assert len(SIM.streams) == streams, "a GPU that is full may have no room for another"
     MAIN.hangs_from = float("inf")
     if when != "the gradients never come":
         return said[0], False
@@ -198,6 +193,7 @@ def saved_at_a_fault(folder: Path, when: str) -> tuple[str, bool]:
             marks=pytest.mark.slow,
         ),
         pytest.param("the last update is not made", "has not finished step 3", marks=pytest.mark.slow),
+        pytest.param("the buffers of rank 0 never come", "has not finished step 3", marks=pytest.mark.slow),
     ],
 )
 def test_a_save_at_a_fault_is_of_the_step_before_an_update_that_is_queued(
@@ -233,6 +229,10 @@ def readings(folder: Path) -> dict[str, Any]:
     with context_of(*QUIET, "train.eval_every_epochs=1", "optim=adamw", f"run_dir={folder}") as run:
         next(steps_of(run))
         check, device = ReplicaCheck(run.dist, [(0,)], 1), run.dist.device
+        run.meter.parts.are_given, part = True, torch.ones((), device=device)
+        run.meter.parts.add({"part": part}, 1, 1)
+        part.add_(1)  # as the replay of a CUDA graph
+        found["part"] = run.meter.parts._of_step.pop()[1].item()
         norms = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(5))).to(device)
         buffers, rows = LeafBuffers(norms, 1), torch.ones(3, 4, device=device)
 
@@ -254,7 +254,7 @@ def readings(folder: Path) -> dict[str, Any]:
             check._checked_at = None
             SIM.clear()
             action()
-            found[name] = len(SIM.reads), SIM.launches.total() / len(list(run.state.replicated()))
+            found[name] = SIM.reads.total(), SIM.launches.total() / len(list(run.state.replicated()))
             found[f"{name} launches"] = {what for _, what, _ in SIM.log}
     return found
 
@@ -264,4 +264,5 @@ def test_what_is_looked_at_between_steps_is_read_at_its_end(tmp_path: Path) -> N
     (found,) = on_the_simulator(readings, tmp_path)
     assert found["evaluation"][0] <= 4 and found["log"][0] <= 8 and found["exact buffers"][0] == 1, found
     assert found["replicas"][0] <= 2 and found["replicas"][1] <= 4, found
+    assert found["part"] == 1, "a part is kept until it is added up"
     assert "histc" not in found["histograms launches"], "which raises under train.exact on CUDA"

@@ -1,7 +1,9 @@
 """The choices of FSDP and activation checkpointing change memory and traffic, not the gradients."""
 
 import copy
+import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import CommDebugMode
 
 from models.gpt import GPT
@@ -19,6 +22,8 @@ from tests.strategies.test_fsdp import plain_fsdp
 from trainer.config import FsdpConfig, UnitsConfig
 from trainer.errors import UserError
 from trainer.optim.trained import Trained
+from trainer.strategies.base import Computing
+from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.units import checkpoint_activations, named_units
 
 # By name: settings, and whether sums come in another order.
@@ -127,13 +132,33 @@ def _with_other_weights() -> float:
     return float((model(torch.ones(1, 4)) - plain(torch.ones(1, 4))).abs().max())
 
 
-def _all() -> tuple[dict[str, tuple[float, float, int, int]], float]:
-    return _differences(), _with_other_weights()
+def _asked_of_torch() -> Counter[str]:
+    """What a model on GPUs calls, with the settings for them and train.compile; and what it says without NCCL."""
+    asked, config = Counter[str](), _config(separate_reduce_scatter=True, symmetric_memory=True)
+    for name in ("set_symm_mem_for_comm", "set_separate_reduce_scatter_group"):
+        setattr(FSDPModule, name, lambda module, name=name: asked.update([name]))
+    torch.compile = lambda forward, mode: asked.update([type(forward.__self__).__name__]) or forward  # type: ignore
+    facts = dataclasses.replace(tiny.facts(), backend="cpu:gloo,cuda:nccl")
+    Fsdp(config, facts, Computing(compile=True)).wrap(_model())
+    with pytest.raises(UserError, match="needs NCCL"):
+        plain_fsdp(config)
+    del FSDPModule.set_symm_mem_for_comm
+    with pytest.raises(UserError, match=r"strategy\.symmetric_memory=true under fsdp needs torch 2\.14"):
+        Fsdp(config, facts, Computing())
+    mixed = plain_fsdp(_config(param_dtype="bf16", reduce_dtype="fp16"))._precision(nn.Linear(1, 1))
+    assert (mixed.param_dtype, mixed.reduce_dtype) == (torch.bfloat16, torch.float16)
+    return asked
+
+
+def _all() -> tuple[dict[str, tuple[float, float, int, int]], float, Counter[str]]:
+    return _differences(), _with_other_weights(), _asked_of_torch()
 
 
 @pytest.mark.slow
 def test_every_choice_gives_the_gradients_of_the_plain_model() -> None:
-    differences, off = run_ranks(_all, 4)[0]
+    differences, off, asked = run_ranks(_all, 4)[0]
+    calls = {"set_symm_mem_for_comm": 4, "set_separate_reduce_scatter_group": 1, "Block": 3}
+    assert asked == calls, "each unit is compiled, and the root"
     assert off < 1e-6, "a unit that was gathered ahead, and not called, keeps the weights of then"
     assert {name: differences[name][3] for name in GATHERS} == GATHERS
     for name, (far, norm_far, messages, _) in differences.items():

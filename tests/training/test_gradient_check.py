@@ -101,23 +101,6 @@ def test_no_rank_makes_an_update_of_a_gradient_that_is_not_finite(
         assert sorted(path.name for path in saved) == ["step_00000001", "step_00000002"], name
 
 
-def steep(run_dir: Path, *overrides: str) -> str:
-    """What ends a run whose gradients are finite and their norm infinite."""
-    own = ("+data.task.rank=0", "data.task.how=steep", "data.task.call=1", "train.max_steps=1")
-    with context_of(*SLOPE, *own, f"run_dir={run_dir}", *overrides) as context:
-        with pytest.raises(NonFiniteError) as refused:
-            fit(context)
-        return str(refused.value)
-
-
-@pytest.mark.slow
-def test_a_norm_that_overflows_ends_the_run(tmp_path: Path) -> None:
-    for strategy, world_size in (("single", 1), ("ddp", 2), ("fsdp", 2)):
-        words = (tmp_path / strategy, f"strategy={strategy}")
-        for said in run_ranks(steep, world_size, *words, init=False):
-            assert said.startswith("the norm of the gradients, each of them finite, is NaN or Inf"), said
-
-
 # ---- one rank's check
 
 

@@ -45,20 +45,22 @@ class Two(Classification):
         return entropy + 0.5 * size, {"entropy": entropy, "size": size, **odd}
 
 
+class Replayed(Two):
+    """As from a CUDA graph, which writes each loss in the place of the one before."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss, parts = super().loss(model, batch)
+        loss.data = _PLACE.copy_(loss.detach())
+        return loss, parts
+
+
+_PLACE = torch.zeros(())
 RUN = (
-    *(
-        "logger=jsonl",
-        "train.max_steps=12",
-        "train.log_every_steps=6",
-        "schedule=constant",
-        "optim.momentum=0",
-    ),
+    *("logger=jsonl", "train.max_steps=12", "train.log_every_steps=6", "schedule=constant"),
+    "optim.momentum=0",
     *("data.dataset._target_=tests.tasks.test_label_counts.Blanked", "train.eval_every_epochs=0"),
-    *(
-        "data.task._target_=tests.training.test_loss_parts.Two",
-        "model.hidden=[8]",
-        "checkpoint.every_epochs=null",
-    ),
+    *("data.task._target_=tests.training.test_loss_parts.Two", "model.hidden=[8]"),
+    "checkpoint.every_epochs=null",
 )
 WAYS = {
     "single": (1, "strategy=single", "train.global_batch_size=16"),
@@ -120,3 +122,15 @@ def test_what_is_no_part_is_named(given: dict[str, Tensor], words: str) -> None:
     with pytest.raises(UserError) as error:
         parts.add(given, 1, 1)
     assert words in str(error.value)
+
+
+@pytest.mark.slow
+def test_losses_of_replayed_graphs_are_kept_until_they_are_added_up(tmp_path: Path) -> None:
+    """Of micro-batches too: one that has all labels of its step is not divided."""
+    common = ("strategy=single", "train.global_batch_size=16", "train.micro_batch_size=8")
+    replays = (
+        "data.task._target_=tests.training.test_loss_parts.Replayed",
+        "train.compile_mode=reduce-overhead",
+    )
+    plain = run_ranks(logged, 1, tmp_path / "plain", *common, init=False)
+    assert run_ranks(logged, 1, tmp_path / "replayed", *common, *replays, init=False) == plain

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from tests.runs import context_of
-from trainer.errors import NonFiniteError, UserError
+from trainer.errors import NonFiniteError
 from trainer.loop import fit
 from trainer.run_dir.metrics_file import read_metrics
 
@@ -138,10 +138,3 @@ def test_running_statistics_of_a_step_that_is_left_out_are_those_before(
     world_size = 1 + (strategy != "single")
     words = (f"strategy={strategy}", "train.max_steps=8")
     assert run_ranks(buffers, world_size, tmp_path, *words, init=False) == [(1, True)] * world_size
-
-
-def test_what_cannot_leave_a_step_out_is_refused() -> None:
-    from tests.runs import settings
-
-    with pytest.raises(UserError, match="the state of comm=hook may keep a part of each step's gradients"):
-        settings("train.skip_nonfinite=1", "strategy=ddp", "comm=hook", "comm.hook._target_=mine.hook")

@@ -97,7 +97,7 @@ def _operations(names: Sequence[str]) -> list[OpOverload]:
         UserError: a name is unknown.
     """
     found, spaces = list[OpOverload](), (torch.ops.aten, torch.ops.torch_attn)
-    if "attention" in names and torch.cuda.is_available():
+    if "attention" in names and torch.accelerator.is_available():
         importlib.import_module("torch.nn.attention.varlen")  # registers its operation, after 3 s
     for name in names:
         packets = [getattr(space, each, None) for space in spaces for each in _FAMILIES.get(name, (name,))]
