@@ -49,6 +49,7 @@ for name in ("open", "stat", "readlink", "scandir", "listdir"):
 for name in ("memfd_create", "pidfd_open", "sched_getaffinity"):
     delattr(os, name)
 del socket.MSG_NOSIGNAL, socket.SO_PEERCRED, select.epoll, signal.SIGRTMIN
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device("mps")
 sys.platform = "darwin"
 """
 TRAIN = """

@@ -1,8 +1,8 @@
 """The one place that asks which kind of device a run computes on: its streams, events and memory.
 
-Built on `torch.accelerator`: CUDA (ROCm too, which torch calls cuda), XPU, and MPS in a single process. A CPU
-has streams and events that do nothing, for it has computed when a call returns. Flags of CUDA's libraries are
-in distributed/backend_flags.py.
+Built on `torch.accelerator`: CUDA (ROCm too, which torch calls cuda) and XPU. A CPU has streams and events
+that do nothing, for it has computed when a call returns. Flags of CUDA's libraries are in
+distributed/backend_flags.py.
 """
 
 import resource
@@ -41,10 +41,10 @@ def found(wanted: str) -> tuple[str, int]:
     """The kind and number of this process's accelerators; ("cpu", 0) without one.
 
     Args:
-        wanted: the kind, or "auto", which leaves MPS alone: nobody has tried it yet.
+        wanted: the kind, or "auto". MPS is left alone: it has no float64, in which losses are added up.
     """
     here = torch.accelerator.current_accelerator(check_available=True)
-    if here is None or wanted not in (here.type, "auto" if here.type != "mps" else ""):
+    if here is None or here.type == "mps" or wanted not in ("auto", here.type):
         return "cpu", 0
     return here.type, torch.accelerator.device_count()
 
@@ -62,8 +62,8 @@ def use(device: torch.device) -> None:
 
 
 def stream(device: torch.device) -> Any:
-    """A stream beside the current one; where there is none, as under MPS, the current one."""
-    return current_stream(device) if device.type in ("cpu", "meta", "mps") else torch.Stream(device)
+    """A stream beside the current one."""
+    return torch.Stream(device) if is_accelerator(device) else _DONE
 
 
 def current_stream(device: torch.device) -> Any:

@@ -264,7 +264,7 @@ class DataConfig:
 
 @dataclass
 class DistributedConfig:
-    device: str = one_of("auto", "cpu", "cuda", "xpu", "mps")
+    device: str = one_of("auto", "cpu", "cuda", "xpu")
     backend: str | None = one_of("gloo", "nccl", "cpu:gloo,cuda:nccl")
     timeout_s: float = seconds()
     shrink: bool = MISSING

@@ -227,5 +227,5 @@ def _refuse_shared(device: torch.device, rank: int, hosts: list[int], store: dis
 def _check_backend(backend: str, device: torch.device) -> None:
     if "nccl" in backend and not (dist.is_nccl_available() and "nccl" in accelerator.backend_of(device)):
         raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; use gloo")
-    if backend == "gloo" and device.type not in ("cpu", "mps"):
+    if backend == "gloo" and is_accelerator(device):
         log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)
