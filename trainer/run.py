@@ -48,13 +48,7 @@ from trainer.loggers import RunLog
 from trainer.loop import fit
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.progress import EarlyEnd, planned_steps
-from trainer.optim.schedules import (
-    ScheduleFacts,
-    build_schedule,
-    check_schedule,
-    settings_of,
-    watched_metric,
-)
+from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule, settings_of, watched_metric
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 from trainer.run_dir.claim import RunDir, claim

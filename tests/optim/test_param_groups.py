@@ -14,12 +14,7 @@ from tests.ranks import run_ranks
 from trainer.config import load
 from trainer.errors import UserError
 from trainer.loop import fit
-from trainer.optim.param_groups import (
-    build_optimizer,
-    freeze,
-    keep_frozen_statistics,
-    parameter_sets,
-)
+from trainer.optim.param_groups import build_optimizer, freeze, keep_frozen_statistics, parameter_sets
 from trainer.optim.schedules import ScheduleFacts, build_schedule
 from trainer.optim.trained import Trained
 from trainer.run_dir.metrics_file import read_metrics

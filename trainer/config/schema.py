@@ -6,16 +6,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from trainer.config.limits import (
-    PRECISIONS,
-    above,
-    at_least,
-    count_or_never,
-    like,
-    limited,
-    one_of,
-    seconds,
-)
+from trainer.config.limits import PRECISIONS, above, at_least, count_or_never, like, limited, one_of, seconds
 
 
 @dataclass

@@ -10,13 +10,7 @@ from torch.futures import Future
 
 from trainer.comm.executor import SUMMED_DTYPES
 from trainer.comm.shared_memory import all_share_memory
-from trainer.config import (
-    AutoCommConfig,
-    CommConfig,
-    HookCommConfig,
-    NativeCommConfig,
-    ScheduleCommConfig,
-)
+from trainer.config import AutoCommConfig, CommConfig, HookCommConfig, NativeCommConfig, ScheduleCommConfig
 from trainer.config.instantiate import instantiate
 from trainer.optim.optimizers import sparse_weights
 
