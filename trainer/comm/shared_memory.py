@@ -30,6 +30,7 @@ from torch import Tensor
 from trainer.comm.algorithms.program import Move, chunks_in_flight, largest_chunk, messages_in_flight
 from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 from trainer.distributed.agreement import gather_objects
+from trainer.distributed.collectives import backstop
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import Dist
@@ -247,11 +248,11 @@ class HostRows:
 
 
 def rows_of_host(dist_: "Dist", timeout_s: float) -> HostRows | None:
-    """For ranks on the CPUs of one host; None for others (a collective)."""
+    """For ranks on the CPUs of one host; None for others (a collective). Waits end as `backstop` says."""
     group, on_cpus = dist.group.WORLD, dist_.device.type == "cpu"
     if dist_.world_size == 1 or not on_cpus or group is None or not all_share_memory(dist_.hosts):
         return None
-    return HostRows(group, timeout_s)
+    return HostRows(group, backstop(timeout_s).total_seconds())
 
 
 def all_share_memory(hosts: Sequence[int]) -> bool:

@@ -234,8 +234,7 @@ class TrainReader(IndexReader):
 
     def _sample_0(self, epoch: int) -> dict[int, int]:
         """The hash of sample 0 by its number, once, if it can be read; of workers the first tells it."""
-        worker = get_worker_info()
-        if self._has_told or (worker is not None and worker.id):
+        if self._has_told or getattr(get_worker_info(), "id", False):
             return {}
         self._has_told = True
         self.heartbeat.read(0)
