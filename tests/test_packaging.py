@@ -46,9 +46,8 @@ def without_proc(real):
 builtins.open, io.open = without_proc(open), without_proc(io.open)
 for name in ("open", "stat", "readlink", "scandir", "listdir"):
     setattr(os, name, without_proc(getattr(os, name)))
-for name in ("memfd_create", "pidfd_open", "sched_getaffinity"):
-    delattr(os, name)
-del socket.MSG_NOSIGNAL, socket.SO_PEERCRED, select.epoll, signal.SIGRTMIN
+del os.memfd_create, os.pidfd_open, os.sched_getaffinity, signal.SIGRTMIN
+del socket.MSG_NOSIGNAL, socket.SO_PEERCRED, select.epoll
 torch.accelerator.current_accelerator = lambda check_available=False: torch.device("mps")
 sys.platform = "darwin"
 """

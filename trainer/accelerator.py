@@ -1,8 +1,7 @@
 """The one place that asks which kind of device a run computes on: its streams, events and memory.
 
 Built on `torch.accelerator`: CUDA (ROCm too, which torch calls cuda) and XPU. A CPU has streams and events
-that do nothing, for it has computed when a call returns. Flags of CUDA's libraries are in
-distributed/backend_flags.py.
+that do nothing, for it has computed when a call returns. CUDA's flags are in distributed/backend_flags.py.
 """
 
 import resource

@@ -154,7 +154,10 @@ def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dis
     local_rank, local_world_size = on_this_host(here, hosts)
     device = _device(settings.device, local_rank, here)
     backend = settings.backend or accelerator.backend_of(device)
-    _check_backend(backend, device)
+    if "nccl" in backend and not (dist.is_nccl_available() and "nccl" in accelerator.backend_of(device)):
+        raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; use gloo")
+    if backend == "gloo" and is_accelerator(device):
+        log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)
     accelerator.use(device)  # before any use of a GPU: otherwise every rank opens a context on GPU 0
     rank, world_size = here.rank, here.world_size
     # A group with a device refuses tensors on others, which a model that has placed itself may have.
@@ -222,10 +225,3 @@ def _refuse_shared(device: torch.device, rank: int, hosts: list[int], store: dis
                 f"ranks {min(rank, other)} and {max(rank, other)} of one host have the same GPU ({device}); "
                 "start one process for each GPU, by torchrun or launch=local, or use distributed.device=cpu"
             )
-
-
-def _check_backend(backend: str, device: torch.device) -> None:
-    if "nccl" in backend and not (dist.is_nccl_available() and "nccl" in accelerator.backend_of(device)):
-        raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; use gloo")
-    if backend == "gloo" and is_accelerator(device):
-        log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)
