@@ -49,6 +49,7 @@ for name in ("open", "stat", "readlink", "scandir", "listdir"):
 del os.memfd_create, os.pidfd_open, os.sched_getaffinity, signal.SIGRTMIN
 del socket.MSG_NOSIGNAL, socket.SO_PEERCRED, select.epoll
 torch.accelerator.current_accelerator = lambda check_available=False: torch.device("mps")
+torch.accelerator.device_count = lambda: 1
 sys.platform = "darwin"
 """
 TRAIN = """
