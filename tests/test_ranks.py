@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import random
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.ranks import run_ranks
@@ -22,8 +19,6 @@ def _leave(what: str) -> int:
     match what:
         case "a method":
             store.Store.commit = lambda *args: None  # type: ignore[assignment, method-assign, return-value]
-        case "a thread":
-            threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
         case "what is put back":
             os.environ["RANK"] = "7"
             os.chdir("/")
@@ -46,9 +41,8 @@ def test_a_rank_that_is_as_good_as_new_takes_the_next_function() -> None:
     assert run_ranks(_state, 1, init=False) == [(pid, new)]
 
 
-@pytest.mark.parametrize("what", ["a method", pytest.param("a thread", marks=pytest.mark.slow)])
-def test_a_rank_in_which_something_is_left_takes_none(what: str) -> None:
+def test_a_rank_in_which_something_is_left_takes_none() -> None:
     [(_, new)] = run_ranks(_state, 1, init=False, fresh=True)
-    [pid] = run_ranks(_leave, 1, what, init=False)
+    [pid] = run_ranks(_leave, 1, "a method", init=False)
     [(next_pid, state)] = run_ranks(_state, 1, init=False)
     assert next_pid != pid and state == new
