@@ -64,8 +64,8 @@ def compose() -> list[DictConfig]:
         composed.append(settings)
         shown.append(HydraConfig.instance().cfg)
 
-    # Hydra's parser takes settings in one row alone: options between them, as --config-dir, come first.
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: bool(re.match(r"~|\+*[A-Za-z_][\w./@]*=", word)))
+    # Hydra's parser takes settings in one row alone: options between them, as --config-dir, come last.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: not re.match(r"~|\+*[\w$][\w./@$-]*=", word))
     wanted = os.environ.get("HYDRA_FULL_ERROR")
     if any(re.match(r"--(help|hydra-help|cfg|info|version)|-[hci]", word) for word in sys.argv[1:]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough: no message of that

@@ -176,7 +176,7 @@ def test_a_tab_in_a_file_of_settings_is_told_with_its_place(
 ) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("a:\n\tb: 1\n")
-    monkeypatch.setattr("sys.argv", ["train.py", "seed=1", "--config-dir", str(tmp_path), "model=mine"])
+    monkeypatch.setattr("sys.argv", ["train.py", "--info", "+a-b=1", "-cd", str(tmp_path), "model=mine"])
     with pytest.raises(UserError, match=r"^model=mine cannot be composed: .*mine\.yaml\", line 2"):
         compose()
 

@@ -108,7 +108,7 @@ def _class_of(full_name: str) -> Any:
     """The class of tensors of that name, if this program has imported it: no name in a file is imported."""
     kinds: list[type] = [Tensor]
     for kind in kinds:  # which grows
-        if torch.typename(kind) == full_name:
+        if torch.typename(kind) == full_name and hasattr(kind, "__tensor_unflatten__"):
             return kind
         kinds += kind.__subclasses__()
     raise UserError(f"the checkpoint's optimizer keeps a {full_name}, unlike this one; set optim as it was")
