@@ -101,8 +101,7 @@ def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
     if not any(map(is_accelerator, devices)):
         unit = 1 if sys.platform == "darwin" else 1024  # a Mac tells bytes
         return {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    own = filter(is_accelerator, devices)
-    return {str(device): torch.accelerator.max_memory_allocated(device) for device in own}
+    return {str(one): torch.accelerator.max_memory_allocated(one) for one in devices if is_accelerator(one)}
 
 
 def name(device: torch.device) -> str:

@@ -68,8 +68,8 @@ class GradientCheck:
         Yields whether to make it: not so if the step is left out.
 
         On a GPU, optimizers that accept GradScaler's flag skip the update on the device. The host reads the
-        flag after launching it, so that the GPU's queue does not run dry. If steps may be left out, it reads
-        the flag before: averages follow only updates.
+        norm after launching it, so that the GPU's queue does not run dry. If steps may be left out, it reads
+        the norm before: averages follow only updates.
 
         Args:
             norm: of all gradients, a scalar, the same on every rank.
@@ -154,7 +154,7 @@ def _is_read_by(optimizer: Any, device: torch.device) -> bool:
     """Whether a fused step of `optimizer` reads the flag on `device`; torch has no public check."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    # Also without gradients: all ranks look at the same time, a parameter server's workers, too.
+    # True without gradients, too: all ranks look at the same time, a parameter server's workers, too.
     return all(
         p.grad.device == device
         for group in optimizer.param_groups

@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def cut() -> None:
 def _sockets() -> dict[int, int]:
     """The descriptors of this process's sockets, by inode."""
     found = {}
-    for path in Path("/dev/fd").iterdir():
+    for path in Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir():
         with contextlib.suppress(OSError):  # it is closed meanwhile
             facts = os.fstat(int(path.name))
             if stat.S_ISSOCK(facts.st_mode):

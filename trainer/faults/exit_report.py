@@ -75,9 +75,9 @@ def keep_ras(run_dir: Path | None) -> None:
     host, _, port = os.environ.get("NCCL_RAS_ADDR", "").rpartition(":")
     if run_dir is None or not host:
         return
-    with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), 1.0) as ras:
+    with contextlib.suppress(Exception), socket.create_connection((host.strip("[]"), int(port)), 1.0) as ras:
         ras.sendall(b"verbose status\n")
-        answer = b"".join(iter(lambda: ras.recv(1 << 16), b""))
+        answer = ras.makefile("rb").read(1 << 20)  # at most; whoever sends for ever fills no memory
         (run_dir / "stacks").mkdir(exist_ok=True)
         (run_dir / "stacks" / "nccl_ras.txt").write_bytes(answer)
 

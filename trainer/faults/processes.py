@@ -51,7 +51,7 @@ def nameless_file(name: str) -> int:
 
 def place_of(pid: int, fd: int) -> str:
     """The path at which a process opens a `nameless_file`; on a Mac only its own."""
-    return f"/dev/fd/{fd}" if pid == os.getpid() else f"/proc/{pid}/fd/{fd}"
+    return f"/proc/{pid}/fd/{fd}" if sys.platform == "linux" else f"/dev/fd/{fd}"
 
 
 def _stat(pid: int) -> list[str] | None:
