@@ -229,7 +229,7 @@ def readings(folder: Path) -> dict[str, Any]:
     with context_of(*QUIET, "train.eval_every_epochs=1", "optim=adamw", f"run_dir={folder}") as run:
         next(steps_of(run))
         check, device = ReplicaCheck(run.dist, [(0,)], 1), run.dist.device
-        run.meter.parts.are_given, part = True, torch.ones((), device=device)
+        part = torch.ones((), device=device)
         run.meter.parts.add({"part": part}, 1, 1)
         part.add_(1)  # as the replay of a CUDA graph
         found["part"] = run.meter.parts._of_step.pop()[1].item()

@@ -96,7 +96,6 @@ def test_the_parts_add_up_to_the_loss_on_any_number_of_ranks(tmp_path: Path) -> 
 
 def test_a_step_that_is_left_out_has_no_part_in_a_mean() -> None:
     parts = parts_of_one()
-    parts.are_given = True
     for value, made in (1.0, True), (torch.nan, False), (2.0, True):
         parts.add({"a": torch.tensor(value)}, 4, 1)
         parts.add({"a": torch.tensor(5.0, requires_grad=True)}, 4, 3)
@@ -115,9 +114,6 @@ def test_a_step_that_is_left_out_has_no_part_in_a_mean() -> None:
 )
 def test_what_is_no_part_is_named(given: dict[str, Tensor], words: str) -> None:
     parts = parts_of_one()
-    with pytest.raises(UserError, match="none in the first pass"):
-        parts.add(given, 1, 1)
-    parts.are_given = True
     parts.add({"loss/box": 1.0}, 1, 1)
     with pytest.raises(UserError) as error:
         parts.add(given, 1, 1)

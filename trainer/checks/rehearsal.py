@@ -75,10 +75,8 @@ def rehearse(run: "Run", batches: "Batches") -> None:
             if strategy.uses == "all" and own and idle and not is_exact:
                 raise UserError(f"strategy=ddp: the loss used {not_all(idle)}")
             strategy.aggregate(run.model)
-    own_facts = any(p.grad is not None for p in trained.values()), run.meter.parts.are_given
-    facts = gather_objects(own_facts) if run.dist.world_size > 1 else [own_facts]
-    run.meter.parts.are_given = any(gives_parts for _, gives_parts in facts)
-    if not any(has_gradients for has_gradients, _ in facts):
+    has_gradients = any(p.grad is not None for p in trained.values())
+    if not any(gather_objects(has_gradients) if run.dist.world_size > 1 else [has_gradients]):
         raise UserError(f"the first backward pass gave no parameter a gradient. {_no_gradients(is_sharded)}")
     if gathered is not None:
         gathered.close()
@@ -129,7 +127,7 @@ def _make_pass(
     seed_micro_batch(run.seed, run.state.progress.step + 1, run.first_micro_batch + number, strategy.devices)
     with strategy.gradient_sync(run.model, enabled=last):
         with strategy.autocast(), _explained(strategy, in_backward=False):
-            loss, parts = loss_of(run.task, run.model, run.to_device(batch), count)
+            loss, _ = loss_of(run.task, run.model, run.to_device(batch), count)
         if not number:
             names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
             if gathered is not None:
@@ -142,7 +140,6 @@ def _make_pass(
                     "they are the sum over micro-batches and ranks; return the loss, to which the trainer "
                     "applies backward(), and compute gradients within it by torch.autograd.grad"
                 )
-            run.meter.parts.are_given = parts is not None
             if strategy.uses != "any":
                 _compare_use(run, loss, names)
         enter("backward")

@@ -31,14 +31,10 @@ class LossParts:
 
     Args:
         of_rank: what the weights of a rank's micro-batches add up to in a step whose ranks weigh the same.
-
-    Attributes:
-        are_given: whether `Task.loss` returns parts on any rank; the same on all, after the rehearsal.
     """
 
     def __init__(self, dist: "Dist", order: SumOrder, of_rank: float = 1) -> None:
         self._dist, self._order, self._of_rank = dist, order, of_rank
-        self.are_given = False
         self._of_step: list[tuple[str, Tensor, float]] = []
         self._pending: list[tuple[str, Tensor, float]] = []
         self._sums: dict[str, Tensor] = {}  # of value and weight, as `order` adds them
@@ -47,16 +43,9 @@ class LossParts:
         """Add those of a micro-batch; see `divided`.
 
         Raises:
-            UserError: one is not a number, or has the name of another metric; or there were none before.
+            UserError: one is not a number, or has the name of another metric.
         """
-        if parts is None:
-            return
-        if not self.are_given:
-            raise UserError(
-                f"the loss returned parts ({', '.join(map(str, parts))}) and none in the first pass, which "
-                "tells ranks whether to add them; return {} where there are none"
-            )
-        for name, part in parts.items():
+        for name, part in (parts or {}).items():
             if name not in self._sums:
                 self._sums[name] = self._zero()
                 if name in _TAKEN or str(name).startswith("lr/"):  # of a group of parameters
@@ -88,9 +77,7 @@ class LossParts:
         self._sums.clear()
 
     def means(self) -> dict[str, float]:
-        """The mean of each part over all ranks (a collective, if parts are given)."""
-        if not self.are_given:
-            return {}
+        """The mean of each part over all ranks (a collective): a rank, or a step, may have none."""
         self._add_pending()
         own = list(self._sums)
         everyones = gather_objects(own) if self._dist.world_size > 1 else [own]
