@@ -10,7 +10,6 @@ store may have died with rank 0.
 import contextlib
 import os
 import socket
-import stat
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -77,9 +76,8 @@ def _sockets() -> dict[int, int]:
     found = {}
     for path in Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir():
         with contextlib.suppress(OSError):  # it is closed meanwhile
-            facts = os.fstat(int(path.name))
-            if stat.S_ISSOCK(facts.st_mode):
-                found[facts.st_ino] = int(path.name)
+            if path.is_socket():
+                found[path.stat().st_ino] = int(path.name)
     return found
 
 

@@ -51,7 +51,8 @@ def nameless_file(name: str) -> int:
 
 def place_of(pid: int, fd: int) -> str:
     """The path at which a process opens a `nameless_file`; on a Mac only its own."""
-    return f"/proc/{pid}/fd/{fd}" if sys.platform == "linux" else f"/dev/fd/{fd}"
+    shown = "self" if pid == os.getpid() else pid  # /proc may count as another pid namespace does
+    return f"/proc/{shown}/fd/{fd}" if sys.platform == "linux" else f"/dev/fd/{fd}"
 
 
 def _stat(pid: int) -> list[str] | None:
