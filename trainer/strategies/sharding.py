@@ -166,8 +166,8 @@ def explained(error: Exception, in_backward: bool, param_dtype: torch.dtype) -> 
     if "mixed torch.Tensor and DTensor" in said:
         return UserError(
             f"strategy=fsdp: {_user_line(error)} uses a parameter of a unit, which is gathered only "
-            "while the unit itself is called; add to the model's fsdp_units a module that contains "
-            "this line's and all that it uses, or list fewer units; without fsdp_units, set "
+            "while the unit itself is called; in a loss call model(...), and no part of it; or add to the "
+            "model's fsdp_units a module that has all that this line uses, or fewer; without fsdp_units, set "
             "strategy.unit_min_params above the size of that unit; and compute no gradient "
             "through a unit in the forward pass; or use strategy=ddp"
         )
