@@ -77,7 +77,7 @@ def keep_ras(run_dir: Path | None) -> None:
         return
     with contextlib.suppress(Exception), socket.create_connection((host.strip("[]"), int(port)), 1.0) as ras:
         ras.sendall(b"verbose status\n")
-        answer = ras.makefile("rb").read(1 << 20)  # at most; whoever sends for ever fills no memory
+        answer = ras.makefile("rb").read(1 << 20)  # 1 MiB: an endless answer would fill memory
         (run_dir / "stacks").mkdir(exist_ok=True)
         (run_dir / "stacks" / "nccl_ras.txt").write_bytes(answer)
 
