@@ -24,8 +24,8 @@ _LOSS |= {"average": "1_loss/eval_ema"}
 class TensorBoard(Logger):
     """Events under ``run_dir/tensorboard``, flushed at every log step: a killed run loses only later ones.
 
-    ``1_loss`` holds the losses of training and evaluation, both as evaluation computes them; if training
-    minimises another (with label smoothing), that one is ``train_objective``.
+    ``1_loss`` holds ``eval/loss`` and ``train/loss``. If the task sets ``plain_loss`` (with label smoothing),
+    that is ``1_loss/train``, and the loss that training minimises is ``1_loss/train_objective``.
     """
 
     def __init__(self, run_dir: Path, first_step: int, **told: Any) -> None:
