@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from trainer.faults.heartbeat import Heartbeat
 from trainer.tensors.local_shard import to_local
 
-KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "nan_gradient", "diverge", "cut")
+KINDS = ("kill", "term", "stop", "raise", "hang", "exit", "slow", "nan", "nan_gradient", "diverge", "cut")
 CLASSIFICATION = "trainer.tasks.Classification"
 
 
@@ -124,6 +124,8 @@ class _Fault:
         match self._facts["kind"]:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "term":
+                os.kill(os.getpid(), signal.SIGTERM)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "raise":

@@ -81,7 +81,10 @@ def _row(name: str, run: RunFiles, base: RunFiles) -> list[str]:
     row += [cell(numbers.get("train/loss"), ".5g"), cell(numbers.get("eval/loss"), ".5g")]
     row.append(str(run.result.get("param_sha256", ""))[:12])
     mine, theirs = run.scalars.get("train/loss", {}), base.scalars.get("train/loss", {})
-    gaps = {step: abs(mine[step] - theirs[step]) for step in sorted(mine.keys() & theirs.keys())}
+    # Means over fewer steps, because a run was resumed after the last log step, can't be compared.
+    partial = {step for each in (run, base) for step in each.scalars.get("train/loss_steps", {})}
+    common = sorted((mine.keys() & theirs.keys()) - partial)
+    gaps = {step: abs(mine[step] - theirs[step]) for step in common}
     if run is base or not gaps:
         return [*row, "", ""]
     parts_at = next((f"step {step}" for step, gap in gaps.items() if gap), "never")

@@ -33,10 +33,14 @@ def fit(run: "Run") -> dict[str, float]:
     """
     progress, settings, meter = run.state.progress, run.settings, run.meter
     steady = epoch_begin = meter.mark()
+    began_within_epoch = progress.samples_in_epoch > 0
     run.model.train()
     evaluation = run.checkpointer.restored_metrics
+    # A signal or a failure may have saved the checkpoint before its evaluation was made.
     if run.steps_before and not evaluation and evaluation_due(run):
-        evaluation = evaluate_now(run)  # a signal saved the checkpoint before its evaluation was made
+        evaluation, _ = evaluate_now(run)
+    elif evaluation and progress.evaluated_step != progress.step:
+        run.state.after_evaluation(evaluation)
 
     batches, is_rehearsed = None, False
     while not is_over(run):
@@ -62,7 +66,8 @@ def fit(run: "Run") -> dict[str, float]:
         if batches is None or save_due or evaluation_due(run):
             meter.pause()
         if evaluation_due(run):
-            evaluation = evaluate_now(run)
+            evaluation, is_best = evaluate_now(run)
+            save_due |= is_best
         if save_due or is_over(run):
             save(run)
 
@@ -78,6 +83,7 @@ def fit(run: "Run") -> dict[str, float]:
         "epochs": progress.epochs(run.train_loader.num_samples),
         "samples_seen": progress.samples_seen,
         "train/loss": meter.mean_loss(epoch_begin),
+        **({"train/loss_steps": meter.steps} if began_within_epoch and not epoch_begin.steps else {}),
         **evaluation,
         "samples_per_second": settings.global_batch_size / ms_per_step * 1e3,
         "ms_per_step": ms_per_step,
@@ -150,9 +156,8 @@ def save(run: "Run") -> None:
     """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
     run.checks.unsaved.look_at_save()
     run.checks.replicas.check(run.state)
-    evaluation = run.checkpointer.evaluation_of(run.state.progress.step)
     with run.strategy.gathered(run.state):
-        run.checkpointer.save(run.state, evaluation, run.train_loader.state_dict())
+        run.checkpointer.save(run.state, run.train_loader.state_dict())
 
 
 def evaluation_due(run: "Run") -> bool:
@@ -167,8 +172,12 @@ def evaluation_due(run: "Run") -> bool:
     return end_of_epoch or is_over(run)
 
 
-def evaluate_now(run: "Run") -> dict[str, float]:
-    """The metrics by their names in result.json, which are logged, and passed to the schedule."""
+def evaluate_now(run: "Run") -> tuple[dict[str, float], bool]:
+    """Evaluate, log and record the metrics, and pass them to the schedule (a collective).
+
+    Returns:
+        The metrics by their names in result.json; and whether `checkpoint.keep_best` asks to save this state.
+    """
     progress = run.state.progress
     metrics: dict[str, float] = {}
     has_average, instead = run.state.average is not None, run.ema.evaluate == "instead"
@@ -181,10 +190,10 @@ def evaluate_now(run: "Run") -> dict[str, float]:
     run.run_log.scalars(metrics, progress.step)
     words = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
     run.run_log.progress.line(f"eval at step {progress.step}  {words}")
+    is_best = run.checkpointer.record_evaluation(progress.step, metrics)
     with run.gate.held():
         run.state.after_evaluation(metrics)
-        run.checkpointer.last_evaluation = progress.step, metrics
-    return metrics
+    return metrics, is_best
 
 
 def evaluate_as(run: "Run", loader: "EvalLoader", prefix: str, shows: bool) -> dict[str, float]:

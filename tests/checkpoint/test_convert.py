@@ -19,7 +19,9 @@ STEP = "checkpoints/step_00000003"
 def _save(run_dir: Path) -> dict[str, Tensor]:
     state = tiny.train_state(sharded=True)
     tiny.train(state, 3)
-    tiny.checkpointer(run_dir, format="sharded", state=state).save(state, {"eval/loss": 0.25})
+    checkpointer = tiny.checkpointer(run_dir, format="sharded", state=state)
+    checkpointer.record_evaluation(3, {"eval/loss": 0.25})
+    checkpointer.save(state)
     return tiny.everything(state)["tensors"]
 
 

@@ -128,8 +128,8 @@ def _all_damaged(run_dir: Path) -> None:
     state = tiny.train_state()
     checkpointer = tiny.checkpointer(run_dir, keep_best=KeepBest("eval/loss", "min"), state=state)
     with pytest.raises(UserError, match=r"keep_best\.metric is eval/loss; there is eval/accuracy"):
-        checkpointer.save(state, {"eval/accuracy": 1.0})
-    checkpointer.save(state, {"eval/loss": 1.0})
+        checkpointer.record_evaluation(0, {"eval/accuracy": 1.0})
+    checkpointer.save(state)
     (run_dir / "checkpoints" / "step_00000000" / TENSORS).write_bytes(b"")
     with pytest.raises(
         UserError, match=r"none of the 1 checkpoints in .* is intact.* another run_dir starts"

@@ -23,6 +23,7 @@ from tests.programs import finish_ranks, started_ranks
 from tests.ranks import run_ranks
 from tests.runs import settings
 from trainer.checkpoint.__main__ import main
+from trainer.checkpoint.evaluations import Evaluations, State
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST, verify, write_text
 from trainer.checkpoint.open_checkpoint import verified
@@ -34,10 +35,10 @@ from trainer.files.address import Address
 from trainer.run_dir.claim import RunDir, claim
 
 
-def _save(store: Store, step: int, names: tuple[str, ...] = ("a.txt", "b.txt"), **metrics: float) -> Path:
+def _save(store: Store, step: int, names: tuple[str, ...] = ("a.txt", "b.txt")) -> Path:
     directory = store.new_directory(step)
     files = {name: write_text(directory / name, f"{name} {step}") for name in names}
-    return store.commit(step, "full", files, metrics)
+    return store.commit(step, "full", files, "")
 
 
 def _run(root: Path, run_id: str = "one", **keeps: Any) -> tuple[Store, Remote]:
@@ -48,7 +49,8 @@ def _run(root: Path, run_id: str = "one", **keeps: Any) -> tuple[Store, Remote]:
 
 def remote_of(address: Address, store: Store, **keeps: Any) -> Remote:
     """That of a launch of its own."""
-    return Remote(address, store, secrets.token_hex(8), tiny.settings(**keeps))
+    evaluations = Evaluations.read(store.root.parent)
+    return Remote(address, store, secrets.token_hex(8), tiny.settings(**keeps), evaluations)
 
 
 def _address(root: Path) -> Address:
@@ -68,10 +70,14 @@ def _wait(until: Callable[[], Any], timeout_s: float = 10) -> None:
 
 
 def test_the_newest_is_copied_and_as_many_kept_as_here(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    evaluations = Evaluations(tmp_path / "run")
+    for step, loss in ((10, 1.0), (20, 3.0), (30, 2.0), (40, 2.0), (50, 2.0)):
+        evaluations.add(State("", step), {"loss": loss})
     store, remote = _run(tmp_path, keep_last=1, keep_best=KeepBest("loss", "min"), keep_every=40)
     (tmp_path / "run" / "config.yaml").write_text("seed: 3")
-    for step, loss in ((10, 1.0), (20, 3.0), (30, 2.0), (40, 2.0), (50, 2.0)):
-        _save(store, step, loss=loss)
+    for step in (10, 20, 30, 40, 50):
+        _save(store, step)
         remote.follow(step)
         remote.finish(10)
         assert remote.metrics() == {"checkpoint/remote_behind": 0.0}
@@ -138,7 +144,7 @@ def test_the_end_waits_so_long_and_says_what_is_safe(
     assert remote.metrics() == {"checkpoint/remote_behind": 10.0}
     for step in (30, 40):
         _save(store, step)
-        store.prune(tiny.settings(keep_last=1), spared=remote.in_hand)
+        store.prune(tiny.settings(keep_last=1), Evaluations(tmp_path), spared=remote.in_hand)
     assert path.exists(), "what is being copied stays"
     begin = time.monotonic()
     with caplog.at_level(logging.INFO):
@@ -249,7 +255,7 @@ def _resume_from_there(root: Path) -> None:
     first = tiny.checkpointer(root / "first", format="sharded", remote=remote, state=state)
     for _ in range(2):
         tiny.train(state, 2)
-        first.save(state, {"eval/loss": 1.0})
+        first.save(state)
         first.finish_remote()
     expected = tiny.everything(state)
     other = tiny.train_state(sharded=True, seed=5)
@@ -319,7 +325,7 @@ def test_a_file_that_the_store_loses_is_put_again_by_its_rank(
     monkeypatch.setattr("trainer.checkpoint.remote._LOOK_S", 0.01)
     monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
     store, _ = _run(tmp_path)
-    remote = Remote(_address(tmp_path), store, "launch", tiny.settings(timeout_s=0.3))
+    remote = Remote(_address(tmp_path), store, "launch", tiny.settings(timeout_s=0.3), Evaluations(tmp_path))
     rank_1 = Copier(_address(tmp_path), store, "launch", rank=1)
     _save(store, 10, SHARDS)
     gate, put = threading.Event(), Address.put

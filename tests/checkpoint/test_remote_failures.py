@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoint.failing_store import FailingStore
 from tests.checkpoint.test_remote import _claimed, _save, _steps_there, _wait, remote_of
-from trainer.checkpoint.listing import newest_of
+from trainer.checkpoint.listing import all_found
 from trainer.checkpoint.manifest import verify, write_text
 from trainer.checkpoint.remote import Remote
 from trainer.checkpoint.store import Store
@@ -52,7 +52,7 @@ def test_the_newest_is_found_though_a_call_fails_thrice(tmp_path: Path, call: tu
     _copied(tmp_path, 10, 20)
     elsewhere, remote = _run(tmp_path, "elsewhere")
     FailingStore.failures[call] = 3
-    newest = newest_of(elsewhere, remote.listings)[0]
+    newest = all_found(elsewhere, remote.listings)[0].path
     verify(newest)
     assert newest.name == "step_00000020"
     if call != ("info", "20/manifest.json"):  # what is listed is not asked for
@@ -70,8 +70,8 @@ def test_no_answer_is_not_taken_for_nothing(
     elsewhere, remote = _run(tmp_path, "elsewhere")
     FailingStore.failures[call] = 1000
     with pytest.raises(UnreachableError, match="cannot be reached: OSError: 500"):
-        newest_of(elsewhere, remote.listings)
-    assert [path.name[-2:] for path in newest_of(here, remote.listings)] == ["20", "10"]
+        all_found(elsewhere, remote.listings)
+    assert [each.path.name[-2:] for each in all_found(here, remote.listings)] == ["20", "10"]
     assert "500 Internal Server Error; going by what is in" in caplog.text
 
 
@@ -127,7 +127,7 @@ def test_a_file_that_arrives_hours_late_is_mixed_with_nothing(
     elsewhere, second = _run(tmp_path, "elsewhere")
     directory = elsewhere.new_directory(20)
     files = {name: write_text(directory / name, f"{name} 02") for name in ("a.txt", "b.txt")}
-    elsewhere.commit(20, "full", files, {})  # of the same sizes
+    elsewhere.commit(20, "full", files, "")  # of the same sizes
     second.follow(20)
     second.finish(10)
     gate.set()
@@ -146,5 +146,5 @@ def test_a_copy_cut_off_with_its_machine_is_no_checkpoint(
     _copied(tmp_path, 10)
     (tmp_path / "there/checkpoints/step_00000010/manifest.json").unlink()
     elsewhere, remote = _run(tmp_path, "elsewhere")
-    assert newest_of(elsewhere, remote.listings) == []
+    assert all_found(elsewhere, remote.listings) == []
     assert "step_00000010: its copy was never completed" in caplog.text

@@ -7,15 +7,18 @@ import pytest
 
 from tests.checkpoint.tiny import settings
 from trainer.checkpoint import store as store_module
+from trainer.checkpoint.evaluations import Evaluations, State
 from trainer.checkpoint.manifest import Manifest, read_manifest, verify, write_text
 from trainer.checkpoint.store import Store
 from trainer.config import CheckpointConfig, KeepBest
 from trainer.errors import UserError
 
+NOT_EVALUATED = Evaluations(Path())
 
-def _save(store: Store, step: int, **metrics: float) -> Path:
+
+def _save(store: Store, step: int, branch: str = "trunk") -> Path:
     directory = store.new_directory(step)
-    return store.commit(step, "full", {"a.txt": write_text(directory / "a.txt", f"step {step}")}, metrics)
+    return store.commit(step, "full", {"a.txt": write_text(directory / "a.txt", f"step {step}")}, branch)
 
 
 def _steps(store: Store) -> list[int]:
@@ -34,14 +37,14 @@ def _steps(store: Store) -> list[int]:
 def test_keeps_the_last_the_best_and_every_nth(
     tmp_path: Path, keeps: CheckpointConfig, kept: list[int]
 ) -> None:
-    store = Store(tmp_path, "mine")
-    for step, loss in ((10, 5.0), (20, 2.0), (30, 1.0), (40, 3.0)):
-        _save(store, step, loss=loss)
-    _save(store, 50, loss=float("nan"))
+    store, evaluations = Store(tmp_path / "checkpoints", "mine"), Evaluations(tmp_path)
+    for step, loss in ((10, 5.0), (20, 2.0), (30, 1.0), (40, 3.0), (50, float("nan"))):
+        _save(store, step)
+        evaluations.add(State("trunk", step), {"loss": loss})
     _save(store, 60)
-    store.prune(keeps)
+    store.prune(keeps, Evaluations.read(tmp_path))
     assert _steps(store) == kept
-    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+    assert not [entry for entry in store.root.iterdir() if entry.name.startswith(".")]
 
 
 def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:
@@ -55,7 +58,7 @@ def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:
     (store.root / "step_mine").mkdir()
     (store.root / "notes.txt").write_text("keep")
     (store.root / "step_00000009").mkdir()  # a user's: it has no manifest
-    store.prune(settings(keep_last=1))
+    store.prune(settings(keep_last=1), NOT_EVALUATED)
     assert _steps(other) == [1] and verify(outside / "step_00000001").step == 1
     names = {entry.name for entry in store.root.iterdir()}
     assert names == {"step_00000002", "step_00000007", "step_mine", "notes.txt", "step_00000009"}
@@ -68,7 +71,7 @@ def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
         _save(store, step)
     assert [path.name[-2:] for path in store.newest_first()] == ["06", "10", "05"]
     _save(store, 10)
-    store.prune(settings(keep_last=3))
+    store.prune(settings(keep_last=3), NOT_EVALUATED)
     assert [path.name for path in store.newest_first()] == [
         "step_00000010-2",
         "step_00000006",
@@ -91,14 +94,14 @@ def test_refuses_to_commit_what_it_does_not_see(tmp_path: Path) -> None:
     directory = store.new_directory(1)
     digest = write_text(directory / "a.txt", "a")
     with pytest.raises(UserError, match="is run_dir on a file system that all hosts share"):
-        store.commit(1, "sharded", {"a.txt": digest, "from_another_host": digest}, {})
+        store.commit(1, "sharded", {"a.txt": digest, "from_another_host": digest}, "")
 
 
 def test_a_part_of_the_files_can_be_verified_by_each_rank(tmp_path: Path) -> None:
     store = Store(tmp_path, "mine")
     directory = store.new_directory(1)
     files = {name: write_text(directory / name, name) for name in "abcd"}
-    final = store.commit(1, "sharded", files, {})
+    final = store.commit(1, "sharded", files, "")
     (final / "c").write_text("C")
     verify(final, 1, 2)
     with pytest.raises(UserError, match="sha256 of c"):
@@ -131,13 +134,13 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named_once_and_goes_when_it_can(
         patch.setattr(Path, "rename", held)
         for step in (2, 3, 4):
             _save(store, step)
-            store.prune(settings(keep_last=1))
+            store.prune(settings(keep_last=1), NOT_EVALUATED)
             store.recover()
         assert _steps(store) == [1, 4]
         (said,) = warnings
         assert "step_00000001 cannot be deleted" in said and "not permitted" in said
     _save(store, 5)
-    store.prune(settings(keep_last=1))
+    store.prune(settings(keep_last=1), NOT_EVALUATED)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_00000005"]
 
 
@@ -146,7 +149,7 @@ def test_a_save_that_is_overtaken_is_the_older_one(tmp_path: Path) -> None:
     slow, quick = Store(tmp_path, "run"), Store(tmp_path, "run", shared=True)
     directory = slow.new_directory(5)
     _save(quick, 7)
-    slow.commit(5, "full", {"a.txt": write_text(directory / "a.txt", "step 5")}, {})
+    slow.commit(5, "full", {"a.txt": write_text(directory / "a.txt", "step 5")}, "")
     assert [path.name for path in slow.newest_first()] == ["step_00000007", "step_00000005"]
 
 
@@ -162,12 +165,12 @@ def test_a_save_parses_no_kept_manifest_again(tmp_path: Path, monkeypatch: pytes
     before = Store(tmp_path, "one")
     for step in (1, 2, 3):
         _save(before, step)
-        before.prune(settings(keep_last=3))
+        before.prune(settings(keep_last=3), NOT_EVALUATED)
     assert parsed == []
     store = Store(tmp_path, "one")
     for step in (4, 5):
         _save(store, step)
-        store.prune(settings(keep_last=3))
+        store.prune(settings(keep_last=3), NOT_EVALUATED)
     assert sorted(parsed) == ["step_00000001", "step_00000002", "step_00000003"]
     file = tmp_path / "step_00000005" / "manifest.json"
     file.write_text(file.read_text().replace('"step": 5', '"step": 6'))

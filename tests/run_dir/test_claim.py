@@ -37,7 +37,7 @@ def claimed(path: Path | None, resume: str | None = None, wait_s: float = 1) -> 
 def save(run_dir: Path, step: int, run_id: str) -> Path:
     store = Store(run_dir / "checkpoints", run_id)
     directory = store.new_directory(step)
-    return store.commit(step, "full", {"a": write_text(directory / "a", "a")}, {})
+    return store.commit(step, "full", {"a": write_text(directory / "a", "a")}, "")
 
 
 def test_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:

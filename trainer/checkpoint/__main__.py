@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.convert import FORMS, convert
+from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
@@ -90,6 +91,7 @@ def _report(directory: Location, in_full: bool, is_listed: bool) -> bool:
 def _facts(source: OpenCheckpoint) -> dict[str, str]:
     manifest, progress = source.manifest, source.facts["state"]["progress"]
     parameters = [shape for name, (shape, _) in source.shapes.items() if name.startswith("model.")]
+    metrics = Evaluations.read(source.directory.parent.parent).of(manifest.state)
     left_out = f"{first_five(source.left_out)}, of {source.initial_weights}" if source.left_out else "none"
     facts = {
         "step": f"{progress['step']:,} (epoch {progress['epoch']}, sample {progress['samples_in_epoch']:,})",
@@ -100,7 +102,7 @@ def _facts(source: OpenCheckpoint) -> dict[str, str]:
         "torch": source.facts["torch_version"],
         "model": f"{sum(shape.numel() for shape in parameters):,} numbers in {len(parameters)} tensors",
         "left out": left_out,
-        "metrics": ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()) or "none",
+        "metrics": ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()) or "none",
         "size": f"{manifest.num_bytes / 1e6:,.2f} MB",
     }
     return facts | {f"  {name}": f"{file.bytes / 1e6:,.2f} MB" for name, file in manifest.files.items()}

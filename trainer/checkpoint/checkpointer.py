@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.evaluations import Evaluations, State
 from trainer.checkpoint.finding import check_data, opened_for, tell_what_changed
 from trainer.checkpoint.layout import Plan, aliases_in, plan_save
 from trainer.checkpoint.open_checkpoint import ADAPTERS, DATA_STATES, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
@@ -33,7 +35,7 @@ from trainer.checkpoint.writing import Contents, Saving, host_stager, write_chec
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement, Alone
 from trainer.distributed.process_group import Dist
-from trainer.errors import Fault, UserError, kind_of
+from trainer.errors import Fault, UserError, kind_of, writing
 from trainer.faults.heartbeat import at_disk
 from trainer.files.address import Address
 from trainer.files.untrusted import first_five
@@ -60,8 +62,7 @@ class Checkpointer:
 
     Attributes:
         saving: the last save, which may still be written.
-        restored_metrics: the metrics that were saved with the checkpoint that ``bind`` restored.
-        last_evaluation: its step and metrics, for saves of that step; changed within `Gate.held`.
+        restored_metrics: the metrics of the state that ``bind`` restored; {} if it was not evaluated.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Checkpointer:
         """
         self._settings, self._dist = settings, dist
         self._store = Store(Path(run_dir) / "checkpoints", run_id)
+        self._evaluations = Evaluations(Path(run_dir))  # on rank 0
         self._agreement = Agreement(dist, settings.timeout_s)
         self._remote = self._remote_of(settings)
         dist.heartbeat.disk_may_take(settings.timeout_s)
@@ -94,18 +96,18 @@ class Checkpointer:
         self._changing: set[str] = set()  # parameters that a forward pass changes
         self._plan: tuple[Any, Plan] | None = None  # what it is for, and that of the last save
         self._last_saved: int | None = None
-        self._found_at = 0.0  # when the newest checkpoint of this run had been saved that it found here
+        self._branch, self._origin = "", State("", 0)  # of the run; and what it resumed from, if it did
+        self._best_score = math.nan  # for keep_best, of the current state and its ancestors
         self._last_save_s = time.monotonic()  # or the start
         self.saving = Saving()
         self.restored_metrics: dict[str, float] = {}
-        self.last_evaluation: tuple[int, Mapping[str, float]] = (0, {})
 
     def _remote_of(self, settings: CheckpointConfig) -> NoRemote:
         if settings.remote is None:
             return NoRemote()
         address, session = Address(settings.remote), self._agreement.on_main(lambda: secrets.token_hex(8))
         if self._dist.is_main:
-            return Remote(address, self._store, session, settings)
+            return Remote(address, self._store, session, settings, self._evaluations)
         writes = settings.format == "sharded"
         return Copier(address, self._store, session, self._dist.rank) if writes else NoRemote()
 
@@ -124,7 +126,7 @@ class Checkpointer:
         Raises:
             UserError: on every rank alike: the checkpoint is missing, damaged, or of a run on other data.
         """
-        self._found_at = self._agreement.on_main(self._store.recover)
+        self._agreement.on_main(self._store.recover)
         if resume is None:
             return None
         source = opened_for(resume, self._store, self._remote.listings, self._agreement)
@@ -159,14 +161,31 @@ class Checkpointer:
         self._savable.not_finite.update(*self._agreement.gather(self._savable.not_finite))
         self._facts |= {"exact": exact, LEFT_OUT: dict(left_out)}
         self._facts |= {MODEL_CONFIG: self._savable.model_config, ADAPTERS: self._savable.adapters}
+        begun = self._agreement.on_main(lambda: self._begun_branch(self._opened))
+        self._branch, self.restored_metrics, self._best_score = begun
         if self._opened is None:
             return []
         data_states = self._restore(state, self._opened, frozen)
-        self.restored_metrics = self._opened.manifest.metrics
+        self._origin = self._opened.manifest.state
         self._store.saved_after = self._opened.manifest.saved_at
         if self._opened.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
         return data_states
+
+    def _begun_branch(self, source: OpenCheckpoint | None) -> tuple[str, dict[str, float], float]:
+        """Return a new branch, the metrics of the state in ``source``, and the best score up to it."""
+        branch, best = secrets.token_hex(4), self._settings.keep_best
+        if source is None:
+            return branch, {}, math.nan
+        here, current = Evaluations.read(self._store.root.parent), source.manifest.state
+        found = Evaluations.read(source.directory.parent.parent)  # of another run, perhaps, or at an address
+        if source.manifest.run_id == self._store.run_id:
+            here.merge(found)
+        self._evaluations.merge(here)
+        self._evaluations.start_branch(branch, current)
+        leader = here.best(current, best) if best is not None else None
+        score = here.of(leader)[best.metric] if best is not None and leader is not None else math.nan
+        return branch, dict(found.of(current)), score
 
     def _restore(
         self, state: TrainState, source: OpenCheckpoint, frozen: Mapping[str, str]
@@ -213,6 +232,9 @@ class Checkpointer:
 
         def look() -> None:
             self._savable.to_save(state)
+            if self._dist.is_main and source is not None:  # before a checkpoint names the branch
+                with writing(self._store.root.parent):
+                    self._evaluations.write()
             if source is not None and changed:
                 load_model(state.model, source, self._dist.device)
 
@@ -232,18 +254,32 @@ class Checkpointer:
         every = self._settings.every_minutes
         return every is not None and time.monotonic() - self._last_save_s >= 60 * every
 
-    def evaluation_of(self, step: int) -> dict[str, float]:
-        """The metrics of `last_evaluation` if that was after ``step``, otherwise {}."""
-        of_step, metrics = self.last_evaluation
-        return dict(metrics) if of_step == step else {}
+    def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Record the metrics of the state after ``step``, the same on every rank, on rank 0's disk.
 
-    def save(
-        self,
-        state: TrainState,
-        metrics: Mapping[str, float] | None = None,
-        data_state: Mapping[str, Any] | None = None,
-    ) -> Saving:
-        """Save ``state``. ``metrics``, such as those of its evaluation, rank it for ``keep_best``.
+        Returns:
+            Whether ``keep_best`` asks to save this state, because none of its ancestors was better.
+
+        Raises:
+            UserError: ``keep_best`` asks for a metric that there is not.
+            UserError, Fault: on rank 0: the disk fails.
+        """
+        best = self._settings.keep_best
+        if best is not None and best.metric not in metrics:
+            raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")
+        if self._dist.is_main:
+            with writing(self._store.root.parent), at_disk():
+                self._evaluations.add(State(self._branch, step), metrics)
+            self._remote.follow()
+        if best is None or not math.isfinite(score := metrics[best.metric]):
+            return False
+        before = self._best_score
+        is_best = math.isnan(before) or (score > before if best.mode == "max" else score < before)
+        self._best_score = score if is_best else before
+        return is_best
+
+    def save(self, state: TrainState, data_state: Mapping[str, Any] | None = None) -> Saving:
+        """Save ``state``.
 
         ``data_state`` is where this rank's data stands, in plain values and tensors, if it has to be saved.
 
@@ -259,14 +295,11 @@ class Checkpointer:
             UserError, Fault: on every rank alike, with the rank that failed and why; the attempt is deleted.
             NonFiniteError: on every rank alike: a number is NaN or Inf; nothing is saved of this step.
         """
-        step, metrics = state.progress.step, dict(metrics or {})
+        step = state.progress.step
         self._last_save_s = time.monotonic()
         if self._last_saved == step:
             return self.saving
         self._dist.heartbeat.enter("checkpoint")
-        best = self._settings.keep_best
-        if metrics and best is not None and best.metric not in metrics:
-            raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")
         self.saving.done()
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {}
@@ -301,7 +334,7 @@ class Checkpointer:
         directory, alike = self._agreement.decided(report, decide)
         plan = self._plan_for(tensors, only_rank_0, alike)
         part = plan.part_of(tensors, self._dist.rank)
-        contents = Contents(step, plan, part, {**self._facts, **facts}, metrics)
+        contents = Contents(step, plan, part, {**self._facts, **facts}, self._branch)
         self._last_saved = step
         if not self._settings.async_:
             self._write(directory, contents)
@@ -347,7 +380,7 @@ class Checkpointer:
         self._remote.follow(step)
         if self._dist.is_main:  # alone, since files of 1 TB take seconds to delete
             try:
-                self._store.prune(self._settings, spared=self._remote.in_hand)
+                self._store.prune(self._settings, self._evaluations, spared=self._remote.in_hand)
             except (UserError, Fault) as error:
                 log.warning("older checkpoints stay: %s", error)
 
@@ -356,9 +389,8 @@ class Checkpointer:
 
         A run that was resumed from an older one left the later ones behind.
         """
-        own, begin = self._store.own().values(), self._store.saved_after
-        of_branch = (m.step for m in own if m.saved_at > self._found_at or m.saved_at == begin)
-        return next(of_branch, None)
+        own = (manifest.state for manifest in self._store.own().values())
+        return next((each.step for each in own if each.branch == self._branch or each == self._origin), None)
 
     def save_alone(
         self,
@@ -388,7 +420,7 @@ class Checkpointer:
             raise UserError(f"{first_five(bad)} is not finite")
         facts = {**self._facts, "state": plain, **plain_data}
         plan = plan_save(tensors, "full", rank=0, world_size=1)
-        contents = Contents(step, plan, tensors, facts, self.evaluation_of(step))
+        contents = Contents(step, plan, tensors, facts, self._branch)
         store = Store(self._store.root, self._store.run_id, shared=True)
         store.saved_after = self._store.saved_after
         newest = self._newest_step()

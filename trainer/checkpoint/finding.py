@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.listing import Listing, best_of, newest_of
+from trainer.checkpoint.evaluations import Evaluations
+from trainer.checkpoint.listing import Listing, all_found, best_of
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified_by_all
-from trainer.config import KeepBest
+from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement
-from trainer.errors import UserError
+from trainer.errors import Fault, UserError
 from trainer.files.address import Address, Location, location
 from trainer.files.untrusted import printable
 
@@ -19,20 +20,36 @@ log = logging.getLogger(__name__)
 _MAY_DIFFER = ("run_dir", "resume", "checkpoint.remote")  # prefixes; changes are not logged
 
 
-def candidates(run_dir: Location, run_id: str | None, which: str, best: KeepBest | None) -> list[Location]:
-    """The checkpoints that `which` may mean, to be tried in order. UserError if there is none."""
+def candidates(
+    run_dir: Location, run_id: str | None, which: str, settings: CheckpointConfig
+) -> list[Location]:
+    """Return the checkpoints that `which` may mean, to be tried in order.
+
+    What a lost disk no longer has is looked for at `checkpoint.remote`.
+
+    Raises:
+        UserError: there is none.
+    """
     listing: Listing[Any] = Listing(run_dir / "checkpoints", run_id)
+    others = _remote_of(settings.remote, run_id) if isinstance(run_dir, Path) else ()
     if which == "best":
-        if best is None:
+        if (best := settings.keep_best) is None:
             raise UserError(
                 f"{run_dir} was not told what is best: its checkpoint.keep_best is null; add for instance "
                 "'checkpoint.keep_best={metric: eval/loss, mode: min}'"
             )
-        if not (chosen := best_of(listing.own(), best)):
+        evaluations = Evaluations.read(run_dir)
+        for other in others:
+            with contextlib.suppress(UserError, Fault):  # `all_found` says why
+                evaluations.merge(Evaluations.read(other.root.parent))
+        own = {each.path: each.manifest for each in all_found(listing, others) if each.manifest is not None}
+        if not (chosen := best_of(own, best, evaluations)):
             raise UserError(f"{run_dir} has no checkpoint with a finite {best.metric}")
         return chosen
     if which == "newest":
-        found: list[Location] = listing.newest_first()
+        found: list[Location] = listing.newest_first() or [
+            path for other in others for path in other.newest_first()
+        ]
         if not found:
             raise UserError(f"{run_dir} has no checkpoint: {run_dir / 'checkpoints'} holds none of this run")
         return found
@@ -53,7 +70,7 @@ def opened_for(
     """
     if resume != "auto":
         return verified_by_all(agreement.on_main(lambda: _existing(resume)), agreement)
-    found = agreement.on_main(lambda: newest_of(own, others))
+    found = agreement.on_main(lambda: [each.path for each in all_found(own, others)])
     if not found:
         log.info("resume=auto: no checkpoint in %s, starting a new run", own.root)
         return None
@@ -107,9 +124,13 @@ def saved_settings_of(
     """
     candidates: list[Location] = [Path(resume or "")]
     if resume == "auto":
-        others = (Listing(Address(remote) / "checkpoints", run_id),) if remote is not None else ()
-        candidates = newest_of(Listing(run_dir / "checkpoints", run_id), others)
+        own = Listing(run_dir / "checkpoints", run_id)
+        candidates = [each.path for each in all_found(own, _remote_of(remote, run_id))]
     for directory in candidates:
         with contextlib.suppress(UserError):
             return OpenCheckpoint.open(directory).config
     return {}
+
+
+def _remote_of(remote: str | None, run_id: str | None) -> tuple[Listing[Address], ...]:
+    return () if remote is None else (Listing(Address(remote) / "checkpoints", run_id),)

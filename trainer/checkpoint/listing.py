@@ -2,13 +2,13 @@
 
 import contextlib
 import logging
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_of
 from trainer.config import CheckpointConfig, KeepBest
 from trainer.errors import Fault, UserError, kind_of
@@ -95,8 +95,8 @@ class Listing(Generic[P]):
         """The manifests of the undamaged ones, newest first."""
         return {each.path: each.manifest for each in self.found() if each.manifest is not None}
 
-    def beyond(self, settings: CheckpointConfig) -> list[P]:
-        """Those of this run that no ``keep_...`` of ``settings`` wants to stay.
+    def beyond(self, settings: CheckpointConfig, evaluations: Evaluations) -> list[P]:
+        """Return the checkpoints of this run that no ``keep_...`` of ``settings`` retains.
 
         Of a step that was saved twice the later counts: the former may be one that a resume found damaged.
         """
@@ -107,12 +107,12 @@ class Listing(Generic[P]):
         if settings.keep_every is not None:
             keep |= {path for path, m in manifests.items() if m.step % settings.keep_every == 0}
         if settings.keep_best is not None:
-            keep |= set(best_of(manifests, settings.keep_best))
+            keep |= set(best_of(own, settings.keep_best, evaluations))
         return [path for path in own if path not in keep]
 
 
-def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[Location]:
-    """The checkpoints of ``own`` and ``others``, newest first; of two copies, that of ``own`` comes first.
+def all_found(own: Listing[Any], others: tuple[Listing[Address], ...]) -> list[Found[Any]]:
+    """Return the checkpoints of ``own`` and ``others``, newest first, and ``own``'s copy first of two.
 
     What lacks its manifest at an address is no checkpoint: its machine was lost during the copy.
 
@@ -132,7 +132,7 @@ def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[
         found += [each for each in theirs if each not in begun]
         for each in begun:
             log.warning("passing over %s: its copy was never completed", printable(each.path))
-    return [each.path for each in _newest_first(found)]
+    return _newest_first(found)
 
 
 def _newest_first(found: list[Found[P]]) -> list[Found[P]]:
@@ -145,9 +145,13 @@ def newest_run_id(run_dir: Location) -> str | None:
     return next((manifest.run_id for manifest in listing.own().values()), None)
 
 
-def best_of(manifests: Mapping[P, Manifest], best: KeepBest) -> list[P]:
-    """The one with the best finite metric, of equal ones the first; [] without one."""
-    scored = {path: m.metrics.get(best.metric, math.nan) for path, m in manifests.items()}
-    scored = {path: score for path, score in scored.items() if math.isfinite(score)}
-    chosen = max if best.mode == "max" else min
-    return [chosen(scored, key=scored.__getitem__)] if scored else []
+def best_of(own: Mapping[P, Manifest], best: KeepBest, evaluations: Evaluations) -> list[P]:
+    """Return every copy of the best checkpoint among the newest of ``own`` and its ancestors; [] without one.
+
+    Args:
+        own: newest first.
+    """
+    states = {path: evaluations.owner(manifest.state) for path, manifest in own.items()}
+    newest = next(iter(states.values()), None)
+    chosen = evaluations.best(newest, best, states.values()) if newest is not None else None
+    return [path for path, state in states.items() if state == chosen]

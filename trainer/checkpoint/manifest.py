@@ -7,11 +7,12 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from trainer.checkpoint.evaluations import State
 from trainer.checkpoint.reading import MissingFileError, PlainFile, opened
 from trainer.errors import UserError
 from trainer.faults.heartbeat import at_disk
@@ -168,15 +169,19 @@ _RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds: enough to list, rank and verify it without opening its tensors."""
+    """What a checkpoint contains: enough to list and verify it without opening its tensors."""
 
     format: str  # full or sharded: who wrote the tensors, rank 0 or each rank its own
     step: int
     saved_at: float  # seconds since 1970, by the clock of rank 0
     files: dict[str, FileDigest]
-    metrics: dict[str, float] = field(default_factory=dict)
     run_id: str = ""  # of the run that saved it
+    branch: str = ""  # and the branch of that run: see `evaluations`
     format_version: int = FORMAT_VERSION
+
+    @property
+    def state(self) -> State:
+        return State(self.branch, self.step)
 
     @property
     def num_bytes(self) -> int:
@@ -212,6 +217,7 @@ def read_manifest(directory: Location) -> Manifest:
     content = text.rpartition(_OWN.encode())[0]
     if values.pop("sha256", None) != hashlib.sha256(content).hexdigest():
         raise UserError(f"{printable(path)} is damaged: it is not what was written")
+    values.pop("metrics", None)  # of checkpoints written before there were `evaluations`
     files = {name: FileDigest(of["bytes"], tuple(of["sha256"])) for name, of in values["files"].items()}
     return Manifest(**{**values, "files": files})
 

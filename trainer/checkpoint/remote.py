@@ -1,10 +1,10 @@
 """Copies checkpoints, in a thread of each rank, to an address that survives the loss of the machine.
 
-The address has the files of a run directory: config.yaml, metrics.jsonl, result.json, run.json, and
-checkpoints/step_N. run.json has the id of the run, the launch that puts files there, which is the one that
-started last, and what it is copying. Each rank reads it, puts the files that it wrote itself, and says no
-more: rank 0 waits until all have arrived in full, and puts the manifest. Without it there is no checkpoint.
-What an earlier launch saved, perhaps on more ranks, rank 0 puts alone.
+The address has the files of a run directory: config.yaml, metrics.jsonl, evaluations.jsonl, result.json,
+run.json, and checkpoints/step_N. run.json has the id of the run, the launch that puts files there, which is
+the one that started last, and what it is copying. Each rank reads it, puts the files that it wrote itself,
+and says no more: rank 0 waits until all have arrived in full, and puts the manifest. Without it there is no
+checkpoint. What an earlier launch saved, perhaps on more ranks, rank 0 puts alone.
 
 Each file is put only while run.json is the launch's own: one that was wrongly taken for dead stops when
 another has resumed its run. A file on its way may still arrive, hours later: so each launch puts
@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
+from trainer.checkpoint.evaluations import FILE as EVALUATIONS
+from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.listing import Listing, newest_run_id
 from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_text, read_manifest, step_of
 from trainer.config import CheckpointConfig
@@ -34,7 +36,7 @@ log = logging.getLogger(__name__)
 
 OWNER = "run.json"
 METRICS = "metrics.jsonl"
-_SMALL_FILES = ("config.yaml", METRICS, "result.json")
+_SMALL_FILES = ("config.yaml", METRICS, EVALUATIONS, "result.json")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0, 5.0
 _LOOK_S = 1.0  # between looks at what other ranks have put
 
@@ -187,10 +189,15 @@ class Remote(Copier):
     """
 
     def __init__(
-        self, address: Address, here: Listing[Path], session: str, settings: CheckpointConfig
+        self,
+        address: Address,
+        here: Listing[Path],
+        session: str,
+        settings: CheckpointConfig,
+        evaluations: Evaluations,
     ) -> None:
         super().__init__(address, here, session, rank=0)
-        self._settings = settings
+        self._settings, self._evaluations = settings, evaluations
         self._there = Listing(address / "checkpoints", here.run_id)
         self.listings = (self._there,)
         self._number = 0  # of this launch among those of the run, from 1 on; 0 before it is known
@@ -275,7 +282,7 @@ class Remote(Copier):
         (there / MANIFEST).write(manifest_text(manifest).encode(), create=True)
         self._safe_step = manifest.step
         self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
-        for old in self._there.beyond(self._settings):
+        for old in self._there.beyond(self._settings, self._evaluations):
             if old != there:
                 (old / MANIFEST).remove()  # first: without it, this is not a checkpoint
         self._remove_incomplete()

@@ -15,7 +15,7 @@ from trainer.checkpoint.layout import Shapes, aliases_in
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified_by_all
 from trainer.checkpoint.savable import compare_shapes
 from trainer.checkpoint.tree import WITHIN, is_extra_state, put_together
-from trainer.config import KeepBest
+from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
 from trainer.files.address import Location
@@ -43,7 +43,7 @@ def read_model(
     run_dir: Location,
     run_id: str | None,
     which: str,
-    best: KeepBest | None,
+    settings: CheckpointConfig,
     agreement: Agreement,
     device: torch.device,
     frozen: Mapping[str, str],
@@ -55,15 +55,16 @@ def read_model(
     Args:
         run_id: of the run that `newest` and `best` mean; None for any.
         device: where the model computes.
-        which: newest (of those that verify), best (by the metric `best`), or a path.
+        which: newest (of those that verify), best (by the metric of `settings`), or a path.
         frozen: `frozen_digests` of the model.
 
     Raises:
         UserError: on every rank alike: there is none, it is damaged, or it is of another model.
     """
 
-    found = agreement.on_main(lambda: candidates(run_dir, run_id, which, best))
-    source = first_intact(found, agreement) if which == "newest" else verified_by_all(found[0], agreement)
+    found = agreement.on_main(lambda: candidates(run_dir, run_id, which, settings))
+    alone = len(found) == 1
+    source = verified_by_all(found[0], agreement) if alone else first_intact(found, agreement)
 
     def load() -> None:
         check_left_out(source, frozen)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import (
     MANIFEST,
@@ -109,15 +110,14 @@ class Store(Listing[Path]):
         step: int,
         format: str,
         files: Mapping[str, FileDigest],
-        metrics: Mapping[str, float],
+        branch: str,
     ) -> Path:
         """Make the ``new_directory``, with all files fsynced, the checkpoint of ``step``.
 
         Returns its path. Raises as `seal`.
         """
-        values = {name: float(value) for name, value in metrics.items()}
         assert self.run_id is not None
-        manifest = Manifest(format, step, self._begun_at, dict(files), values, self.run_id)
+        manifest = Manifest(format, step, self._begun_at, dict(files), self.run_id, branch)
         seal(self._filling, manifest)
         final = unused_path(self.root / f"step_{step:08d}")
         appear(self._filling, final)
@@ -129,12 +129,10 @@ class Store(Listing[Path]):
         """Remove what a failed save left. Never raises: the failure itself is reported."""
         shutil.rmtree(temporary, ignore_errors=True)
 
-    def recover(self) -> float:
-        """Called at the start: remove what a killed process left. Returns when the newest was saved, or 0."""
-        if not self.root.is_dir():
-            return 0.0
-        self._clear_leftovers()
-        return next((manifest.saved_at for manifest in self.own().values()), 0.0)
+    def recover(self) -> None:
+        """Remove what a killed process left. Called when a run starts."""
+        if self.root.is_dir():
+            self._clear_leftovers()
 
     def _clear_leftovers(self) -> None:
         """Delete what kills and failed deletions left. Called when nothing is being written."""
@@ -157,12 +155,12 @@ class Store(Listing[Path]):
                 log.warning("%s cannot be deleted, which is tried again at each save: %s", path, error)
 
     @at_disk()
-    def prune(self, settings: CheckpointConfig, spared: Path | None = None) -> None:
+    def prune(self, settings: CheckpointConfig, evaluations: Evaluations, spared: Path | None = None) -> None:
         """Delete checkpoints of this run that ``settings`` do not keep, except ``spared``.
 
         A directory without a manifest stays. Each is renamed first: a kill leaves no half of a checkpoint.
         """
-        for path in self.beyond(settings):
+        for path in self.beyond(settings, evaluations):
             if path != spared:
                 self._delete(path, unused_path(self.root / f"{_TEMPORARY}{path.name}"))
 

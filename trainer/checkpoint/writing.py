@@ -37,7 +37,7 @@ class Contents:
     Attributes:
         tensors: those that this rank writes, or sends, by their names in the checkpoint.
         facts: all else, as STATE has it; on rank 0.
-        metrics: for the manifest.
+        branch: of the run, for the manifest.
         copies: of the tensors, to be written in their place.
     """
 
@@ -45,7 +45,7 @@ class Contents:
     plan: Plan
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
-    metrics: Mapping[str, float]
+    branch: str
     copies: Future[dict[str, Tensor]] | None = None
 
     def write_tensors(self, directory: Path, agreement: Agreement) -> dict[str, FileDigest]:
@@ -130,7 +130,7 @@ def write_checkpoint(
     def commit(digests: list[dict[str, FileDigest]]) -> None:
         files = {name: digest for part in digests for name, digest in part.items()}
         check()
-        store.commit(contents.step, plan.format, files, contents.metrics)
+        store.commit(contents.step, plan.format, files, contents.branch)
 
     try:
         agreement.decided(write, commit)

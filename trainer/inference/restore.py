@@ -166,8 +166,7 @@ def _read(
 ) -> OpenCheckpoint:
     run_dir = location(config.run_dir or "")
     run_id = agreement.on_main(lambda: run_id_of(run_dir))
-    best = config.checkpoint.keep_best
-    source = read_model(model, run_dir, run_id, checkpoint, best, agreement, device, frozen)
+    source = read_model(model, run_dir, run_id, checkpoint, config.checkpoint, agreement, device, frozen)
     if agreement.rank == 0 and source.manifest.run_id not in (run_id, None):
         log.warning("%s was saved by a different run than the one in %s", source.directory, run_dir)
     if evaluates_ema(config):

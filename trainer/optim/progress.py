@@ -24,6 +24,7 @@ class Progress:
     samples_seen: int = 0
     skipped_steps: int = 0  # made without an update, for train.skip_nonfinite
     skipped_in_a_row: int = 0
+    evaluated_step: int = -1  # of the last evaluation that the schedule and early stopping have seen
 
     def advance(self, global_batch_size: int, data_left: bool) -> None:
         """Count one optimizer step; without data left for another, the epoch ends with it."""
@@ -132,12 +133,12 @@ class EarlyEnd:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, only of what is set: hours would differ between runs that are otherwise equal."""
-        found: dict[str, Any] = {}
+        """Return plain values; hours are counted even while no limit is set."""
+        found: dict[str, Any] = {"hours": self._hours()}
         if self._stop is not None:
             found |= {"best": self._best, "best_step": self._best_step, "waited": self._waited}
             found |= {"metric": self._stop.metric, "mode": self._stop.mode}
-        return found | ({"hours": self._hours()} if self._max_hours is not None else {})
+        return found
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `saved`, of which only what is set here counts; it may be of other settings."""
@@ -145,9 +146,8 @@ class EarlyEnd:
         if stop is not None and (saved.get("metric"), saved.get("mode")) == (stop.metric, stop.mode):
             self._best, self._best_step = saved["best"], saved["best_step"]
             self._waited = saved["waited"]
-        if self._max_hours is not None:
-            self._hours_before = saved.get("hours", 0.0)
-            self._out_of_time = self._hours_before >= self._max_hours
+        self._hours_before = saved.get("hours", 0.0)
+        self._out_of_time = self._max_hours is not None and self._hours_before >= self._max_hours
 
     def _hours(self) -> float:
         return self._hours_before + (time.monotonic() - self._began_s) / 3600

@@ -149,6 +149,7 @@ class TrainState:
         """Pass the metrics of an evaluation, the same on every rank, to what decides by them."""
         after_evaluation(self.schedule, metrics)
         self.early_end.after_evaluation(self.progress.step, metrics)
+        self.progress.evaluated_step = self.progress.step
 
     def update_average(self) -> None:
         """Add the present weights to the average, if there is one."""

@@ -26,12 +26,14 @@ class MetricsFile:
         """
         path = run_dir / FILE
         kept = [line for line in _lines(path) if line["step"] <= steps_before]
+        rows = [json.dumps(line).encode() + b"\n" for line in kept]
         with atomic_file(path) as file:
-            file.writelines(json.dumps(line).encode() + b"\n" for line in kept)
+            file.writelines(rows)
         self._descriptor = os.open(path, os.O_WRONLY)
         self._end = os.lseek(self._descriptor, 0, os.SEEK_END)
-        self._last: dict[str, Any] = {"step": None}
-        self._last_at = self._end
+        # A run that was stopped before its evaluation of a step adds it to the line of that step.
+        self._last: dict[str, Any] = kept[-1] if kept else {"step": None}
+        self._last_at = self._end - sum(map(len, rows[-1:]))
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Add `values` to the line of `step`, which must be the last one or later; NaN and Inf become null.

@@ -26,6 +26,8 @@ def log_step(run: "Run", grad_norm: Tensor) -> None:
         **run.strategy.report.metrics(),
         **run.checkpointer.metrics(),
     }
+    if run.meter.window.steps == 0 and run.steps_before and not run.settings.logs(run.steps_before):
+        values["train/loss_steps"] = run.meter.steps  # the steps before the resume are not in this mean
     if run.state.skipped_updates:
         values["train/skipped_updates"] = run.state.skipped_updates
     if progress.skipped_steps:

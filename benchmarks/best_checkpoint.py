@@ -1,0 +1,118 @@
+"""Runs that stop at or near an evaluation: is the best checkpoint still the best after a resume?
+
+Each case stops a run once by SIGTERM, SIGKILL or an exception, in a step, a save, an evaluation or between
+them. The run is then resumed to its end, or first stopped once more right after the resume. Three sources
+must name the same best step as an undisturbed run: evaluations.jsonl, metrics.jsonl and `--checkpoint
+best`. No step may have two rows in metrics.jsonl, and a further resume must not evaluate. Prints a row for
+each case; the exit status is 1 if one is wrong.
+
+    python -m benchmarks.best_checkpoint [--strategies single ddp fsdp] [--resumes once twice] [--json FILE]
+"""
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from tests.fault_parts import fault
+from trainer.checkpoint.evaluations import Evaluations
+from trainer.checkpoint.finding import candidates
+from trainer.checkpoint.listing import Listing
+from trainer.checkpoint.manifest import step_of
+from trainer.config import KeepBest
+from trainer.config.saved_run import saved_settings
+
+ENDS = {"SIGTERM": "term", "SIGKILL": "kill", "exception": "raise"}
+PHASES = {"step": "forward", "save": "checkpoint", "evaluation": "evaluate", "between": "log"}
+STRATEGIES = {"single": [], **{name: ["launch=local", "launch.processes=2"] for name in ("ddp", "fsdp")}}
+SAVES = {"same steps": 4, "apart": 3}
+BEST = KeepBest("eval/loss", "max")  # of the first evaluation: a run that forgets it deletes its checkpoint
+_DEADLINE_S = 300
+
+
+def start(run_dir: Path, strategy: str, every: int, *overrides: str) -> int:
+    """Train, or resume, and return the exit status."""
+    words = ["logger=jsonl", "model.hidden=[16]", "train.global_batch_size=64", "train.max_steps=10"]
+    words += ["train.eval_every_steps=4", "train.eval_every_epochs=0", "train.log_every_steps=1"]
+    words += [f"checkpoint.every_steps={every}", "checkpoint.every_epochs=null", "checkpoint.keep_last=1"]
+    words += [f"checkpoint.keep_best={{metric: {BEST.metric}, mode: {BEST.mode}}}", "schedule.warmup_steps=0"]
+    words += [f"strategy={strategy}", *STRATEGIES[strategy], f"run_dir={run_dir}", "resume=auto"]
+    command = [sys.executable, "train.py", *words, *overrides]
+    return subprocess.run(command, capture_output=True, timeout=_DEADLINE_S).returncode
+
+
+def sources(run_dir: Path) -> dict[str, int | None]:
+    """Return the best step by each source."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    logged = {row["step"]: row[BEST.metric] for row in rows if BEST.metric in row}
+    config = saved_settings(run_dir, [])
+    current = next(iter(Listing(run_dir / "checkpoints").own().values())).state
+    recorded = Evaluations.read(run_dir).best(current, BEST)
+    return {
+        "evaluations.jsonl": recorded and recorded.step,
+        "metrics.jsonl": max(logged, key=logged.__getitem__),
+        "--checkpoint best": step_of(candidates(run_dir, None, "best", config.checkpoint)[0].name),
+    }
+
+
+def problems(run_dir: Path, expected: dict[str, object], strategy: str, every: int) -> list[str]:
+    """Return what is wrong with a finished run, in words."""
+    found = []
+    result = json.loads((run_dir / "result.json").read_text())
+    if result["param_sha256"] != expected["param_sha256"]:
+        found.append("another hash")
+    if (named := sources(run_dir)) != expected["sources"]:
+        found.append(f"best: {named}")
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found += [f"step {step} has {number} rows" for step, number in Counter(steps).items() if number > 1]
+    before = (run_dir / "train.log").read_text().count("eval at step")
+    start(run_dir, strategy, every)
+    if (run_dir / "train.log").read_text().count("eval at step") != before:
+        found.append("a further resume evaluates again")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=[*STRATEGIES])
+    parser.add_argument("--resumes", nargs="+", choices=["once", "twice"], default=["once", "twice"])
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    rows = []
+    for strategy, (saves, every) in itertools.product(chosen.strategies, SAVES.items()):
+        with tempfile.TemporaryDirectory() as folder:
+            undisturbed = Path(folder, "undisturbed")
+            assert start(undisturbed, strategy, every) == 0
+            result = json.loads((undisturbed / "result.json").read_text())
+            expected = {"param_sha256": result["param_sha256"], "sources": sources(undisturbed)}
+            assert set(expected["sources"].values()) == {4}, expected
+            for resumes, end, phase in itertools.product(chosen.resumes, ENDS, PHASES):
+                run_dir = Path(folder, f"{resumes}-{end}-{phase}")
+                mark = Path(folder, f"{run_dir.name}.mark")
+                first = fault(ENDS[end], rank=0, step=4, phase=PHASES[phase], mark=mark)
+                statuses = [start(run_dir, strategy, every, *first)]
+                if resumes == "twice":
+                    again = fault("term", rank=0, step=5, mark=mark.with_suffix(".again"))
+                    statuses.append(start(run_dir, strategy, every, *again))
+                statuses.append(start(run_dir, strategy, every))
+                wrong = problems(run_dir, expected, strategy, every)
+                if not mark.exists() or statuses[-1] != 0:
+                    wrong.append(f"the case didn't happen, or the run didn't end: {statuses}")
+                case = {"strategy": strategy, "saves": saves, "end": end, "in": phase, "resumed": resumes}
+                rows.append({**case, "wrong": wrong})
+                print(
+                    f"{'  '.join(f'{value:10}' for value in case.values())}  {wrong or 'right'}", flush=True
+                )
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps({"rows": rows, "best": vars(BEST)}, indent=1) + "\n")
+    bad = sum(bool(row["wrong"]) for row in rows)
+    print(f"{len(rows) - bad} of {len(rows)} are right")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

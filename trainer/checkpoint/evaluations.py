@@ -1,0 +1,104 @@
+"""evaluations.jsonl: the metrics of each evaluation of a run, and the branch of the run that it belongs to.
+
+Each start of a run is a branch of its own, which grows from the state that it resumed. Two branches may
+reach the same step with different weights, for instance after a resume from an older checkpoint with
+another learning rate. So a state is identified by its branch and its step, in a checkpoint's manifest as
+well as here, and only evaluations of ancestors of the current state count.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config import KeepBest
+from trainer.files.address import Location
+from trainer.files.untrusted import read_json
+from trainer.files.writing import atomic_file
+
+FILE = "evaluations.jsonl"
+
+
+class State(NamedTuple):
+    """The state of a run after a step."""
+
+    branch: str
+    step: int
+
+
+class Evaluations:
+    """The record in `run_dir`, empty until `merge`. Only rank 0 writes it; any thread there may read it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / FILE
+        # Replaced, never changed: other threads read them.
+        self._origins: Mapping[str, State] = {}  # what each branch resumed from
+        self._metrics: Mapping[State, Mapping[str, float]] = {}
+
+    @staticmethod
+    def read(run_dir: Location) -> "Evaluations":
+        """Return the record in `run_dir`, which may be an address; an empty one if there is none.
+
+        Raises:
+            OSError, UserError, Fault: it cannot be read, or is damaged.
+        """
+        found = Evaluations(Path())
+        origins, metrics = {}, {}
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), (run_dir / FILE).open("rb") as file:
+            for row in (read_json(run_dir / FILE, line) for line in file.read().splitlines()):
+                if "metrics" in row:
+                    metrics[State(row["branch"], row["step"])] = row["metrics"]
+                else:
+                    origins[row["branch"]] = State(*row["resumed_from"])
+        found._origins, found._metrics = origins, metrics
+        return found
+
+    def merge(self, other: "Evaluations") -> None:
+        """Add what `other` contains, without writing it yet."""
+        self._origins = {**self._origins, **other._origins}
+        self._metrics = {**self._metrics, **other._metrics}
+
+    def start_branch(self, branch: str, origin: State) -> None:
+        """Add that `branch` resumes from `origin`; `write` before the first checkpoint of `branch`."""
+        self._origins = {**self._origins, branch: origin}
+
+    def add(self, state: State, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of an evaluation, which are on disk when this returns. Raises OSError."""
+        self._metrics = {**self._metrics, self.owner(state): dict(metrics)}
+        self.write()
+
+    def owner(self, state: State) -> State:
+        """Return `state` by the branch that reached it first: a branch shares its past with its origin."""
+        branch, step = state
+        while (origin := self._origins.get(branch)) is not None and step <= origin.step:
+            branch = origin.branch
+        return State(branch, step)
+
+    def of(self, state: State) -> Mapping[str, float]:
+        """Return the metrics of `state`; {} if it was not evaluated."""
+        return self._metrics.get(self.owner(state), {})
+
+    def best(self, current: State, best: KeepBest, among: Iterable[State] | None = None) -> State | None:
+        """Return the state with the best finite metric, the earliest of equals; None if there is none.
+
+        Args:
+            current: only this state and its ancestors count.
+            among: only these states count; None for all that were evaluated.
+        """
+        scores: dict[State, float] = {}
+        for state in sorted(self._metrics if among is None else among, key=lambda state: state.step):
+            is_ancestor = self.owner(State(current.branch, state.step)) == self.owner(state)
+            score = self.of(state).get(best.metric, math.nan)
+            if state.step <= current.step and is_ancestor and math.isfinite(score):
+                scores[state] = score
+        return (max if best.mode == "max" else min)(scores, key=scores.__getitem__, default=None)
+
+    def write(self) -> None:
+        """Replace the file with what is known, on disk when this returns. Raises OSError."""
+        rows: list[Any] = [{"branch": own, "resumed_from": origin} for own, origin in self._origins.items()]
+        for (branch, step), metrics in self._metrics.items():
+            rows.append({"step": step, "branch": branch, "metrics": metrics})
+        with atomic_file(self._path, on_disk=True) as file:
+            file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
