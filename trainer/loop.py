@@ -11,6 +11,7 @@ from trainer.checks.rehearsal import rehearse
 from trainer.errors import StoppedBySignal, UserError
 from trainer.inference.evaluation import evaluate, show
 from trainer.step import train_step
+from trainer.training.evaluation_dry_run import dry_run_of_evaluation
 from trainer.training.log_step import log_first_step, log_step
 from trainer.training.step_agreement import AfterStep
 
@@ -48,6 +49,7 @@ def fit(run: "Run") -> dict[str, float]:
             epoch, batches = progress.epoch, open_epoch(run)
             if batches is not None and not is_rehearsed:
                 rehearse(run, batches)
+                dry_run_of_evaluation(run)
                 run.checkpointer.check(run.state, run.gate.changed_weights)
                 is_rehearsed = True
             epoch_begin = meter.begin_window()

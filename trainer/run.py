@@ -48,7 +48,7 @@ from trainer.loggers import RunLog
 from trainer.loop import fit
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.progress import EarlyEnd, planned_steps
-from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule, settings_of, watched_metric
+from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule, settings_of
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 from trainer.run_dir.claim import RunDir, claim
@@ -62,6 +62,7 @@ from trainer.tasks import Task
 from trainer.tensors.generators import seed_everything
 from trainer.training import run_hash
 from trainer.training.context import Checks, Run
+from trainer.training.evaluation_dry_run import check_metrics_of_task
 from trainer.training.kept_step import KeptBuffers, build_gate
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops, model_flops
@@ -179,7 +180,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     strategy = build_strategy(config, dist)
     split = split_for(train, strategy)
     task = build_task(config)
-    _check_metrics(config, task)
+    check_metrics_of_task(config, task)
     data = load_data(config, split, strategy, dist)
     num_samples = data.train_loader.num_samples
 
@@ -339,24 +340,6 @@ def _why_no_gather(config: Config, run_: Run) -> str | None:
     if run_.strategy.some_make_no_pass:
         return f"strategy={config.strategy.name} has ranks without samples; use ddp or fsdp"
     return None
-
-
-def _check_metrics(config: Config, task: Task) -> None:
-    """Refuse a metric that no evaluation will yield, if the task lists its metrics."""
-    own = list(getattr(task, "metric_names", ()))
-    averages = own if config.ema.decay is not None and config.ema.evaluate == "beside" else []
-    metrics = [f"eval/{name}" for name in own] + [f"eval/ema/{name}" for name in averages]
-    best, stop = config.checkpoint.keep_best, config.train.stop
-    asked = {
-        "checkpoint.keep_best": best and best.metric,
-        "train.stop": stop and stop.metric,
-        "schedule": watched_metric(config.schedule),
-    }
-    for name, metric in asked.items():
-        if metric is not None and metrics and metric not in metrics:
-            raise UserError(
-                f"{name}.metric is {metric}, but must be one that evaluation yields: {', '.join(metrics)}"
-            )
 
 
 def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int, int | None]:

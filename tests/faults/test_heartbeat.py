@@ -108,8 +108,8 @@ def test_a_run_tells_what_it_does(tmp_path: Path) -> None:
     assert [line for line in first if "reduce" not in line[1]] == [
         line for line in second if "reduce" not in line[1]
     ]
-    # After the rehearsal ranks compare what a checkpoint would hold.
-    rehearsal = ["forward", "backward", "all_reduce 0", "checkpoint"]
+    # After the dry runs ranks compare what a checkpoint would hold.
+    rehearsal = ["forward", "backward", "all_reduce 0", "evaluate", "evaluate", "checkpoint"]
     step = ["data", "forward", "backward", "all_reduce 0", "data", "optimizer", "log"]
     assert first == [
         (0, "data"),  # whether there is any in this epoch

@@ -15,7 +15,7 @@ from tests.runs import context_of
 from trainer.data.digits import Digits
 from trainer.errors import UserError
 from trainer.inference import evaluation
-from trainer.inference.evaluation import _of_rank_0, _without_trace, evaluate
+from trainer.inference.evaluation import _of_rank_0, evaluate, independent_copy
 from trainer.tasks import Classification, Evaluation, LanguageModelling, MultiLabel, Regression
 from trainer.tasks.ranking import auc
 
@@ -117,11 +117,11 @@ def _counted(run_dir: str) -> float:
 def test_a_metric_that_a_task_keeps_counts_no_filler(tmp_path: Any) -> None:
     assert run_ranks(_counted, 1, str(tmp_path), init=False) == [1]
     task, locked = Counts(), Counts()
-    copied = _without_trace(task)
+    copied = independent_copy(task)
     assert copied is not task and copied.seen is not task.seen
     assert copied.parts[0].weight is task.parts[0].weight
     locked.lock = threading.Lock()
-    assert _without_trace(locked) is locked
+    assert independent_copy(locked) is locked
 
 
 def _differing() -> tuple[dict[str, float], list[str]]:

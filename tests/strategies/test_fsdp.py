@@ -233,7 +233,7 @@ def _refusals() -> list[str]:
     ):
         with pytest.raises((RuntimeError, UserError)) as refused:
             gradients(build, strategy)
-        messages.append(str(strategy.explain(refused.value, in_backward=False) or refused.value))
+        messages.append(str(strategy.explain(refused.value, "forward") or refused.value))
     return messages
 
 

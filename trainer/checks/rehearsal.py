@@ -33,7 +33,6 @@ from trainer.tensors.local_shard import is_dtensor, own_rows, to_local
 
 if TYPE_CHECKING:
     from trainer.data.loading.loaders import Batches
-    from trainer.strategies.base import Strategy
     from trainer.training.context import Run
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ def rehearse(run: "Run", batches: "Batches") -> None:
     gathered = GatheredParameters(model) if is_sharded else None
     weights = {} if is_sharded else bit_sums(model.named_parameters())
     versions = {} if is_sharded else _versions(model)
-    with generators_kept(), _traceless(model):
+    with generators_kept(), traceless(model):
         begin_step_of_task(run, heartbeat.step)
         for _ in range(strategy.num_rehearsed):
             _drop_gradients(model)
@@ -126,7 +125,7 @@ def _make_pass(
     enter("forward")
     seed_micro_batch(run.seed, run.state.progress.step + 1, run.first_micro_batch + number, strategy.devices)
     with strategy.gradient_sync(run.model, enabled=last):
-        with strategy.autocast(), _explained(strategy, in_backward=False):
+        with strategy.autocast(), strategy.explaining("forward"):
             loss, _ = loss_of(run.task, run.model, run.to_device(batch), count)
         if not number:
             names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -143,12 +142,12 @@ def _make_pass(
             if strategy.uses != "any":
                 _compare_use(run, loss, names)
         enter("backward")
-        with _explained(strategy, in_backward=True):
+        with strategy.explaining("backward"):
             loss.backward()
 
 
 @contextmanager
-def _traceless(model: nn.Module) -> Iterator[None]:
+def traceless(model: nn.Module) -> Iterator[None]:
     """Put buffers and extra state back afterwards.
 
     A buffer that the passes made, or made larger, stays: its module may know its size.
@@ -164,16 +163,6 @@ def _traceless(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(was)
     for keeper, state in zip(keepers, states, strict=True):
         keeper.set_extra_state(state)
-
-
-@contextmanager
-def _explained(strategy: "Strategy", *, in_backward: bool) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, AttributeError, TypeError) as error:
-        if (explained := strategy.explain(error, in_backward=in_backward)) is not None:
-            raise explained from error
-        raise
 
 
 def _check_loss(run: "Run", loss: Any, names: dict[Tensor, str]) -> None:

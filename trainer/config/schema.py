@@ -73,6 +73,7 @@ class FsdpConfig(UnitsConfig):
     separate_reduce_scatter: bool = False
     symmetric_memory: bool = False
     cpu_offload: bool = MISSING
+    gather_for_evaluation: bool = False
     param_dtype: str | None = one_of(*PRECISIONS)
     reduce_dtype: str = one_of(*PRECISIONS)
 

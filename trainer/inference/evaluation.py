@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ class ModelContext:
 
 
 @torch.no_grad()
-def evaluate(context: ModelContext, loader: "EvalLoader") -> Evaluation:
+def evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]]) -> Evaluation:
     """Evaluate the model on the held-out data (a collective).
 
     A rank without samples left still takes part in each forward pass, for FSDP's gathers.
@@ -51,9 +51,16 @@ def evaluate(context: ModelContext, loader: "EvalLoader") -> Evaluation:
     """
     context.dist.heartbeat.enter("evaluate")
     context.strategy.share_buffers(context.model)
-    model = context.strategy.unwrap(context.model)
-    with evaluation_mode(model), gathering(IN_EVALUATION):
+    with _model_to_evaluate(context) as model, gathering(IN_EVALUATION):
         return _evaluate(context, loader, model)
+
+
+@contextmanager
+def _model_to_evaluate(context: ModelContext) -> Iterator[nn.Module]:
+    """The user's module, on which the task's methods can be called within (a collective)."""
+    model = context.strategy.unwrap(context.model)
+    with evaluation_mode(model), context.strategy.evaluating(model):
+        yield model
 
 
 @contextmanager
@@ -68,7 +75,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
             module.training = training
 
 
-def _evaluate(context: ModelContext, loader: "EvalLoader", model: nn.Module) -> Evaluation:
+def _evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]], model: nn.Module) -> Evaluation:
     task = context.task
     gives_sums, gives_rows = offers(task, "eval_sums", "summarise"), offers(task, "rows", "summarise_rows")
     gather = SampleGather(context.dist, f"{type(task).__name__}.rows")
@@ -82,7 +89,7 @@ def _evaluate(context: ModelContext, loader: "EvalLoader", model: nn.Module) -> 
         seed_micro_batch(context.seed, -1, indices[0] if indices else -1, context.strategy.devices)
         batch = context.to_device(host_batch)
         first = batch if first is None else first
-        own_task = task if indices else _without_trace(task)
+        own_task = task if indices else independent_copy(task)
         if gives_sums:
             with context.strategy.autocast():
                 given = own_task.eval_sums(model, batch)
@@ -111,10 +118,10 @@ def _evaluate(context: ModelContext, loader: "EvalLoader", model: nn.Module) -> 
     return Evaluation(metrics, totals, rows, first)
 
 
-def _without_trace(task: Task) -> Task:
-    """A copy of `task` for a filler, which a metric that the task keeps must not count.
+def independent_copy(task: Task) -> Task:
+    """A copy of `task` for a batch that a metric that the task keeps must not count: a filler, a dry run.
 
-    It shares parameters, as of a teacher. A task that cannot be copied is given the filler itself.
+    It shares parameters, as of a teacher. A task that cannot be copied is returned itself.
     """
     modules = (part for part in leaves(vars(task)) if isinstance(part, nn.Module))
     shared = {id(parameter): parameter for module in modules for parameter in module.parameters()}
@@ -147,13 +154,13 @@ def predict(context: ModelContext, loader: "EvalLoader") -> Iterator[tuple[list[
     """
     context.dist.heartbeat.enter("evaluate")
     context.strategy.share_buffers(context.model)
-    model = context.strategy.unwrap(context.model).eval()
     gather = SampleGather(context.dist, f"{type(context.task).__name__}.predict")
-    for host_batch, indices in loader:
-        context.dist.heartbeat.enter("evaluate")
-        with context.strategy.autocast():
-            rows = context.task.predict(model, context.to_device(host_batch))
-        yield gather(rows, indices)
+    with _model_to_evaluate(context) as model:
+        for host_batch, indices in loader:
+            context.dist.heartbeat.enter("evaluate")
+            with context.strategy.autocast():
+                rows = context.task.predict(model, context.to_device(host_batch))
+            yield gather(rows, indices)
 
 
 @torch.no_grad()
@@ -163,8 +170,7 @@ def show(context: ModelContext, evaluation: Evaluation, run_log: "RunLog", step:
         lambda: at_end or run_log.shows.is_due(), context.dist
     ):
         return
-    model = context.strategy.unwrap(context.model)
-    with run_log.shows, context.strategy.autocast(), evaluation_mode(model):
+    with run_log.shows, context.strategy.autocast(), _model_to_evaluate(context) as model:
         shown = context.task.show(model, evaluation)
         run_log.texts(shown.texts, step)
         run_log.images(shown.images, step)

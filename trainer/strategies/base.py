@@ -3,10 +3,10 @@
 The trainer calls these methods and never checks the class. Defaults: a whole model on one device.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from trainer.optim.train_state import TrainState
     from trainer.optim.trained import Trained
+
+Phase = Literal["forward", "backward", "evaluation"]
 
 Fill = Callable[[nn.Module], None]
 """Gives a module that may be on the meta device its initial values, on the CPU (a collective)."""
@@ -186,8 +188,22 @@ class Strategy:
         """Groups of ranks that hold the same bits of parameters (see `shares_optimizer`); [] without any."""
         return []
 
-    def explain(self, error: Exception, *, in_backward: bool) -> UserError | None:
-        """What an error of torch in the rehearsal means here, and the way out, if known."""
+    def evaluating(self, model: nn.Module) -> AbstractContextManager:
+        """The context in which a task evaluates the module that `unwrap` returns (a collective)."""
+        return self.explaining("evaluation")
+
+    @contextmanager
+    def explaining(self, phase: Phase) -> Iterator[None]:
+        """Within, an error of torch that `explain` knows is raised as a UserError."""
+        try:
+            yield
+        except (RuntimeError, AttributeError, TypeError) as error:
+            if (explained := self.explain(error, phase)) is not None:
+                raise explained from error
+            raise
+
+    def explain(self, error: Exception, phase: Phase) -> UserError | None:
+        """What an error of torch in a dry run or an evaluation means here, and the way out, if known."""
         return None
 
     def close(self) -> None:

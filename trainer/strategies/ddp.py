@@ -18,7 +18,7 @@ from trainer.distributed.process_group import Dist
 from trainer.distributed.shrink import connecting
 from trainer.errors import UserError, first_few
 from trainer.optim.optimizers import sparse_weights
-from trainer.strategies.base import Computing, Fill, Report, Strategy
+from trainer.strategies.base import Computing, Fill, Phase, Report, Strategy
 from trainer.strategies.ddp_comm import auto_choice, hook_options, users_hook
 from trainer.strategies.placement import not_all
 
@@ -117,7 +117,7 @@ class Ddp(Strategy):
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
-    def explain(self, error: Exception, *, in_backward: bool) -> UserError | None:
+    def explain(self, error: Exception, phase: Phase) -> UserError | None:
         wrapper, name = getattr(error, "obj", None), str(getattr(error, "name", None))
         if isinstance(wrapper, DistributedDataParallel) and hasattr(wrapper.module, name):
             used = f"model.{name}"

@@ -1,7 +1,8 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks, gathered unit by unit."""
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -21,7 +22,7 @@ from trainer.config import FsdpConfig
 from trainer.distributed.backend_flags import DTYPES, return_large_blocks
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.strategies.base import Computing, Fill, Strategy
+from trainer.strategies.base import Computing, Fill, Phase, Strategy
 from trainer.strategies.sharding import (
     StaleReferenceCheck,
     batch_norms,
@@ -58,6 +59,7 @@ class Fsdp(Strategy):
         return_large_blocks(dist_.device)
         self.settings = settings
         self._used: UsedParameters | None = None
+        self._gathers = False  # the whole model, for an evaluation
         self.num_replicas, self.replica = dist_.world_size, dist_.rank
         self.mesh = sharding_mesh(settings.shard_group, dist_)
         if settings.cpu_offload and dist_.device.type == "cpu":
@@ -118,7 +120,7 @@ class Fsdp(Strategy):
                 if isinstance(module, FSDPModule):
                     module.set_symm_mem_for_comm()
         if self.settings.reshard_after_forward is None:
-            model.register_forward_hook(_reshard_without_gradient)
+            model.register_forward_hook(self._reshard_without_gradient)
         by_leaves = self.order.by_leaves and self.num_replicas > 1  # one rank reduces nothing
         shards = add_by_leaves(model, self.order.num_leaves) if by_leaves else ()
         self.order.attach(model, shards)
@@ -150,8 +152,24 @@ class Fsdp(Strategy):
         if self._used is not None:
             self._used.drop_unused()
 
-    def explain(self, error: Exception, *, in_backward: bool) -> UserError | None:
-        return explained(error, in_backward, self.param_dtype)
+    def explain(self, error: Exception, phase: Phase) -> UserError | None:
+        return explained(error, phase, self.param_dtype)
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """With strategy.gather_for_evaluation, the whole model is on each rank, and no pass communicates."""
+        self._gathers = self.settings.gather_for_evaluation
+        units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and self._gathers]
+        with self.explaining("evaluation"):
+            for unit in units:
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+            yield
+        frees = self.settings.reshard_after_forward
+        for unit in units:
+            unit.set_reshard_after_forward(unit is not model if frees is None else frees, recurse=False)
+            unit.reshard()
+        self._gathers = False
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -190,6 +208,11 @@ class Fsdp(Strategy):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def _reshard_without_gradient(self, root: nn.Module, *_: object) -> None:
+        """Reshard the root, which stays gathered for the backward pass, if there is none."""
+        if not torch.is_grad_enabled() and not self._gathers:
+            cast(FSDPModule, root).reshard()
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         # Hybrid: the ranks of a mesh column hold the same shard.
@@ -233,9 +256,3 @@ class UsedParameters:
             if not used:
                 shard.grad = None
         self._flags.zero_()
-
-
-def _reshard_without_gradient(root: nn.Module, *_: object) -> None:
-    """Reshard the root, which stays gathered for the backward pass, if there is none."""
-    if not torch.is_grad_enabled():
-        cast(FSDPModule, root).reshard()

@@ -150,20 +150,28 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
             )
 
 
-def explained(error: Exception, in_backward: bool, param_dtype: torch.dtype) -> UserError | None:
-    """What an error in a forward or a backward pass means, if known.
+def explained(error: Exception, phase: str, param_dtype: torch.dtype) -> UserError | None:
+    """What an error in a `phase` of strategies.base means, if known.
 
     Args:
         param_dtype: in which parameters are gathered.
     """
     said = str(error)
-    if "mixed torch.Tensor and DTensor" in said and in_backward:
+    is_mixed = "mixed torch.Tensor and DTensor" in said
+    if is_mixed and phase == "evaluation":
+        return UserError(
+            f"strategy=fsdp: {_user_line(error)} uses parameters outside of the model's forward pass, where "
+            "they are sharded, as a method like generate() or encode() does; set "
+            "strategy.gather_for_evaluation=true, with which each rank has the whole model during an "
+            "evaluation; if that doesn't fit, compute it in forward(); or use strategy=ddp"
+        )
+    if is_mixed and phase == "backward":
         return UserError(
             "strategy=fsdp: the loss uses parameters outside of the model's forward pass, where they are "
             "sharded, as a penalty over model.parameters() does; use optim.weight_decay, compute the "
             "penalty in the forward pass, or use strategy=ddp"
         )
-    if "mixed torch.Tensor and DTensor" in said:
+    if is_mixed:
         return UserError(
             f"strategy=fsdp: {_user_line(error)} uses a parameter of a unit, which is gathered only "
             "while the unit itself is called; in a loss call model(...), and no part of it; or add to the "

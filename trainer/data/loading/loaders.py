@@ -5,6 +5,7 @@ it is.
 """
 
 import copy
+import dataclasses
 import itertools
 import logging
 from abc import ABC, abstractmethod
@@ -264,9 +265,26 @@ class EvalLoader(_Loader):
     """
 
     def __init__(self, reader: Reader, settings: DataConfig, batch: BatchSplit, share: Share) -> None:
-        super().__init__(reader, EvalRequests(batch, share.replica), settings, share)
+        self._requests, self._settings, self._share = EvalRequests(batch, share.replica), settings, share
+        super().__init__(reader, self._requests, settings, share)
         self.batch_size = batch.micro_batch_size
-        _refuse_empty(self.num_samples == 0)
+        if self.num_samples == 0:
+            raise _no_samples()
+
+    def first(self) -> tuple[Any, list[int]]:
+        """Return the first batch, which the next iteration yields again.
+
+        Raises:
+            UserError: there is none, or a sample cannot be read.
+        """
+        # A worker reads it if workers read the others: they would share a file that this process had opened.
+        num_workers = min(1, self._settings.num_workers)
+        settings = dataclasses.replace(self._settings, num_workers=num_workers, persistent_workers=False)
+        requests = itertools.islice(self._requests, 1)
+        answers = _answers(_batches_of(self._reader, requests, settings, self._share))
+        if (answer := next(answers, None)) is None:
+            raise _no_samples()
+        return answer.batch, answer.belonging
 
     def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
         """Raises UserError if a sample cannot be read."""
@@ -274,12 +292,12 @@ class EvalLoader(_Loader):
         for answer in _answers(self._loader):
             is_empty = False
             yield answer.batch, answer.belonging
-        _refuse_empty(is_empty)
+        if is_empty:
+            raise _no_samples()
 
 
-def _refuse_empty(is_empty: bool) -> None:
-    if is_empty:
-        raise UserError("the evaluation data is empty; set train.eval_every_epochs=0 to train without it")
+def _no_samples() -> UserError:
+    return UserError("the evaluation data is empty; set train.eval_every_epochs=0 to train without it")
 
 
 def train_loader(
@@ -341,7 +359,7 @@ def _check_kind(dataset: Any, settings: DataConfig) -> None:
 
 
 def _batches_of(
-    reader: Reader, requests: Sampler[Request], settings: DataConfig, share: Share
+    reader: Reader, requests: Iterable[Request], settings: DataConfig, share: Share
 ) -> Iterable[Any]:
     """The answers of `reader` to `requests`, in order; each iteration begins the requests again."""
     pins = can_pin(share.device) if settings.pin_memory is None else settings.pin_memory
@@ -371,7 +389,7 @@ def _batches_of(
 class _InThisProcess:
     """In place of a DataLoader without workers, which adds 10 us to each batch."""
 
-    def __init__(self, reader: Reader, requests: Sampler[Request]) -> None:
+    def __init__(self, reader: Reader, requests: Iterable[Request]) -> None:
         self._reader, self._requests = reader, requests
 
     def __iter__(self) -> Iterator[Any]:

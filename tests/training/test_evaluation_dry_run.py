@@ -1,0 +1,135 @@
+"""Mistakes in an evaluation are found before the first step, by a dry run that leaves no trace."""
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import run_ranks
+from tests.runs import context_of
+from tests.user_parts import Normed, Stripes
+from trainer.errors import UserError
+from trainer.inference.evaluation import evaluate
+from trainer.tasks import Classification
+from trainer.tensors.local_shard import is_dtensor
+from trainer.training import evaluation_dry_run as tried
+
+PARTS = (
+    *(f"model._target_={__name__}.Generates", "~model.input_shape", "~model.hidden", "~model.num_classes"),
+    *(f"data.dataset._target_={__name__}.Held", f"data.task._target_={__name__}.Fails"),
+    *("~data.task.label_smoothing", "train.global_batch_size=16", "strategy.unit_min_params=20"),
+)
+
+
+class Held(Stripes):
+    def __init__(self, split: str, readable: bool = True) -> None:
+        super().__init__(split)
+        self.readable = readable or split == "train"
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not self.readable:
+            raise OSError("truncated")
+        return super().__getitem__(index)
+
+
+class Generates(Normed):
+    def generate(self, rows: Tensor) -> Tensor:
+        """By two modules, and with more passes on rank 1, as where its texts are longer."""
+        state = next(self.parameters()).new_zeros(len(rows), 1)
+        for _ in range(2 + torch.distributed.get_rank()):
+            state = state + self(rows).sum(1, keepdim=True)
+        return state * 0 + self.layers(rows)
+
+
+class Fails(Classification):
+    metric_names = ()
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how, self.seen = how, torch.zeros(1)
+
+    def eval_sums(self, model: Any, batch: Any) -> Tensor:
+        self.seen += len(batch[1])
+        random.random()
+        match self.how:
+            case "field":
+                return super().eval_sums(model, batch[2])
+            case "shape":
+                return super().eval_sums(model, (batch[0][:, 1:], batch[1]))
+            case "generate":
+                return super().eval_sums(model.generate, batch)
+        model.train()(batch[0] + torch.rand(1))  # changes running statistics
+        return super().eval_sums(model.eval(), batch)
+
+    def summarise(self, sums: Tensor) -> dict[str, float]:
+        if self.how == "name":
+            return unknown(sums)  # type: ignore[name-defined]  # noqa: F821
+        if self.how == "few" and sums[-1] < 100:
+            raise ValueError("only one class")
+        return super().summarise(sums)
+
+
+def _told(run_dir: str, *words: str) -> str:
+    """What a dry run says of a mistake; "" if it says nothing, and leaves no trace."""
+    warnings = list[str]()
+    tried.log.warning = lambda text, *parts: warnings.append(text % parts)  # type: ignore[method-assign]
+    with context_of(*PARTS, *words, f"run_dir={run_dir}") as run:
+        generators = random.getstate(), torch.get_rng_state().tolist()
+        buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
+        try:
+            tried.dry_run_of_evaluation(run)
+        except UserError as error:
+            return str(error)
+        assert generators == (random.getstate(), torch.get_rng_state().tolist())
+        assert all(torch.equal(buffers[name], buffer) for name, buffer in run.model.named_buffers())
+        assert not run.task.seen  # type: ignore[attr-defined]
+        return "".join(warnings)
+
+
+def _all_told(run_dir: str, *words: tuple[str, ...]) -> list[str]:
+    return [_told(run_dir, *each) for each in words]
+
+
+@pytest.mark.slow
+def test_mistakes_are_found_before_the_first_step(tmp_path: Any) -> None:
+    how = "+data.task.how={}".format
+    expected = {
+        ("data.num_workers=2",): r"",
+        (how("field"),): r"Fails fails in the dry run .*: IndexError: .*set train.eval_every_epochs=0",
+        (how("shape"),): r"RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+        (how("name"),): r"NameError: name 'unknown' is not defined",
+        (how("few"),): r"Fails.summarise raised ValueError: only one class. .* the first evaluation ends",
+        ("+data.dataset.readable=false",): r"sample 0 .* cannot be read: truncated",
+        ("checkpoint.keep_best={metric: eval/f1, mode: max}",): r"metric is eval/f1, but .* eval/loss",
+        ("+data.dataset.readable=false", "train.eval_every_epochs=0"): r"",
+    }
+    (found,) = run_ranks(_all_told, 1, str(tmp_path), *expected, init=False)
+    for words, message in zip(expected.values(), found, strict=True):
+        assert re.search(words, message) if words else not message, message
+
+
+def _generated(run_dir: str, strategy: str) -> list[Any]:
+    """What a dry run says without gathering; and the metrics with it, whose rank 1 makes a pass more."""
+    words, gathers = (
+        ("+data.task.how=generate", f"strategy={strategy}"),
+        "strategy.gather_for_evaluation=true",
+    )
+    told = _told(run_dir, *words)
+    with context_of(*PARTS, *words, *[gathers] * (strategy == "fsdp"), f"run_dir={run_dir}") as run:
+        assert run.eval_loader is not None
+        metrics = [evaluate(run, run.eval_loader).metrics for _ in range(2)]
+        assert metrics[0] == metrics[1]
+        assert strategy != "fsdp" or all(is_dtensor(parameter) for parameter in run.model.parameters())
+    return [told, metrics[0]["loss"]]
+
+
+@pytest.mark.slow
+def test_a_model_generates_under_fsdp_if_it_is_gathered(tmp_path: Any) -> None:
+    (alone,) = run_ranks(_generated, 1, str(tmp_path), "single", init=False)
+    for told, loss in run_ranks(_generated, 2, str(tmp_path), "fsdp", init=False):
+        assert "generate() or encode() does; set strategy.gather_for_evaluation=true" in told
+        assert loss == pytest.approx(alone[1], rel=1e-5)
+    assert not alone[0]

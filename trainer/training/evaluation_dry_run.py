@@ -1,0 +1,114 @@
+"""A dry run of evaluation before the first step: otherwise its mistakes would show after an epoch."""
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed
+
+from trainer.checks.rehearsal import traceless
+from trainer.config import Config
+from trainer.errors import RunEndError, UserError, class_and_line
+from trainer.inference.evaluation import ModelContext, evaluate, independent_copy
+from trainer.optim.schedules import watched_metric
+from trainer.tasks import Task
+from trainer.tensors.generators import generators_kept
+
+if TYPE_CHECKING:
+    from trainer.training.context import Run
+
+log = logging.getLogger(__name__)
+
+_MISTAKES = (UserError, NameError, AttributeError, TypeError, KeyError, ImportError)
+"""Errors that more samples can't cure."""
+
+
+def dry_run_of_evaluation(run: "Run") -> None:
+    """Evaluate the first held-out batch, and leave no trace (a collective).
+
+    The task is a copy. Its `summarise` may need more than one batch, such as samples of each class: an error
+    there that the data can cause is a warning.
+
+    Raises:
+        UserError: the evaluation fails, or lacks a metric that a setting names.
+    """
+    if run.eval_loader is None:
+        return
+    begin, failed = time.perf_counter(), list[str]()
+    with generators_kept(), traceless(run.state.model):
+        first, task = run.eval_loader.first(), independent_copy(run.task)
+        for method in ("summarise", "summarise_rows"):
+            if (summarise := getattr(task, method, None)) is not None and task is not run.task:
+                setattr(task, method, _lenient(summarise, failed))
+        context = ModelContext(run.dist, run.strategy, task, run.model, run.to_device, run.seed)
+        try:
+            metrics = evaluate(context, [first]).metrics
+        except Exception as error:
+            if isinstance(error, RunEndError | OSError | torch.OutOfMemoryError) or _is_of_ranks(error):
+                raise
+            raise UserError(
+                f"{type(run.task).__name__} fails in the dry run of an evaluation, with the first held-out "
+                f"batch: {class_and_line(error)}. Fix it, or set train.eval_every_epochs=0 to train without "
+                "evaluation"
+            ) from error
+    for words in failed:
+        log.warning(
+            "%s.%s. That was with the first held-out batch alone; if it fails with all of them, the first "
+            "evaluation ends the run",
+            type(run.task).__name__,
+            words,
+        )
+    if not failed and not _listed(run.task):
+        check_metrics(run.as_built, metrics)
+    log.info("dry run of one evaluation batch: ok, %.2f s", time.perf_counter() - begin)
+
+
+def check_metrics_of_task(config: Config, task: Task) -> None:
+    """Refuse a metric that no evaluation will yield, if the task lists its metrics."""
+    if listed := _listed(task):
+        check_metrics(config, listed)
+
+
+def check_metrics(config: Config, names: Collection[str]) -> None:
+    """Raise UserError for a metric in the settings that is not among `names`, which evaluation yields."""
+    averages = names if config.ema.decay is not None and config.ema.evaluate == "beside" else ()
+    metrics = [f"eval/{name}" for name in names] + [f"eval/ema/{name}" for name in averages]
+    best, stop = config.checkpoint.keep_best, config.train.stop
+    asked = {
+        "checkpoint.keep_best": best and best.metric,
+        "train.stop": stop and stop.metric,
+        "schedule": watched_metric(config.schedule),
+    }
+    for name, metric in asked.items():
+        if metric is not None and metric not in metrics:
+            raise UserError(
+                f"{name}.metric is {metric}, but must be one that evaluation yields: {', '.join(metrics)}"
+            )
+
+
+def _listed(task: Task) -> Collection[str]:
+    return list(getattr(task, "metric_names", ()))
+
+
+def _lenient(summarise: Callable[[Any], dict[str, float]], failed: list[str]) -> Callable[[Any], Any]:
+    """`summarise`, but an error that too few samples can cause is put into words in `failed`."""
+
+    def attempt(gathered: Any) -> Any:
+        try:
+            return summarise(gathered)
+        except _MISTAKES:
+            raise
+        except Exception as error:
+            failed.append(f"{summarise.__name__} raised {class_and_line(error)}")
+            return {}
+
+    return attempt
+
+
+def _is_of_ranks(error: Exception) -> bool:
+    """Whether a collective raised it: another rank may have failed."""
+    collectives, frames = Path(torch.distributed.__file__).parent, traceback.extract_tb(error.__traceback__)
+    return any(Path(frame.filename).is_relative_to(collectives) for frame in frames)
