@@ -29,19 +29,19 @@ _MISTAKES = (UserError, NameError, AttributeError, TypeError, KeyError, ImportEr
 def dry_run_of_evaluation(run: "Run") -> None:
     """Evaluate the first held-out batch, and leave no trace (a collective).
 
-    The task is a copy. Its `summarise` may need more than one batch, such as samples of each class: an error
-    there that the data can cause is a warning.
+    The task is a copy; one that cannot be copied is not tried. Its `summarise` may need more than one batch,
+    such as samples of each class: an error there that the data can cause is a warning.
 
     Raises:
         UserError: the evaluation fails, or lacks a metric that a setting names.
     """
-    if run.eval_loader is None:
+    if run.eval_loader is None or (task := independent_copy(run.task)) is run.task:
         return
     begin, failed = time.perf_counter(), list[str]()
     with generators_kept(), traceless(run.state.model):
-        first, task = run.eval_loader.first(), independent_copy(run.task)
+        first = run.eval_loader.first()
         for method in ("summarise", "summarise_rows"):
-            if (summarise := getattr(task, method, None)) is not None and task is not run.task:
+            if (summarise := getattr(task, method, None)) is not None:
                 setattr(task, method, _lenient(summarise, failed))
         context = ModelContext(run.dist, run.strategy, task, run.model, run.to_device, run.seed)
         try:
