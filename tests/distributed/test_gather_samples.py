@@ -13,6 +13,7 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 
 COLUMNS = {"label": torch.int64, "right": torch.bool, "score": torch.bfloat16, "nothing": torch.float32}
+COLUMNS |= {"number": torch.uint16, "wave": torch.complex64}  # which pickle lacks; conjugated
 
 
 class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -39,6 +40,7 @@ def _gathered() -> tuple[list[int], dict[str, torch.Tensor]] | None:
     for (values, labels), indices in loader:
         rows = {"score": values.bfloat16(), "label": labels, "right": labels % 3 == 0}
         rows["nothing"] = torch.zeros(len(labels), 0)
+        rows |= {"number": labels.to(torch.uint16), "wave": (labels + 1j).conj()}
         of_all.append(gather(rows, indices))
     if not here.is_main:
         assert of_all == [None] * len(of_all)
@@ -70,6 +72,7 @@ def test_each_sample_comes_once_and_in_order(world_size: int) -> None:
     assert indices == rows["label"].tolist() == expected
     assert rows["right"].tolist() == [index % 3 == 0 for index in expected]
     assert rows["score"].float().tolist() == [[index, index / 2] for index in expected]
+    assert rows["number"].tolist() == expected and rows["wave"].tolist() == [index - 1j for index in expected]
     assert {name: column.dtype for name, column in rows.items()} == COLUMNS
 
 
@@ -78,8 +81,8 @@ def test_rows_that_differ_are_named() -> None:
         for message, words in zip(
             said,
             (
-                r"rank 1 .* differs from rank 0 in the rows that Mine\.rows gives: .*\(2,\)",
-                r"Mine\.rows gives a with 3 rows, but must give a tensor with a row for each of 2 samples",
+                r"rank 1 .* differs from rank 0 in the rows that Mine\.rows gives: .*\(2,\).*; rows must have .*: pad them",
+                r"Mine\.rows gives a as \(3,\), but must give a tensor with a row for each of 2 samples",
                 r"gives .*float64.*, but gave .*float32.* for the batch before",
             ),
             strict=True,

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from trainer.distributed.agreement import compare_across_ranks
 from trainer.distributed.collectives import all_gather_single
 from trainer.errors import UserError
+from trainer.tensors.bits import bytes_of
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import Dist
@@ -21,6 +22,10 @@ Rows = dict[str, Tensor]
 IN_EVALUATION = (
     "which samples an evaluation has in a batch depends on the number of ranks; return the embeddings from "
     "the task's rows, and compare them in summarise_rows"
+)
+_ALIKE = (
+    "rows must have the same names, shape and dtype in every batch: pad them to one size "
+    "(torch.nn.functional.pad), and convert them to one dtype"
 )
 _refusals: list[str | None] = []  # of the run of this process, and what it does; empty outside a run
 
@@ -48,14 +53,23 @@ class SampleGather:
                 or from another rank.
         """
         self._check(rows, len(indices))
-        own = list(indices), {name: rows[name][: len(indices)].detach().cpu() for name in sorted(rows)}
+        own = (
+            list(indices),
+            {
+                name: bytes_of(column[: len(indices)].detach().cpu().resolve_conj().resolve_neg())
+                for name, column in sorted(rows.items())
+            },
+        )  # bytes, since pickle lacks some dtypes, such as uint16 and float8
         of_all: list[Any] | None = [None] * self._dist.world_size if self._dist.is_main else None
         dist.gather_object(own, of_all, dst=0)
         if of_all is None:
             return None
         together = [index for theirs, _ in of_all for index in theirs]
         order = torch.tensor(together, dtype=torch.int64).argsort()
-        whole = {name: torch.cat([theirs[name] for _, theirs in of_all])[order] for name in own[1]}
+        whole = {}
+        for name in own[1]:
+            column = torch.cat([theirs[name] for _, theirs in of_all]).view(rows[name].dtype)
+            whole[name] = column.view(len(together), *rows[name].shape[1:])[order]
         return sorted(together), whole
 
     def _check(self, rows: Mapping[str, Tensor], num_samples: int) -> None:
@@ -64,19 +78,18 @@ class SampleGather:
         for name, column in rows.items():
             is_tensor = isinstance(column, Tensor) and column.ndim > 0
             if not is_tensor or (num_samples and len(column) != num_samples):
-                found = f"with {len(column)} rows" if is_tensor else f"as a {type(column).__name__}"
+                found = type(column).__name__ if not isinstance(column, Tensor) else tuple(column.shape)
                 raise UserError(
-                    f"{self._source} gives {name} {found}, but must give a tensor with a row for each of "
+                    f"{self._source} gives {name} as {found}, but must give a tensor with a row for each of "
                     f"{num_samples} samples"
                 )
         layout = {name: f"{tuple(rows[name].shape[1:])} {rows[name].dtype}" for name in sorted(rows)}
         if not self._layout:
-            compare_across_ranks({f"the rows that {self._source} gives": str(layout)}, self._dist)
+            compare_across_ranks({f"the rows that {self._source} gives": str(layout)}, self._dist, _ALIKE)
             self._layout = layout
         if layout != self._layout:
             raise UserError(
-                f"{self._source} gives {layout}, but gave {self._layout} for the batch before; rows must "
-                "have the same shape and dtype: pad them"
+                f"{self._source} gives {layout}, but gave {self._layout} for the batch before; {_ALIKE}"
             )
 
 
