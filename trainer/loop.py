@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.accelerator import peak_memory_bytes
 from trainer.checks.rehearsal import rehearse
-from trainer.errors import StoppedBySignal, UserError
+from trainer.errors import StoppedBySignal, UserError, first_few
 from trainer.inference.evaluation import evaluate, show
 from trainer.step import train_step
 from trainer.training.evaluation_dry_run import dry_run_of_evaluation
@@ -43,9 +43,10 @@ def fit(run: "Run") -> dict[str, float]:
     elif evaluation and progress.evaluated_step != progress.step:
         run.state.after_evaluation(evaluation)
 
-    batches, is_rehearsed = None, False
+    batches, is_rehearsed, is_told = None, False, not run.train_loader.is_divided
     while not is_over(run):
         if batches is None:
+            epoch_first_sample = progress.samples_seen - progress.samples_in_epoch
             epoch, batches = progress.epoch, open_epoch(run)
             if batches is not None and not is_rehearsed:
                 rehearse(run, batches)
@@ -57,6 +58,8 @@ def fit(run: "Run") -> dict[str, float]:
         if steady.steps == 0 and progress.step >= run.steps_before + unsteady_steps(run):
             steady = meter.mark()
         if progress.epoch != epoch:
+            if batches is not None and not is_told:
+                is_told = warn_if_uneven(run, batches, epoch, progress.samples_seen - epoch_first_sample)
             batches = None
         if after is AfterStep.STOP:
             meter.pause()
@@ -141,17 +144,32 @@ def open_epoch(run: "Run") -> "Batches | None":
     progress = run.state.progress
     run.dist.heartbeat.enter("data")
     batches = run.train_loader.epoch(progress.epoch, progress.samples_in_epoch)
-    if run.agreement.all_have(batches.data_left):
+    ended, _ = run.agreement.ended(batches)
+    if not ended:
         return batches
     if not progress.samples_in_epoch:
+        where = f" on rank {first_few(ended)}" if run.train_loader.is_divided else ""
         raise UserError(
             f"the training data of epoch {progress.epoch} ends within its first global batch of "
-            f"{run.settings.global_batch_size} samples; lower train.global_batch_size, or look at the "
+            f"{run.settings.global_batch_size} samples{where}; lower train.global_batch_size, or look at the "
             "stream, with data.sharded at its shortest shard"
         )
     with run.gate.held():
         progress.end_epoch()
     return None
+
+
+def warn_if_uneven(run: "Run", batches: "Batches", epoch: int, num_samples: int) -> bool:
+    """Warn if the epoch ended while some ranks had data for another step; return whether (a collective)."""
+    ended, having = run.agreement.ended(batches)
+    if having and run.dist.is_main:
+        log.warning(
+            "epoch %d ended after %s samples, because the stream ended on rank %s. At least %s more samples "
+            "of rank %s are not used. Give every rank the same number of samples, or have the stream repeat "
+            "without end, and set train.max_steps",
+            *(epoch, f"{num_samples:,}", first_few(ended), run.split.local_size, first_few(having)),
+        )
+    return bool(having)
 
 
 def save(run: "Run") -> None:

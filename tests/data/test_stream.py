@@ -129,6 +129,16 @@ class ByRank(Numbers):
         super().__init__(split, 64, first=int(os.environ.get("RANK", 0)), step=2)
 
 
+class Shorter(ByRank):
+    """Says that it divides itself: 32 samples on rank 0, 16 on rank 1."""
+
+    divides_itself = True
+
+    def __init__(self, split: str) -> None:
+        super().__init__(split)
+        self.num_samples //= 1 + self.first
+
+
 class PartByRank(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """The same, read by index."""
 
@@ -161,6 +171,23 @@ def test_data_that_divides_itself_unsaid_is_told_before_the_first_step(tmp_path:
         )
         told = (run_dir / "train.log").read_text()
         assert told.count("reads another sample 0 of the training data than rank 0. If the dataset div") == 1
+
+
+@pytest.mark.slow
+def test_samples_that_only_some_ranks_have_left_are_told_once(tmp_path: Path) -> None:
+    words = [
+        f"data.dataset._target_={__name__}.Shorter",
+        "model.input_shape=[10]",
+        "train.eval_every_epochs=0",
+    ]
+    words += ["train.max_steps=9", "train.global_batch_size=8", "strategy=ddp", f"run_dir='{tmp_path}'"]
+    run_ranks(train, 2, *words, init=False)
+    told = (tmp_path / "train.log").read_text()
+    assert told.count("the stream ended on") == 1
+    assert "epoch 0 ended after 32 samples, because the stream ended on rank 1. At least 4 more" in told
+    too_large = (*words, "train.global_batch_size=64", f"run_dir='{tmp_path / 'other'}'")
+    for (message,) in run_ranks(refusals, 2, too_large, init=False):
+        assert "ends within its first global batch of 64 samples on rank 1; lower" in message
 
 
 def test_more_says_whether_another_step_follows() -> None:

@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from trainer import accelerator
 from trainer.accelerator import is_accelerator
+from trainer.distributed.agreement import gather_objects
 from trainer.exact.sum_order import AS_THEY_COME, SumOrder
 
 if TYPE_CHECKING:
     from trainer.comm.shared_memory import HostRows
+    from trainer.data.loading.loaders import Batches
     from trainer.distributed.process_group import Dist
 
 
@@ -103,10 +105,12 @@ class StepAgreement:
             self._agreed = Agreed(num_labels, after, not without_data)
         return self._agreed
 
-    def all_have(self, data_left: bool) -> bool:
-        """Whether all ranks have data for the first step of an epoch (a collective)."""
-        self.start((), AfterStep.CONTINUE, data_left)
-        return self.finish().data_left
+    def ended(self, batches: "Batches") -> tuple[list[int], list[int]]:
+        """The ranks without data for another step of the epoch, and those with (a collective)."""
+        own = batches.data_left if batches.accumulation else None  # of a rank that reads nothing
+        left = [own] if self._is_alone else gather_objects(own)
+        without, having = ([rank for rank, its in enumerate(left) if its is one] for one in (False, True))
+        return without, having
 
     def close(self) -> None:
         """Called once, after a successful run (a collective)."""

@@ -120,6 +120,7 @@ class TrainLoader(_Loader, ABC):
 
     steps_per_epoch: int | None
     is_stream = False
+    is_divided = False  # ranks read streams or shards of their own, which may end at different steps
 
     @abstractmethod
     def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
@@ -183,8 +184,8 @@ class _IndexLoader(TrainLoader):
         requests = copy.copy(self._requests)  # the loader still draws from its own
         requests.epoch, requests.first_sample = epoch, first_sample
         for request in itertools.islice(requests, requests.batch.accumulation):
-            for index in request.numbers:
-                for leaf in leaves(self._reader.__getitems__(Request(epoch, 0, [index]))):
+            for index, draw in zip(request.numbers, request.draws, strict=True):
+                for leaf in leaves(self._reader.__getitems__(Request(epoch, 0, [index], draws=[draw]))):
                     if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
                         return sample_name(self._reader.dataset, index)
         return None
@@ -215,6 +216,7 @@ class _StreamLoader(TrainLoader):
         super().__init__(self._stream, self._requests, settings, share)
         total, size = self.num_samples, batch.global_batch_size
         self.steps_per_epoch = None if total is None else total // size
+        self.is_divided = bool(own_of) or settings.sharded
         self._batches: Batches | None = None
 
     def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
