@@ -35,6 +35,11 @@ class InLists(Sentences):
         return [self[index] for index in indices]
 
 
+class TooFew(InLists):
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return super().__getitems__(indices[1:])
+
+
 class Forward(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return map(Sentences().__getitem__, range(24))
@@ -58,6 +63,10 @@ def test_fills_up_to_the_largest() -> None:
 def test_what_no_filling_up_makes_alike() -> None:
     with pytest.raises(UserError, match="differ in more than their sizes: 1 dimensions"):
         Padding(0)([torch.ones(1), torch.ones(1, 1)])
+    with pytest.raises(
+        UserError, match=r"TooFew.__getitems__ returned a list of 7 for 8 indices; return a list"
+    ):
+        list(train_loader(TooFew(), 8, collate=Padding()).epoch(0))
 
 
 @pytest.mark.parametrize("kind", ["by index", "in lists", "forward"])

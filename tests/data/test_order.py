@@ -5,6 +5,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -47,7 +48,15 @@ class Needs(Numbers):
 
 class Drawing(Numbers):
     def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index), torch.rand(())
+        return torch.tensor(super().__getitem__(index)), torch.rand(())
+
+
+class DrawingInBatches(Numbers):
+    def __getitems__(self, indices: Any) -> Any:
+        return self.draw(indices, np.zeros(len(indices)))
+
+    def draw(self, indices: Any, numbers: Any) -> Any:
+        return torch.tensor(indices), torch.from_numpy(numbers / 2**64).float()
 
 
 def mixture(
@@ -145,6 +154,31 @@ def test_a_sample_of_a_mixture_is_augmented_anew_each_time() -> None:
     assert len(set(drawn)) == 64 and len({number for number, _ in drawn}) <= 18
 
 
+@pytest.mark.parametrize("in_batches", [False, True])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_copies_of_a_sample_draw_other_numbers_on_any_ranks_and_after_a_resume(
+    in_batches: bool, workers: int
+) -> None:
+    def order(dataset: Any, generator: torch.Generator) -> list[int]:
+        few = torch.randperm(len(dataset), generator=generator)[:16]
+        return few.repeat_interleave(4).tolist()
+
+    def draws(
+        order: Order | None, replicas: int = 1, first: int = 0, **options: Any
+    ) -> list[tuple[int, float]]:
+        options |= {"order": order or shuffled, "num_workers": workers}
+        loaders = [train_loader(dataset, 16, replicas, r, **options).epoch(0, first) for r in range(replicas)]
+        ranks = [[torch.stack([number, drawn], 1) for number, drawn in loader] for loader in loaders]
+        return sorted(map(tuple, torch.cat([rows for rank in ranks for rows in rank]).tolist()))
+
+    dataset = (DrawingInBatches if in_batches else Drawing)(64)
+    alone = draws(order)
+    assert len(set(alone)) == len(alone) == 64 and len({number for number, _ in alone}) == 16
+    assert draws(order, 2) == draws(order, 4, micro=2) == alone
+    assert [pair for pair in alone if pair in draws(order, 2, first=32)] == draws(order, first=32)
+    assert len({*alone} & {*draws(None)}) == 16  # the first copy is the sample of an order without repeats
+
+
 def test_a_broken_sample_of_a_mixture_is_replaced() -> None:
     loader = train_loader(mixture(1, 4, num_samples=48, kind=Broken), 8, on_bad_sample="skip")
     seen = [sample for batch in loader.epoch(0) for sample in batch.tolist()]
@@ -167,7 +201,20 @@ def test_what_cannot_be_ordered_is_refused() -> None:
         calls.append(1)
         return torch.arange(len(dataset)).roll(len(calls))
 
+    def later(dataset: Any, generator: torch.Generator) -> torch.Tensor:
+        return torch.randperm(len(dataset), generator=generator) - int(generator.initial_seed() > 0)
+
     calls: list[int] = []
+    for order, words in (
+        (later, "the order of epoch 1 has indices from -1 to 98, but samples have 0 to 99"),
+        (
+            lambda *_: iter(range(100)),
+            "the order of epoch 1 is a range_iterator, but must be a tensor of indices",
+        ),
+        (lambda *_: [0.5] * 100, r"the order of epoch 1 is torch.float32 \(100,\), but must be"),
+    ):
+        with pytest.raises(UserError, match=words):
+            list(train_loader(Numbers(), 8, order=order).epoch(1))
     with pytest.raises(UserError, match="another one in a second call"):
         train_loader(Numbers(), 8, order=by_calls).order_hash()
     with pytest.raises(UserError, match=r"data\.order is for data that is read by index"):

@@ -13,7 +13,8 @@ from torch import Generator, Tensor
 from trainer.errors import UserError
 
 Order = Callable[[Any, Generator], Tensor]
-"""Gives len(dataset) indices, int64; some may be left out and others occur more than once."""
+"""Gives len(dataset) indices, int64; some may be left out and others occur more than once. Each time that a
+sample occurs in an epoch, it is read under other random numbers."""
 
 
 def shuffled(dataset: Any, generator: Generator) -> Tensor:
@@ -54,8 +55,7 @@ class ByLength:
 class ByWeight:
     """Draws each sample with a probability in proportion to its weight, with replacement.
 
-    The weights are `dataset.sample_weights`, at least 0 each. A sample that is drawn twice in an epoch has
-    the same augmentation both times.
+    The weights are `dataset.sample_weights`, at least 0 each.
     """
 
     def __call__(self, dataset: Any, generator: Generator) -> Tensor:

@@ -64,12 +64,15 @@ class Request:
         numbers: of this replica's samples, in the order of a stream or of held-out data; for training on data
             read by index, their indices.
         reading: a new number begins a stream again.
+        draws: for training on data read by index: what each sample's random numbers follow from, besides the
+            seed and the epoch (see `trainer.data.loading.sampler.draws_of`).
     """
 
     epoch: int
     first: int
     numbers: Any  # a range or a list
     reading: int = 0
+    draws: Sequence[int] = ()
 
 
 class Answer(NamedTuple):
@@ -126,9 +129,10 @@ class IndexReader(Reader):
 
     A dataset with ``__getitems__`` returns whole batches and is taken to be deterministic; one that also has
     ``draw(indices, numbers)`` makes its training batches with a random number for each sample, a
-    uint64 that follows from (seed, epoch, index) alone. Any other is read sample by sample, and Python's,
-    NumPy's and torch's generators are seeded from (seed, epoch, index) before each ``__getitem__``. So
-    augmentation does not depend on the world size, the number of workers, or where a run was resumed.
+    uint64 that follows from (seed, epoch, index, how often the index came before in the epoch) alone. Any
+    other is read sample by sample, and Python's, NumPy's and torch's generators are seeded from the same four
+    before each ``__getitem__``. So augmentation does not depend on the world size, the number of workers, or
+    where a run was resumed, and copies of a sample differ.
     Random numbers that ``data.collate`` draws follow from the last sample. Reading in the main process
     restores its generators.
 
@@ -174,10 +178,10 @@ class IndexReader(Reader):
     @abstractmethod
     def _read_batch(self, request: Request) -> Any: ...
 
-    def _read(self, epoch: int, index: int) -> Any | None:
+    def _read(self, epoch: int, index: int, draw: int) -> Any | None:
         """The sample, or None if it is broken and may be skipped."""
         self.heartbeat.read(index)
-        seed_generators(self.seed, epoch, index)
+        seed_generators(self.seed, epoch, draw)
         try:
             return sample_of(self.dataset, index)
         except BROKEN_DATA as error:
@@ -191,11 +195,11 @@ class IndexReader(Reader):
             logger.warning("%s; skipped", reason)
             return None
 
-    def _read_or_next(self, epoch: int, index: int) -> Any:
+    def _read_or_next(self, epoch: int, index: int, draw: int) -> Any:
         """The sample, or the next one that can be read, so that every batch is full."""
         for further in range(MAX_REPLACEMENTS):
             # An index may be beyond the number of samples of an epoch, as those of a Mixture.
-            sample = self._read(epoch, (index + further) % self.num_samples if further else index)
+            sample = self._read(epoch, (index + further) % self.num_samples if further else index, draw)
             if sample is not None:
                 return sample
         raise UserError(
@@ -222,13 +226,15 @@ class TrainReader(IndexReader):
         if self.in_batches:
             self.heartbeat.read(indices[0])
             if hasattr(self.dataset, "draw"):
-                fetched = self.dataset.draw(indices, random_numbers(self.seed, epoch, indices))
+                fetched = self.dataset.draw(indices, random_numbers(self.seed, epoch, request.draws))
             else:
                 fetched = self.dataset.__getitems__(indices)
             batch = collated_batch(fetched, self.dataset, indices, self.collate)
         else:
             with generators_kept(of_accelerators=False):
-                samples = [self._read_or_next(epoch, index) for index in indices]
+                samples = [
+                    self._read_or_next(epoch, *one) for one in zip(indices, request.draws, strict=True)
+                ]
                 batch = collated(samples, self.dataset, indices, self.collate)
         return Answer(batch, {}, self._sample_0(epoch))
 
@@ -262,8 +268,8 @@ class EvalReader(IndexReader):
             fetched = self.dataset.__getitems__(indices)
             return Answer(collated_batch(fetched, self.dataset, indices, self.collate), asked)
         with generators_kept(of_accelerators=False):
-            read = [(index, sample) for index in asked if (sample := self._read(0, index)) is not None]
-            samples = [sample for _, sample in read] or [self._read_or_next(0, 0)]
+            read = [(index, sample) for index in asked if (sample := self._read(0, index, index)) is not None]
+            samples = [sample for _, sample in read] or [self._read_or_next(0, 0, 0)]
             batch = collated(samples, self.dataset, indices, self.collate)
             return Answer(batch, [index for index, _ in read])
 
@@ -272,9 +278,14 @@ def collated_batch(fetched: Any, dataset: Any, indices: Sequence[int], collate: 
     """What `__getitems__` returned as a batch: torch lets it return a list of samples or a batch.
 
     Raises:
-        UserError: it is a batch, and `collate` is not torch's; or as `collated`.
+        UserError: it is a batch, and `collate` is not torch's; or a list of another length; or as `collated`.
     """
     if isinstance(fetched, list):
+        if len(fetched) != len(indices):
+            raise UserError(
+                f"{name_of(dataset)}.__getitems__ returned a list of {len(fetched)} for {len(indices)} "
+                "indices; return a list with a sample for each, or a whole batch as a tuple, dict or tensor"
+            )
         return collated(fetched, dataset, indices, collate)
     if collate is not default_collate:
         raise UserError(
