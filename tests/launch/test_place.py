@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import resource
 import signal
@@ -95,6 +96,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
             SRUN | {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "b", "MASTER_PORT": "9"},
             Place(2, 4, None, None, None, None, "tcp://b:9"),
         ),
+        (BY_HAND | {"MASTER_ADDR": "[::1]"}, Place(1, 2, None, None, None, None, "tcp://[::1]:29500")),
         (ALONE_IN_SRUN | BY_HAND, Place(1, 2, None, None, None, None, "tcp://[::1]:29500")),
         (ALONE_IN_SRUN, Place(0, 1, 0, 1, 0, "srun", None)),
         (SRUN | TORCHRUN, Place(3, 8, 1, 2, 1, "torchrun", "env://")),
@@ -108,6 +110,30 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 )  # fmt: skip
 def test_the_variables_of_each_launcher(told: Told, variables: dict[str, str], expected: Place) -> None:
     assert told(variables) == expected
+
+
+@pytest.mark.parametrize(("shell", "world_size"), [(["-i"], 1), (["-c", "read wait; true"], 4)])
+def test_an_interactive_shell_is_not_a_task(told: Told, shell: list[str], world_size: int) -> None:
+    """Nor is what is started in the shell of `srun -n4 --pty bash`, unlike in a script."""
+    terminal, its_end = pty.openpty()
+    command = ["setsid", "--ctty", "bash", "--norc", *shell]
+    process = subprocess.Popen(command, stdin=its_end, stdout=its_end, stderr=its_end)
+    task = {**SRUN, "SLURM_TASK_PID": str(process.pid), "SLURM_PROCID": "0"}
+    try:
+        deadline = time.monotonic() + 100
+        while Path(f"/proc/{process.pid}/cmdline").read_bytes()[:4] != b"bash":
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        while world_size == 1 and told(task).world_size > 1 and time.monotonic() < deadline:
+            time.sleep(0.02)  # it still starts
+        assert told(task).world_size == world_size
+        if world_size == 1:
+            assert told(task | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}).under_torchrun
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+        os.close(its_end)
 
 
 def test_by_hand_in_the_settings(told: Told) -> None:

@@ -5,11 +5,14 @@ told by `distributed.rank`, `distributed.world_size` and `distributed.init_metho
 each other raise an error: a run in which each process takes itself for the only one trains N times unnoticed.
 """
 
+import contextlib
 import os
 import re
+import signal
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from trainer.config import DistributedConfig
@@ -21,7 +24,7 @@ ENV = "env://"
 # Variables that tell a process its rank; they do not apply to a process that this one starts.
 TELLING = re.compile(
     r"(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*"
-    r"|PMIX?_.*|MPI_LOCAL.*|SLURM_(PROCID|LOCALID|NODEID|NTASKS|STEP_.*)|PET_.*|RINGMASTER_(STORE_FD|LAUNCHER))$"
+    r"|PMIX?_.*|MPI_LOCAL.*|SLURM_(PROCID|LOCALID|NODEID|NTASKS|STEP_.*)|PET_.*|RINGMASTER_(STORE_FD|LAUNCHER|END_FILE))$"
 )
 LISTENING = "RINGMASTER_STORE_FD"  # a socket that rank 0 has inherited, for the store at MASTER_PORT
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun only
@@ -81,6 +84,8 @@ def place(settings: DistributedConfig | None = None) -> Place:
         UserError: variables contradict each other, are incomplete or not numbers; or ranks cannot meet.
     """
     told = dict(os.environ)
+    if _is_interactive_shell(told.get("SLURM_TASK_PID", "")):
+        told.pop(_SRUN.rank, None)  # the rank of the shell, not of the programs that it starts
     init_method = ENV
     if settings is not None:
         init_method = settings.init_method
@@ -139,6 +144,18 @@ def publish(here: Place) -> None:
         os.environ.update({name: str(value) for name, value in told.items() if value is not None})
 
 
+def _is_interactive_shell(pid: str) -> bool:
+    """Whether this process is a shell with job control, as the task that `srun --pty bash` starts.
+
+    Every such shell ignores SIGTTOU, and programs do not. The shell's variables do not show it: an srun
+    within the shell inherits them.
+    """
+    with contextlib.suppress(OSError):
+        ignored = re.search(r"^SigIgn:\s*(\w+)", Path("/proc", pid, "status").read_text(), re.MULTILINE)
+        return ignored is not None and bool(int(ignored[1], 16) >> (signal.SIGTTOU - 1) & 1)
+    return False
+
+
 def _source(told: Mapping[str, str]) -> _LauncherVariables | None:
     """The most reliable source, after a check that all others agree with it; None without any source."""
     found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _speaks(source, told)]
@@ -161,7 +178,7 @@ def _source(told: Mapping[str, str]) -> _LauncherVariables | None:
 
 def _speaks(source: _LauncherVariables, told: Mapping[str, str]) -> bool:
     if source is _SRUN:
-        return source.world_size in told
+        return {source.rank, source.world_size} <= told.keys()
     if source is _PMI and _SRUN.world_size in told and _PMI.local_rank not in told:
         return False  # srun --mpi=pmi2 sets both; MPICH's own launcher sets the local rank, too
     return _complete(source, told)
@@ -210,7 +227,7 @@ def _refuse_to_be_alone(told: Mapping[str, str]) -> None:
 
 def _meeting_point(told: Mapping[str, str], source: _LauncherVariables, alone_on_host: bool) -> str:
     """Return tcp://HOST:PORT of rank 0; MASTER_ADDR and MASTER_PORT take precedence over derived values."""
-    address, port = told.get("MASTER_ADDR"), told.get("MASTER_PORT")
+    address, port = told.get("MASTER_ADDR", "").strip("[]"), told.get("MASTER_PORT")
     job = told.get("PMIX_NAMESPACE")
     if source is not _SRUN and alone_on_host:
         address = address or "127.0.0.1"
