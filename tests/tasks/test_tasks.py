@@ -195,7 +195,14 @@ def test_the_accuracy_of_a_model_with_a_loss_of_its_own(form: str) -> None:
         both = {"loss": loss, "logits": logits}
         return {"object": SimpleNamespace(**both), "dict": both, "tuple": (loss, logits)}[form]
 
+    def returns_hidden_states(logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return F.cross_entropy(logits, labels), logits @ torch.ones(4, 16)
+
     task: Any = OwnLoss()
+    batch = {"logits": logits, "labels": labels}
+    assert task.summarise(task.eval_sums(returns_hidden_states, batch)).keys() == {"loss"}
+    with pytest.raises(UserError, match="which this model does not return"):
+        task.predict(returns_hidden_states, batch)
     sums = [
         task.eval_sums(model, {"logits": logits[at], "labels": labels[at]}) for at in (slice(5), slice(5, 9))
     ]

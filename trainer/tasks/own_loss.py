@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from trainer.errors import UserError
 from trainer.tasks.cross_entropy import counted
@@ -19,7 +20,8 @@ class OwnLoss:
     without labels, or with floats, each sample counts.
 
     Evaluation: the mean of the loss over all counted labels; and accuracy, if the model also returns
-    ``logits`` (B, classes), and labels are classes (B,).
+    ``logits`` (B, classes), and labels are classes (B,). What is second in a tuple counts as logits if its
+    cross-entropy is the loss: hidden states have that shape, too.
 
     Args:
         shifted: whether the model leaves out the first label of each sequence, as causal language models of
@@ -55,11 +57,12 @@ class OwnLoss:
         logits, labels = _logits(output), batch.get("labels")
         if logits is None or labels is None or labels.ndim != 1 or labels.is_floating_point():
             return torch.stack([*sums, torch.zeros_like(count), torch.zeros_like(count)])
-        return torch.stack([*sums, (logits.argmax(1) == labels).sum().double(), count])
+        with_logits = torch.where(_explain(logits, labels, output), count, 0.0)
+        return torch.stack([*sums, (logits.argmax(1) == labels).sum().double(), with_logits])
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
         loss = {"loss": float(sums[0] / sums[1])}
-        return loss | ({"accuracy": float(sums[2] / sums[3])} if sums[3] else {})
+        return loss | ({"accuracy": float(sums[2] / sums[3])} if 0 < sums[3] == sums[1] else {})
 
     def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """prediction (B,), the most likely class, and probabilities (B, classes); label (B,) if known.
@@ -67,11 +70,14 @@ class OwnLoss:
         Raises:
             UserError: the model returns no logits of this shape.
         """
-        logits, labels = _logits(self._output(model, batch)), batch.get("labels")
-        if logits is None:
+        output, labels = self._output(model, batch), batch.get("labels")
+        logits = _logits(output)
+        if logits is None or (
+            labels is not None and labels.ndim == 1 and not _explain(logits, labels, output)
+        ):
             raise UserError(
-                "OwnLoss predicts classes from logits (B, classes), which this model does not return; give a "
-                "task of your own (data.task) a method predict"
+                "OwnLoss predicts classes from logits (B, classes), which this model does not return; let it "
+                "return a dict of loss and logits, or give a task of your own (data.task) a method predict"
             )
         known = {} if labels is None or labels.ndim != 1 else {"label": labels}
         return known | {"prediction": logits.argmax(1), "probabilities": logits.softmax(dim=1)}
@@ -109,3 +115,13 @@ def _logits(output: Any) -> Tensor | None:
     if logits is None and isinstance(output, tuple | list) and len(output) > 1:
         logits = output[1]
     return logits.float() if isinstance(logits, Tensor) and logits.ndim == 2 else None
+
+
+def _explain(logits: Tensor, labels: Tensor, output: Any) -> Tensor:
+    """Whether `logits` are logits, a bool: they have that name, or the loss is their cross-entropy."""
+    if not isinstance(output, tuple | list) or hasattr(output, "logits"):
+        return torch.ones((), dtype=torch.bool, device=logits.device)
+    column = labels.long().clamp(0, logits.shape[1] - 1)  # there may be more classes than hidden states
+    each = F.cross_entropy(logits, column, reduction="none") * counted(labels)
+    mean = each.sum() / counted(labels).sum()
+    return torch.isclose(mean, output[0].to(mean).squeeze(), rtol=1e-3, equal_nan=True)
