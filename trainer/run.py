@@ -26,6 +26,7 @@ from trainer.build import (
 )
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.finding import saved_settings_of
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.restoring import frozen_digests
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
@@ -189,8 +190,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     progress = checkpoint.progress if checkpoint else Progress()
     total_steps = planned_steps(progress, train, num_samples)
 
-    leaves_out = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
-    wrapped, num_parameters, flops, frozen = _model(config, data, task, split, strategy, dist, leaves_out)
+    wrapped, num_parameters, flops, frozen = _model(config, data, task, split, strategy, dist, checkpoint)
     state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch)
     saved = checkpoint.facts.get("exact") if checkpoint else None
     exact = exact_facts(train.exact, dist, saved, progress.step)
@@ -239,18 +239,19 @@ def _model(
     split: BatchSplit,
     strategy: Strategy,
     dist: Dist,
-    leaves_out: bool,
+    checkpoint: OpenCheckpoint | None,
 ) -> tuple[nn.Module, int, ModelFlops | None, dict[str, str]]:
     """The model, wrapped; the number of its parameters; what counts its FLOPs; and its `frozen_digests`.
 
-    Args:
-        leaves_out: whether a checkpoint, read or to be saved, leaves out what these digests are of.
+    These are needed if a checkpoint, read or to be saved, leaves out what they are of.
     """
     assert config.seed is not None
+    leaves_out = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
+    needs_initial = checkpoint is None or leaves_out  # a whole checkpoint replaces all initial weights
     build = partial(build_model, config.model, data.train_set)
     model = initial_model(build, config.seed, dist if strategy.fills_by_unit else None)
     agreement = Agreement(dist, config.checkpoint.timeout_s)
-    initial = begin(config.model, model, (agreement, dist.local_rank))
+    initial = begin(config.model, model, (agreement, dist.local_rank) if needs_initial else None)
     compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), dist)
     num_parameters = parameter_count(model.module.parameters())
     frozen = agreement.on_main(lambda: frozen_digests(model.module, initial)) if leaves_out else {}

@@ -96,6 +96,6 @@ def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number:
         scaled = run.state.scaler.scale(loss)
         # From a gradient of 1; of NaN if the loss is NaN or Inf, so that those of all ranks become NaN, too.
         scaled.backward(torch.rsub(scaled.detach(), 1, alpha=0))  # 1 - 0 * loss, in one kernel
-    made = loss.detach().float()
+    made = loss.detach() if loss.dtype == torch.float64 else loss.detach().float()
     # A replayed graph writes the next loss in the place of this one.
     return made.clone() if run.settings.compile_mode == "reduce-overhead" else made

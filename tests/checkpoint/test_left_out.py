@@ -1,5 +1,6 @@
 """checkpoint.frozen=false: frozen parameters that model.init_from gave are read from there again."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,12 +77,17 @@ def test_a_resume_reads_them_from_init_from(
 def refused(root: Path) -> list[str]:
     here = (*words(root), "strategy=single", f"run_dir={root / 'run'}", "train.max_steps=4")
     train(*here, "train.max_steps=2")
+    whole = (*here, "checkpoint.frozen=true", f"run_dir={root / 'whole'}")
+    hashes = [train(*whole)["param_sha256"]]
+    shutil.rmtree(root / "whole" / "checkpoints" / "step_00000004")
     begun(root, bias=2.0)
     changed = refusals((*here, "resume=auto"))
     (root / "base.pt").unlink()
     own = (*here, "resume=auto", "model.init_from=null", "checkpoint.frozen=true")
     none = (*here, "model.init_from=null", f"run_dir={root / 'other'}")
     gone = refusals((*here, "resume=auto"), own, none)
+    hashes.append(train(*whole, "resume=auto")["param_sha256"])  # which needs no initial weights
+    assert hashes[0] == hashes[1]
     begun(root)
     weights = (*here, f"model.init_from={root / 'run'}", f"run_dir={root / 'third'}")
     return [*changed, *gone, *refusals(weights)]
@@ -94,7 +100,9 @@ def test_other_or_missing_weights_are_refused_in_a_line(tmp_path: Path) -> None:
         f"leaves out {{}}, as checkpoint.frozen=false has it: model.init_from={tmp_path}/base.pt had other"
     )
     assert left_out.format("layers.0.bias") in changed
-    assert f"model.init_from={tmp_path}/base.pt does not exist: give its path" in missing
+    assert (
+        f"model.init_from={tmp_path}/base.pt does not exist: give its path as it is now. A new run" in missing
+    )
     assert left_out.format("layers.0.weight, layers.0.bias") in own
     assert "leaves out frozen parameters that came from model.init_from, and this model has none" in none
     assert "layers.0.bias: they are in model.init_from=" in weights

@@ -230,7 +230,10 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
 def _read(path: Location) -> dict[str, Any]:
     """The tensors and extra state in ``path``, by their names there. UserError if it cannot be read."""
     if not path.exists():
-        raise UserError(f"model.init_from={printable(path)} does not exist: give its path as it is now")
+        raise UserError(
+            f"model.init_from={printable(path)} does not exist: give its path as it is now. A new run "
+            "needs it, and a resumed one if checkpoint.frozen=false leaves frozen parameters out"
+        )
     try:
         if (path / SINGLE).exists():
             return _read_file(path / SINGLE)
