@@ -64,7 +64,7 @@ def train(
     Raises:
         UserError: the settings are wrong, or a file cannot be read or written; a ValueError.
         NonFiniteError: the loss or a gradient was NaN or Inf; an ArithmeticError.
-        StoppedBySignal: Ctrl-C or a signal; the run is saved, and resume=auto continues it.
+        StoppedBySignal: Ctrl-C or a signal; the run is saved, and its run_dir with resume=auto continues it.
         RuntimeError: a fault in the started processes. A fault in this one is raised as it is.
 
     The first three are in `trainer.errors`; each says in one line what to do.
@@ -93,9 +93,9 @@ def train(
     settings.run_dir = settings.run_dir or str(new_run_dir())  # else the launcher would choose another
     run_dir = Path(settings.run_dir)
     written_at = failure.written_at(run_dir)
-    status = launch(settings, [*overrides, set_to("run_dir", settings.run_dir)])
+    status, message = launch(settings, [*overrides, set_to("run_dir", settings.run_dir)])
     if status:
-        raise _end(status, run_dir, written_at)
+        raise _end(status, message, run_dir, written_at)
     return load_json(run_dir / "result.json")
 
 
@@ -158,7 +158,7 @@ def _refuse_classes_of_main(settings: Config) -> None:
             )
 
 
-def _end(status: int, run_dir: Path, written_at: int | None) -> Exception:
+def _end(status: int, message: str | None, run_dir: Path, written_at: int | None) -> Exception:
     """The exception with which the run would have ended in this process.
 
     Args:
@@ -166,9 +166,9 @@ def _end(status: int, run_dir: Path, written_at: int | None) -> Exception:
     """
     is_new = failure.written_at(run_dir) != written_at
     found = (failure.read(run_dir) if is_new else None) or {}
-    message = found.get("message") or f"the run ended with status {status}; see its output"
+    message = found.get("message") or message or f"the run ended with status {status}; see its output"
     if status == StoppedBySignal.exit_code and isinstance(found.get("step"), int):
-        return StoppedBySignal(found["step"])
+        return StoppedBySignal(found["step"], run_dir)
     for kind in (UserError, NonFiniteError):
         if status == kind.exit_code:
             return kind(message)

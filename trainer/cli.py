@@ -33,7 +33,8 @@ from trainer.launch.fresh import (
 )
 from trainer.launch.place import place, publish
 
-LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
+Launch = Callable[[config.Config, Sequence[str]], tuple[int, str | None]]
+LAUNCHERS: dict[str, Launch] = {"local": local.launch, "slurm": slurm.launch}
 
 
 @ends_its_threads()
@@ -94,10 +95,10 @@ def _is_of_hydra(error: Exception) -> bool:
     return str(last[0].f_globals.get("__name__")).startswith(("hydra.", "yaml."))
 
 
-def launcher(settings: config.LaunchConfig) -> Callable[[config.Config, Sequence[str]], int] | None:
-    """Starts the run with a command line, and returns its exit status; None to run in this process.
+def launcher(settings: config.LaunchConfig) -> Launch | None:
+    """Starts the run with a command line; returns its exit status, and why it ended, if that is known.
 
-    A process that a launcher started is one of the run's, and starts none.
+    None to run in this process: a process that a launcher started is one of the run's, and starts none.
     """
     return None if launched_by() else LAUNCHERS.get(settings.name)
 
@@ -112,7 +113,7 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
         SystemExit: with the status of the launched processes, unless it is 0.
     """
     if (launch := launcher(settings.launch)) is not None:
-        if status := launch(settings, argv):
+        if status := launch(settings, argv)[0]:
             sys.exit(status)
         return None
     here = place(settings.distributed)

@@ -222,23 +222,34 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 LEAVES = """
-import atexit, sys, threading
+import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from trainer.launch.exits import ends_its_threads
 atexit.register(print, "at exit")
 with ends_its_threads():
     print("begun")
-    threading.Thread(target=threading.Event().wait, name="uploader").start()
+    (idle := ThreadPoolExecutor(thread_name_prefix="idle")).submit(print, "worked").result()
+    {start}
     {end}
 """
+THREAD = 'threading.Thread(target=threading.Event().wait, name="uploader").start()'
+POOL = '(pool := ThreadPoolExecutor(thread_name_prefix="uploader")).submit(time.sleep, 300); time.sleep(0.5)'
+
+
+def test_an_idle_pool_is_left_to_python() -> None:
+    assert really("-c", LEAVES.format(start="", end="")) == (0, "begun\nworked\nat exit\n")
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "said"), [("pass", 0, ""), ("sys.exit(75)", 75, ""), ("1 / 0", 1, "ZeroDivisionError")]
+    ("start", "end", "code", "said"),
+    [(THREAD, "pass", 0, ""), (POOL, "sys.exit(75)", 75, ""), (THREAD, "1 / 0", 1, "ZeroDivisionError")],
 )
-def test_a_thread_that_a_program_leaves_ends_with_it(end: str, code: int, said: str) -> None:
-    status, output = really("-c", LEAVES.format(end=end))
-    assert (status, output.splitlines()[:2]) == (code, ["begun", "at exit"])
-    assert said in output and "thread uploader, still at work, ends with the program" in output
+def test_a_thread_that_a_program_leaves_ends_with_it(start: str, end: str, code: int, said: str) -> None:
+    status, output = really("-c", LEAVES.format(start=start, end=end))
+    assert (status, output.splitlines()[:3]) == (code, ["begun", "worked", "at exit"])
+    assert said in output and re.search(
+        "0] thread uploader[^ ]*, still at work, ends with the program", output
+    )
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
         monkeypatch.setenv("HOUSE", str(ROOT))
         overrides = ["launch=local", f"launch.processes={len(attempts[0])}", f"run_dir={tmp_path}/run"]
         overrides += [f"launch.max_restarts={max_restarts}", "model.hidden=[8]", *more]
-        return local.launch(settings(*overrides), overrides)
+        return local.launch(settings(*overrides), overrides)[0]
 
     return launch
 
@@ -176,7 +176,7 @@ import sys
 from tests.runs import settings
 from trainer.launch import fresh, local
 fresh.program = lambda: [sys.executable, {str(actor)!r}]
-sys.exit(local.launch(settings(*{overrides}), {overrides}))
+sys.exit(local.launch(settings(*{overrides}), {overrides})[0])
 """
     (tmp_path / "launcher.py").write_text(script)
     environment = {"HOUSE": str(ROOT), "ACT": json.dumps([{"0": how, "1": how}])}

@@ -136,7 +136,7 @@ class Ending:
             if (file := self._members[rank].error_file) is not None:
                 tell_torchrun(verdict.message, file, at=began + after_s)
         if verdict.kind == "orderly" and verdict.ranks[0] not in self._here:
-            failure.tell_next_attempt(verdict.status, verdict.message)
+            failure.tell_launcher(verdict.status, verdict.message)
 
     def _kill_stuck(self, verdict: Verdict) -> None:
         for neighbour in [each for rank, each in self._here.items() if rank != self._rank]:

@@ -11,6 +11,7 @@ from trainer.files.untrusted import load_json
 from trainer.files.writing import atomic_file
 
 NAME = "failure.json"
+END_FILE = "RINGMASTER_END_FILE"  # where ranks of launch=local write their end, in an environment variable
 
 
 def write(run_dir: Path, facts: dict[str, Any]) -> bool:
@@ -48,7 +49,7 @@ def forget(run_dir: Path) -> None:
         (run_dir / NAME).unlink(missing_ok=True)
 
 
-def tell_next_attempt(status: int, message: str) -> None:
+def tell_launcher(status: int, message: str) -> None:
     if (file_of_end := end_file()) is not None:
         with contextlib.suppress(OSError), atomic_file(file_of_end) as file:
             file.write(json.dumps({"status": status, "message": message}).encode())
@@ -58,8 +59,10 @@ def end_file() -> Path | None:
     """The file in which this attempt's ranks on this host record an end: one that a restart cannot help
     is final, and after a fault the next attempt waits.
 
-    It lies in torchrun's directory for the attempt. torchrun creates a new one when it restarts all ranks
-    only because hosts join or leave. Other launchers do not restart after such ends.
+    Under torchrun it lies in the directory of the attempt. torchrun creates a new one when it restarts all
+    ranks only because hosts join or leave. launch=local returns the message to its caller.
     """
+    if (told := os.environ.get(END_FILE)) is not None:
+        return Path(told)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] / "ringmaster_end.json" if error_file is not None else None

@@ -71,7 +71,7 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
                     f"python -m {module} {options.run}, after srun under SLURM; or use launch=local"
                 )
             if config.launch.name == "local" and launched_by() is None:
-                sys.exit(local.launch(config, sys.argv[1:], module))
+                sys.exit(local.launch(config, sys.argv[1:], module)[0])
             here = place(config.distributed)
             publish(here)
             if here.rank == 0:  # it writes files: remove partial ones

@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.overrides import in_words
 from trainer.errors import (
-    EndedBefore,
     NonFiniteError,
     RunEndError,
     StoppedBySignal,
@@ -46,9 +45,18 @@ def ends_its_threads() -> Iterator[None]:
         yield
     finally:
         main = threading.main_thread()
-        left = [each for each in threading.enumerate() if not each.daemon and each is not main]
+        others = [each for each in threading.enumerate() if not each.daemon and each is not main]
+        left = [each for each in others if not _waits_for_work(each)]
         if left:
             _leave(sys.exc_info()[1], left)
+
+
+def _waits_for_work(thread: threading.Thread) -> bool:
+    """Whether it is idle in a ThreadPoolExecutor, as torch has for compiling: Python ends it by itself."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None or frame.f_back is None or frame.f_globals["__name__"] != "concurrent.futures.thread":
+        return False
+    return frame.f_back.f_code is threading.Thread.run.__code__  # else it runs what was submitted
 
 
 def _leave(error: BaseException | None, left: Sequence[threading.Thread]) -> None:
@@ -89,7 +97,7 @@ def exits() -> Iterator[None]:
         status = getattr(error, "exit_code", UserError.exit_code)
         # Before the ranks have met, the stop may be torchrun's, which is about to restart after a death.
         if not (isinstance(error, StoppedBySignal) and error.step is None):
-            failure.tell_next_attempt(status, message)
+            failure.tell_launcher(status, message)
         if not isinstance(error, StoppedBySignal):  # perhaps by torchrun, because of another rank
             tell_torchrun(message)
         if wants_traceback:
@@ -98,7 +106,7 @@ def exits() -> Iterator[None]:
             _say_once(message + (which_try() if status not in _FINAL else "") + see(message))
         sys.exit(status)
     except Exception as error:
-        failure.tell_next_attempt(1, str(error))
+        failure.tell_launcher(1, str(error))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
@@ -117,7 +125,9 @@ def _end_as_before() -> None:
         with contextlib.suppress(OSError, UserError):
             end = load_json(file_of_end)
             if end["status"] in _FINAL:
-                raise EndedBefore(end["status"], end["message"])
+                error = RunEndError(end["message"])
+                error.exit_code = end["status"]
+                raise error
             time.sleep(PAUSES_S[min(restarts, len(PAUSES_S)) - 1])
 
 

@@ -9,15 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
+from trainer.files import failure
 from trainer.files.writing import new_run_dir
 from trainer.launch import fresh
 from trainer.launch.exits import PAUSES_S
@@ -29,8 +31,8 @@ _POLL_S = 0.05
 _TOLD = (UserError.exit_code, NonFiniteError.exit_code)  # what rank 0 tells for all
 
 
-def launch(config: Config, argv: Sequence[str], module: str | None = None) -> int:
-    """Run `argv` in `launch.processes` processes on this host; return the exit status of the run.
+def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tuple[int, str | None]:
+    """Run `argv` in `launch.processes` processes on this host; return its status, and why it ended if known.
 
     After a fault, up to `launch.max_restarts` further attempts start from the newest checkpoint, each after
     a pause. A UserError, a loss that is not finite, and a stop are final.
@@ -58,7 +60,7 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> in
         # The given resume holds until the run has saved; auto also before, since the directory is used now.
         is_told = config.resume is not None and not any((run_dir / "checkpoints").glob("step_*"))
         again = ["resume=auto"] if attempt and not is_told else []
-        status = _attempt(processes, [*argv, *again], config.distributed.shrink)
+        status, message = _attempt(processes, [*argv, *again], config.distributed.shrink)
         if status != 1 or attempt == max_restarts:
             break
         pause_s = PAUSES_S[min(attempt, len(PAUSES_S) - 1)]
@@ -68,11 +70,13 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> in
             file=sys.stderr,
         )
         time.sleep(pause_s)
-    return status
+    return status, message
 
 
-def _attempt(processes: int, argv: Sequence[str], shrinks: bool = False, module: str | None = None) -> int:
-    """Start the ranks and wait for their end; return the exit status.
+def _attempt(
+    processes: int, argv: Sequence[str], shrinks: bool = False, module: str | None = None
+) -> tuple[int, str | None]:
+    """Start the ranks and wait for their end; return what `launch` does.
 
     Args:
         shrinks: whether the others go on when some are ended by a signal.
@@ -89,30 +93,36 @@ def _attempt(processes: int, argv: Sequence[str], shrinks: bool = False, module:
 
     try:
         # A socket that already listens avoids a race for a free port: rank 0 inherits it.
-        with stop_signals_to(pass_on), socket.create_server(("127.0.0.1", 0)) as server:
+        with (
+            stop_signals_to(pass_on),
+            tempfile.TemporaryDirectory() as folder,
+            socket.create_server(("127.0.0.1", 0)) as server,
+        ):
+            address, port = server.getsockname()
+            told = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": address}
+            told |= {"MASTER_PORT": port, failure.END_FILE: f"{folder}/{failure.NAME}"}
             for rank in range(processes):
-                ranks.append(_start(rank, processes, server, argv, module))
+                ranks.append(_start(rank, server, argv, module, told))
                 for pipe, out in ((ranks[-1].stdout, sys.stdout), (ranks[-1].stderr, sys.stderr)):
                     if pipe:
                         printers.append(threading.Thread(target=_print, args=(pipe, out, rank), daemon=True))
                         printers[-1].start()
             server.close()
             codes = _wait(ranks, shrinks)
+            told_end = failure.read(Path(folder)) or {}
     finally:
         for process in ranks:
             process.kill()
             process.wait()
         for printer in printers:
             printer.join(1)
-    return _status(codes, received, shrinks)
+    return _status(codes, received, shrinks), told_end.get("message")
 
 
 def _start(
-    rank: int, processes: int, server: socket.socket, argv: Sequence[str], module: str | None
+    rank: int, server: socket.socket, argv: Sequence[str], module: str | None, told: Mapping[str, object]
 ) -> subprocess.Popen[bytes]:
-    address, port = server.getsockname()
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    told |= {"MASTER_ADDR": address, "MASTER_PORT": port} | ({} if rank else {LISTENING: server.fileno()})
+    told = {**told, "RANK": rank, "LOCAL_RANK": rank} | ({} if rank else {LISTENING: server.fileno()})
     pipe = None if rank == 0 and sys.stdout is sys.__stdout__ else subprocess.PIPE  # None not in a notebook
     streams: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "pass_fds": [] if rank else [server.fileno()]}
     return fresh.start(argv, module=module, launcher="local", environment=told, **streams)

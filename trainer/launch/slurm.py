@@ -22,7 +22,7 @@ from trainer.launch.signals import stop_signals_to
 _LAST_TASK_S = 120
 
 
-def launch(config: Config, argv: Sequence[str]) -> int:
+def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
     """Submit the run, print its job and logs, and wait for its end unless told not to; return its status.
 
     Raises:
@@ -37,7 +37,7 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     script = _script(settings, run_dir / "slurm", command_line, config.distributed.shrink)
     if settings.dry_run:
         print(script)
-        return 0
+        return 0, None
     if shutil.which("sbatch") is None:
         raise UserError(
             "launch=slurm needs SLURM's sbatch, which is not here; launch.dry_run=true prints the script"
@@ -64,7 +64,7 @@ def launch(config: Config, argv: Sequence[str]) -> int:
         status = submitted.wait()  # sbatch itself waits for a controller that is away
     if status:
         print(f"job {job} ended with status {status}", file=sys.stderr, flush=True)
-    return status
+    return status, None
 
 
 def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bool) -> str:
