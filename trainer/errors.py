@@ -66,11 +66,11 @@ class StoppedBySignal(RunEndError):  # noqa: N818, not an error
 
     exit_code = 75
 
-    def __init__(self, step: int | None) -> None:
+    def __init__(self, step: int | None, run_dir: object = "DIR") -> None:
         super().__init__(
             "stopped by a signal before all ranks had met: no step was made"
             if step is None
-            else f"stopped by a signal after step {step}; resume=auto continues from there"
+            else f"stopped by a signal after step {step}; run_dir={run_dir} resume=auto continues from there"
         )
         self.step = step
 
@@ -160,14 +160,6 @@ def which_try() -> str:
     tries = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) + 1
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + 1
     return f"; this was try {number} of {tries}" if tries > 1 else ""
-
-
-class EndedBefore(RunEndError):  # noqa: N818, not an error
-    """torchrun restarted a launch after an end that a restart cannot help: end in the same way."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.exit_code = status
 
 
 def first_few(items: Iterable[object], most: int = 5) -> str:

@@ -66,7 +66,7 @@ def fit(run: "Run") -> dict[str, float]:
             save(run)
             run.checkpointer.saving.done()
             run.checkpointer.finish_remote()
-            raise StoppedBySignal(progress.step)
+            raise StoppedBySignal(progress.step, run.as_built.run_dir)
         save_due = run.checkpointer.due(progress, end_of_epoch=batches is None) or after is AfterStep.SAVE
         if batches is None or save_due or evaluation_due(run):
             meter.pause()

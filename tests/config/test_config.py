@@ -198,6 +198,7 @@ def test_own_values_are_shared_and_those_of_hydra_resolved(tmp_path: Path) -> No
     ("override", "words"),
     [
         ("hydra.run.dir=x", "hydra.run.dir is x, which has no effect; leave it out: run_dir=..."),
+        ("resume=auto", "run_dir is null, which means a new directory for each run; set it"),
         ("hydra.job.chdir=true", "hydra.job.chdir is True, which has no effect"),
         ("+vars.out=${hydra:runtime.output_dir}", "is run_dir, which is null and chosen later; set run_dir"),
         _slow("run_dir=${hydra:runtime.output_dir}", "is run_dir, which is null and chosen later"),

@@ -83,7 +83,7 @@ def _existing(resume: str) -> Path:
     """The directory of the checkpoint that ``resume`` names. UserError if there is none, or it is a run."""
     directory = Path(resume).resolve()
     if not directory.is_dir():
-        raise UserError(f"resume={resume} is not a directory; give the path of a checkpoint, or resume=auto")
+        raise UserError(f"resume={resume} is not a directory; give a checkpoint, or run_dir=DIR resume=auto")
     if (directory / "checkpoints").is_dir():
         raise UserError(
             f"resume={resume} is a run; give one of its checkpoints, or run_dir={resume} resume=auto"

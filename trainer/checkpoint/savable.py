@@ -125,8 +125,8 @@ def refuse_not_finite(found: Sequence[Sequence[str]], step: int, hosts: Sequence
             shown = first_few((name.removeprefix("model.") for name in names), 1)
             raise NonFiniteError(
                 f"{shown} holds NaN or Inf after step {step} on {hosts[rank]}; nothing of that step is "
-                "saved. Lower optim.lr, or set train.clip_grad_norm; resume=auto continues from the "
-                "checkpoint before",
+                "saved. Lower optim.lr, or set train.clip_grad_norm; the same run_dir with resume=auto "
+                "continues from the checkpoint before",
                 ranks=(rank,),
             )
 

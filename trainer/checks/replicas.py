@@ -97,7 +97,8 @@ class ReplicaCheck:
         equal_at = "" if self._checked_at is None else f" (they were equal at step {self._checked_at})"
         return ReplicasDifferError(
             f"replicas differ after step {step}{equal_at}: {'; '.join(sentences)}. "
-            "Nothing was saved since; resume=auto continues from the last checkpoint. Suspect code that "
+            "Nothing was saved since; the same run_dir with resume=auto continues from the last checkpoint. "
+            "Suspect code that "
             "treats ranks differently: a call of model.module past DDP, an update of its own, as in a hook; "
             "or the memory or the processor there. To train on different processors together, set "
             "train.check_replicas_every=null",

@@ -20,6 +20,11 @@ def check_contradictions(config: Config) -> None:
             f"data.images.mean is {images.mean}, but data.images.std is {images.std}; set both, with a "
             "number for each channel, or neither"
         )
+    if config.resume == "auto" and config.run_dir is None:
+        raise UserError(
+            "resume=auto continues the run in run_dir, but run_dir is null, which means a new directory for "
+            "each run; set it, as in run_dir=runs/mine resume=auto"
+        )
     if train.histograms_every is not None and not train.logs(train.histograms_every):
         raise UserError(
             f"train.histograms_every is {train.histograms_every}, but must be a multiple of "
