@@ -116,7 +116,8 @@ class CrossEntropy:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    return F.cross_entropy(logits.float(), labels, **options)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide, labels, **options)
 
 
 def logits_as_made(output: Any) -> Tensor:
