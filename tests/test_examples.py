@@ -24,6 +24,7 @@ AT_LEAST = {  # of the metrics of whole runs, by example and run; negative: at m
         "detection": {"eval/found": 0.75},
         "diffusion": {"eval/loss": -0.65},
         "lstm": {"eval/loss": -1.9},
+        "codebook": {"eval/loss": -0.055},
         "lora": {"eval/perplexity": -62},
     }
 }

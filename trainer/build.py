@@ -28,6 +28,7 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, first_few
 from trainer.optim.adapters import add_adapters
 from trainer.optim.param_groups import freeze, keep_frozen_statistics
+from trainer.optim.plain_names import named_buffers
 from trainer.strategies.base import Strategy
 from trainer.strategies.meta_init import InitialModel
 from trainer.strategies.units import checkpoint_activations
@@ -186,7 +187,7 @@ def build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
             f"model: {node['_target_']} leaves the shape of {', '.join(lazy)} to its first batch, but ranks "
             "and optimizer need it before: set the sizes, as in torch.nn.Linear for LazyLinear"
         )
-    for name, tensor in (*parameters.items(), *model.named_buffers()):
+    for name, tensor in {**parameters, **dict(named_buffers(model)), **model.state_dict()}.items():
         is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
         if is_plain and (problem := unsavable(tensor)) is not None:  # wrapping it would fail less clearly
             raise UserError(f"model: {node['_target_']} has {name}, which {problem}")

@@ -28,6 +28,7 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.finding import saved_settings_of
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.restoring import frozen_digests
+from trainer.checks.buffers import BufferCheck
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
@@ -200,7 +201,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         if num_samples is not None:
             state.progress.skip_short_rest(train.global_batch_size, num_samples)
 
-    checks = _checks(strategy, task, data, wrapped, state, train, dist)
+    checks = _checks(strategy, task, data, state, train, dist)
     return Run(
         dist=dist,
         strategy=strategy,
@@ -295,27 +296,16 @@ def _state(
 
 
 def _checks(
-    strategy: Strategy,
-    task: Task,
-    data: Data,
-    wrapped: nn.Module,
-    state: TrainState,
-    train: TrainConfig,
-    dist: Dist,
+    strategy: Strategy, task: Task, data: Data, state: TrainState, train: TrainConfig, dist: Dist
 ) -> Checks:
-    model, order = strategy.unwrap(wrapped), strategy.order
+    groups, shares = strategy.replica_groups(), strategy.shares_optimizer
+    kept = KeptBuffers(state.model) if train.skip_nonfinite else None
+    not_finite, limit = data.train_loader.not_finite, strategy.order.limit
     return Checks(
-        replicas=ReplicaCheck(
-            dist, strategy.replica_groups(), train.check_replicas_every, strategy.shares_optimizer
-        ),
-        gradients=GradientCheck(
-            dist,
-            KeptBuffers(state.model) if train.skip_nonfinite else None,
-            data.train_loader.not_finite,
-            order.limit,
-            train.skip_nonfinite,
-        ),
-        unsaved=UnsavedState(model, task, state.optimizer, strategy.replica == 0),
+        replicas=ReplicaCheck(dist, groups, train.check_replicas_every, shares),
+        gradients=GradientCheck(dist, kept, not_finite, limit, train.skip_nonfinite),
+        unsaved=UnsavedState(state.model, task, state.optimizer, strategy.replica == 0),
+        buffers=BufferCheck(state.model, dist, strategy.order.by_leaves),
     )
 
 

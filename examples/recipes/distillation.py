@@ -23,7 +23,8 @@ class Pair(nn.Module):
         if not both:
             return self.student(images)
         with torch.no_grad():
-            wanted = self.teacher.eval()(images)
+            self.teacher.eval()
+            wanted = self.teacher(images)
         return self.student(images), wanted
 
 

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from tests import runs
+from trainer import api
 from trainer.inference.evaluation import evaluation_mode
 
 
 class Merging(nn.Module):
-    """As LoRA: for evaluation, a product of two small matrices is added to the weight."""
+    """Like LoRA, with a `train` that returns nothing: for evaluation, a product of two small matrices is added to the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,12 +20,11 @@ class Merging(nn.Module):
         self.down, self.up = nn.Parameter(torch.randn(2, 64)), nn.Parameter(torch.randn(10, 2))
         self.merged = False
 
-    def train(self, mode: bool = True) -> "Merging":
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
         super().train(mode)
         if self.merged == mode:
             self.base.weight.data += (self.up @ self.down).detach() * (-1 if mode else 1)
             self.merged = not mode
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x.flatten(1))
@@ -42,7 +42,8 @@ def test_modes_come_back() -> None:
         assert not model[1].training and not merging.base.weight.equal(weight)
     assert model.training and model[1].training and not merging.norm.training
     torch.testing.assert_close(merging.base.weight, weight)
-    with evaluation_mode(model.eval()):
+    model.eval()
+    with evaluation_mode(model):
         pass
     assert not model.training and not model[1].training
 
@@ -54,3 +55,5 @@ def test_a_checkpoint_saved_after_an_evaluation_is_of_training(tmp_path: Path) -
     settings += ["checkpoint.every_steps=2", "checkpoint.every_epochs=null"]
     whole, resumed = runs.whole_and_resumed(tmp_path, 6, "logger=jsonl", *settings)
     assert whole == resumed
+    assert isinstance(model := api.load_model(tmp_path / "whole"), Merging) and not model.training
+    assert isinstance(api.open(tmp_path / "whole").model, Merging)

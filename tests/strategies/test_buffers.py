@@ -1,7 +1,11 @@
-"""Buffers of every dtype: those of rank 0 are what all ranks evaluate and save, under each strategy."""
+"""Buffers of every dtype: those of rank 0 are what all ranks evaluate and save, under each strategy.
+
+A warning names those that ranks change each in its own way, unless they are a batch norm's statistics.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,9 +13,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
+import trainer
 from tests.ranks import run_ranks
-from tests.runs import TORCH_2_14, context_of
+from tests.runs import TORCH_2_14, context_of, train
 from trainer.loop import fit
 
 DTYPES = [
@@ -83,3 +89,58 @@ def test_all_ranks_have_those_of_rank_0(tmp_path: Path) -> None:
             assert seen[0] == seen[1] == zeros  # the rehearsal leaves none
         for strategy in found:
             assert found[strategy][1][2] == ones, f"{strategy}, before its second forward pass on rank {rank}"
+
+
+class Centred(nn.Module):
+    """Forward subtracts a running mean, and updates it: by its rank's rows, or by all."""
+
+    def __init__(self, gathers: bool = False, begins: int = 1) -> None:
+        super().__init__()
+        self.gathers, self.begins = gathers, begins
+        self.layer, self.norm = spectral_norm(nn.Linear(6, 2)), nn.BatchNorm1d(2)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("passes", torch.tensor(0))
+        self.register_buffer("neighbours", (torch.eye(6).roll(1, 0) / 9).to_sparse(), persistent=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        centred = rows - self.mean
+        self.passes += self.training
+        if self.training and self.passes >= self.begins:
+            of_all = trainer.gather(rows)[0] if self.gathers else rows
+            self.mean.lerp_(of_all.mean(0), 0.5)
+        outputs = self.layer(centred + torch.sparse.mm(self.neighbours, centred.T).T)
+        return outputs + 0 * self.norm(outputs)
+
+
+CENTRED = ("model._target_=tests.strategies.test_buffers.Centred", "train.log_every_steps=1", "ema.decay=0.9")
+
+
+def of_ways(root: Path, ways: dict[str, tuple[str, ...]]) -> dict[str, tuple[list[float], list[str]]]:
+    """The losses of each run, and its warnings of buffers."""
+    found = {}
+    for number, (name, way) in enumerate(ways.items()):
+        train(*COMMON, *CENTRED, *way, f"run_dir={root / str(number)}")
+        lines = map(json.loads, (root / str(number) / "metrics.jsonl").read_text().splitlines())
+        losses = [line["train/loss"] for line in lines if "train/loss" in line]
+        said = (root / str(number) / "train.log").read_text().splitlines()
+        found[name] = losses, [line for line in said if "leaves different values" in line]
+    return found
+
+
+@pytest.mark.slow
+def test_buffers_in_which_ranks_differ_are_named_once(tmp_path: Path) -> None:
+    late = ("strategy=ddp", "+model.begins=2", "train.skip_nonfinite=1")
+    ways = {name: (f"strategy={name}",) for name in ("ddp", "fsdp")}
+    ways |= {f"{name} gathers": (*way, "+model.gathers=true") for name, way in ways.items()}
+    ways |= {"late, evaluates": late, "late, saves": (*late, "train.eval_every_epochs=0")}
+    found = run_ranks(of_ways, 2, tmp_path / "2", ways, init=False)[0]
+    alone = {"single": ("strategy=single",), "exact": ("strategy=single", "train.exact=2")}
+    single, exact = run_ranks(of_ways, 1, tmp_path / "1", alone, init=False)[0].values()
+    assert not single[1] and "a step with train.exact in buffers of the model: mean. Before" in exact[1][0]
+    for name, (losses, warnings) in found.items():
+        if "gathers" in name:
+            assert (losses, warnings) == (pytest.approx(single[0], abs=1e-6), []), name
+        else:
+            assert (
+                len(warnings) == 1 and "on each rank in buffers of the model: mean. Before" in warnings[0]
+            ), name

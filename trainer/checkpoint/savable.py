@@ -134,7 +134,7 @@ def refuse_not_finite(found: Sequence[Sequence[str]], step: int, hosts: Sequence
 def unsavable(tensor: Tensor) -> str | None:
     """Why a checkpoint cannot hold ``tensor``, or a resume cannot fill it, as the end of a sentence."""
     if tensor.layout != torch.strided:
-        return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); save it dense, with to_dense()"
+        return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); make it dense, or persistent=False"
     if tensor.is_meta or tensor.is_nested or type(tensor) not in (Tensor, nn.Parameter):
         return f"is on the meta device, nested or a {type(tensor).__name__}, not a plain tensor with numbers"
     if tensor.dtype not in DTYPES.values():

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.distributed.agreement import gather_objects
 from trainer.errors import UserError, first_few
-from trainer.optim.plain_names import keepers_of_extra_state
+from trainer.optim.plain_names import keepers_of_extra_state, named_buffers
 from trainer.strategies.placement import not_all
 from trainer.tasks.base import begin_step_of_task, refuse_own_parameters
 from trainer.tasks.label_counts import count_labels, described, loss_of
@@ -62,8 +62,10 @@ def rehearse(run: "Run", batches: "Batches") -> None:
         for _ in range(strategy.num_rehearsed):
             _drop_gradients(model)
             strategy.begin_step(run.model)
+            buffers = list[Tensor]()
             for number, batch in enumerate(own):
                 _make_pass(run, batch, number, number + 1 == len(own), gathered)
+                buffers.append(run.checks.buffers.hashes())
             heartbeat.skip(("forward", "backward"), run.split.fewer if is_exact else 1 - len(own))
             changed = _changed(model, weights, versions)
             made = [name for name, _ in model.named_parameters() if weights and name not in weights]
@@ -74,6 +76,7 @@ def rehearse(run: "Run", batches: "Batches") -> None:
             if strategy.uses == "all" and own and idle and not is_exact:
                 raise UserError(f"strategy=ddp: the loss used {not_all(idle)}")
             strategy.aggregate(run.model)
+            run.checks.buffers.compare(buffers)
     has_gradients = any(p.grad is not None for p in trained.values())
     if not any(gather_objects(has_gradients) if run.dist.world_size > 1 else [has_gradients]):
         raise UserError(f"the first backward pass gave no parameter a gradient. {_no_gradients(is_sharded)}")
@@ -152,12 +155,12 @@ def traceless(model: nn.Module) -> Iterator[None]:
 
     A buffer that the passes made, or made larger, stays: its module may know its size.
     """
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    buffers = {name: buffer.detach().clone() for name, buffer in named_buffers(model)}
     keepers = keepers_of_extra_state(model).values()
     states = [copy.deepcopy(keeper.get_extra_state()) for keeper in keepers]
     yield
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
+        for name, buffer in named_buffers(model):
             was = buffers.get(name)
             if was is not None and was.shape == buffer.shape and not same_bits(was, buffer.detach()):
                 buffer.copy_(was)

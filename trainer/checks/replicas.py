@@ -3,8 +3,8 @@
 Gradients are averaged, so a rank whose memory or arithmetic failed once continues with other parameters
 than its peers forever, unnoticed: losses differ anyway, and a checkpoint holds one rank's values.
 
-Buffers are not compared. Running statistics follow each rank's own data by design, and rank 0's are
-used wherever the model is evaluated or saved.
+Buffers are compared in buffers.py, with a warning alone: running statistics follow each rank's own data by
+design, and rank 0's are used wherever the model is evaluated or saved.
 """
 
 import hashlib

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from trainer.distributed.collectives import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.digits import from_digits, to_digits
+from trainer.optim.plain_names import named_buffers, places_of_buffers
 from trainer.tensors.bits import same_bits
 
 _CHUNK = 1 << 12  # numbers of all leaves at once, since each takes some 50 times its memory
@@ -24,11 +25,7 @@ class LeafBuffers:
 
     def __init__(self, model: nn.Module, num_leaves: int) -> None:
         self._model, self._num_leaves = model, num_leaves
-        self._places = {
-            f"{prefix}.{name}".lstrip("."): (module, name)
-            for prefix, module in model.named_modules()
-            for name, _ in module.named_buffers(recurse=False)
-        }
+        self._places = places_of_buffers(model)
         self._names = list(self._places)
         self._changing: list[str] | None = None
         self._begin: dict[str, Tensor] = {}
@@ -64,7 +61,7 @@ class LeafBuffers:
                 step made one.
         """
         made, self._made = self._made, []
-        if late := {name for name, _ in self._model.named_buffers()} - self._places.keys():
+        if late := {name for name, _ in named_buffers(self._model)} - self._places.keys():
             raise UserError(
                 f"train.exact: a step made the buffer {min(late)}, without a mean over leaves; register it "
                 "in __init__"
@@ -119,8 +116,7 @@ class LeafBuffers:
         return {name: self._buffer(name).clone() for name in names}
 
     def _buffer(self, name: str) -> Tensor:
-        module, own_name = self._places[name]
-        return getattr(module, own_name)
+        return getattr(*self._places[name])
 
 
 def _rows(values: list[Tensor]) -> Tensor:

@@ -64,11 +64,12 @@ def _model_to_evaluate(context: ModelContext) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Each module's own mode comes back afterwards, by `model.train()`, which may do more than set flags."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        yield model.eval()
+        model.eval()  # a user's train() may return nothing
+        yield
     finally:
         model.train(modes[0][1])
         for module, training in modes:

@@ -60,7 +60,9 @@ class RestoredRun(ModelContext):
     @property
     def module(self) -> nn.Module:
         """The user's module, in evaluation mode."""
-        return self.strategy.unwrap(self.model).eval()
+        model = self.strategy.unwrap(self.model)
+        model.eval()
+        return model
 
     def take_averages(self) -> None:
         """Replace the weights by their moving averages (a collective)."""
@@ -122,7 +124,8 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
         model, frozen, _ = _initial(config, Alone(), local_rank=0, sharded_over=None)
         model.fill(model.module)
     _read(model.module, config, checkpoint, Alone(), torch.device("cpu"), frozen)
-    return model.module.eval()
+    model.module.eval()
+    return model.module
 
 
 def _initial(

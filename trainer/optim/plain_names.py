@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 # Prefixes that torch.compile and activation checkpointing add to parameter names.
@@ -47,14 +48,20 @@ def every_parameter(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def buffers_outside(model: nn.Module, in_model_state: set[str]) -> dict[str, Tensor]:
     """Buffers outside the model's state dict, which forward may use and change."""
-    named = ((plain_name(name), buffer) for name, buffer in model.named_buffers())
+    named = ((plain_name(name), buffer) for name, buffer in _dense_buffers(model))
     return {name: buffer for name, buffer in named if name not in in_model_state}
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each buffer under each of its names in the plain module."""
-    for name, buffer in model.named_buffers(remove_duplicate=False):
+    """Each dense buffer under each of its names in the plain module; sparse ones stay as they were built."""
+    for name, buffer in _dense_buffers(model, remove_duplicate=False):
         yield plain_name(name), buffer
+
+
+def places_of_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The module and the attribute of each of `named_buffers`: forward may assign another tensor there."""
+    parts = {name: name.rpartition(".") for name, _ in _dense_buffers(model, remove_duplicate=False)}
+    return {plain_name(name): (model.get_submodule(prefix), own) for name, (prefix, _, own) in parts.items()}
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -76,6 +83,11 @@ def buffer_names(model: nn.Module) -> set[str]:
     """The dotted paths of buffers in a state dict."""
     names = [name for name, _ in named_buffers(model)]
     return {f"{part}.{name}" for part in ("model", "buffers", "ema.weights") for name in names}
+
+
+def _dense_buffers(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    named = model.named_buffers(remove_duplicate=remove_duplicate)
+    return ((name, buffer) for name, buffer in named if buffer.layout == torch.strided)
 
 
 def plain_name(name: str) -> str:

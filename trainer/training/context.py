@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checks.buffers import BufferCheck
 from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
@@ -28,6 +29,7 @@ class Checks(NamedTuple):
     replicas: ReplicaCheck
     gradients: GradientCheck
     unsaved: UnsavedState
+    buffers: BufferCheck
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from trainer.config import Config
 from trainer.data.loading.loaders import TrainLoader
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.optim.plain_names import keepers_of_extra_state, named_buffers
+from trainer.optim.plain_names import keepers_of_extra_state, named_buffers, places_of_buffers
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Strategy
 from trainer.tensors.bits import same_bits
@@ -37,12 +37,7 @@ class KeptBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._places = {
-            plain: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for (plain, _), (name, _) in zip(
-                named_buffers(model), model.named_buffers(remove_duplicate=False), strict=True
-            )
-        }
+        self._places = places_of_buffers(model)
         live = {name: self._buffer(name) for name in self._places}
         self._large = {name: buffer for name, buffer in live.items() if buffer.nbytes > _SMALL_BYTES}
         self._versions = {name: buffer._version for name, buffer in self._large.items()}
@@ -109,8 +104,7 @@ class KeptBuffers:
         ]
 
     def _buffer(self, name: str) -> Tensor:
-        module, attribute = self._places[name]
-        buffer: Tensor = getattr(module, attribute)
+        buffer: Tensor = getattr(*self._places[name])
         return buffer
 
 

@@ -116,7 +116,8 @@ class ModelFlops:
 
         try:
             with generators_kept(), self._fakes, FlopCounterMode(display=False) as counter:
-                loss_of(self._task, model.train(), mapped(batch, self._faked))[0].backward()
+                model.train()
+                loss_of(self._task, model, mapped(batch, self._faked))[0].backward()
             self._per_step = counter.get_total_flops() * self._micro_batches
         except Exception as error:  # a forward pass may need values in any way
             reason = first_line(error)

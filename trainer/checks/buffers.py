@@ -1,0 +1,73 @@
+"""Compares the buffers that forward passes leave, before rank 0's or, if exact, their mean replace them."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+
+from trainer.distributed.process_group import Dist
+from trainer.errors import first_few
+from trainer.optim.plain_names import places_of_buffers
+from trainer.strategies.sharding import BATCH_NORMS
+from trainer.tensors.bits import bit_hashes
+
+log = logging.getLogger(__name__)
+# Forward in training doesn't read their running statistics.
+_NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+_OF_RANKS = (
+    "on each rank",
+    "those of rank 0 replace the others, so a codebook or a running normalizer loses what it counted on the "
+    "other ranks. Reduce it over ranks in forward, with trainer.gather or torch.distributed.all_reduce",
+)
+_OF_PASSES = (
+    "in each pass of a step with train.exact",
+    "their mean replaces them, which is right for a running mean, but not for a codebook: that needs "
+    "train.exact=null",
+)
+
+
+class BufferCheck:
+    """Warns, once for each buffer, if ranks, or the passes of an exact step, leave it with different values.
+
+    Args:
+        model: unwrapped; buffers that are registered later are not compared.
+    """
+
+    def __init__(self, model: nn.Module, dist: Dist, is_exact: bool) -> None:
+        self._dist, self._is_exact = dist, is_exact
+        places = places_of_buffers(model) if dist.world_size > 1 or is_exact else {}
+        self._places = {name: place for name, place in places.items() if not isinstance(place[0], _NORMS)}
+        self._warned: set[str] = set()
+
+    def hashes(self) -> Tensor:
+        """Return the hash of each buffer, and its complement; this waits for the device."""
+        found = bit_hashes((name, getattr(*place)) for name, place in self._places.items())
+        hashes = torch.tensor([*found.values()], dtype=torch.int64)
+        return torch.stack([hashes, ~hashes])
+
+    def compare(self, passes: Sequence[Tensor] | None = None) -> None:
+        """Warn of buffers that differ (a collective).
+
+        Args:
+            passes: `hashes` after each pass of this rank, which may have made none; by default those of now.
+        """
+        if not self._places:
+            return
+        least = torch.full((2, len(self._places)), torch.iinfo(torch.int64).min)
+        own = [self.hashes()] if passes is None else passes
+        most = torch.stack([least, *own]).amax(0).to(self._dist.device)
+        torch_dist.all_reduce(most, torch_dist.ReduceOp.MAX)
+        differ = (most[0] != ~most[1]).tolist()  # the greatest complement is that of the least hash
+        found = [name for name, differs in zip(self._places, differ, strict=True) if differs]
+        if (new := [name for name in found if name not in self._warned]) and self._dist.is_main:
+            where, what_follows = _OF_PASSES if self._is_exact else _OF_RANKS
+            log.warning(
+                "forward leaves different values %s in buffers of the model: %s. Before the next step, %s. "
+                "The difference is harmless if forward in training doesn't use what an earlier step left "
+                "there. See docs/howto/buffers.md",
+                *(where, first_few(new), what_follows),
+            )
+        self._warned.update(new)
