@@ -41,6 +41,7 @@ from trainer.optim.trained import Trained
 from trainer.strategies.base import grad_scaler, parameter_count
 from trainer.strategies.meta_init import InitialModel, initial_model, on_meta
 from trainer.tasks import offers
+from trainer.tasks.base import call_begin_step
 from trainer.tasks.label_counts import loss_of
 from trainer.tensors.local_shard import to_local
 
@@ -208,7 +209,7 @@ class Stage:
                 parameter.grad = bucket
         module.train()
         if offers(self._dry_run.task, "begin_step"):
-            self._dry_run.task.begin_step(1, 1)
+            call_begin_step(self._dry_run.task, 1, 1, self._plain)
         try:
             for micro_step in range(accumulation if self.trains else 0):
                 on_device = self._to_device(batch)

@@ -64,9 +64,9 @@ class _Unconnected(ParameterServer):
     def _placed(self, model: nn.Module) -> nn.Module:
         return model
 
-    def connect(self, trained: list[nn.Parameter]) -> Exchange:
+    def connect(self, parameters: list[nn.Parameter]) -> Exchange:
         bucket_bytes = int(self.settings.bucket_mb * 2**20)
-        return _WithoutValues(trained, self.servers, self.workers, self.dist.rank, None, bucket_bytes)
+        return _WithoutValues(parameters, self.servers, self.workers, self.dist.rank, None, bucket_bytes)
 
     def aggregate(self, model: nn.Module) -> None:
         self.exchange.push()

@@ -27,7 +27,8 @@ from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, first_few
 from trainer.optim.adapters import add_adapters
-from trainer.optim.param_groups import freeze, keep_frozen_statistics
+from trainer.optim.frozen_statistics import keep_frozen_statistics
+from trainer.optim.param_groups import freeze
 from trainer.optim.plain_names import named_buffers
 from trainer.strategies.base import Strategy
 from trainer.strategies.meta_init import InitialModel

@@ -5,13 +5,15 @@ import gc
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.build import (
     Data,
@@ -192,7 +194,8 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     total_steps = planned_steps(progress, train, num_samples)
 
     wrapped, num_parameters, flops, frozen = _model(config, data, task, split, strategy, dist, checkpoint)
-    state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch)
+    earlier = checkpoint.trained if checkpoint else ()
+    state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch, earlier)
     saved = checkpoint.facts.get("exact") if checkpoint else None
     exact = exact_facts(train.exact, dist, saved, progress.step)
     data_states = checkpointer.bind(state, exact, frozen)
@@ -269,17 +272,31 @@ def _model(
 
 
 def _state(
-    config: Config, strategy: Strategy, wrapped: nn.Module, total_steps: int, steps_per_epoch: int | None
+    config: Config,
+    strategy: Strategy,
+    wrapped: nn.Module,
+    total_steps: int,
+    steps_per_epoch: int | None,
+    earlier: Collection[str],
 ) -> TrainState:
-    """The state that training changes, before the first step."""
-    trained = Trained(strategy.unwrap(wrapped))
+    """The state that training changes, before the first step.
+
+    Args:
+        earlier: names of parameters that the run trained before this resume.
+    """
     fused_on_cpu = config.train.exact is None and config.train.precision != "fp16"
-    optimizer = build_optimizer(trained, config.optim, fused_on_cpu)
     facts = ScheduleFacts(total_steps, steps_per_epoch)
     of_schedule = facts.in_steps(config.schedule)
-    schedule = build_schedule(of_schedule, optimizer, facts)
-    check_schedule(schedule, evaluates=config.train.evaluates)
-    strategy.order.check(optimizer, strategy.gradients_differ)
+
+    def build(trained: Trained) -> tuple[Optimizer, LRScheduler]:
+        optimizer = build_optimizer(trained, config.optim, fused_on_cpu)
+        schedule = build_schedule(of_schedule, optimizer, facts)
+        check_schedule(schedule, evaluates=config.train.evaluates)
+        strategy.order.check(optimizer, strategy.gradients_differ)
+        return optimizer, schedule
+
+    trained = Trained(strategy.unwrap(wrapped), earlier)
+    optimizer, schedule = build(trained)
     early_end = EarlyEnd(config.train.stop, config.train.max_hours)
     state = TrainState(
         trained,
@@ -289,6 +306,7 @@ def _state(
         Progress(),
         settings_of(of_schedule, facts),
         early_end=early_end,
+        build=build,
     )
     if config.ema.decay is not None:
         state.keep_average(config.ema.decay, config.ema.warmup)

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainer.checks.rehearsal import make_dry_run
+from trainer.checks.trainable import follow_begin_step, follow_loss
 from trainer.tasks.base import begin_step_of_task, end_step_of_task
 from trainer.tasks.label_counts import count_labels, divided, loss_of
 from trainer.tensors.generators import seed_micro_batch
@@ -33,9 +35,14 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
     with run.meter.reading():
         micro_batches = batches.take()  # none on a rank that only serves parameters
     counts = [count_labels(run.task, batch, run.split) for batch in micro_batches]
-    run.agreement.start(counts, run.asked(), batches.data_left)
+    other_trained = begin_step_of_task(run, step)
+    run.agreement.start(counts, run.asked(), batches.data_left, other_trained)
 
-    begin_step_of_task(run, step)
+    if other_trained:
+        run.agreement.finish()  # raises if only some ranks train others
+        with run.meter.resting():
+            if follow_begin_step(run):
+                make_dry_run(run, micro_batches)
     checks.gradients.begin_step()
     strategy.begin_step(run.model)
     run.gate.note_shared_buffers()
@@ -88,6 +95,8 @@ def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number:
     with strategy.gradient_sync(run.model, enabled=last):
         with strategy.autocast():
             loss, parts = loss_of(run.task, run.model, run.to_device(batch), label_count)
+        if not number:
+            follow_loss(run)
         # Those of a mean replica if gradients are averaged over replicas, of all if they are added up.
         all_labels = run.agreement.finish().num_labels / strategy.order.mean_over(strategy.num_replicas)
         loss = divided(loss, all_labels, label_count)

@@ -14,7 +14,8 @@ from tests.ranks import run_ranks
 from trainer.config import load
 from trainer.errors import UserError
 from trainer.loop import fit
-from trainer.optim.param_groups import build_optimizer, freeze, keep_frozen_statistics, parameter_sets
+from trainer.optim.frozen_statistics import follow_frozen_statistics, keep_frozen_statistics
+from trainer.optim.param_groups import build_optimizer, freeze, parameter_sets
 from trainer.optim.schedules import ScheduleFacts, build_schedule
 from trainer.optim.trained import Trained
 from trainer.run_dir.metrics_file import read_metrics
@@ -128,6 +129,9 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
     model(torch.randn(4, 2) + 5)
     assert not model[1].running_mean.any() and model[2].running_mean.any()
     assert [module.training for module in model] == [True, False, True]
+    model[1].requires_grad_(True)
+    follow_frozen_statistics(model)
+    assert model[1].training
     with pytest.raises(UserError, match="leaves no parameter of 6 to train"):
         freeze(model, {"freeze": "."})
 

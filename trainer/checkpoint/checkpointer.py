@@ -5,7 +5,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
@@ -241,6 +241,14 @@ class Checkpointer:
         self._agreement.everywhere(look)
         self._changing = {f"model.{name}" for name in changed}
         self._remote.follow()
+
+    def refuse_left_out(self, names: Collection[str]) -> None:
+        """Raise UserError if saves leave out one of these parameters, which are trained from now on."""
+        if found := sorted(self._facts[LEFT_OUT].keys() & names):
+            raise UserError(
+                f"checkpoint.frozen=false leaves out {first_five(found)}, frozen at the start and trainable "
+                "now; set checkpoint.frozen=true"
+            )
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:
         """Whether the settings ask for a checkpoint after this optimizer step, or at this end of an epoch."""

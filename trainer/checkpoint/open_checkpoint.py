@@ -99,6 +99,13 @@ class OpenCheckpoint:
         """The run's progress, in a new object."""
         return Progress(**self.facts["state"]["progress"])
 
+    @property
+    def trained(self) -> set[str]:
+        """The names of the parameters that the optimizer of the run had."""
+        return {
+            name for group in self.facts["state"]["optimizer"]["param_groups"] for name in group["params"]
+        }
+
     def data_states(self) -> list[dict[str, Any]]:
         """Where the data of each rank stands, from its loader."""
         found = self.read_named([name for name in self.index if name.startswith(f"{DATA_STATES}.")])

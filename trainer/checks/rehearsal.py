@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from trainer.checks.trainable import follow_begin_step, follow_loss
 from trainer.distributed.agreement import gather_objects
 from trainer.errors import UserError, first_few
 from trainer.optim.plain_names import keepers_of_extra_state, named_buffers
@@ -47,18 +48,34 @@ def rehearse(run: "Run", batches: "Batches") -> None:
         UserError: something in the model, the task or the loss cannot be trained as it is; most errors on
             every rank alike.
     """
-    strategy, begin, micro_batches = run.strategy, time.perf_counter(), batches.ahead()
+    begin = time.perf_counter()
     _compare_data(run, batches.first_read())
+    run.dist.heartbeat.step = run.state.progress.step + 1
+    make_dry_run(run, batches.ahead(), begins_step=True)
+    run.strategy.prepare(run.state)
+    log.info("rehearsed a pass in %.2f s", time.perf_counter() - begin)
+
+
+def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = False) -> None:
+    """Compute gradients of the first of these micro-batches, and drop them (a collective).
+
+    Args:
+        begins_step: whether to call `begin_step` of the task, which the step otherwise has done.
+    """
+    strategy = run.strategy
     is_exact = strategy.order.by_leaves
     own = micro_batches if is_exact else micro_batches[:1]
     model, heartbeat = run.state.model, run.dist.heartbeat
-    heartbeat.step = run.state.progress.step + 1
-    trained, is_sharded = run.state.trained.whole, run.state.trained.is_sharded
+    is_sharded = run.state.trained.is_sharded
     gathered = GatheredParameters(model) if is_sharded else None
     weights = {} if is_sharded else bit_sums(model.named_parameters())
     versions = {} if is_sharded else _versions(model)
     with generators_kept(), traceless(model):
-        begin_step_of_task(run, heartbeat.step)
+        if begins_step:
+            other_trained = begin_step_of_task(run, heartbeat.step)
+            if any(gather_objects(other_trained) if run.dist.world_size > 1 else [other_trained]):
+                follow_begin_step(run)
+        trained = run.state.trained.trainable()
         for _ in range(strategy.num_rehearsed):
             _drop_gradients(model)
             strategy.begin_step(run.model)
@@ -84,8 +101,6 @@ def rehearse(run: "Run", batches: "Batches") -> None:
         gathered.close()
     _drop_gradients(model)
     run.gate.changed_weights = changed
-    strategy.prepare(run.state)
-    log.info("rehearsed a pass in %.2f s", time.perf_counter() - begin)
 
 
 def _compare_data(run: "Run", first: Mapping[int, int]) -> None:
@@ -131,6 +146,7 @@ def _make_pass(
         with strategy.autocast(), strategy.explaining("forward"):
             loss, _ = loss_of(run.task, run.model, run.to_device(batch), count)
         if not number:
+            follow_loss(run)
             names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
             if gathered is not None:
                 gathered.compare_root()

@@ -48,11 +48,12 @@ class UnsavedState:
 
     Args:
         model: unwrapped.
+        optimizer: may be replaced by another.
         looks: whether this rank compares; one is enough, the first of those that train.
     """
 
     def __init__(self, model: nn.Module, task: Any, optimizer: Optimizer, looks: bool) -> None:
-        self._model, self._task, self._optimizer, self._looks = model, task, optimizer, looks
+        self._model, self._task, self.optimizer, self._looks = model, task, optimizer, looks
         self._num_steps = 0
         self._before: dict[str, Print | None] = {}  # fingerprints of the last step of a pair
         self._warned: set[str] = set()
@@ -113,10 +114,10 @@ class UnsavedState:
         for name, value in (vars(task) | parts).items():
             if name not in self._left_out:
                 yield f"task.{name}", fingerprint(value, known)
-        optimizers = {id(part): part for part in parts_of(self._optimizer)}.values()
-        if len(optimizers) == 1 and type(self._optimizer).state_dict is not Optimizer.state_dict:
+        optimizers = {id(part): part for part in parts_of(self.optimizer)}.values()
+        if len(optimizers) == 1 and type(self.optimizer).state_dict is not Optimizer.state_dict:
             return
-        known |= {id(self._optimizer), *map(id, optimizers)}  # torch binds methods to them
+        known |= {id(self.optimizer), *map(id, optimizers)}  # torch binds methods to them
         for part in optimizers:
             held = {name: v for name, v in vars(part).items() if name not in _OF_EVERY_OPTIMIZER}
             known |= {id(v) for v in leaves(held) if isinstance(v, Optimizer)}  # they share its state

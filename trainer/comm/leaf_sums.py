@@ -99,16 +99,21 @@ class LeafSums:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], num_leaves: int) -> None:
+        self._encoder = Encoder(num_leaves)
+        self._had: set[nn.Parameter] = set()
+        self._messages: dict[int, Tensor] = {}
+        self.follow(parameters)
+
+    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """From the next step on add the gradients of these parameters instead."""
         if unfit := [name for name, parameter in parameters.items() if parameter.is_complex()]:
             raise UserError(
                 f"train.exact adds gradients as integers, but {unfit[0]} has complex numbers; keep it as two "
                 "real parameters (torch.complex joins them), or set train.exact=null"
             )
-        self._names, self._encoder = dict(parameters), Encoder(num_leaves)
+        self.parameters = dict.fromkeys(parameters.values()).keys()
         self._groups: list[_Group] = []
         self._place: dict[Tensor, tuple[_Group, int]] = {}
-        self._had: set[nn.Parameter] = set()
-        self._messages: dict[int, Tensor] = {}
 
     def reset(self) -> None:
         """Called before the first leaf of a step."""
@@ -125,7 +130,7 @@ class LeafSums:
             UserError: a gradient is sparse.
         """
         if not self._groups:
-            self._groups = _grouped(list(self._names.values()))
+            self._groups = _grouped(list(self.parameters))
             self._place = {
                 p: (group, begin)
                 for group in self._groups

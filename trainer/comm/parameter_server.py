@@ -45,7 +45,7 @@ class Exchange:
     """One rank's part in it. A rank may be a server, a worker or both, and sends itself nothing.
 
     Args:
-        parameters: those trained, the same on each rank.
+        parameters: the same on each rank; those that require gradients travel.
         servers, workers: their ranks, together all of `group`.
         bucket_bytes: the most in a bucket, unless a single parameter is larger.
 
@@ -66,10 +66,17 @@ class Exchange:
         self._others = sorted({*servers, *workers} - {rank})
         owner = owners(parameters, servers)
         self.owned = {server: [p for p in parameters if owner[p] == server] for server in servers}
-        self.buckets = [
-            bucket for server, own in self.owned.items() for bucket in _buckets(server, own, bucket_bytes)
-        ]
+        self._bucket_bytes = bucket_bytes
+        self.follow_trainable()
         self.begin_counting()
+
+    def follow_trainable(self) -> None:
+        """From now on move the parameters that require gradients now; the owner of each stays."""
+        self.buckets = [
+            bucket
+            for server, own in self.owned.items()
+            for bucket in _buckets(server, [p for p in own if p.requires_grad], self._bucket_bytes)
+        ]
 
     def begin_counting(self) -> None:
         self.moved, self.waited_s, self.steps = 0, 0.0, 0
@@ -143,9 +150,12 @@ class Exchange:
 
 
 def owners(parameters: Sequence[nn.Parameter], servers: Sequence[int]) -> dict[nn.Parameter, int]:
-    """The server of each parameter: the largest first, each to the one that holds the fewest bytes."""
+    """The server of each parameter: the largest first, each to the one that holds the fewest bytes.
+
+    Frozen parameters come last, because they may never be trained.
+    """
     held, found = dict.fromkeys(servers, 0), {}
-    for parameter in sorted(parameters, key=lambda parameter: -parameter.nbytes):
+    for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.nbytes)):
         found[parameter] = min(servers, key=held.__getitem__)
         held[found[parameter]] += parameter.nbytes
     return found

@@ -24,7 +24,7 @@ def add_by_leaves(model: nn.Module, num_leaves: int) -> list["ShardSums"]:
     encoder, all_sums = Encoder(num_leaves), []
     for name, unit in units_of(model):
         parameters = {getattr(part, of) for part, of in own_parameters(unit)}
-        all_sums.append(ShardSums(name, [p for p in parameters if p.requires_grad], encoder))
+        all_sums.append(ShardSums(name, list(parameters), encoder))
         module: Any = unit
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -59,7 +59,7 @@ class ShardSums:
     keeps that of the others.
 
     Args:
-        parameters: of the unit, sharded.
+        parameters: of the unit, sharded; each leaf uses all that require gradients.
     """
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter], encoder: Encoder) -> None:
@@ -90,14 +90,14 @@ class ShardSums:
             UserError: a leaf used only some parameters of the unit: torch leaves out the others.
         """
         world, numel, device = dist.get_world_size(group), len(output_tensor), output_tensor.device
-        if self._sums is None:
-            self._sums = torch.zeros(numel + 1, dtype=torch.int64, device=device)
         if numel != self._num_elements(world):
             raise UserError(
                 f"train.exact: a part of the batch used only some parameters of {self._name}, and under "
                 "strategy=fsdp a unit's are added as one; use strategy=ddp "
                 "strategy.find_unused_parameters=true, or freeze what is never used (model.freeze)"
             )
+        if self._sums is None or len(self._sums) != numel + 1:  # a step trains other parameters of the unit
+            self._sums = torch.zeros(numel + 1, dtype=torch.int64, device=device)
         message = self._encoder.zeros(world * (numel + 1), device).view(world, -1)
         count = torch.zeros_like(self._sums[-1:])
         for to, own in zip(message, input_tensor.view(world, numel), strict=True):
@@ -112,4 +112,5 @@ class ShardSums:
 
     def _num_elements(self, world: int) -> int:
         """Of the shard, padded as torch does it: the rows of each parameter are cut into equal parts."""
-        return sum(rows_of_shard(len(p), 0, world)[1] * math.prod(p.shape[1:]) for p in self._parameters)
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        return sum(rows_of_shard(len(p), 0, world)[1] * math.prod(p.shape[1:]) for p in trained)

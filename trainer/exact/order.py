@@ -1,6 +1,6 @@
 """Numbers of micro-batches are added by leaves, with equal bits anywhere."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -49,8 +49,14 @@ class ByLeaves(SumOrder):
         self._buffers = LeafBuffers(model, self.num_leaves)
         self._shards, self._reduces = shards, reduces
         if not shards:
-            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            self.sums = LeafSums(trained, self.num_leaves)
+            self.sums = LeafSums(_trainable(model), self.num_leaves)
+
+    def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
+        return self.sums is None or trainable <= self.sums.parameters
+
+    def follow_trainable(self, model: nn.Module) -> None:
+        if self.sums is not None:
+            self.sums.follow(_trainable(model))
 
     def check(self, optimizer: Optimizer, sharded: bool) -> None:
         on_cpu = any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
@@ -94,3 +100,7 @@ class ByLeaves(SumOrder):
 
     def norm(self, trained: Trained) -> Tensor:
         return exact_norm(trained)
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -1,7 +1,7 @@
 """How numbers of micro-batches are added: here as they come; order.py adds them by leaves."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,13 @@ class SumOrder:
             shards: what adds the units of FSDP, if a collective does.
             reduces: whether the strategy itself adds the last leaf of a step and those of other ranks (DDP).
         """
+
+    def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
+        """Whether the gradients of these parameters are added up already."""
+        return True
+
+    def follow_trainable(self, model: nn.Module) -> None:
+        """From now on add up the gradients of the parameters that require gradients now."""
 
     def check(self, optimizer: Optimizer, sharded: bool) -> None:
         """Called once, before the first step; `sharded`: whether ranks update parts of the parameters.

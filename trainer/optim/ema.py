@@ -40,6 +40,12 @@ class MovingAverage:
         self._averages = {name: copies[weight] for name, weight in weights.items()}
         self._num_updates = 0
 
+    def add(self, parameters: Mapping[str, Tensor]) -> None:
+        """Average these as well, which have not changed so far: their average is their present value."""
+        copies = {weight: weight.detach().clone() for weight in parameters.values()}
+        self._parameters = {**self._parameters, **parameters}
+        self._averages |= {name: copies[weight] for name, weight in parameters.items()}
+
     @torch.no_grad()
     def update(self) -> None:
         """Add the present weights to the average."""

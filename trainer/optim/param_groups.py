@@ -3,7 +3,6 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,22 +38,6 @@ def freeze(model: nn.Module, node: dict[str, Any]) -> None:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError(f"model.freeze={node['freeze']} leaves no parameter of {len(parameters)} to train")
-
-
-def keep_frozen_statistics(model: nn.Module) -> None:
-    """Keep a batch norm whose weights are all frozen in evaluation mode, even after `model.train()`.
-
-    It then keeps and uses its running statistics. Other layers, such as dropout, behave as in training.
-    """
-    for module in model.modules():
-        own = [parameter.requires_grad for parameter in module.parameters(recurse=False)]
-        if getattr(module, "running_mean", None) is not None and own and not any(own):
-            module.eval()
-            module.train = partial(_as_it_is, module)  # type: ignore[method-assign]
-
-
-def _as_it_is(module: nn.Module, mode: bool = True) -> nn.Module:
-    return module
 
 
 def build_optimizer(trained: Trained, optim: dict[str, Any], fused_on_cpu: bool = True) -> Optimizer:

@@ -1,6 +1,6 @@
 """The state of a run at a step boundary: its progress, and everything that training changes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -47,6 +47,9 @@ class TrainState:
     schedule_settings: Mapping[str, Any] = field(default_factory=dict)
     average: MovingAverage | None = None
     early_end: EarlyEnd = field(default_factory=EarlyEnd)
+    build: Callable[[Trained], tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]] | None = (
+        None
+    )
     rates: list[Any] = field(default_factory=list)  # learning rates of the last update, by parameter group
     skipped_updates: int = 0  # of fp16, in this process
     _overflows_in_a_row: int = 0  # likewise
@@ -54,6 +57,9 @@ class TrainState:
     _loss_scale: float | None = None  # after the last update
 
     def __post_init__(self) -> None:
+        self._note_settings()
+
+    def _note_settings(self) -> None:
         self.settings = {"groups": initial_options(self.optimizer), "schedule": dict(self.schedule_settings)}
 
     @property
@@ -68,7 +74,8 @@ class TrainState:
 
     def keep_average(self, decay: float, warmup: bool) -> None:
         """Start a moving average of the trained parameters, and of floating-point buffers."""
-        parameters = {name: p for name, p in every_parameter(self.model) if p.requires_grad}
+        trained = set(self.trained.whole.values())
+        parameters = {name: p for name, p in every_parameter(self.model) if p in trained}
         in_state = model_state(self.model).keys()
         buffers = {
             plain_name(name): (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
@@ -80,6 +87,24 @@ class TrainState:
             and buffer.isfinite().all()
         }
         self.average = MovingAverage(parameters, buffers, decay, warmup)
+
+    def follow_trainable(self) -> list[str]:
+        """Follow what has been frozen or made trainable; return the names of newly trained parameters.
+
+        For these, optimizer and schedule are built again and continue as at a resume. A frozen parameter has
+        no gradient, so the optimizer skips it and keeps its state.
+        """
+        if new := self.trained.accept():
+            assert self.build is not None
+            saved = self.state_dict()
+            self.trained = Trained(self.model, also=self.trained.whole)
+            self.optimizer, self.schedule = self.build(self.trained)
+            self._note_settings()
+            self._load_optimizer_and_schedule(saved)
+            if self.average is not None:
+                added = {self.trained.whole[name] for name in new}
+                self.average.add({name: p for name, p in every_parameter(self.model) if p in added})
+        return new
 
     def take_gradients(self) -> None:
         """Give the optimizer the gradients of a step, complete and unscaled (in fp16, collective)."""
@@ -238,13 +263,18 @@ class TrainState:
     def _load_optimizer_and_schedule(self, everything: Mapping[str, Any]) -> None:
         optimizer, names, saved = self.optimizer, self._optimizer_names(), everything["optimizer"]
         group_of = {name: index for index, of in enumerate(saved["param_groups"]) for name in of["params"]}
-        firsts = [group["params"][0] for group in optimizer.param_groups]
-        earlier = [group_of[self.trained.names[first]] for first in firsts]
+        # A group of parameters that are trained for the first time continues the first group.
+        known = [
+            [group_of[name] for p in group["params"] if (name := self.trained.names[p]) in group_of]
+            for group in optimizer.param_groups
+        ]
+        earlier = [indices[0] if indices else 0 for indices in known]
         step = everything["progress"]["step"]
         groups, own = continue_groups(self.schedule, everything, self.settings, step, earlier)
         state = mapped(saved["state"], lambda value: to_local(value) if is_dtensor(value) else value)
         numbers = {name: index for index, name in enumerate(names)}
         packed = optimizer.state_dict()["param_groups"]
+        initial = dict(optimizer.state)
         optimizer.load_state_dict(
             saved
             | {
@@ -254,6 +284,8 @@ class TrainState:
                 ],
             }
         )
+        for parameter, fresh in initial.items():  # Adagrad makes its state when it is built
+            optimizer.state.setdefault(parameter, fresh)
         for part, group, options in zip(parts_of(optimizer), optimizer.param_groups, own, strict=True):
             check_continued(part, group, options, self.schedule)
         # Torch casts state to the parameter's dtype, though it may be moments in fp32 of bfloat16 weights; an
@@ -262,7 +294,7 @@ class TrainState:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for name, parameter in zip(names, parameters, strict=True):
             loaded = optimizer.state.get(parameter)
-            if not isinstance(loaded, dict):
+            if not isinstance(loaded, dict) or name not in state:
                 continue
             for key, value in loaded.items():
                 if casts and key != "step":  # whose dtype depends on the kernel

@@ -1,6 +1,6 @@
 """The parameters that a run trains, and what the optimizer updates of each: all, or this rank's rows."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from trainer.tensors.local_shard import is_dtensor, tensors_within, to_local
 
 
 class Trained:
-    """The parameters of `model` that require gradients, by their names in the plain module.
+    """The parameters of `model` that a run has trained so far, by their names in the plain module.
 
     Those that FSDP sharded are DTensors. In their place the optimizer has plain parameters in the memory of
     this rank's shards, because torch's first step of DTensors takes a time quadratic in their number, 8 s for
@@ -21,6 +21,7 @@ class Trained:
 
     Args:
         model: unwrapped; its parameters stay where they are.
+        also: names of frozen parameters to include: those that the run trained earlier.
 
     Attributes:
         whole: the model's own.
@@ -29,9 +30,12 @@ class Trained:
         group: the ranks that together hold the rows of a parameter; None if each holds all of them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, also: Collection[str] = ()) -> None:
         self.model = model
-        self.whole = {name: p for name, p in parameter_names(model) if p.requires_grad}
+        self._all = dict(parameter_names(model))
+        self._parameters = list(self._all.values())
+        self._flags = [p.requires_grad for p in self._parameters]
+        self.whole = {name: p for name, p in self._all.items() if p.requires_grad or name in also}
         self.own = {n: nn.Parameter(to_local(p)) if is_dtensor(p) else p for n, p in self.whole.items()}
         self.names = {own: name for name, own in self.own.items()}
         pairs: Iterable[tuple[nn.Parameter, Any]] = zip(self.own.values(), self.whole.values(), strict=True)
@@ -46,6 +50,24 @@ class Trained:
     @property
     def is_sharded(self) -> bool:
         return self.group is not None
+
+    def has_changed(self) -> bool:
+        """Whether `requires_grad` of any parameter of the model has changed since the last `accept`."""
+        return [p.requires_grad for p in self._parameters] != self._flags
+
+    def changed(self) -> list[str]:
+        """The names of these parameters."""
+        pairs = zip(self._all.items(), self._flags, strict=True)
+        return [name for (name, parameter), flag in pairs if parameter.requires_grad != flag]
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model that require gradients now."""
+        return {name: parameter for name, parameter in self._all.items() if parameter.requires_grad}
+
+    def accept(self) -> list[str]:
+        """Remember the present `requires_grad` of all parameters; return the names of newly trained ones."""
+        self._flags = [p.requires_grad for p in self._parameters]
+        return [name for name in self.trainable() if name not in self.whole]
 
     @torch.no_grad()
     def take_gradients(self) -> None:

@@ -3,7 +3,7 @@
 The trainer calls these methods and never checks the class. Defaults: a whole model on one device.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -136,6 +136,19 @@ class Strategy:
 
     def prepare(self, state: "TrainState") -> None:
         """Called after the rehearsal, before the first step, with all that training changes."""
+
+    def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
+        """Whether a step in which these parameters require gradients needs no `follow_trainable` before."""
+        return self.order.is_ready_for(trainable)
+
+    def follow_trainable(self, model: nn.Module) -> bool:
+        """Prepare for steps with the parameters that require gradients now (a collective).
+
+        Returns:
+            Whether a dry run must come next, in which torch lays out its buckets.
+        """
+        self.order.follow_trainable(self.unwrap(model))
+        return False
 
     def autocast(self) -> AbstractContextManager:
         """The context of the forward pass that gives `train.precision`."""

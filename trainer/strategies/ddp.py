@@ -1,7 +1,7 @@
 """DistributedDataParallel: a whole model on every rank, gradients averaged bucket by bucket."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -68,17 +68,8 @@ class Ddp(Strategy):
             self.order.attach(model, reduces=True)
             # Not by DDP, which cannot send int16 or float8.
             broadcast_tensors([*model.parameters(), *model.buffers()], src=0)
-            model = DistributedDataParallel(
-                model,
-                device_ids=device_ids(self.devices),
-                gradient_as_bucket_view=self.settings.gradient_as_bucket_view,
-                static_graph=self.settings.static_graph,
-                find_unused_parameters=self.settings.find_unused_parameters,
-                init_sync=False,
-                **_SENDS_NO_BUFFERS,
-                # None is torch's default, whose first bucket is smaller, so that it is sent early.
-                bucket_cap_mb=None if self.settings.bucket_cap_mb == 25 else self.settings.bucket_cap_mb,
-            )
+            self._reduced_parameters = _trainable(model)
+            model = DistributedDataParallel(model, **self._options())
             if isinstance(self.comm, AutoCommConfig):
                 self.comm = auto_choice(self.comm, model.module, self.hosts)
             self.algorithm = self.comm.algorithm
@@ -103,6 +94,35 @@ class Ddp(Strategy):
         else:
             self.order.attach(model)
         return model
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "device_ids": device_ids(self.devices),
+            "gradient_as_bucket_view": self.settings.gradient_as_bucket_view,
+            "static_graph": self.settings.static_graph,
+            "find_unused_parameters": self.settings.find_unused_parameters,
+            "init_sync": False,
+            **_SENDS_NO_BUFFERS,
+            # None is torch's default, whose first bucket is smaller, so that it is sent early.
+            "bucket_cap_mb": None if self.settings.bucket_cap_mb == 25 else self.settings.bucket_cap_mb,
+        }
+
+    def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
+        if self.num_replicas == 1:
+            return super().is_ready_for(trainable)
+        known = self._reduced_parameters
+        return trainable == known or (self.settings.find_unused_parameters and trainable < known)
+
+    def follow_trainable(self, model: nn.Module) -> bool:
+        super().follow_trainable(model)
+        if not isinstance(model, DistributedDataParallel):
+            return False
+        # In place: DDP registers parameters only in its constructor, and others refer to the wrapper.
+        model.__init__(model.module, **self._options())  # type: ignore[misc]
+        if self.hook is not None:
+            model.register_comm_hook(None, self.hook.reduce)
+        self._reduced_parameters = _trainable(model.module)
+        return True
 
     def _refuse_sparse(self, model: nn.Module) -> None:
         sparse = sparse_weights(model)
@@ -195,3 +215,7 @@ class TimelineReport(Report):
 def device_ids(devices: Sequence[torch.device]) -> list[torch.device] | None:
     """DDP's argument: the one GPU of a model; None on CPUs, and for a model on several devices."""
     return list(devices) if len(devices) == 1 and is_accelerator(devices[0]) else None
+
+
+def _trainable(model: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in model.parameters() if parameter.requires_grad}

@@ -226,12 +226,9 @@ class UsedParameters:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        trained = [
-            (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-        ]
-        self._shards = [parameter for _, parameter in trained]
-        self._numbers = {name: number for number, (name, _) in enumerate(trained)}
-        self._flags = torch.zeros(len(trained))
+        self._shards = list(model.parameters())
+        self._numbers = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+        self._flags = torch.zeros(len(self._shards))
         self._device, self._followed = device, set[nn.Parameter]()
         for prefix, unit in model.named_modules():
             if isinstance(unit, FSDPModule):
@@ -240,7 +237,8 @@ class UsedParameters:
     def _follow(self, prefix: str, module: nn.Module, *_: object) -> None:
         """Called when a unit is gathered; torch keeps the gathered parameters as objects."""
         for name, parameter in module.named_parameters(prefix):
-            if name in self._numbers and parameter not in self._followed and not is_dtensor(parameter):
+            is_known = parameter in self._followed or is_dtensor(parameter)
+            if parameter.requires_grad and name in self._numbers and not is_known:
                 self._followed.add(parameter)
                 note = functools.partial(self._note, self._numbers[name])
                 parameter.register_post_accumulate_grad_hook(note)

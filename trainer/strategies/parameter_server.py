@@ -1,6 +1,6 @@
 """A parameter server: workers compute gradients; servers own parameters, add gradients, update and send."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ class ParameterServer(Strategy):
         refuse_several_devices(model, "strategy=parameter_server")
         model = super().wrap(model, fill)
         broadcast_tensors([*model.parameters(), *model.buffers()], src=0)
-        self.exchange = self.connect([p for p in model.parameters() if p.requires_grad])
+        self.exchange = self.connect(list(model.parameters()))
         self.report = TrafficReport(self.exchange, self.servers, self.workers)
         busiest = max(map(self.exchange.bytes_of, self.servers))
         self.notes.append(
@@ -62,11 +62,18 @@ class ParameterServer(Strategy):
         )
         return model
 
-    def connect(self, trained: list[nn.Parameter]) -> Exchange:
+    def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
+        return trainable <= {p for bucket in self.exchange.buckets for p in bucket.parameters}
+
+    def follow_trainable(self, model: nn.Module) -> bool:
+        self.exchange.follow_trainable()
+        return super().follow_trainable(model)
+
+    def connect(self, parameters: list[nn.Parameter]) -> Exchange:
         """What moves gradients and values (a collective); planner/simulated.py has its own."""
         self._group = gloo_group(self.timeout_s)  # NCCL takes no tensors on the host
         bucket_bytes = int(self.settings.bucket_mb * 2**20)
-        return Exchange(trained, self.servers, self.workers, self.dist.rank, self._group, bucket_bytes)
+        return Exchange(parameters, self.servers, self.workers, self.dist.rank, self._group, bucket_bytes)
 
     def prepare(self, state: "TrainState") -> None:
         """Drop others' state of the optimizer, which a checkpoint gave to every rank."""
@@ -76,8 +83,6 @@ class ParameterServer(Strategy):
             del state.optimizer.state[parameter]
         if len(self.servers) > 1 and has_user_part(state.optimizer):
             self.notes.append("parameter_server: each server's optimizer sees the gradients of its own alone")
-        # Right after the update: averages follow it, on all ranks.
-        state.optimizer.register_step_post_hook(lambda *_: self.exchange.pull())
 
     def share_buffers(self, model: nn.Module) -> None:
         """All have those of the first worker since its last pass."""
@@ -92,6 +97,10 @@ class ParameterServer(Strategy):
         square = super().grad_norm(trained).to(self.device, torch.float64) ** 2
         dist.all_reduce(square)
         return square.sqrt()
+
+    def update(self, state: "TrainState", finite: bool = True) -> None:
+        super().update(state, finite)
+        self.exchange.pull()  # right after the update: averages follow it, on all ranks
 
     @contextmanager
     def gathered(self, state: "TrainState") -> Iterator[None]:

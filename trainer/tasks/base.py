@@ -1,5 +1,7 @@
 """The interface of tasks: any class with `loss`, and the other methods as needed."""
 
+import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -59,15 +61,18 @@ class Task(Protocol):
         the weights of the loss, as train/box and train/class.
         """
 
-    def begin_step(self, step: int, last_step: int) -> None:
+    def begin_step(self, step: int, last_step: int, model: nn.Module) -> None:
         """Called before the first micro-batch of each optimizer step, on every rank, also after a resume.
 
-        For what depends on the step: whose turn it is, a rate that falls. Set it in attributes, which no
-        checkpoint need hold. The rehearsal calls it, too, for the step that follows.
+        For what depends on the step: whose turn it is, a rate that falls, which parameters are trained. Set
+        it in attributes, or by `requires_grad_` of the model's parameters, which no checkpoint need hold. The
+        dry run calls it, too, for the step that follows.
 
         Args:
             step: counted from 1.
             last_step: of the whole run, unless its data or `train.stop` end it before.
+            model: unwrapped; a method without this parameter is called without it. Under fsdp its parameters
+                are sharded.
         """
 
     def end_step(self, model: nn.Module, step: int) -> None:
@@ -136,19 +141,35 @@ def refuse_own_parameters(task: Task, known: Collection[int] = ()) -> None:
                 )
 
 
-def begin_step_of_task(run: "Run", step: int) -> None:
+def begin_step_of_task(run: "Run", step: int) -> bool:
     """Called before the first micro-batch of `step`, and in the rehearsal.
 
     What the method sets on the task is no state that a checkpoint should hold: each step sets it again.
+
+    Returns:
+        Whether it has frozen parameters of the model, or made some trainable.
     """
     task = run.task
     if getattr(task, "begin_step", None) is None:
-        return
+        return False
     run.dist.heartbeat.enter("forward")
     seed_micro_batch(run.seed, step, _BEGIN, run.strategy.devices)
     before = dict(vars(task))
-    task.begin_step(step, run.total_steps)
+    run.strategy.weights_changed(run.model)  # so that parameters are the shards, and not copies of the whole
+    call_begin_step(task, step, run.total_steps, run.state.model)
     run.checks.unsaved.leave_out(name for name, now in vars(task).items() if now is not before.get(name, ...))
+    return run.state.trained.has_changed()
+
+
+def call_begin_step(task: Any, step: int, last_step: int, model: nn.Module) -> None:
+    """Call the task's `begin_step`, with the model if it has that parameter."""
+    takes_model = _takes_model(getattr(task.begin_step, "__func__", task.begin_step))
+    task.begin_step(step, last_step, **({"model": model} if takes_model else {}))
+
+
+@functools.cache
+def _takes_model(begin_step: Callable[..., None]) -> bool:
+    return "model" in inspect.signature(begin_step).parameters
 
 
 def end_step_of_task(run: "Run", step: int) -> None:

@@ -34,6 +34,7 @@ from trainer.strategies.base import Strategy, grad_scaler
 from trainer.strategies.build import build_strategy
 from trainer.strategies.meta_init import initial_model
 from trainer.tasks import offers
+from trainer.tasks.base import call_begin_step
 from trainer.tasks.label_counts import loss_of
 from trainer.tensors.generators import generators_kept
 
@@ -141,7 +142,7 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
     module.train()
     for step in (1, 2):
         if offers(task, "begin_step"):
-            task.begin_step(step, 2)
+            call_begin_step(task, step, 2, owned)
         strategy.begin_step(module)
         for number in range(1, num_micro_batches + 1):
             with strategy.gradient_sync(module, enabled=number == num_micro_batches):

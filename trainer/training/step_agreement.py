@@ -11,6 +11,7 @@ import torch.distributed as dist
 from trainer import accelerator
 from trainer.accelerator import is_accelerator
 from trainer.distributed.agreement import gather_objects
+from trainer.errors import UserError
 from trainer.exact.sum_order import AS_THEY_COME, SumOrder
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Agreed(NamedTuple):
 
 
 class StepAgreement:
-    """One sum over ranks, of five numbers, in each step.
+    """One sum over ranks, of six numbers, in each step.
 
     `start` is called when the micro-batches of a step have been read, and `finish` when its first loss is
     computed: the numbers travel meanwhile. Because of them, every rank leaves the loop after the same step.
@@ -51,7 +52,7 @@ class StepAgreement:
     def __init__(self, dist_: "Dist", order: SumOrder = AS_THEY_COME, rows: "HostRows | None" = None) -> None:
         """`rows`: in place of an all-reduce by gloo, where all ranks are of one host."""
         self._order, self._device = order, dist_.device
-        self._is_alone, self._on_gpu = dist_.world_size == 1, is_accelerator(dist_.device)
+        self._world_size, self._on_gpu = dist_.world_size, is_accelerator(dist_.device)
         self._work: dist.Work | None = None
         self._agreed: Agreed | None = None
         self._sums = torch.empty(0)
@@ -59,20 +60,27 @@ class StepAgreement:
         if self._on_gpu:
             self._stream, self._done = accelerator.stream(dist_.device), accelerator.event(dist_.device)
 
-    def start(self, label_counts: Sequence[float], asked: AfterStep, data_left: bool) -> None:
+    def start(
+        self, label_counts: Sequence[float], asked: AfterStep, data_left: bool, other_trained: bool = False
+    ) -> None:
         """Send this rank's numbers.
 
         Args:
             label_counts: of its micro-batches of this step.
             data_left: whether it has data for another step of this epoch.
+            other_trained: whether `begin_step` has frozen parameters, or made some trainable.
         """
-        if self._is_alone:
+        if self._world_size == 1:
             self._agreed = Agreed(math.fsum(label_counts), asked, data_left)
             return
-        asks = (*(asked is each for each in (AfterStep.STOP, AfterStep.END, AfterStep.SAVE)), not data_left)
+        asks = (
+            *(asked is each for each in (AfterStep.STOP, AfterStep.END, AfterStep.SAVE)),
+            not data_left,
+            other_trained,
+        )
         numbers: list[tuple[float, ...]] = [(math.fsum(label_counts), *asks)]
         if self._order.by_leaves:  # a sum of fractions would round
-            numbers = [(0, *asks), *((count, 0, 0, 0, 0) for count in label_counts)]
+            numbers = [(0, *asks), *((count, 0, 0, 0, 0, 0) for count in label_counts)]
         self._agreed = None
         self._sums = self._order.sum_of([torch.tensor(row, dtype=torch.float64) for row in numbers])
         if self._rows is not None:
@@ -91,7 +99,11 @@ class StepAgreement:
             self._done.record()
 
     def finish(self) -> Agreed:
-        """Wait for the numbers of all ranks; after the first call in a step, return them again."""
+        """Wait for the numbers of all ranks; after the first call in a step, return them again.
+
+        Raises:
+            UserError: only some ranks train other parameters than before; raised on every rank.
+        """
         if self._agreed is None:
             if self._rows is not None:
                 self._sums = self._rows.receive().sum(0)
@@ -99,7 +111,12 @@ class StepAgreement:
                 self._work.wait()
             elif self._on_gpu:
                 self._done.synchronize()
-            num_labels, stops, ends, saves, without_data = self._order.numbers(self._sums).tolist()
+            num_labels, stops, ends, saves, without_data, others = self._order.numbers(self._sums).tolist()
+            if 0 < others < self._world_size:
+                raise UserError(
+                    f"the task's begin_step() changed requires_grad of parameters on {others:.0f} of "
+                    f"{self._world_size} ranks; let it do the same on every rank"
+                )
             on = AfterStep.SAVE if saves else AfterStep.CONTINUE
             after = AfterStep.STOP if stops else AfterStep.END if ends else on
             self._agreed = Agreed(num_labels, after, not without_data)
@@ -108,7 +125,7 @@ class StepAgreement:
     def ended(self, batches: "Batches") -> tuple[list[int], list[int]]:
         """The ranks without data for another step of the epoch, and those with (a collective)."""
         own = batches.data_left if batches.accumulation else None  # of a rank that reads nothing
-        left = [own] if self._is_alone else gather_objects(own)
+        left = [own] if self._world_size == 1 else gather_objects(own)
         without, having = ([rank for rank, its in enumerate(left) if its is one] for one in (False, True))
         return without, having
 

@@ -30,7 +30,6 @@ class WeightStatistics:
 
     def __init__(self, model: nn.Module, dist_: Dist, histograms_every: int | None) -> None:
         self._model, self._dist, self._every = model, dist_, histograms_every
-        self._trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
         self._moved = torch.zeros(2, dtype=torch.float64)
         self.histograms: dict[str, Histogram] = {}
 
@@ -66,7 +65,8 @@ class WeightStatistics:
     def _weights(self) -> Tensor:
         """A copy of this rank's trained weights; large tensors are sampled, and scaled to their norm."""
         parts = [torch.empty(0, device=self._dist.device)]
-        for parameter in self._trained:
+        trained = (p for p in self._model.parameters() if p.requires_grad and p.is_floating_point())
+        for parameter in trained:
             flat = to_local(parameter).reshape(-1)
             stride = math.ceil(flat.numel() / _SAMPLED) | 1  # odd, or it may stay in one column of a matrix
             sample = flat[::stride].to(self._dist.device, torch.float32)
