@@ -52,6 +52,7 @@ def fit(run: "Run") -> dict[str, float]:
                 rehearse(run, batches)
                 dry_run_of_evaluation(run)
                 run.checkpointer.check(run.state, run.gate.changed_weights)
+                run.checks.unsaved.begin(run.checkpointer.restored_unsaved)
                 is_rehearsed = True
             epoch_begin = meter.begin_window()
         after = make_step(run, batches) if batches is not None else AfterStep.CONTINUE
@@ -174,7 +175,7 @@ def warn_if_uneven(run: "Run", batches: "Batches", epoch: int, num_samples: int)
 
 def save(run: "Run") -> None:
     """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
-    run.checks.unsaved.look_at_save()
+    run.checkpointer.unsaved = run.checks.unsaved.look_at_save()
     run.checks.buffers.compare()
     run.checks.replicas.check(run.state)
     with run.strategy.gathered(run.state):

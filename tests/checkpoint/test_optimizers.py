@@ -139,10 +139,14 @@ def test_each_optimizer_and_schedule_goes_on_exactly(tmp_path: Path, strategy: s
 
 
 class Odd(torch.optim.Optimizer):
-    """With state of all kinds, of parameters and of its own."""
+    """With state of all kinds, of parameters and of its own, also in attributes."""
+
+    rate: float | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.rate = 1.0 if self.rate is None else self.kept[3][0].item() / 2
+        self.kept = {3: (torch.tensor(self.rate), None, True), "best": [float("nan"), float("inf")]}
         self.state["calls"] = self.state.get("calls", 0) + 1
         self.state["own"].setdefault("sums", [torch.zeros(2)])[0].add_(0.3)
         for parameter in self.param_groups[0]["params"]:
@@ -153,7 +157,7 @@ class Odd(torch.optim.Optimizer):
             state["name"] = "odd"
             sums = state["moment"] + state["both"].a if "both" in state else state["moment"]
             state["both"] = TwoTensor(sums, sums.sqrt())  # several tensors in one, as of 8-bit optimizers
-            parameter -= self.param_groups[0]["lr"] * state["moment"].to(parameter.dtype)
+            parameter -= self.rate * self.param_groups[0]["lr"] * state["moment"].to(parameter.dtype)
 
 
 def _bf16_state() -> TrainState:

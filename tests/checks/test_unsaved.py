@@ -1,6 +1,7 @@
 """State that no checkpoint holds is named; attributes that only look like state are not."""
 
 import logging
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,12 +70,13 @@ class Extra(Keeper):
 
 
 class Counting(torch.optim.SGD):
-    """Counts in a plain attribute."""
+    """Counts in attributes, of which the first is saved."""
 
     num_steps = 0
 
     def step(self, closure: Any = None) -> None:
         self.num_steps += 1
+        self.history = deque([self.num_steps])
         super().step()
 
 
@@ -121,13 +123,14 @@ def warnings_of(
     model, task = model or Keeper(""), task or Teaching()
     made = (optimizer or torch.optim.SGD)(model.parameters(), 0.1)
     unsaved = UnsavedState(model, task, made, looks=True)
+    unsaved.begin({})
     for _ in range(6):
         task.loss(model, torch.randn(3, 6)).backward()
         made.step()
         unsaved.look()
     unsaved.look_at_save()
     unsaved.look_at_save()
-    return [record.getMessage().partition(" changes from step to step")[0] for record in caplog.records]
+    return [record.getMessage().partition(" changes during training")[0] for record in caplog.records]
 
 
 def test_what_changes_with_each_step_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -149,9 +152,26 @@ def test_so_is_what_a_task_keeps(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_so_is_what_an_optimizer_keeps_outside_its_state(caplog: pytest.LogCaptureFixture) -> None:
-    assert warnings_of(caplog, optimizer=Counting) == ["optimizer.num_steps"]
-    assert warnings_of(caplog, optimizer=_two) == ["optimizer.num_steps"]  # which does not use its state dict
+    assert warnings_of(caplog, optimizer=Counting) == ["optimizer.history"]
+    assert warnings_of(caplog, optimizer=_two) == [
+        "optimizer.parts.0.history"
+    ]  # which does not use its state dict
     assert not warnings_of(caplog, optimizer=Deciding)
+
+
+def test_what_differs_after_a_resume_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, task = Keeper("cache"), Teaching()
+    task.center = task.reference = None
+    unsaved = UnsavedState(model, task, torch.optim.SGD(model.parameters(), 0.1), looks=True)
+    model(torch.randn(3, 6))  # as in the dry run
+    unsaved.begin({})
+    task.center, task.reference = torch.ones(2), torch.ones(2)
+    unsaved.look()
+    saved = unsaved.look_at_save()
+    assert saved.keys() == {"cache", "task.center", "task.reference"} and not caplog.records
+    task.center = None
+    unsaved.begin(saved)
+    assert [record.getMessage().split(" had another")[0] for record in caplog.records] == ["task.center"]
 
 
 def test_objects_of_libraries_are_not_looked_into() -> None:
@@ -172,4 +192,4 @@ def test_a_run_says_so(tmp_path: Path) -> None:
         "train.max_steps=3",
         f"run_dir={tmp_path}",
     )
-    assert (tmp_path / "train.log").read_text().count("passes changes from step to step") == 1
+    assert (tmp_path / "train.log").read_text().count("passes changes during training") == 1

@@ -41,6 +41,16 @@ class Adapting(torch.optim.SGD):
             group["weight_decay"] *= 0.9
 
 
+class Counting(torch.optim.SGD):
+    def __init__(self, params: Any, begin: int, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.count = begin
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.count += 1
+
+
 class Stubborn(torch.optim.SGD):
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
@@ -61,7 +71,7 @@ NODES: list[dict[str, Any]] = [
         "_target_": TORCH + "SequentialLR",
         "milestones": [3],
         "schedulers": [
-            {"_target_": TORCH + "LinearLR", "total_iters": 3},
+            {"_target_": TORCH + "LinearLR", "_partial_": True, "total_iters": 3},
             {"_target_": TORCH + "ExponentialLR", "gamma": 0.9},
         ],
     },
@@ -130,6 +140,14 @@ def test_what_an_optimizer_makes_of_its_options_stays_unless_their_setting_chang
     other = _resumed(_state(CONSTANT, **adapts), _state(CONSTANT, **adapts | {"weight_decay": 0.2}))
     (options,) = _train(other, 1)
     assert options["weight_decay"] == 0.2 and options["dampening"] == pytest.approx(0.07)
+
+
+def test_an_attribute_is_restored_unless_its_setting_changed(caplog: pytest.LogCaptureFixture) -> None:
+    counting = {"_target_": f"{__name__}.Counting", "begin": 3}
+    for begin, count in (3, 10), (5, 5):
+        state = _resumed(_state(CONSTANT, **counting), _state(CONSTANT, **counting | {"begin": begin}))
+        assert state.optimizer.count == count
+    assert ["optimizer.count starts with another" in r.getMessage() for r in caplog.records] == [True]
 
 
 def test_groups_may_be_others_and_keep_their_state() -> None:

@@ -43,6 +43,7 @@ from trainer.optim.plain_names import buffer_names
 from trainer.optim.train_state import Progress, TrainState
 
 log = logging.getLogger(__name__)
+_UNSAVED = "unsaved"  # the key of `Checkpointer.unsaved` in a checkpoint
 
 
 class _Report(NamedTuple):
@@ -63,6 +64,8 @@ class Checkpointer:
     Attributes:
         saving: the last save, which may still be written.
         restored_metrics: the metrics of the state that ``bind`` restored; {} if it was not evaluated.
+        unsaved: the fingerprints of attributes that no checkpoint contains, for each save of this process.
+        restored_unsaved: those of the checkpoint that ``bind`` restored.
     """
 
     def __init__(
@@ -101,6 +104,8 @@ class Checkpointer:
         self._last_save_s = time.monotonic()  # or the start
         self.saving = Saving()
         self.restored_metrics: dict[str, float] = {}
+        self.unsaved: Mapping[str, Any] = {}
+        self.restored_unsaved: Mapping[str, Any] = {}
 
     def _remote_of(self, settings: CheckpointConfig) -> NoRemote:
         if settings.remote is None:
@@ -167,6 +172,7 @@ class Checkpointer:
             return []
         data_states = self._restore(state, self._opened, frozen)
         self._origin = self._opened.manifest.state
+        self.restored_unsaved = self._opened.facts.get(_UNSAVED, {})
         self._store.saved_after = self._opened.manifest.saved_at
         if self._opened.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
@@ -342,7 +348,7 @@ class Checkpointer:
         directory, alike = self._agreement.decided(report, decide)
         plan = self._plan_for(tensors, only_rank_0, alike)
         part = plan.part_of(tensors, self._dist.rank)
-        contents = Contents(step, plan, part, {**self._facts, **facts}, self._branch)
+        contents = Contents(step, plan, part, {**self._facts, _UNSAVED: self.unsaved, **facts}, self._branch)
         self._last_saved = step
         if not self._settings.async_:
             self._write(directory, contents)
@@ -426,7 +432,7 @@ class Checkpointer:
         tensors |= data_tensors
         if bad := sorted(self._savable.new_in(tensors)):
             raise UserError(f"{first_five(bad)} is not finite")
-        facts = {**self._facts, "state": plain, **plain_data}
+        facts = {**self._facts, _UNSAVED: self.unsaved, "state": plain, **plain_data}
         plan = plan_save(tensors, "full", rank=0, world_size=1)
         contents = Contents(step, plan, tensors, facts, self._branch)
         store = Store(self._store.root, self._store.run_id, shared=True)

@@ -8,7 +8,7 @@ import random
 import sys
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.errors import first_few
-from trainer.optim.optimizers import parts_of
+from trainer.optim.attributes import is_plain, optimizers_in, own_attributes
 from trainer.tensors.bits import as_bytes
 from trainer.tensors.local_shard import to_local
-from trainer.tensors.nested import leaves
 
 log = logging.getLogger(__name__)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_OF_EVERY_OPTIMIZER = {"state", "param_groups", "defaults"}
 _CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
 # Which pickle writes by itself.
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, np.generic, np.ndarray)
@@ -33,18 +31,25 @@ _PLAIN += (random.Random, np.random.Generator, np.random.BitGenerator, np.random
 _NOT_WALKED = sys.stdlib_module_names | {"torch", "numpy", "trainer"}  # loggers, threads, streams, hooks
 _MAX_ELEMENTS = 10_000  # of a container that is looked into
 _MAX_HASHED = 2**20  # elements of a tensor; of a larger one at least half as many, evenly spread
+_WAY_OUT = (
+    "Make it a buffer of the model (register_buffer), or give its module get_extra_state and "
+    "set_extra_state; an optimizer should keep it in its state, or as numbers and small tensors in attributes"
+)
 
 Print = tuple[int, int]
 """The size and a checksum of what an attribute holds."""
 
 
 class UnsavedState:
-    """Compares the attributes of modules, task and optimizer after pairs of steps, and at each save.
+    """Compares attributes of modules, task and optimizer that no checkpoint contains.
 
-    Warns of what changed. A pair is 1 and 2, 3 and 4, 7 and 8, 15 and 16, and so on, since state may begin
-    late. What is new in a pair's first step or at a save, or of another size there, does not count, so that
-    a cache is not state. A module with `get_extra_state`, and an optimizer with its own `state_dict`, decide
-    themselves what is saved; not one of several, which are saved as one.
+    It looks at the start, after the dry run, after the first two steps and at each save, and warns of what
+    has changed since the look before. Except in the second step, a new attribute or one of another size does
+    not count, because a cache is not state. At a resume it warns of each attribute that has another value
+    than at the save.
+
+    A module with `get_extra_state`, and an optimizer with its own `state_dict`, decide themselves what is
+    saved; not one of several, which are saved as one. Plain attributes of an optimizer are saved.
 
     Args:
         model: unwrapped.
@@ -55,49 +60,55 @@ class UnsavedState:
     def __init__(self, model: nn.Module, task: Any, optimizer: Optimizer, looks: bool) -> None:
         self._model, self._task, self.optimizer, self._looks = model, task, optimizer, looks
         self._num_steps = 0
-        self._before: dict[str, Print | None] = {}  # fingerprints of the last step of a pair
         self._warned: set[str] = set()
         self._left_out = {*_OF_EVERY_MODULE, "plain_loss"}  # `Task.loss` sets the latter for the log
+        self._first = self._before = dict(self._attributes()) if looks else {}
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Attributes of the task that each step sets again."""
         self._left_out.update(names)
 
-    def look(self) -> None:
-        """Called after each step."""
+    def begin(self, saved: Mapping[str, Sequence[int]]) -> None:
+        """Called after the dry run, with what `look_at_save` returned for the checkpoint resumed from."""
         if not self._looks:
             return
+        self._before = dict(self._attributes())
+        if lost := [name for name, then in saved.items() if self._before.get(name) != tuple(then)]:
+            log.warning(
+                "%s had another value when the checkpoint was saved, and no checkpoint contains it: if a "
+                "step depends on its value, this run will differ from an uninterrupted one. %s",
+                first_few(lost),
+                _WAY_OUT,
+            )
+
+    def look(self) -> None:
+        """Called after each step."""
         self._num_steps += 1
-        is_second = self._num_steps.bit_count() == 1
-        if is_second or (self._num_steps + 1).bit_count() == 1:
-            self._before = self._compare(is_second)
+        if self._looks and self._num_steps <= 2:
+            self._compare(by_one_step=self._num_steps == 2)
 
-    def look_at_save(self) -> None:
-        """Called before each save."""
-        if self._looks and self._num_steps > 2:
-            self._compare(by_one_step=False)
+    def look_at_save(self) -> dict[str, Print]:
+        """Called before each save. Returns the fingerprints of what has changed since the start."""
+        if not self._looks:
+            return {}
+        self._compare(by_one_step=False)
+        return {name: now for name, now in self._before.items() if now and now != self._first.get(name)}
 
-    def _compare(self, by_one_step: bool) -> dict[str, Print | None]:
-        found = dict(self._attributes())
-        changed = []
+    def _compare(self, by_one_step: bool) -> None:
+        found, changed = dict(self._attributes()), []
         for name, now in found.items():
-            if now is not None:
-                before = self._before.get(name) or now
-                if now != before and (by_one_step or now[0] == before[0]):
-                    changed.append(name)
-        self._warn_once(changed)
-        return found
-
-    def _warn_once(self, names: list[str]) -> None:
-        changed = [name for name in names if name not in self._warned]
+            before = self._before.get(name)
+            differs = now is not None and before is not None and now != before
+            if differs and (by_one_step or now[0] == before[0]) and name not in self._warned:
+                changed.append(name)
+        self._before = found
         self._warned.update(changed)
         if changed:
             log.warning(
-                "%s changes from step to step, and no checkpoint holds it: if a step depends on the value "
-                "that the one before left, a resumed run will differ; make it a buffer of the model "
-                "(register_buffer), or give its module get_extra_state and set_extra_state; what an "
-                "optimizer keeps belongs in its state",
+                "%s changes during training, and no checkpoint contains it: if a step depends on its "
+                "value, a resumed run will differ from an uninterrupted one. %s",
                 first_few(changed),
+                _WAY_OUT,
             )
 
     def _attributes(self) -> Iterator[tuple[str, Print | None]]:
@@ -114,16 +125,14 @@ class UnsavedState:
         for name, value in (vars(task) | parts).items():
             if name not in self._left_out:
                 yield f"task.{name}", fingerprint(value, known)
-        optimizers = {id(part): part for part in parts_of(self.optimizer)}.values()
-        if len(optimizers) == 1 and type(self.optimizer).state_dict is not Optimizer.state_dict:
+        if type(self.optimizer).state_dict is not Optimizer.state_dict:
             return
-        known |= {id(self.optimizer), *map(id, optimizers)}  # torch binds methods to them
-        for part in optimizers:
-            held = {name: v for name, v in vars(part).items() if name not in _OF_EVERY_OPTIMIZER}
-            known |= {id(v) for v in leaves(held) if isinstance(v, Optimizer)}  # they share its state
-            for name, value in held.items():
-                if not name.startswith("_optimizer_"):
-                    yield f"optimizer.{name}", fingerprint(value, known)
+        optimizers = optimizers_in(self.optimizer)
+        known |= set(map(id, optimizers))  # torch binds methods to them
+        for part, path in optimizers.items():
+            for name, value in own_attributes(part).items():
+                if not is_plain(value):
+                    yield f"{path}.{name}", fingerprint(value, known)
 
 
 def fingerprint(value: Any, known: Collection[int]) -> Print | None:

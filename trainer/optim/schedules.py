@@ -142,9 +142,17 @@ class ScheduleFacts:
     def total_iters(self) -> int:  # LinearLR's, PolynomialLR's
         return self.total_steps
 
+    @property
+    def num_training_steps(self) -> int:  # of transformers' schedules
+        return self.total_steps
+
 
 def build_schedule(node: dict[str, Any], optimizer: Optimizer, facts: ScheduleFacts) -> LRScheduler:
-    """The schedule of `node`, with its nested ones (SequentialLR, ChainedScheduler)."""
+    """The schedule of `node`, with its nested ones (SequentialLR, ChainedScheduler).
+
+    A schedule or nested one with `_partial_: true`, as Hydra's users write it, is built all the same.
+    """
+    node = {key: value for key, value in node.items() if key != "_partial_"}
     if not isinstance(nodes := node.get("schedulers"), list):
         schedule: LRScheduler = instantiate("schedule", node, optimizer, facts=facts)
         for group in optimizer.param_groups:

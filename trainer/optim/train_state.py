@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import NonFiniteError
+from trainer.optim.attributes import OptimizerAttributes
 from trainer.optim.continued import check_continued, continue_groups, initial_options
 from trainer.optim.ema import MovingAverage
 from trainer.optim.optimizers import has_user_part, parts_of
@@ -61,6 +62,7 @@ class TrainState:
 
     def _note_settings(self) -> None:
         self.settings = {"groups": initial_options(self.optimizer), "schedule": dict(self.schedule_settings)}
+        self._attributes = OptimizerAttributes(self.optimizer)
 
     @property
     def model(self) -> nn.Module:
@@ -188,6 +190,7 @@ class TrainState:
             "model": model,
             "buffers": buffers_outside(self.model, set(model)),
             "optimizer": self._optimizer_state(),
+            "attributes": self._attributes.state_dict(),
             "schedule": self.schedule.state_dict(),
             "settings": self.settings,
             "scaler": self.scaler.state_dict(),
@@ -221,6 +224,7 @@ class TrainState:
             for name, value in saved.get("buffers", {}).items():  # there may be fewer, or none
                 buffers[name].copy_(value)
         self._load_optimizer_and_schedule(saved)
+        self._attributes.load_state_dict(saved.get("attributes", {}))
         # A disabled scaler saves nothing; one that is enabled in this run keeps its initial state.
         self._loss_scale = None
         if saved["scaler"]:

@@ -1,0 +1,110 @@
+"""Plain attributes in which an optimizer keeps state: those that training changes are saved and restored."""
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.errors import first_few
+from trainer.tensors.bits import as_bytes
+from trainer.tensors.nested import leaves, mapped
+
+log = logging.getLogger(__name__)
+_OF_TORCH = ("state", "param_groups", "defaults")
+_OF_TORCH += ("_opt_called", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured")
+_MAX_ELEMENTS = 10_000  # of a container or a tensor
+
+
+class OptimizerAttributes:
+    """The plain attributes of an optimizer, and of the optimizers that it holds.
+
+    Torch saves `state` and `param_groups` only. An optimizer may also keep a flag, a counter or an estimate
+    in an attribute, as DLRM's row-wise Adagrad does. An attribute whose first value differs between the saved
+    run and this one follows from a setting that has changed: it is not restored.
+
+    Args:
+        optimizer: new, before its first step and before a resume.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._first = {name: copy.deepcopy(value) for name, value in self._values()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """For each changed attribute: its first value, a copy of its value, whether this is on the CPU."""
+        return {
+            name: [first, copy.deepcopy(value), _is_on_cpu(value)]
+            for name, value in self._values()
+            if _bits(value) != _bits(first := self._first.get(name))
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        held = {path: optimizer for optimizer, path in optimizers_in(self._optimizer).items()}
+        device, others = self._optimizer.param_groups[0]["params"][0].device, []
+        for name, (first, value, on_cpu) in saved.items():
+            path, _, attribute = name.rpartition(".")
+            if path not in held or _bits(first) != _bits(self._first.get(name)):
+                others.append(name)
+                continue
+            here = value if on_cpu else mapped(value, lambda v: v.to(device) if isinstance(v, Tensor) else v)
+            setattr(held[path], attribute, here)
+        if others:
+            log.warning(
+                "%s starts with another value than in the saved run, or is not there now, so the saved value "
+                "is not restored",
+                first_few(others),
+            )
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for optimizer, path in optimizers_in(self._optimizer).items():
+            for name, value in own_attributes(optimizer).items():
+                if is_plain(value):
+                    yield f"{path}.{name}", value
+
+
+def optimizers_in(optimizer: Optimizer) -> dict[Optimizer, str]:
+    """`optimizer` and those that it holds, also in lists and dicts, each with its path in names."""
+    found = {optimizer: "optimizer"}
+    queue = [optimizer]
+    for holder in queue:  # which grows
+        for name, value in own_attributes(holder).items():
+            for number, part in enumerate(leaves(value)):
+                if isinstance(part, Optimizer) and part not in found:
+                    found[part] = f"{found[holder]}.{name}.{number}"
+                    queue.append(part)
+    return found
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes of `optimizer` apart from those of every optimizer of torch."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _OF_TORCH and not name.startswith("_optimizer_")
+    }
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a checkpoint can hold `value` as it is: numbers, text and small tensors, also in containers."""
+    if type(value) in (list, tuple, dict):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return len(value) <= _MAX_ELEMENTS and all(map(is_plain, parts))
+    if type(value) is Tensor:
+        is_dense = value.layout == torch.strided and not value.is_meta
+        return is_dense and not value.requires_grad and value.numel() <= _MAX_ELEMENTS
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _bits(value: Any) -> str:
+    """A text that is equal for equal plain values: exact, and NaN equals itself."""
+    return repr(
+        mapped(value, lambda v: (v.dtype, v.shape, bytes(as_bytes(v.cpu()))) if isinstance(v, Tensor) else v)
+    )
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return all(part.device.type == "cpu" for part in leaves(value) if isinstance(part, Tensor))
