@@ -1,7 +1,7 @@
 """Whether a resume is exact with third-party optimizers and schedules: the hash of a resumed run, on a CPU.
 
     pip install --no-deps pytorch-optimizer torch-optimizer pytorch-ranger lion-pytorch prodigyopt \
-        dadaptation schedulefree timm came-pytorch adabelief-pytorch bitsandbytes torchao
+        dadaptation schedulefree timm came-pytorch adabelief-pytorch bitsandbytes
     pip install transformers tabulate colorama
     python -m benchmarks.record resumed_optimizers python -m benchmarks.resumed_optimizers
 
@@ -61,7 +61,6 @@ OPTIMIZERS = {  # by class; options
     "timm.optim.Adafactor": "",
     "transformers.Adafactor": "relative_step=false",
     "bitsandbytes.optim.AdamW8bit": "",
-    "torchao.optim.AdamW8bit": "",
 }
 LINEAR = f"{{_target_:{SCHEDULES}LinearLR,_partial_:true,total_iters:2}}"
 FALLING = f"{{_target_:{SCHEDULES}ExponentialLR,_partial_:true,gamma:0.9}}"

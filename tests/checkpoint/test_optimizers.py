@@ -146,7 +146,7 @@ class Odd(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.rate = 1.0 if self.rate is None else self.kept[3][0].item() / 2
-        self.kept = {3: (torch.tensor(self.rate), None, True), "best": [float("nan"), float("inf")]}
+        self.kept = {3: (torch.tensor(self.rate), None, True), "best": [-0.0, float("inf")]}
         self.state["calls"] = self.state.get("calls", 0) + 1
         self.state["own"].setdefault("sums", [torch.zeros(2)])[0].add_(0.3)
         for parameter in self.param_groups[0]["params"]:
