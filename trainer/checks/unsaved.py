@@ -98,8 +98,9 @@ class UnsavedState:
         found, changed = dict(self._attributes()), []
         for name, now in found.items():
             before = self._before.get(name)
-            differs = now is not None and before is not None and now != before
-            if differs and (by_one_step or now[0] == before[0]) and name not in self._warned:
+            if now is None or before is None or now == before or name in self._warned:
+                continue
+            if by_one_step or now[0] == before[0]:
                 changed.append(name)
         self._before = found
         self._warned.update(changed)

@@ -14,8 +14,8 @@ from trainer.tensors.bits import as_bytes
 from trainer.tensors.nested import leaves, mapped
 
 log = logging.getLogger(__name__)
-_OF_TORCH = ("state", "param_groups", "defaults")
-_OF_TORCH += ("_opt_called", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured")
+_OF_TORCH = {"state", "param_groups", "defaults"}
+_OF_TORCH |= {"_opt_called", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
 _MAX_ELEMENTS = 10_000  # of a container or a tensor
 
 
