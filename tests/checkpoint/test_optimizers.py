@@ -155,6 +155,8 @@ class Odd(torch.optim.Optimizer):
             state["counts"] = torch.tensor([2**60 + self.state["calls"]])
             state["phase"] = [torch.tensor(1j), {"name": "warm", "of": (None, 2**70)}]
             state["name"] = "odd"
+            columns = state.setdefault("columns", torch.ones(3, 2).t())
+            self.kept[4] = columns.stride()
             sums = state["moment"] + state["both"].a if "both" in state else state["moment"]
             state["both"] = TwoTensor(sums, sums.sqrt())  # several tensors in one, as of 8-bit optimizers
             parameter -= self.rate * self.param_groups[0]["lr"] * state["moment"].to(parameter.dtype)

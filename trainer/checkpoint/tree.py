@@ -19,7 +19,8 @@ WITHIN = "$"  # begins the last part of the path of a tensor within another
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of ``tree`` by their dotted paths, and the rest, fit for JSON.
 
-    What JSON lacks becomes a dict of one key: ``$tensor`` with the path of a tensor, ``$bytes`` with such a
+    What JSON lacks becomes a dict of one key: ``$tensor`` with the path of a tensor (and
+    ``stride``, if an optimizer keeps it in another order than by rows), ``$bytes`` with such a
     ``$tensor``, ``$tuple``, ``$dict`` (pairs, if a key is not a string), ``$counter``, ``$dtype`` or
     ``$tensors``, for one that is several: its class, those, and what its class needs to make it of them.
 
@@ -39,7 +40,11 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
         return {"$tensors": [torch.typename(type(tree)), parts, *_take_apart(needs, prefix, tensors)]}
     if isinstance(tree, Tensor):
         # torch.save would also write the user's attributes, which no reader needs.
-        return _keep(tree.detach() if type(tree) is Tensor else tree, prefix, tensors)
+        kept: dict[str, Any] = _keep(tree.detach() if type(tree) is Tensor else tree, prefix, tensors)
+        if prefix.startswith("optimizer.state.") and type(tree) is Tensor and not tree.is_contiguous():
+            # SOAP's eigenvectors come column by column: products with a copy in rows round differently.
+            kept["stride"] = torch.empty_like(tree).stride()
+        return kept
     if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):  # a named tuple loses its names
         items = [_take_apart(item, f"{prefix}.{i}", tensors) for i, item in enumerate(tree)]
         return items if isinstance(tree, list) else {"$tuple": items}
@@ -88,7 +93,8 @@ def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
     kind, value = next(iter(plain.items()), ("", ""))
     match kind:
         case "$tensor":
-            return tensors[value]
+            found, stride = tensors[value], plain.get("stride")
+            return found.new_empty_strided(found.shape, stride).copy_(found) if stride else found
         case "$tuple":
             return tuple(put_together(value, tensors))
         case "$dict":

@@ -315,8 +315,12 @@ def _moved(saved: Any, device: torch.device) -> Any:
 
 
 def _laid_out_as(parameter: Tensor, value: Any) -> Any:
-    """`value` in the layout of `parameter` if it is a tensor of its shape: fused steps do not look."""
+    """`value` in the layout of `parameter` if it is a tensor of its shape: fused steps do not look.
+
+    Not columns of a matrix, which an optimizer may keep for a square weight: `train.channels_last`, which a
+    resume may change, concerns images alone.
+    """
     alike = isinstance(value, Tensor) and value.shape == parameter.shape and not tensors_within(value)
-    if not alike or value.stride() == parameter.stride():
+    if not alike or value.stride() == parameter.stride() or (value.ndim < 4 and not value.is_contiguous()):
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
