@@ -155,6 +155,8 @@ def main() -> None:
             ]
             for resumes in (False, True)
         )
+    same = sum(end == resumed[name][0] and ":" not in end for name, (end, _) in wholes.items())
+    print(f"{same} of {len(OPTIMIZERS)} optimizers and {len(OF_RATES)} schedules end with the same bits")
     for name, (end, told) in wholes.items():
         again, told_again = resumed[name]
         words = (
