@@ -224,7 +224,6 @@ class TrainState:
             for name, value in saved.get("buffers", {}).items():  # there may be fewer, or none
                 buffers[name].copy_(value)
         self._load_optimizer_and_schedule(saved)
-        self._attributes.load_state_dict(saved.get("attributes", {}))
         # A disabled scaler saves nothing; one that is enabled in this run keeps its initial state.
         self._loss_scale = None
         if saved["scaler"]:
@@ -304,6 +303,7 @@ class TrainState:
                 if casts and key != "step":  # whose dtype depends on the kernel
                     value = _moved(state[name][key], parameter.device)
                 loaded[key] = _laid_out_as(parameter, value)
+        self._attributes.load_state_dict(everything.get("attributes", {}))
 
     def _optimizer_names(self) -> list[str]:
         groups = self.optimizer.param_groups
