@@ -24,8 +24,8 @@
 # By hand, since tests/gpu/test_simulated.py cannot show it: `nsys profile` of 20 steps of an MLP, a ResNet and a GPT
 # (launches, and gaps between kernels); comm.timeline and train.cudnn_benchmark off in turns; a rank of two killed
 # during an all-reduce of NCCL (is the step before saved?), with TORCH_FR_BUFFER_SIZE=200; a model on two devices of
-# each rank under ddp; strategy.separate_reduce_scatter and strategy.symmetric_memory on 8 GPUs, in turns; two hosts
-# with distributed.timeout_s=30 (who speaks first); python -m benchmarks.drill on 4 GPUs with a batch norm.
+# each rank under ddp; two hosts with
+# distributed.timeout_s=30 (who speaks first); python -m benchmarks.drill on 4 GPUs with a batch norm.
 # Ends with status 1 when a part failed or missed its bar.
 set -uo pipefail
 

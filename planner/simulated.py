@@ -37,7 +37,7 @@ def simulated_strategy(config: Config, dist: Dist, gpus: int) -> PlacedStrategy:
     """
     settings, computing = config.strategy, Computing(config.train.precision)
     if isinstance(settings, FsdpConfig):  # offloaded tensors are separated later: here all are on one device
-        settings = dataclasses.replace(settings, cpu_offload=False, symmetric_memory=False)
+        settings = dataclasses.replace(settings, cpu_offload=False)
         return PlacedStrategy(build_strategy(dataclasses.replace(config, strategy=settings), dist), {"": CPU})
     if isinstance(settings, ParameterServerConfig):
         server = _Unconnected(settings, dist, computing, config.distributed.timeout_s)

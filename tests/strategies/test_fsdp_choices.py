@@ -1,7 +1,6 @@
 """The choices of FSDP and activation checkpointing change memory and traffic, not the gradients."""
 
 import copy
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -31,7 +30,6 @@ CHOICES: dict[str, tuple[dict[str, Any], bool]] = {
     "all freed": ({"reshard_after_forward": True}, False),
     "none freed": ({"reshard_after_forward": False}, False),
     "sharded sums": ({"reduce_every_micro_batch": True}, True),
-    **({"a group for gradients": ({"separate_reduce_scatter": True}, False)} if TORCH_2_14 else {}),
     "hybrid": ({"shard_group": "2"}, True),
     "hybrid, sharded sums": ({"shard_group": "2", "reduce_every_micro_batch": True}, True),
     "computed again": ({"activation_checkpointing": True}, False),
@@ -133,18 +131,14 @@ def _with_other_weights() -> float:
 
 
 def _asked_of_torch() -> Counter[str]:
-    """What a model on GPUs calls, with the settings for them and train.compile; and what it says without NCCL."""
-    asked, config = Counter[str](), _config(separate_reduce_scatter=True, symmetric_memory=True)
-    for name in ("set_symm_mem_for_comm", "set_separate_reduce_scatter_group"):
-        setattr(FSDPModule, name, lambda module, name=name: asked.update([name]))
+    """The modules that are compiled with train.compile; and what a setting that needs a newer torch says."""
+    asked = Counter[str]()
     torch.compile = lambda forward, mode: asked.update([type(forward.__self__).__name__]) or forward  # type: ignore
-    facts = dataclasses.replace(tiny.facts(), backend="cpu:gloo,cuda:nccl")
-    Fsdp(config, facts, Computing(compile=True)).wrap(_model())
-    with pytest.raises(UserError, match="needs NCCL"):
-        plain_fsdp(config)
-    del FSDPModule.set_symm_mem_for_comm
-    with pytest.raises(UserError, match=r"strategy\.symmetric_memory=true under fsdp needs torch 2\.14"):
-        Fsdp(config, facts, Computing())
+    Fsdp(_config(), tiny.facts(), Computing(compile=True)).wrap(_model())
+    if TORCH_2_14:
+        del FSDPModule.set_reduce_scatter_unused_params
+    with pytest.raises(UserError, match=r"find_unused_parameters=true under fsdp needs torch 2\.14"):
+        plain_fsdp(_config(find_unused_parameters=True))
     mixed = plain_fsdp(_config(param_dtype="bf16", reduce_dtype="fp16"))._precision(nn.Linear(1, 1))
     assert (mixed.param_dtype, mixed.reduce_dtype) == (torch.bfloat16, torch.float16)
     return asked
@@ -157,8 +151,7 @@ def _all() -> tuple[dict[str, tuple[float, float, int, int]], float, Counter[str
 @pytest.mark.slow
 def test_every_choice_gives_the_gradients_of_the_plain_model() -> None:
     differences, off, asked = run_ranks(_all, 4)[0]
-    calls = {"set_symm_mem_for_comm": 4, "set_separate_reduce_scatter_group": 1, "Block": 3}
-    assert asked == calls, "each unit is compiled, and the root"
+    assert asked == {"Block": 3}, "each unit is compiled"
     assert off < 1e-6, "a unit that was gathered ahead, and not called, keeps the weights of then"
     assert {name: differences[name][3] for name in GATHERS} == GATHERS
     for name, (far, norm_far, messages, _) in differences.items():

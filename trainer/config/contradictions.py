@@ -117,8 +117,6 @@ def _check_exact(config: Config) -> None:
         words = f"strategy.shard_group={group}, whose replicas add sums of their own; set it to world"
     elif strategy.name == "fsdp" and train.channels_last:
         words = "train.channels_last=true, gathered in another layout by strategy=fsdp; use strategy=ddp"
-    elif options.get("symmetric_memory"):
-        words = "strategy.symmetric_memory=true, in which only numbers travel; set it to false"
     elif (dtype := options.get("reduce_dtype", "fp32")) != "fp32":
         words = f"strategy.reduce_dtype={dtype}, but adds integers; set it to fp32"
     else:

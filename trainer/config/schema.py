@@ -70,8 +70,6 @@ class FsdpConfig(UnitsConfig):
     reshard_after_forward: bool | None = MISSING
     reduce_every_micro_batch: bool = False
     find_unused_parameters: bool = False
-    separate_reduce_scatter: bool = False
-    symmetric_memory: bool = False
     cpu_offload: bool = MISSING
     gather_for_evaluation: bool = False
     param_dtype: str | None = one_of(*PRECISIONS)

@@ -39,14 +39,6 @@ if TYPE_CHECKING:
     from trainer.optim.train_state import TrainState
 
 
-_OF_TORCH_2_14 = {
-    "find_unused_parameters": "set_reduce_scatter_unused_params",
-    "separate_reduce_scatter": "set_separate_reduce_scatter_group",
-    "symmetric_memory": "set_symm_mem_for_comm",
-}
-"""What FSDPModule must have for a setting."""
-
-
 class Fsdp(Strategy):
     name = "fsdp"
     uses = "same"
@@ -64,18 +56,12 @@ class Fsdp(Strategy):
         self.mesh = sharding_mesh(settings.shard_group, dist_)
         if settings.cpu_offload and dist_.device.type == "cpu":
             raise UserError("strategy.cpu_offload=true, but the model trains on the CPU; set it to false")
-        for setting, method in _OF_TORCH_2_14.items():
-            if getattr(settings, setting) and not hasattr(FSDPModule, method):
-                instead = "use strategy=ddp" if setting == "find_unused_parameters" else "leave it out"
-                raise UserError(
-                    f"strategy.{setting}=true under fsdp needs torch 2.14, and this is {torch.__version__}; "
-                    f"install that, or {instead}"
-                )
-        if settings.symmetric_memory and "nccl" not in dist_.backend:
-            raise UserError(
-                f"strategy.symmetric_memory=true needs NCCL, but the backend is {dist_.backend}; leave it out"
-            )
         if settings.find_unused_parameters:
+            if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+                raise UserError(
+                    "strategy.find_unused_parameters=true under fsdp needs torch 2.14, and this is "
+                    f"{torch.__version__}; install torch 2.14, or use strategy=ddp"
+                )
             self.uses = "any"
         if self.mesh.ndim == 2:
             replicate, shard = self.mesh.shape
@@ -113,12 +99,6 @@ class Fsdp(Strategy):
         stale_check.guard()
         if self.settings.find_unused_parameters:
             cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
-        if self.settings.separate_reduce_scatter:
-            cast(FSDPModule, model).set_separate_reduce_scatter_group()
-        if self.settings.symmetric_memory:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_symm_mem_for_comm()
         if self.settings.reshard_after_forward is None:
             model.register_forward_hook(self._reshard_without_gradient)
         by_leaves = self.order.by_leaves and self.num_replicas > 1  # one rank reduces nothing
