@@ -55,6 +55,7 @@ from trainer.optim.progress import EarlyEnd, planned_steps
 from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule, settings_of
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
+from trainer.optim.whole_tensors import whole_parts
 from trainer.run_dir.claim import RunDir, claim
 from trainer.run_dir.console import messages
 from trainer.run_dir.metrics_file import write_result
@@ -297,6 +298,11 @@ def _state(
 
     trained = Trained(strategy.unwrap(wrapped), earlier)
     optimizer, schedule = build(trained)
+    strategy.notes += [
+        f"fsdp: {type(part.optimizer).__name__} needs whole tensors: one rank gathers and updates each, "
+        "which is slower than on shards"
+        for part in whole_parts(optimizer)
+    ]
     early_end = EarlyEnd(config.train.stop, config.train.max_hours)
     state = TrainState(
         trained,

@@ -16,7 +16,6 @@ from trainer.checkpoint.tree import take_apart
 from trainer.checks.replicas import ReplicaCheck
 from trainer.distributed.process_group import process_group
 from trainer.errors import UserError
-from trainer.optim.optimizers import check_optimizer
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 from trainer.tensors.bits import same_bits
@@ -98,8 +97,7 @@ def test_what_an_optimizer_of_a_user_keeps_is_resumed_or_refused_after_a_step(
         _of_users, world_size, tmp_path, f"strategy={strategy}", init=False
     ):
         assert whole == again
-        words = "accepted" if strategy == "single" else "has another shape than its parameter and cannot be"
-        assert words in rows
+        assert "accepted" in rows
 
 
 def _pairs() -> list[tuple[str, ...]]:
@@ -120,7 +118,7 @@ def _differences(root: Path, strategy: str) -> dict[str, list[str]]:
     found, base = {}, (f"strategy={strategy}", *BASE)
     with process_group(runs.settings(*base).distributed) as dist:
         pairs = _pairs()
-        # Shards differ by the shapes of state alone; Adafactor is refused.
+        # Shards differ by the shapes of state alone.
         for number, pair in enumerate(pairs if strategy == "single" else pairs[::4]):
             whole = run(dist, root / f"{number}", *base, *pair, save_at=[STOP])
             half = str(root / f"{number}" / "checkpoints" / f"step_{STOP:08d}")
@@ -221,6 +219,3 @@ def _sharded() -> str:
 def test_under_fsdp_several_tensors_in_one_are_refused() -> None:
     said = run_ranks(_sharded, 2)[1]
     assert "a TwoTensor, several tensors in one, which no checkpoint can cut into shards; use strat" in said
-    torchaos = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})
-    with pytest.raises(UserError, match="AdamW8bit keeps its state in blocks of numbers"):
-        check_optimizer(torchaos([torch.zeros(1)]), is_sharded=True)

@@ -145,9 +145,10 @@ def end_of(run_dir: Path, *overrides: str) -> dict[str, Tensor]:
         fit(context)
         assert parts_of(context.state.optimizer)[0].__class__ is AdamW
         found = {name: whole(value) for name, value in context.state.model.state_dict().items()}
-        state = context.state.state_dict()["optimizer"]["state"]
-        for name in sorted(state):
-            found |= {f"{name} {key}": whole(value) for key, value in state[name].items()}
+        with context.strategy.gathered(context.state):
+            state = context.state.state_dict()["optimizer"]["state"]
+            for name in sorted(state):
+                found |= {f"{name} {key}": whole(value) for key, value in state[name].items()}
         return found
 
 

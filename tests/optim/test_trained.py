@@ -1,6 +1,5 @@
-"""Under FSDP an optimizer updates plain shards: their memory, gradients and norms, and which optimizers fit."""
+"""Under FSDP an optimizer updates plain shards: their memory, gradients and norms."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.faults.test_ends import TINY, refusals
 from tests.ranks import run_ranks
 from trainer.optim.trained import Trained
 
@@ -88,14 +86,3 @@ def test_shards_are_the_models_memory_and_their_norm_is_that_of_the_whole() -> N
         for weights in steps:
             for ours, right in zip(weights, plain.parameters(), strict=True):
                 torch.testing.assert_close(ours, right.detach(), rtol=0, atol=1e-6)
-
-
-def test_an_optimizer_that_needs_whole_tensors_is_refused(tmp_path: Path) -> None:
-    chosen = (
-        "strategy=fsdp",
-        "optim._target_=torch.optim.Adafactor",
-        "~optim.momentum",
-        "~optim.weight_decay",
-    )
-    found = run_ranks(refusals, 1, (*TINY, *chosen, f"run_dir={tmp_path}"), init=False)[0][0]
-    assert "optim: Adafactor updates a row of a tensor" in found

@@ -324,7 +324,7 @@ class Checkpointer:
             if self._plan is None:  # the first save
                 for name in live:
                     if name.startswith("optimizer."):
-                        parameter_of(name, live[name].shape, state.trained.whole)
+                        parameter_of(name, live[name].shape, state.trained)
             tensors.update(live)
             only_rank_0.update(buffer_names(state.model), filter(is_extra_state, live))
             shared = {name: live[name] for name in live if name not in only_rank_0}

@@ -31,6 +31,7 @@ from trainer.optim.plain_names import (
     named_modules,
 )
 from trainer.optim.train_state import TrainState
+from trainer.optim.trained import Trained
 from trainer.tensors.bits import as_bytes, same_bits
 from trainer.tensors.local_shard import is_dtensor
 
@@ -136,7 +137,7 @@ def targets_for(
     targets |= fitting | averages
     for name, (shape, dtype) in shapes.items():
         if name not in targets and not name.startswith(("buffers.", "ema.")):
-            parameter = parameter_of(name, shape, state.trained.whole)
+            parameter = parameter_of(name, shape, state.trained)
             # "step" is on the CPU, and so are all tensors within one, which its class moves together.
             within = name.rpartition(".")[2].startswith(WITHIN)
             if parameter is not None and parameter.shape == shape and len(shape) > 0 and not within:
@@ -175,17 +176,18 @@ def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict
     return saved
 
 
-def parameter_of(name: str, shape: torch.Size, parameters: Mapping[str, Tensor]) -> Tensor | None:
+def parameter_of(name: str, shape: torch.Size, trained: Trained) -> Tensor | None:
     """The parameter to whose state the optimizer's tensor ``name`` belongs, maybe in lists; None without one.
 
     Raises:
-        UserError: it is sharded, and the tensor has another shape.
+        UserError: it is sharded and not updated whole, and the tensor has another shape.
     """
     prefix = name.removeprefix("optimizer.state.")
-    while prefix and prefix not in parameters:
+    while prefix and prefix not in trained.whole:
         prefix = prefix.rpartition(".")[0]
-    parameter = parameters.get(prefix)
-    if is_dtensor(parameter) and len(shape) > 0 and shape != parameter.shape:
+    parameter = trained.whole.get(prefix)
+    in_rows = is_dtensor(parameter) and prefix not in trained.updated_whole
+    if parameter is not None and in_rows and len(shape) > 0 and shape != parameter.shape:
         words = "has another shape than its parameter and cannot be sharded; resume, or begin, without FSDP"
         raise UserError(f"{name} {words}")
     return parameter

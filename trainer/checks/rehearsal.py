@@ -99,6 +99,7 @@ def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = F
         raise UserError(f"the first backward pass gave no parameter a gradient. {_no_gradients(is_sharded)}")
     if gathered is not None:
         gathered.close()
+    run.state.check_gradients()
     _drop_gradients(model)
     run.gate.changed_weights = changed
 

@@ -15,8 +15,9 @@ from trainer.exact.digits import from_digits, to_digits
 from trainer.exact.environment import NUM_THREADS
 from trainer.exact.norm import exact_norm
 from trainer.exact.sum_order import SumOrder
-from trainer.optim.optimizers import WholeMatrices, parts_of
+from trainer.optim.optimizers import parts_of
 from trainer.optim.trained import Trained
+from trainer.optim.whole_tensors import whole_parts
 
 _ELEMENTWISE = (AdamW, Adam, SGD, RMSprop, NAdam)  # compared bit by bit, in shards cut anywhere
 
@@ -65,8 +66,9 @@ class ByLeaves(SumOrder):
                 "train.exact: optim.fused=true rounds differently in the middle and at the end of a tensor "
                 "on a CPU; set optim.fused=null"
             )
-        for kind in map(type, parts_of(optimizer)):
-            if sharded and kind not in (*_ELEMENTWISE, WholeMatrices):
+        whole = {part.optimizer for part in whole_parts(optimizer)}
+        for kind in map(type, set(parts_of(optimizer)) - whole):
+            if sharded and kind not in _ELEMENTWISE:
                 names = ", ".join(known.__name__ for known in _ELEMENTWISE)
                 raise UserError(
                     f"train.exact: {kind.__name__} is not known to update each number by itself, but "

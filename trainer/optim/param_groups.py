@@ -3,11 +3,12 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainer.accelerator import FUSED
 from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
@@ -15,13 +16,14 @@ from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
 from trainer.optim.optimizers import (
     CombinedOptimizer,
-    WholeMatrices,
     check_optimizer,
     parts_of,
     sparse_weights,
 )
 from trainer.optim.plain_names import parameter_names
+from trainer.optim.shard_trial import needs_whole_tensors
 from trainer.optim.trained import Trained
+from trainer.optim.whole_tensors import WholeTensors
 
 _FUSED = (Adam, AdamW, SGD)  # torch's optimizers with one kernel for a step
 
@@ -70,7 +72,7 @@ def _part(
         entries = [entries[int(name.split(".")[2])]]
         own = entries[0].optimizer or {}
     optimizer = _built(name, own, sets)
-    check_optimizer(optimizer, trained.is_sharded)
+    check_optimizer(optimizer)
     sparse = sparse_weights(trained.model)
     for group in optimizer.param_groups:
         if group.get("weight_decay") and not sparse.isdisjoint(group["params"]):
@@ -79,7 +81,8 @@ def _part(
                 "gradients, such as those of an embedding; set it to 0, or build that with sparse=False"
             )
     if (at_once := _at_once(optimizer, own, fused_on_cpu)) and not sparse:
-        optimizer = _built(name, own | at_once, sets)
+        own = own | at_once
+        optimizer = _built(name, own, sets)
         optimizer.register_step_pre_hook(_before_fused_step)
     asked = any(entry.weight_decay is not None for entry in entries if name != "optim" or not entry.optimizer)
     if asked and "weight_decay" not in optimizer.defaults:
@@ -87,8 +90,9 @@ def _part(
             f"optim.groups sets a weight_decay, but {type(optimizer).__name__} has none; leave it out, or "
             "use optim=adamw"
         )
-    if isinstance(optimizer, Muon) and trained.is_sharded:
-        return WholeMatrices(optimizer, trained)
+    make = partial(_built, name, own)
+    if trained.is_sharded and needs_whole_tensors(type(optimizer).__name__, make, sets):
+        return WholeTensors(optimizer, trained)
     return optimizer
 
 

@@ -12,7 +12,7 @@ from trainer.errors import NonFiniteError
 from trainer.optim.attributes import OptimizerAttributes
 from trainer.optim.continued import check_continued, continue_groups, initial_options
 from trainer.optim.ema import MovingAverage
-from trainer.optim.optimizers import has_user_part, parts_of
+from trainer.optim.optimizers import check_gradients, has_user_part, parts_of
 from trainer.optim.plain_names import (
     buffers_outside,
     every_parameter,
@@ -24,6 +24,7 @@ from trainer.optim.plain_names import (
 from trainer.optim.progress import EarlyEnd, Progress
 from trainer.optim.schedules import after_evaluation, after_step
 from trainer.optim.trained import Trained
+from trainer.optim.whole_tensors import state_in_rows
 from trainer.tensors.local_shard import is_dtensor, tensors_within, to_local
 from trainer.tensors.nested import mapped
 
@@ -98,7 +99,8 @@ class TrainState:
         """
         if new := self.trained.accept():
             assert self.build is not None
-            saved = self.state_dict()
+            with state_in_rows(self.optimizer):
+                saved = self.state_dict()
             self.trained = Trained(self.model, also=self.trained.whole)
             self.optimizer, self.schedule = self.build(self.trained)
             self._note_settings()
@@ -107,6 +109,10 @@ class TrainState:
                 added = {self.trained.whole[name] for name in new}
                 self.average.add({name: p for name, p in every_parameter(self.model) if p in added})
         return new
+
+    def check_gradients(self) -> None:
+        """Called in the dry run: raise UserError if the optimizer would fail with gradients of this kind."""
+        check_gradients(self.optimizer)
 
     def take_gradients(self) -> None:
         """Give the optimizer the gradients of a step, complete and unscaled (in fp16, collective)."""
@@ -274,7 +280,9 @@ class TrainState:
         earlier = [indices[0] if indices else 0 for indices in known]
         step = everything["progress"]["step"]
         groups, own = continue_groups(self.schedule, everything, self.settings, step, earlier)
-        state = mapped(saved["state"], lambda value: to_local(value) if is_dtensor(value) else value)
+        in_rows = {name: of for name, of in saved["state"].items() if name not in self.trained.updated_whole}
+        local = mapped(in_rows, lambda value: to_local(value) if is_dtensor(value) else value)
+        state = {**saved["state"], **local}
         numbers = {name: index for index, name in enumerate(names)}
         packed = optimizer.state_dict()["param_groups"]
         initial = dict(optimizer.state)
@@ -321,6 +329,7 @@ def _laid_out_as(parameter: Tensor, value: Any) -> Any:
     resume may change, concerns images alone.
     """
     alike = isinstance(value, Tensor) and value.shape == parameter.shape and not tensors_within(value)
-    if not alike or value.stride() == parameter.stride() or (value.ndim < 4 and not value.is_contiguous()):
+    is_laid_out = is_dtensor(value) or not alike or value.stride() == parameter.stride()
+    if is_laid_out or (value.ndim < 4 and not value.is_contiguous()):
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -28,6 +28,7 @@ class Trained:
         own: what the optimizer updates, in the same order; a shard may have no rows.
         names: of each of `own`.
         group: the ranks that together hold the rows of a parameter; None if each holds all of them.
+        updated_whole: the names of sharded parameters that `WholeTensors` updates.
     """
 
     def __init__(self, model: nn.Module, also: Collection[str] = ()) -> None:
@@ -41,6 +42,7 @@ class Trained:
         pairs: Iterable[tuple[nn.Parameter, Any]] = zip(self.own.values(), self.whole.values(), strict=True)
         self._shards = [(own, whole) for own, whole in pairs if own is not whole]
         self.group: dist.ProcessGroup | None = None
+        self.updated_whole = set[str]()
         if self._shards:
             mesh = self._shards[0][1].device_mesh
             self.group = mesh.get_group(mesh.ndim - 1)
@@ -111,9 +113,9 @@ class Trained:
 
         So a checkpoint knows which rows of which tensor these are.
         """
-        if not self.is_sharded or name not in self.own:
+        if not self.is_sharded or name not in self.own or name in self.updated_whole:
             return value
-        own, whole = self.own[name], self.whole[name]
+        own = self.own[name]
         if not isinstance(value, Tensor) or value.ndim == 0 or value.shape != own.shape:
             return value
         if tensors_within(value):
@@ -121,8 +123,13 @@ class Trained:
                 f"optim: the state of {name} is a {type(value).__name__}, several tensors in one, which no "
                 "checkpoint can cut into shards; use strategy=ddp, or optim=adamw"
             )
+        return self.sharded(name, value)
+
+    def sharded(self, name: str, rows: Tensor) -> Tensor:
+        """The DTensor of which `rows` are this rank's, not copied, sharded like a parameter."""
         from torch.distributed.tensor import DTensor
 
+        whole = self.whole[name]
         assert is_dtensor(whole)
         mesh, placements = whole.device_mesh, whole.placements
-        return DTensor.from_local(value, mesh, placements, shape=whole.shape, stride=whole.stride())
+        return DTensor.from_local(rows, mesh, placements, shape=whole.shape, stride=whole.stride())

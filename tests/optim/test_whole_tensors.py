@@ -1,0 +1,119 @@
+"""Under FSDP an optimizer that doesn't update each number by itself gets whole tensors, or is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks import fsdp_optimizers as optimizers
+from tests import runs
+from tests.faults.test_ends import TINY
+from tests.ranks import run_ranks
+from trainer.errors import UserError
+from trainer.loop import fit
+from trainer.optim.optimizers import check_gradients
+from trainer.optim.shard_trial import ShardTrial, way_of
+from trainer.tensors.generators import generators_kept
+
+OURS = "benchmarks.fsdp_optimizers."
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to gradients: other numbers in shards than in the whole, but each of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad += torch.randn_like(p)
+        super().step()
+
+
+class ByRows(torch.optim.SGD):
+    """Keeps a number for each row, which no checkpoint can tell from one for each of other rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["rows"] = p.grad.reshape(len(p), -1).square().sum(1)
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        (torch.optim.AdamW, "SHARDS"),
+        (Noisy, "SHARDS"),
+        (ByRows, "WHOLE"),
+        (optimizers.ByNorm, "WHOLE"),
+        (torch.optim.Adafactor, "WHOLE"),
+        (optimizers.ClipsAll, "NEITHER"),
+        (optimizers.StepOfLBFGS, "NEITHER"),
+        (torch.optim.SparseAdam, "NEITHER"),
+    ],
+)
+def test_a_trial_finds_which_tensors_an_optimizer_needs(kind: Any, way: str) -> None:
+    group = {"params": [torch.zeros(1, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1)]}
+    trial = ShardTrial(lambda groups: kind(groups[0]["params"], lr=1e-5), [group])
+    with generators_kept():
+        found, why = way_of(kind.__name__, trial)
+    assert found.name == way and bool(why) == (way == "NEITHER"), why
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((OURS + name, {}) for name in ("ByNorm", "ShampooLike", "ClipsAll")),
+    *((f"torch.optim.{name}", {}) for name in ("Adafactor", "Muon", "AdamW")),
+]
+
+
+def test_whole_tensors_give_what_one_process_does_and_so_do_saves() -> None:
+    alone = run_ranks(optimizers.trained, 1, CASES, False)[0]
+    for found in run_ranks(optimizers.trained, 3, CASES, True):
+        ways = {target.rpartition(".")[2]: way for (target, _), (way, *_) in zip(CASES, found, strict=True)}
+        refused = ways.pop("ClipsAll")
+        assert "ClipsAll computes the update of a parameter from other parameters too" in refused
+        assert ways == dict.fromkeys(ways, "whole") | {"AdamW": "shards"}
+        for (target, _), (_, right, _), (way, end, resumed) in zip(CASES, alone, found, strict=True):
+            if not way.startswith("refused"):
+                assert optimizers.apart(end, right) < 1e-5, target
+                assert optimizers.apart(resumed, end) == 0, target
+
+
+def test_sparse_adam_with_dense_gradients_is_refused() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    with pytest.raises(UserError, match=r"1 of 1 have dense ones; give it only weights of nn\.Embedding"):
+        check_gradients(torch.optim.SparseAdam([parameter]))
+
+
+def _continued(root: Path, strategy: str, chain: dict[str, tuple[str, int, str]]) -> dict[str, list[Tensor]]:
+    """Each optimizer's weights after a part of its run, from a checkpoint to a step, at which it is saved."""
+    found = {}
+    for target, (resume, until, name) in chain.items():
+        chosen = ("optim=own", f"optim._target_={target}", "optim.lr=0.01", "schedule=constant")
+        saves = (f"train.max_steps={until}", f"checkpoint.every_steps={until}", f"resume={resume}")
+        place = f"run_dir={root / target / name}"
+        with runs.context_of(*TINY, *chosen, *saves, f"strategy={strategy}", place) as context:
+            fit(context)
+            values = context.state.model.state_dict().values()
+            found[target] = [(v.full_tensor() if isinstance(v, DTensor) else v).clone() for v in values]
+    return found
+
+
+@pytest.mark.slow
+def test_saves_go_from_one_process_to_two_ranks_to_three_and_back(tmp_path: Path) -> None:
+    targets = (OURS + "ShampooLike", "torch.optim.Adafactor", "torch.optim.AdamW")
+    root = tmp_path / "alone"
+    alone = dict.fromkeys(targets, ("null", 8, "all"))
+    right = run_ranks(_continued, 1, root, "single", alone, init=False)[0]
+    resume, found = dict.fromkeys(targets, "null"), right
+    for size, until in ((1, 2), (2, 4), (3, 6), (1, 8)):
+        chain = {target: (resume[target], until, str(until)) for target in targets}
+        strategy = "single" if size == 1 else "fsdp"
+        found = run_ranks(_continued, size, tmp_path, strategy, chain, init=False)[0]
+        saved = f"checkpoints/step_{until:08d}"
+        resume = {target: str(tmp_path / target / str(until) / saved) for target in targets}
+    for target in targets:
+        assert optimizers.apart(found[target], right[target]) < 1e-5, target

@@ -1,0 +1,244 @@
+"""Whether an optimizer may update shards, or needs whole tensors: found by trying it on small tensors."""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.errors import UserError, class_and_line
+from trainer.optim.whole_tensors import update_only
+from trainer.tensors.generators import generators_kept
+from trainer.tensors.local_shard import rows_of_shard, tensors_within
+from trainer.tensors.nested import leaves
+
+Make = Callable[[list[dict[str, Any]]], Optimizer]
+"""Builds an optimizer with all its options from parameter groups."""
+
+_STEPS = 5
+_ROWS, _COLUMNS = 64, ((), (72,), (24, 3), (8, 3, 3))  # 4,608 numbers: optimizers of 8 bits begin at 4,096
+_LR = 0.1  # a schedule sets it anyway; the updates of a small one would be lost in rounding
+_RELATIVE, _ABSOLUTE = 1e-3, 5e-6  # fused kernels round the end of a tensor differently
+
+
+class Way(IntEnum):
+    """Which tensors an optimizer must get to be right; the larger of two is right for both."""
+
+    SHARDS = 0
+    WHOLE = 1
+    NEITHER = 2
+
+
+Rows = tuple[int, int]
+"""The first row, and the one after the last."""
+
+
+@dataclass
+class _Outcome:
+    """What an optimizer of a trial did: updates and state by the number of the tensor, and the rest."""
+
+    updates: dict[int, Tensor]
+    states: dict[int, Any]
+    of_no_parameter: dict[Any, Any]
+    options: list[dict[str, Any]]
+
+
+def needs_whole_tensors(name: str, make: Make, groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether an optimizer updates a tensor differently in shards than as a whole (a collective).
+
+    Small tensors with the dimensions of the real ones are updated for some steps: by one optimizer; cut by
+    rows, with an optimizer for each rank's parts; and whole, shared among three optimizers. The updates, the
+    state and the options of groups must be equal. A checkpoint must be able to hold the state: each tensor in
+    it has the shape of its parameter, or is the same for all parts.
+
+    Args:
+        name: of the class, for messages.
+        groups: with the real parameters.
+
+    Raises:
+        UserError: on every rank: it is right in neither way, or cannot be tried.
+    """
+    with generators_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mine = way_of(name, ShardTrial(make, groups))
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    way, why = max(everyones)
+    if way is Way.NEITHER:
+        raise UserError(f"optim: {why}; under strategy=fsdp use optim=adamw, or use strategy=ddp")
+    return bool(way)
+
+
+def way_of(name: str, trial: "ShardTrial") -> tuple[Way, str]:
+    """The first way that is right, and why neither is."""
+    try:
+        right = trial.train([trial.all_rows])
+    except Exception as error:  # of a user's code
+        return Way.NEITHER, f"a trial of {name} on small tensors failed with {class_and_line(error)}"
+    try:
+        if all(trial.is_right(trial.train(trial.cut(parts)), right) for parts in (2, 3)):
+            return Way.SHARDS, ""
+    except Exception:  # such as an extreme of no rows
+        pass
+    why = f"{name} computes the update of a parameter from other parameters too, which are on other ranks"
+    try:
+        if trial.is_right(trial.train(trial.shared(3), apart=True), right):
+            return Way.WHOLE, ""
+    except Exception as error:
+        why = f"{name} fails with a part of the parameters, with {class_and_line(error)}"
+    return Way.NEITHER, why
+
+
+class ShardTrial:
+    """Small tensors in the groups of an optimizer, and their gradients in some steps.
+
+    Args:
+        make: the optimizer to try.
+        groups: with the real parameters, of whose kinds a trial has two tensors in each group.
+    """
+
+    def __init__(self, make: Make, groups: Sequence[dict[str, Any]]) -> None:
+        self._make, self._groups = make, groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        self._device = parameters[0].device
+        random = torch.Generator().manual_seed(0)
+
+        def drawn(shape: Sequence[int]) -> Tensor:
+            return torch.randn(shape, generator=random)
+
+        self._numbers: list[list[int]] = []  # of each group's tensors
+        self._begin: list[Tensor] = []
+        for group in groups:
+            kinds = sorted({max(1, parameter.ndim) for parameter in group["params"]})
+            columns = [_COLUMNS[min(dims, 4) - 1] + (1,) * (dims - 4) for dims in kinds]
+            shapes = [(rows, *of_rows) for of_rows in columns for rows in (_ROWS, 2)]
+            self._numbers.append([*range(len(self._begin), len(self._begin) + len(shapes))])
+            self._begin += [drawn(shape).to(self._device) for shape in shapes]
+        # In each step other rows have the large gradients, as norms over rows then show.
+        self._gradients = [
+            [(drawn(t.shape) * _sizes(t, step)).to(self._device) for t in self._begin]
+            for step in range(_STEPS)
+        ]
+        self.all_rows = {number: (0, len(tensor)) for number, tensor in enumerate(self._begin)}
+
+    def cut(self, parts: int) -> list[dict[int, Rows]]:
+        """The rows of each rank under FSDP; the last one of three has none of a tensor of two rows."""
+        return [
+            {number: rows_of_shard(end, part, parts) for number, (_, end) in self.all_rows.items()}
+            for part in range(parts)
+        ]
+
+    def shared(self, parts: int) -> list[dict[int, Rows]]:
+        """Whole tensors, in turn."""
+        return [{n: rows for n, rows in self.all_rows.items() if n % parts == part} for part in range(parts)]
+
+    def train(self, shares: Sequence[dict[int, Rows]], apart: bool = False) -> list[_Outcome]:
+        """Train each share by an optimizer of its own.
+
+        Args:
+            apart: as `WholeTensors` does: an optimizer of shards is given whole tensors.
+        """
+        return [self._trained(share, apart) for share in shares if share]
+
+    def _trained(self, share: dict[int, Rows], apart: bool) -> _Outcome:
+        own = self._parameters(share)
+        optimizer = self._made(self._parameters(self.cut(2)[0]) if apart else own)
+        if apart:
+            update_only(optimizer, [[own[n] for n in numbers if n in own] for numbers in self._numbers])
+        for group in optimizer.param_groups:
+            if isinstance(group.get("lr"), float):
+                group["lr"] = _LR
+        for gradients in self._gradients:
+            for number, (begin, end) in share.items():
+                own[number].grad = gradients[number][begin:end].clone()
+            with torch.compiler.set_stance("force_eager"), _Constant():
+                optimizer.step()
+        return _Outcome(
+            {n: own[n].detach() - self._begin[n][begin:end] for n, (begin, end) in share.items()},
+            {number: optimizer.state.get(parameter, {}) for number, parameter in own.items()},
+            {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)},
+            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        )
+
+    def _parameters(self, share: dict[int, Rows]) -> dict[int, nn.Parameter]:
+        return {n: nn.Parameter(self._begin[n][begin:end].clone()) for n, (begin, end) in share.items()}
+
+    def _made(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
+        return self._make(
+            [
+                {**group, "params": [parameters[n] for n in numbers if n in parameters]}
+                for group, numbers in zip(self._groups, self._numbers, strict=True)
+            ]
+        )
+
+    def is_right(self, found: Sequence[_Outcome], whole: Sequence[_Outcome]) -> bool:
+        right = whole[0]
+        for number, update in right.updates.items():
+            holders = [each for each in found if number in each.updates]
+            parts = [each.updates[number] for each in holders]
+            if not _alike(torch.cat(parts), update):
+                return False
+            states = [leaves(each.states[number]) for each in holders]
+            if not _fits(states, parts, leaves(right.states[number]), update.shape):
+                return False
+        shared = leaves([right.of_no_parameter, right.options])
+        return all(_all_alike(leaves([each.of_no_parameter, each.options]), shared) for each in found)
+
+
+def _fits(states: list[list[Any]], parts: list[Tensor], right: list[Any], shape: torch.Size) -> bool:
+    """Whether the state of each part of a tensor has its rows of the state of the whole, or is the same."""
+    if any(len(state) != len(right) for state in states):
+        return False
+    for values, whole in zip(zip(*states, strict=True), right, strict=True):
+        if isinstance(whole, Tensor) and tensors_within(whole) and len(parts) > 1:
+            return False  # no checkpoint can cut it
+        if isinstance(whole, Tensor) and whole.shape == shape and not tensors_within(whole):
+            shapes = [value.shape for value in values if isinstance(value, Tensor)]
+            if shapes != [part.shape for part in parts] or not _alike(torch.cat(values), whole):
+                return False
+        elif not all(_alike(value, whole) for value in values):
+            return False
+    return True
+
+
+def _all_alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(_alike, one, other))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if within := tensors_within(one):
+            return _all_alike([*within.values()], [*tensors_within(other).values()])
+        if not one.numel():
+            return True
+        one, other = (each.detach().to("cpu", torch.complex128) for each in (one, other))
+        return bool((one - other).abs().max() <= _RELATIVE * other.abs().max() + _ABSOLUTE)
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-4)
+    return type(one) is type(other) and (not isinstance(one, bool | int | str) or one == other)
+
+
+def _sizes(tensor: Tensor, step: int) -> Tensor:
+    """The sizes of the gradients of each row: from 0.01 to 100."""
+    sizes = torch.logspace(-2, 2, len(tensor)).roll(step * len(tensor) // 3)
+    return sizes.view(-1, *[1] * (tensor.ndim - 1))
+
+
+class _Constant(TorchDispatchMode):
+    """Has random numbers be 0.5, since the shards of noise are not the noise of shards."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            for tensor in leaves(made):
+                tensor.fill_(0.5)
+        return made
