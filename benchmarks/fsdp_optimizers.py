@@ -62,17 +62,22 @@ class ByNorm(torch.optim.Optimizer):
 
 
 class ShampooLike(ByNorm):
-    """Divides a matrix's gradient by the root of a running product of its rows, which is larger than it."""
+    """Divides a gradient by the root of a running product of its rows; counts its steps in an attribute."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.calls = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.calls += 1
         for group in self.param_groups:
             for p in group["params"]:
                 gradient = p.grad.reshape(len(p), -1)
                 product = self.state[p].setdefault("product", torch.eye(len(p), dtype=p.dtype))
                 product += gradient @ gradient.T
                 values, vectors = torch.linalg.eigh(product)
-                p.sub_(group["lr"] * (vectors / values**0.25 @ vectors.T @ gradient).view_as(p))
+                p.sub_(group["lr"] / self.calls * (vectors / values**0.25 @ vectors.T @ gradient).view_as(p))
 
 
 class ClipsAll(ByNorm):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import first_few
+from trainer.optim.whole_tensors import updater
 from trainer.tensors.bits import as_bytes
 from trainer.tensors.nested import leaves, mapped
 
@@ -68,12 +69,12 @@ class OptimizerAttributes:
 
 def optimizers_in(optimizer: Optimizer) -> dict[Optimizer, str]:
     """`optimizer` and those that it holds, also in lists and dicts, each with its path in names."""
-    found = {optimizer: "optimizer"}
-    queue = [optimizer]
+    queue = [updater(optimizer)]
+    found = {queue[0]: "optimizer"}
     for holder in queue:  # which grows
         for name, value in own_attributes(holder).items():
             for number, part in enumerate(leaves(value)):
-                if isinstance(part, Optimizer) and part not in found:
+                if isinstance(part, Optimizer) and (part := updater(part)) not in found:
                     found[part] = f"{found[holder]}.{name}.{number}"
                     queue.append(part)
     return found

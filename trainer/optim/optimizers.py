@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from trainer.errors import UserError
-from trainer.optim.whole_tensors import WholeTensors
+from trainer.optim.whole_tensors import updater
 
 
 class CombinedOptimizer(Optimizer):
@@ -43,8 +43,7 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     """The user's optimizer of each parameter group."""
     if isinstance(optimizer, CombinedOptimizer):
         return [own for part in optimizer.parts for own in parts_of(part)]
-    own = optimizer.optimizer if isinstance(optimizer, WholeTensors) else optimizer
-    return [own for _ in optimizer.param_groups]
+    return [updater(optimizer) for _ in optimizer.param_groups]
 
 
 def has_user_part(optimizer: Optimizer) -> bool:

@@ -167,6 +167,11 @@ def update_only(optimizer: Optimizer, parameters: Sequence[list[nn.Parameter]]) 
     optimizer.state = defaultdict(dict)
 
 
+def updater(optimizer: Optimizer) -> Optimizer:
+    """`optimizer`, or the user's that updates for it."""
+    return optimizer.optimizer if isinstance(optimizer, WholeTensors) else optimizer
+
+
 def whole_parts(optimizer: Optimizer) -> list[WholeTensors]:
     return [part for part in getattr(optimizer, "parts", [optimizer]) if isinstance(part, WholeTensors)]
 
