@@ -145,7 +145,6 @@ def train(state: TrainState, steps: int, before_update: Callable[[], None] = lam
 def everything(state: TrainState) -> dict[str, Any]:
     """All of ``state``, as whole CPU tensors and plain values."""
     tensors, plain = take_apart(state.state_dict())
-    del plain["early_end"]["hours"]
     return {"tensors": whole(tensors), "plain": plain}
 
 

@@ -98,7 +98,6 @@ def run(
 def _everything(context: Any) -> dict[str, Any]:
     with context.strategy.gathered(context.state):
         tensors, plain = take_apart(context.state.state_dict())
-        del plain["early_end"]["hours"]
         return {"tensors": tiny.whole(tensors), "plain": plain}
 
 

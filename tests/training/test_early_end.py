@@ -95,6 +95,7 @@ def counted(stop: StopConfig, *values: float) -> list[bool]:
 def resumed(end: EarlyEnd, stop: StopConfig | None = None, max_hours: float | None = None) -> EarlyEnd:
     new = EarlyEnd(stop, max_hours)
     new.load_state_dict(json.loads(json.dumps(end.state_dict())))
+    new.continue_after(end.hours())
     return new
 
 
@@ -123,7 +124,7 @@ def test_the_hours_of_all_resumes_count() -> None:
     end = EarlyEnd(max_hours=2.0)
     end._began_s -= 1.5 * 3600
     assert not end.time_is_up()
-    end = resumed(end, max_hours=2.0)
+    end = resumed(resumed(end), max_hours=2.0)  # also those of a launch without a limit
     assert not end.time_is_up()
     end._began_s -= 0.6 * 3600
     assert end.time_is_up() and resumed(end, max_hours=2.0).setting == "train.max_hours"

@@ -44,6 +44,7 @@ from trainer.optim.train_state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 _UNSAVED = "unsaved"  # the key of `Checkpointer.unsaved` in a checkpoint
+_HOURS = "hours"  # the key of how long the run has taken
 
 
 class _Report(NamedTuple):
@@ -213,6 +214,7 @@ class Checkpointer:
         def restore() -> None:
             source.read_into(targets)
             state.load_state_dict(saved_state(plain, targets))
+            state.early_end.continue_after(source.facts.get(_HOURS, 0.0))
 
         notes, data_states = self._agreement.everywhere(fit)
         self._agreement.everywhere(restore)
@@ -321,6 +323,7 @@ class Checkpointer:
 
         def report() -> _Report:
             live, facts["state"] = self._savable.to_save(state)
+            facts[_HOURS] = state.early_end.hours()
             if self._plan is None:  # the first save
                 for name in live:
                     if name.startswith("optimizer."):
@@ -433,6 +436,7 @@ class Checkpointer:
         if bad := sorted(self._savable.new_in(tensors)):
             raise UserError(f"{first_five(bad)} is not finite")
         facts = {**self._facts, _UNSAVED: self.unsaved, "state": plain, **plain_data}
+        facts[_HOURS] = state.early_end.hours()
         plan = plan_save(tensors, "full", rank=0, world_size=1)
         contents = Contents(step, plan, tensors, facts, self._branch)
         store = Store(self._store.root, self._store.run_id, shared=True)

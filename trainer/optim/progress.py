@@ -108,7 +108,7 @@ class EarlyEnd:
 
     def time_is_up(self) -> bool:
         """Asked on one rank alone: clocks differ."""
-        return self._max_hours is not None and self._hours() >= self._max_hours
+        return self._max_hours is not None and self.hours() >= self._max_hours
 
     def end(self) -> None:
         """Called on every rank at the same step, when `time_is_up` on one."""
@@ -133,12 +133,11 @@ class EarlyEnd:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values; hours are counted even while no limit is set."""
-        found: dict[str, Any] = {"hours": self._hours()}
-        if self._stop is not None:
-            found |= {"best": self._best, "best_step": self._best_step, "waited": self._waited}
-            found |= {"metric": self._stop.metric, "mode": self._stop.mode}
-        return found
+        """Return plain values, without the hours: they differ between runs that are otherwise equal."""
+        if self._stop is None:
+            return {}
+        found = {"best": self._best, "best_step": self._best_step, "waited": self._waited}
+        return found | {"metric": self._stop.metric, "mode": self._stop.mode}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `saved`, of which only what is set here counts; it may be of other settings."""
@@ -146,8 +145,12 @@ class EarlyEnd:
         if stop is not None and (saved.get("metric"), saved.get("mode")) == (stop.metric, stop.mode):
             self._best, self._best_step = saved["best"], saved["best_step"]
             self._waited = saved["waited"]
-        self._hours_before = saved.get("hours", 0.0)
-        self._out_of_time = self._max_hours is not None and self._hours_before >= self._max_hours
 
-    def _hours(self) -> float:
+    def continue_after(self, hours: float) -> None:
+        """Continue a run that had taken this long, with or without `train.max_hours`."""
+        self._hours_before = hours
+        self._out_of_time = self._max_hours is not None and hours >= self._max_hours
+
+    def hours(self) -> float:
+        """Return how long the run has taken, over all its resumes."""
         return self._hours_before + (time.monotonic() - self._began_s) / 3600
