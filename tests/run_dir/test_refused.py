@@ -101,10 +101,10 @@ def test_a_refusal_is_not_told_in_the_words_of_an_earlier_end(
     failure.write(tmp_path, {"status": 2, "message": "of an earlier run"})
     for message, words in ((None, "see its output"), ("of this one", "of this one")):
 
-        def launch(*_: object, message: str | None = message) -> int:
+        def launch(*_: object, message: str | None = message) -> tuple[int, None]:
             if message is not None:
                 failure.write(tmp_path, {"status": 2, "message": message})
-            return 2
+            return 2, None
 
         monkeypatch.setitem(cli.LAUNCHERS, "local", launch)
         with pytest.raises(UserError, match=words):
