@@ -48,10 +48,10 @@ def rehearse(run: "Run", batches: "Batches") -> None:
         UserError: something in the model, the task or the loss cannot be trained as it is; most errors on
             every rank alike.
     """
-    begin = time.perf_counter()
+    begin, micro_batches = time.perf_counter(), batches.ahead()
     _compare_data(run, batches.first_read())
     run.dist.heartbeat.step = run.state.progress.step + 1
-    make_dry_run(run, batches.ahead(), begins_step=True)
+    make_dry_run(run, micro_batches, begins_step=True)
     run.strategy.prepare(run.state)
     log.info("rehearsed a pass in %.2f s", time.perf_counter() - begin)
 
