@@ -243,7 +243,7 @@ def test_a_second_death_while_the_others_begin_again(undisturbed: str, tmp_path:
     """The set-up is then repeated, too: rank 0 of those that are left dies right after it has resumed."""
     words = (*RUN, *EXACT, f"run_dir={tmp_path}", "launch=local", "launch.processes=4", *fault("kill", 3, 6))
     with started("train.py", *words, forks=True) as launcher:
-        kill_first_after("rehearsed a pass in", launcher, tmp_path)
+        kill_first_after("dry run of one step: ok", launcher, tmp_path)
         ended = launcher.wait()
     assert ended.code == 0, ended.output
     assert result(tmp_path)["param_sha256"] == undisturbed

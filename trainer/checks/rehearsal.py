@@ -53,14 +53,14 @@ def rehearse(run: "Run", batches: "Batches") -> None:
     run.dist.heartbeat.step = run.state.progress.step + 1
     make_dry_run(run, micro_batches, begins_step=True)
     run.strategy.prepare(run.state)
-    log.info("rehearsed a pass in %.2f s", time.perf_counter() - begin)
+    log.info("dry run of one step: ok, %.2f s", time.perf_counter() - begin)
 
 
 def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = False) -> None:
     """Compute gradients of the first of these micro-batches, and drop them (a collective).
 
     Args:
-        begins_step: whether to call `begin_step` of the task, which the step otherwise has done.
+        begins_step: whether to call the task's `begin_step`; otherwise the step has already called it.
     """
     strategy = run.strategy
     is_exact = strategy.order.by_leaves
