@@ -167,7 +167,7 @@ def warn_if_uneven(run: "Run", batches: "Batches", epoch: int, num_samples: int)
         log.warning(
             "epoch %d ended after %s samples, because the stream ended on rank %s. At least %s more samples "
             "of rank %s are not used. Give every rank the same number of samples, or have the stream repeat "
-            "without end, and set train.max_steps",
+            "endlessly, and set train.max_steps",
             *(epoch, f"{num_samples:,}", first_few(ended), run.split.local_size, first_few(having)),
         )
     return bool(having)
@@ -204,7 +204,7 @@ def evaluate_now(run: "Run") -> tuple[dict[str, float], bool]:
     metrics: dict[str, float] = {}
     has_average, instead = run.state.average is not None, run.ema.evaluate == "instead"
     assert run.eval_loader is not None
-    run.checks.buffers.compare()  # an evaluation gives all ranks those of rank 0
+    run.checks.buffers.compare()  # an evaluation replaces the buffers of all ranks with those of rank 0
     if not (has_average and instead):
         metrics |= evaluate_as(run, run.eval_loader, "eval/", shows=not has_average)
     if has_average:

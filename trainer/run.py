@@ -248,7 +248,7 @@ def _model(
 ) -> tuple[nn.Module, int, ModelFlops | None, dict[str, str]]:
     """The model, wrapped; the number of its parameters; what counts its FLOPs; and its `frozen_digests`.
 
-    These are needed if a checkpoint, read or to be saved, leaves out what they are of.
+    They are needed if the checkpoint to read or to save leaves out frozen parameters.
     """
     assert config.seed is not None
     leaves_out = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
@@ -299,8 +299,8 @@ def _state(
     trained = Trained(strategy.unwrap(wrapped), earlier)
     optimizer, schedule = build(trained)
     strategy.notes += [
-        f"fsdp: {type(part.optimizer).__name__} needs whole tensors: one rank gathers and updates each, "
-        "which is slower than on shards"
+        f"fsdp: {type(part.optimizer).__name__} needs whole tensors: one rank gathers and updates each "
+        "tensor, which is slower than updating shards"
         for part in whole_parts(optimizer)
     ]
     early_end = EarlyEnd(config.train.stop, config.train.max_hours)

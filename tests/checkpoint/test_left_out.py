@@ -100,9 +100,7 @@ def test_other_or_missing_weights_are_refused_in_a_line(tmp_path: Path) -> None:
         f"leaves out {{}}, as checkpoint.frozen=false has it: model.init_from={tmp_path}/base.pt had other"
     )
     assert left_out.format("layers.0.bias") in changed
-    assert (
-        f"model.init_from={tmp_path}/base.pt does not exist: give its path as it is now. A new run" in missing
-    )
+    assert f"model.init_from={tmp_path}/base.pt does not exist; give its current path. A new run" in missing
     assert left_out.format("layers.0.weight, layers.0.bias") in own
     assert "leaves out frozen parameters that came from model.init_from, and this model has none" in none
     assert "layers.0.bias: they are in model.init_from=" in weights

@@ -206,16 +206,16 @@ def test_what_cannot_be_ordered_is_refused() -> None:
 
     calls: list[int] = []
     for order, words in (
-        (later, "the order of epoch 1 has indices from -1 to 98, but samples have 0 to 99"),
+        (later, "the order of epoch 1 has indices from -1 to 98, but indices must be from 0 to 99"),
         (
             lambda *_: iter(range(100)),
-            "the order of epoch 1 is a range_iterator, but must be a tensor of indices",
+            "the order of epoch 1 is a range_iterator, but must be a tensor, array or list of indices",
         ),
         (lambda *_: [0.5] * 100, r"the order of epoch 1 is torch.float32 \(100,\), but must be"),
     ):
         with pytest.raises(UserError, match=words):
             list(train_loader(Numbers(), 8, order=order).epoch(1))
-    with pytest.raises(UserError, match="another one in a second call"):
+    with pytest.raises(UserError, match="differs in a second call"):
         train_loader(Numbers(), 8, order=by_calls).order_hash()
     with pytest.raises(UserError, match=r"data\.order is for data that is read by index"):
         train_loader(Forward(), 8, order=ByWeight())

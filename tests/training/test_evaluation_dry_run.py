@@ -130,6 +130,6 @@ def _generated(run_dir: str, strategy: str) -> list[Any]:
 def test_a_model_generates_under_fsdp_if_it_is_gathered(tmp_path: Any) -> None:
     (alone,) = run_ranks(_generated, 1, str(tmp_path), "single", init=False)
     for told, loss in run_ranks(_generated, 2, str(tmp_path), "fsdp", init=False):
-        assert "generate() or encode() does; set strategy.gather_for_evaluation=true" in told
+        assert "generate() or encode(); set strategy.gather_for_evaluation=true" in told
         assert loss == pytest.approx(alone[1], rel=1e-5)
     assert not alone[0]

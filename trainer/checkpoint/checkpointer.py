@@ -277,7 +277,7 @@ class Checkpointer:
             Whether ``keep_best`` asks to save this state, because none of its ancestors was better.
 
         Raises:
-            UserError: ``keep_best`` asks for a metric that there is not.
+            UserError: ``keep_best`` asks for a metric that evaluation does not yield.
             UserError, Fault: on rank 0: the disk fails.
         """
         best = self._settings.keep_best

@@ -1,6 +1,6 @@
 """evaluations.jsonl: the metrics of each evaluation of a run, and the branch of the run that it belongs to.
 
-Each start of a run is a branch of its own, which grows from the state that it resumed. Two branches may
+Each start of a run begins a new branch at the state that it resumed. Two branches may
 reach the same step with different weights, for instance after a resume from an older checkpoint with
 another learning rate. So a state is identified by its branch and its step, in a checkpoint's manifest as
 well as here, and only evaluations of ancestors of the current state count.
@@ -33,7 +33,7 @@ class Evaluations:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
-        # Replaced, never changed: other threads read them.
+        # Replaced, never mutated, because other threads read them.
         self._origins: Mapping[str, State] = {}  # what each branch resumed from
         self._metrics: Mapping[State, Mapping[str, float]] = {}
 
@@ -61,16 +61,16 @@ class Evaluations:
         self._metrics = {**self._metrics, **other._metrics}
 
     def start_branch(self, branch: str, origin: State) -> None:
-        """Add that `branch` resumes from `origin`; `write` before the first checkpoint of `branch`."""
+        """Record that `branch` resumes from `origin`; call `write` before the first checkpoint of it."""
         self._origins = {**self._origins, branch: origin}
 
     def add(self, state: State, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of an evaluation, which are on disk when this returns. Raises OSError."""
+        """Record the metrics of an evaluation; they are on disk when this returns. Raises OSError."""
         self._metrics = {**self._metrics, self.owner(state): dict(metrics)}
         self.write()
 
     def owner(self, state: State) -> State:
-        """Return `state` by the branch that reached it first: a branch shares its past with its origin."""
+        """Return `state` with the branch that reached it first; a branch shares its past with its origin."""
         branch, step = state
         while (origin := self._origins.get(branch)) is not None and step <= origin.step:
             branch = origin.branch
@@ -81,7 +81,7 @@ class Evaluations:
         return self._metrics.get(self.owner(state), {})
 
     def best(self, current: State, best: KeepBest, among: Iterable[State] | None = None) -> State | None:
-        """Return the state with the best finite metric, the earliest of equals; None if there is none.
+        """Return the state with the best finite metric (in a tie, the earliest); None if there is none.
 
         Args:
             current: only this state and its ancestors count.
@@ -96,7 +96,7 @@ class Evaluations:
         return (max if best.mode == "max" else min)(scores, key=scores.__getitem__, default=None)
 
     def write(self) -> None:
-        """Replace the file with what is known, on disk when this returns. Raises OSError."""
+        """Replace the file with this record; it is on disk when this returns. Raises OSError."""
         rows: list[Any] = [{"branch": own, "resumed_from": origin} for own, origin in self._origins.items()]
         for (branch, step), metrics in self._metrics.items():
             rows.append({"step": step, "branch": branch, "metrics": metrics})

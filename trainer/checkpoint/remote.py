@@ -2,9 +2,9 @@
 
 The address has the files of a run directory: config.yaml, metrics.jsonl, evaluations.jsonl, result.json,
 run.json, and checkpoints/step_N. run.json has the id of the run, the launch that puts files there, which is
-the one that started last, and what it is copying. Each rank reads it, puts the files that it wrote itself,
-and says no more: rank 0 waits until all have arrived in full, and puts the manifest. Without it there is no
-checkpoint. What an earlier launch saved, perhaps on more ranks, rank 0 puts alone.
+the one that started last, and what it is copying. Each rank reads it and uploads the files
+that it wrote. Rank 0 waits until all files have arrived in full, and uploads the manifest. Without a manifest
+there is no checkpoint. Rank 0 alone uploads what an earlier launch saved, perhaps on more ranks.
 
 Each file is put only while run.json is the launch's own: one that was wrongly taken for dead stops when
 another has resumed its run. A file on its way may still arrive, hours later: so each launch puts

@@ -231,8 +231,8 @@ def _read(path: Location) -> dict[str, Any]:
     """The tensors and extra state in ``path``, by their names there. UserError if it cannot be read."""
     if not path.exists():
         raise UserError(
-            f"model.init_from={printable(path)} does not exist: give its path as it is now. A new run "
-            "needs it, and a resumed one if checkpoint.frozen=false leaves frozen parameters out"
+            f"model.init_from={printable(path)} does not exist; give its current path. A new run needs "
+            "it, and so does a resumed one if checkpoint.frozen=false left frozen parameters out"
         )
     try:
         if (path / SINGLE).exists():

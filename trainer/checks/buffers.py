@@ -1,4 +1,4 @@
-"""Compares the buffers that forward passes leave, before rank 0's or, if exact, their mean replace them."""
+"""Compare buffers after forward passes, before rank 0's (or, with train.exact, the mean) replace them."""
 
 import logging
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from trainer.strategies.sharding import BATCH_NORMS
 from trainer.tensors.bits import bit_hashes
 
 log = logging.getLogger(__name__)
-# Forward in training doesn't read their running statistics.
+# In training, forward doesn't read their running statistics.
 _NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 _OF_RANKS = (
     "on each rank",
-    "those of rank 0 replace the others, so a codebook or a running normalizer loses what it counted on the "
+    "rank 0's values replace the others, so a codebook or a running normalizer loses the updates of the "
     "other ranks. Reduce it over ranks in forward, with trainer.gather or torch.distributed.all_reduce",
 )
 _OF_PASSES = (
@@ -30,7 +30,7 @@ _OF_PASSES = (
 
 
 class BufferCheck:
-    """Warns, once for each buffer, if ranks, or the passes of an exact step, leave it with different values.
+    """Warn once of each buffer whose values differ between ranks, or between the passes of an exact step.
 
     Args:
         model: unwrapped; buffers that are registered later are not compared.
@@ -52,7 +52,7 @@ class BufferCheck:
         """Warn of buffers that differ (a collective).
 
         Args:
-            passes: `hashes` after each pass of this rank, which may have made none; by default those of now.
+            passes: `hashes` after each pass of this rank (possibly none); by default, the current hashes.
         """
         if not self._places:
             return
@@ -60,7 +60,7 @@ class BufferCheck:
         own = [self.hashes()] if passes is None else passes
         most = torch.stack([least, *own]).amax(0).to(self._dist.device)
         torch_dist.all_reduce(most, torch_dist.ReduceOp.MAX)
-        differ = (most[0] != ~most[1]).tolist()  # the greatest complement is that of the least hash
+        differ = (most[0] != ~most[1]).tolist()  # the largest complement belongs to the smallest hash
         found = [name for name, differs in zip(self._places, differ, strict=True) if differs]
         if (new := [name for name in found if name not in self._warned]) and self._dist.is_main:
             where, what_follows = _OF_PASSES if self._is_exact else _OF_RANKS

@@ -1,4 +1,4 @@
-"""Parameters that a task freezes, or makes trainable, between two steps."""
+"""Prepare a step for parameters that the task has frozen or made trainable."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -18,10 +18,10 @@ def follow_begin_step(run: "Run") -> bool:
     """Called if `begin_step` has frozen parameters, or made some trainable, on any rank (a collective).
 
     Returns:
-        Whether a dry run must come next, in which torch lays out its buckets.
+        Whether the caller must make a dry run, in which torch lays out its buckets.
 
     Raises:
-        UserError: on every rank: ranks differ, or no parameter is left to train.
+        UserError: on every rank, if ranks differ or no parameter is left to train.
     """
     trained, step = run.state.trained, run.dist.heartbeat.step
     trainable = trained.trainable()
@@ -37,7 +37,7 @@ def follow_loss(run: "Run") -> None:
     """Called after the first loss of a step, which may have frozen parameters, or made some trainable.
 
     Raises:
-        UserError: the strategy had to know that before the forward pass.
+        UserError: the strategy must know of the change before the forward pass.
     """
     trained = run.state.trained
     if not trained.has_changed():
@@ -46,7 +46,7 @@ def follow_loss(run: "Run") -> None:
         raise UserError(
             f"strategy={run.strategy.name}: the loss changed requires_grad of "
             f"{first_few(trained.changed())}, "
-            f"but step {run.dist.heartbeat.step} was prepared before it; do that in the task's "
+            f"but step {run.dist.heartbeat.step} was already prepared; change it in the task's "
             "begin_step(step, last_step, model)"
         )
     _follow(run)
@@ -59,4 +59,4 @@ def _follow(run: "Run") -> None:
     run.checks.unsaved.optimizer = run.state.optimizer
     follow_frozen_statistics(run.state.model)
     if new:
-        log.info("from step %d on %s are trained, too", run.dist.heartbeat.step, first_few(new))
+        log.info("from step %d on, %s are trained, too", run.dist.heartbeat.step, first_few(new))

@@ -105,7 +105,7 @@ class LeafSums:
         self.follow(parameters)
 
     def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """From the next step on add the gradients of these parameters instead."""
+        """Add up the gradients of these parameters instead, from the next step on."""
         if unfit := [name for name, parameter in parameters.items() if parameter.is_complex()]:
             raise UserError(
                 f"train.exact adds gradients as integers, but {unfit[0]} has complex numbers; keep it as two "

@@ -71,7 +71,7 @@ class Exchange:
         self.begin_counting()
 
     def follow_trainable(self) -> None:
-        """From now on move the parameters that require gradients now; the owner of each stays."""
+        """Communicate the parameters that now require gradients, from now on; their owners stay the same."""
         self.buckets = [
             bucket
             for server, own in self.owned.items()

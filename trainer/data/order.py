@@ -13,8 +13,8 @@ from torch import Generator, Tensor
 from trainer.errors import UserError
 
 Order = Callable[[Any, Generator], Tensor]
-"""Gives len(dataset) indices, int64; some may be left out and others occur more than once. Each time that a
-sample occurs in an epoch, it is read under other random numbers."""
+"""Returns len(dataset) indices (int64), of which some may be missing and others repeated. Each copy of a
+sample in an epoch is read with different random numbers."""
 
 
 def shuffled(dataset: Any, generator: Generator) -> Tensor:

@@ -26,9 +26,9 @@ class Stream(Protocol):
 
     divides_itself: bool
     """True: on each rank it yields samples of its own, as webdataset's do, and Hugging Face's after
-    split_dataset_by_node. An epoch ends with the rank that has the fewest, and what others have left is not
-    used. Held-out data must be the same on every rank. Without this attribute ranks compare the first
-    samples before step 1; False leaves that out."""
+    split_dataset_by_node. An epoch ends with the rank that has the fewest samples; samples left on others
+    are not used. Held-out data must be the same on every rank. Without this attribute ranks compare the first
+    samples before step 1; False skips that."""
 
     def __iter__(self) -> Iterator[Any]:
         """The samples of an epoch from its beginning; default_collate makes batches of them."""

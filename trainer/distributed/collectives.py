@@ -55,8 +55,8 @@ def reduce_scatter_single(output: torch.Tensor, input: torch.Tensor, group: dist
 def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
     """Copy the values of `tensors` from rank `src` to every rank (a collective).
 
-    Sends bytes, since neither gloo nor NCCL broadcasts int16, uint16 or float8; packs small tensors. Sparse
-    ones stay as they are.
+    Sends bytes, since neither gloo nor NCCL broadcasts int16, uint16 or float8; packs small tensors. Does
+    not send sparse tensors.
     """
     dense = (tensor for tensor in tensors if tensor.layout == torch.strided)
     tensors = sorted(dense, key=lambda tensor: -tensor.itemsize)  # aligns each part to its dtype

@@ -57,11 +57,11 @@ class SumOrder:
         """
 
     def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
-        """Whether the gradients of these parameters are added up already."""
+        """Return whether it already adds up the gradients of these parameters."""
         return True
 
     def follow_trainable(self, model: nn.Module) -> None:
-        """From now on add up the gradients of the parameters that require gradients now."""
+        """Add up the gradients of the parameters that now require gradients, from the next step on."""
 
     def check(self, optimizer: Optimizer, sharded: bool) -> None:
         """Called once, before the first step; `sharded`: whether ranks update parts of the parameters.

@@ -57,7 +57,7 @@ def evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]]) -> 
 
 @contextmanager
 def _model_to_evaluate(context: ModelContext) -> Iterator[nn.Module]:
-    """The user's module, on which the task's methods can be called within (a collective)."""
+    """Yield the user's module in a state in which the task can evaluate it (a collective)."""
     model = context.strategy.unwrap(context.model)
     with evaluation_mode(model), context.strategy.evaluating(model):
         yield model
@@ -120,9 +120,9 @@ def _evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]], mo
 
 
 def independent_copy(task: Task) -> Task:
-    """A copy of `task` for a batch that a metric that the task keeps must not count: a filler, a dry run.
+    """Return a copy of `task` for a batch that its own metrics must not count: a filler or a dry run.
 
-    It shares parameters, as of a teacher. A task that cannot be copied is returned itself.
+    It shares parameters, as of a teacher. Returns `task` itself if it can't be copied.
     """
     modules = (part for part in leaves(vars(task)) if isinstance(part, nn.Module))
     shared = {id(parameter): parameter for module in modules for parameter in module.parameters()}

@@ -52,7 +52,7 @@ def ends_its_threads() -> Iterator[None]:
 
 
 def _waits_for_work(thread: threading.Thread) -> bool:
-    """Whether it is idle in a ThreadPoolExecutor, as torch has for compiling: Python ends it by itself."""
+    """Return whether the thread is idle in a ThreadPoolExecutor, whose threads Python ends by itself."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None or frame.f_back is None or frame.f_globals["__name__"] != "concurrent.futures.thread":
         return False

@@ -1,8 +1,8 @@
-"""The rank of this process and how it meets the others, for any launcher.
+"""The rank of this process and its rendezvous with the others, for any launcher.
 
 torchrun, srun and mpirun each tell a process its rank in their own variables; started by hand, a process is
 told by `distributed.rank`, `distributed.world_size` and `distributed.init_method`. Sources that contradict
-each other raise an error: a run in which each process takes itself for the only one trains N times unnoticed.
+each other raise an error: a run in which each process believes itself alone would train N times, unnoticed.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun only
 
 @dataclass(frozen=True)
 class Place:
-    """One process of a run. None means unknown: it is found out when the ranks meet."""
+    """One process of a run. None means unknown until the rendezvous."""
 
     rank: int
     world_size: int
@@ -40,8 +40,8 @@ class Place:
     local_world_size: int | None
     host: int | None  # index of the host
     launcher: str | None  # None: started by hand, or the only process
-    init_method: str | None  # where the ranks meet, a URL for torch; None: the only rank
-    pids: tuple[int, ...] = ()  # of the ranks of this host, if they go on without others
+    init_method: str | None  # rendezvous URL for torch; None: the only rank
+    pids: tuple[int, ...] = ()  # of the ranks on this host, if they continue without other ranks
 
     @property
     def under_torchrun(self) -> bool:
@@ -81,7 +81,7 @@ def place(settings: DistributedConfig | None = None) -> Place:
     """Return the rank of this process, from `settings` and the environment.
 
     Raises:
-        UserError: variables contradict each other, are incomplete or not numbers; or ranks cannot meet.
+        UserError: variables contradict each other, are incomplete or not numbers; or no rendezvous is known.
     """
     told = dict(os.environ)
     if _is_interactive_shell(told.get("SLURM_TASK_PID", "")):
@@ -134,7 +134,7 @@ def told_rank() -> int:
 def publish(here: Place) -> None:
     """Set the variables that torchrun would set, for other libraries.
 
-    Only in a process that holds this run alone: a second run in it would read those of the first.
+    Call only in a process that makes no other run, which would read this run's variables.
     """
     if here.world_size > 1:
         names = ("rank", "world_size", "local_rank", "local_world_size", "host")
@@ -145,10 +145,10 @@ def publish(here: Place) -> None:
 
 
 def _is_interactive_shell(pid: str) -> bool:
-    """Whether this process is a shell with job control, as the task that `srun --pty bash` starts.
+    """Return whether process `pid` is a shell with job control, such as that of `srun --pty bash`.
 
-    Every such shell ignores SIGTTOU, and programs do not. The shell's variables do not show it: an srun
-    within the shell inherits them.
+    Such shells ignore SIGTTOU, and programs don't. Environment variables can't tell them apart, because an
+    srun within the shell inherits them.
     """
     with contextlib.suppress(OSError):
         ignored = re.search(r"^SigIgn:\s*(\w+)", Path("/proc", pid, "status").read_text(), re.MULTILINE)
@@ -157,7 +157,7 @@ def _is_interactive_shell(pid: str) -> bool:
 
 
 def _source(told: Mapping[str, str]) -> _LauncherVariables | None:
-    """The most reliable source, after a check that all others agree with it; None without any source."""
+    """Return the most reliable source, or None; raise UserError if another source contradicts it."""
     found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _speaks(source, told)]
     # The only task of its step may still be one of several ranks: a shell within srun, or an srun for each.
     if (found and found[0] is not _ENVIRONMENT) or len(found) > 1:

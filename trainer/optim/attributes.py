@@ -1,4 +1,4 @@
-"""Plain attributes in which an optimizer keeps state: those that training changes are saved and restored."""
+"""Save and restore the plain attributes of an optimizer that training changes."""
 
 import copy
 import logging
@@ -17,18 +17,18 @@ from trainer.tensors.nested import leaves, mapped
 log = logging.getLogger(__name__)
 _OF_TORCH = {"state", "param_groups", "defaults"}
 _OF_TORCH |= {"_opt_called", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
-_MAX_ELEMENTS = 10_000  # of a container or a tensor
+_MAX_ELEMENTS = 10_000  # in a container or a tensor
 
 
 class OptimizerAttributes:
     """The plain attributes of an optimizer, and of the optimizers that it holds.
 
     Torch saves `state` and `param_groups` only. An optimizer may also keep a flag, a counter or an estimate
-    in an attribute, as DLRM's row-wise Adagrad does. An attribute whose first value differs between the saved
-    run and this one follows from a setting that has changed: it is not restored.
+    in an attribute, as DLRM's row-wise Adagrad does. An attribute whose initial value differs from that of
+    the saved run is not restored, because a changed setting determines it.
 
     Args:
-        optimizer: new, before its first step and before a resume.
+        optimizer: a new optimizer, before its first step and before a resume.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -36,7 +36,7 @@ class OptimizerAttributes:
         self._first = {name: copy.deepcopy(value) for name, value in self._values()}
 
     def state_dict(self) -> dict[str, Any]:
-        """For each changed attribute: its first value, a copy of its value, whether this is on the CPU."""
+        """Return [initial value, copy of the current value, is it on the CPU] for each changed attribute."""
         return {
             name: [first, copy.deepcopy(value), _is_on_cpu(value)]
             for name, value in self._values()
@@ -55,7 +55,7 @@ class OptimizerAttributes:
             setattr(held[path], attribute, here)
         if others:
             log.warning(
-                "%s starts with another value than in the saved run, or is not there now, so the saved value "
+                "%s has another initial value than in the saved run, or no longer exists, so the saved value "
                 "is not restored",
                 first_few(others),
             )
@@ -68,10 +68,10 @@ class OptimizerAttributes:
 
 
 def optimizers_in(optimizer: Optimizer) -> dict[Optimizer, str]:
-    """`optimizer` and those that it holds, also in lists and dicts, each with its path in names."""
+    """Return `optimizer` and the optimizers in its attributes, also in lists and dicts, with their paths."""
     queue = [updater(optimizer)]
     found = {queue[0]: "optimizer"}
-    for holder in queue:  # which grows
+    for holder in queue:  # the loop extends it
         for name, value in own_attributes(holder).items():
             for number, part in enumerate(leaves(value)):
                 if isinstance(part, Optimizer) and (part := updater(part)) not in found:
@@ -81,7 +81,7 @@ def optimizers_in(optimizer: Optimizer) -> dict[Optimizer, str]:
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of `optimizer` apart from those of every optimizer of torch."""
+    """Return the attributes of `optimizer` that not every torch optimizer has."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -90,7 +90,7 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a checkpoint can hold `value` as it is: numbers, text and small tensors, also in containers."""
+    """Return whether `value` can be saved as it is: numbers, text and small tensors, also in containers."""
     if type(value) in (list, tuple, dict):
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         return len(value) <= _MAX_ELEMENTS and all(map(is_plain, parts))
@@ -101,7 +101,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _bits(value: Any) -> str:
-    """A text that is equal for equal plain values: exact, and NaN equals itself."""
+    """Return a string that identifies a plain value exactly, to the bit, so that NaN equals itself."""
     return repr(
         mapped(value, lambda v: (v.dtype, v.shape, bytes(as_bytes(v.cpu()))) if isinstance(v, Tensor) else v)
     )

@@ -41,7 +41,7 @@ class MovingAverage:
         self._num_updates = 0
 
     def add(self, parameters: Mapping[str, Tensor]) -> None:
-        """Average these as well, which have not changed so far: their average is their present value."""
+        """Also average these parameters; as they have not changed so far, their average is their value."""
         copies = {weight: weight.detach().clone() for weight in parameters.values()}
         self._parameters = {**self._parameters, **parameters}
         self._averages |= {name: copies[weight] for name, weight in parameters.items()}

@@ -19,7 +19,7 @@ def keep_frozen_statistics(model: nn.Module) -> None:
 
 
 def follow_frozen_statistics(model: nn.Module) -> None:
-    """Set the mode of those batch norms anew: their weights may have been frozen or made trainable."""
+    """Update the mode of those batch norms after their weights were frozen or made trainable."""
     for module in model.modules():
         if getattr(vars(module).get("train"), "func", None) is _train_unless_frozen:
             module.train()

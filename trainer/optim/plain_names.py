@@ -59,7 +59,7 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def places_of_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The module and the attribute of each of `named_buffers`: forward may assign another tensor there."""
+    """Return the module and attribute of each of `named_buffers`; forward may replace the tensor."""
     parts = {name: name.rpartition(".") for name, _ in _dense_buffers(model, remove_duplicate=False)}
     return {plain_name(name): (model.get_submodule(prefix), own) for name, (prefix, _, own) in parts.items()}
 

@@ -1,4 +1,4 @@
-"""Whether an optimizer may update shards, or needs whole tensors: found by trying it on small tensors."""
+"""Find out, by a trial on small tensors, whether an optimizer can update shards or needs whole tensors."""
 
 import math
 import warnings
@@ -20,16 +20,16 @@ from trainer.tensors.local_shard import rows_of_shard, tensors_within
 from trainer.tensors.nested import leaves
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]
-"""Builds an optimizer with all its options from parameter groups."""
+"""A function that builds an optimizer, with all its options, from parameter groups."""
 
 _STEPS = 5
-_ROWS, _COLUMNS = 64, ((), (72,), (24, 3), (8, 3, 3))  # 4,608 numbers: optimizers of 8 bits begin at 4,096
-_LR = 0.1  # a schedule sets it anyway; the updates of a small one would be lost in rounding
-_RELATIVE, _ABSOLUTE = 1e-3, 5e-6  # fused kernels round the end of a tensor differently
+_ROWS, _COLUMNS = 64, ((), (72,), (24, 3), (8, 3, 3))  # 4,608 elements: 8-bit optimizers need 4,096
+_LR = 0.1  # instead of the real rate: if that is small, updates are lost in rounding
+_RELATIVE, _ABSOLUTE = 1e-3, 5e-6  # fused kernels round the last elements of a tensor differently
 
 
 class Way(IntEnum):
-    """Which tensors an optimizer must get to be right; the larger of two is right for both."""
+    """Which tensors an optimizer needs for correct updates; if ranks differ, the larger value holds."""
 
     SHARDS = 0
     WHOLE = 1
@@ -37,12 +37,12 @@ class Way(IntEnum):
 
 
 Rows = tuple[int, int]
-"""The first row, and the one after the last."""
+"""The first row, and the row after the last."""
 
 
 @dataclass
 class _Outcome:
-    """What an optimizer of a trial did: updates and state by the number of the tensor, and the rest."""
+    """The result of one optimizer of a trial; updates and states are keyed by tensor number."""
 
     updates: dict[int, Tensor]
     states: dict[int, Any]
@@ -51,19 +51,19 @@ class _Outcome:
 
 
 def needs_whole_tensors(name: str, make: Make, groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether an optimizer updates a tensor differently in shards than as a whole (a collective).
+    """Return whether an optimizer updates a tensor differently in shards than as a whole (a collective).
 
-    Small tensors with the dimensions of the real ones are updated for some steps: by one optimizer; cut by
-    rows, with an optimizer for each rank's parts; and whole, shared among three optimizers. The updates, the
-    state and the options of groups must be equal. A checkpoint must be able to hold the state: each tensor in
-    it has the shape of its parameter, or is the same for all parts.
+    Small tensors with as many dimensions as the real ones are updated for a few steps in three ways: whole,
+    by one optimizer; cut by rows, with one optimizer per rank; and whole, divided among three optimizers. The
+    updates, the state and the group options must be equal. A checkpoint must be able to store the state: each
+    tensor in it has the shape of its parameter, or is the same for all parts.
 
     Args:
-        name: of the class, for messages.
-        groups: with the real parameters.
+        name: the name of the class, for messages.
+        groups: parameter groups with the real parameters.
 
     Raises:
-        UserError: on every rank: it is right in neither way, or cannot be tried.
+        UserError: on every rank, if updates are correct in neither way, or the trial fails.
     """
     with generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -77,31 +77,31 @@ def needs_whole_tensors(name: str, make: Make, groups: Sequence[dict[str, Any]])
 
 
 def way_of(name: str, trial: "ShardTrial") -> tuple[Way, str]:
-    """The first way that is right, and why neither is."""
+    """Return the first way with correct updates, and the reason if there is none."""
     try:
         right = trial.train([trial.all_rows])
-    except Exception as error:  # of a user's code
+    except Exception as error:  # the user's code may raise anything
         return Way.NEITHER, f"a trial of {name} on small tensors failed with {class_and_line(error)}"
     try:
         if all(trial.is_right(trial.train(trial.cut(parts)), right) for parts in (2, 3)):
             return Way.SHARDS, ""
-    except Exception:  # such as an extreme of no rows
+    except Exception:  # such as the maximum of a shard without rows
         pass
     why = f"{name} computes the update of a parameter from other parameters too, which are on other ranks"
     try:
         if trial.is_right(trial.train(trial.shared(3), apart=True), right):
             return Way.WHOLE, ""
     except Exception as error:
-        why = f"{name} fails with a part of the parameters, with {class_and_line(error)}"
+        why = f"{name} fails if it gets only some of the parameters: {class_and_line(error)}"
     return Way.NEITHER, why
 
 
 class ShardTrial:
-    """Small tensors in the groups of an optimizer, and their gradients in some steps.
+    """Small tensors in an optimizer's parameter groups, and their gradients for a few steps.
 
     Args:
-        make: the optimizer to try.
-        groups: with the real parameters, of whose kinds a trial has two tensors in each group.
+        make: builds the optimizer to try.
+        groups: with the real parameters; a trial has two tensors per group and number of dimensions.
     """
 
     def __init__(self, make: Make, groups: Sequence[dict[str, Any]]) -> None:
@@ -113,7 +113,7 @@ class ShardTrial:
         def drawn(shape: Sequence[int]) -> Tensor:
             return torch.randn(shape, generator=random)
 
-        self._numbers: list[list[int]] = []  # of each group's tensors
+        self._numbers: list[list[int]] = []  # the tensors of each group
         self._begin: list[Tensor] = []
         for group in groups:
             kinds = sorted({max(1, parameter.ndim) for parameter in group["params"]})
@@ -121,7 +121,7 @@ class ShardTrial:
             shapes = [(rows, *of_rows) for of_rows in columns for rows in (_ROWS, 2)]
             self._numbers.append([*range(len(self._begin), len(self._begin) + len(shapes))])
             self._begin += [drawn(shape).to(self._device) for shape in shapes]
-        # In each step other rows have the large gradients, as norms over rows then show.
+        # Each step has its large gradients in other rows, so that norms over shards differ from the whole.
         self._gradients = [
             [(drawn(t.shape) * _sizes(t, step)).to(self._device) for t in self._begin]
             for step in range(_STEPS)
@@ -129,21 +129,21 @@ class ShardTrial:
         self.all_rows = {number: (0, len(tensor)) for number, tensor in enumerate(self._begin)}
 
     def cut(self, parts: int) -> list[dict[int, Rows]]:
-        """The rows of each rank under FSDP; the last one of three has none of a tensor of two rows."""
+        """Return the rows of each rank under FSDP; a third rank has no rows of a tensor of two rows."""
         return [
             {number: rows_of_shard(end, part, parts) for number, (_, end) in self.all_rows.items()}
             for part in range(parts)
         ]
 
     def shared(self, parts: int) -> list[dict[int, Rows]]:
-        """Whole tensors, in turn."""
+        """Return whole tensors, assigned round-robin."""
         return [{n: rows for n, rows in self.all_rows.items() if n % parts == part} for part in range(parts)]
 
     def train(self, shares: Sequence[dict[int, Rows]], apart: bool = False) -> list[_Outcome]:
-        """Train each share by an optimizer of its own.
+        """Train each share with its own optimizer.
 
         Args:
-            apart: as `WholeTensors` does: an optimizer of shards is given whole tensors.
+            apart: build each optimizer on shards, then give it whole tensors, as `WholeTensors` does.
         """
         return [self._trained(share, apart) for share in shares if share]
 
@@ -193,12 +193,12 @@ class ShardTrial:
 
 
 def _fits(states: list[list[Any]], parts: list[Tensor], right: list[Any], shape: torch.Size) -> bool:
-    """Whether the state of each part of a tensor has its rows of the state of the whole, or is the same."""
+    """Return whether each part's state is its rows of the whole tensor's state, or equal to all of it."""
     if any(len(state) != len(right) for state in states):
         return False
     for values, whole in zip(zip(*states, strict=True), right, strict=True):
         if isinstance(whole, Tensor) and tensors_within(whole) and len(parts) > 1:
-            return False  # no checkpoint can cut it
+            return False  # a checkpoint can't shard it
         if isinstance(whole, Tensor) and whole.shape == shape and not tensors_within(whole):
             shapes = [value.shape for value in values if isinstance(value, Tensor)]
             if shapes != [part.shape for part in parts] or not _alike(torch.cat(values), whole):
@@ -228,13 +228,13 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _sizes(tensor: Tensor, step: int) -> Tensor:
-    """The sizes of the gradients of each row: from 0.01 to 100."""
+    """Return a scale for the gradients of each row, from 0.01 to 100."""
     sizes = torch.logspace(-2, 2, len(tensor)).roll(step * len(tensor) // 3)
     return sizes.view(-1, *[1] * (tensor.ndim - 1))
 
 
 class _Constant(TorchDispatchMode):
-    """Has random numbers be 0.5, since the shards of noise are not the noise of shards."""
+    """Replace random numbers by 0.5, because a shard draws other noise than its rows of the whole tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

@@ -54,16 +54,16 @@ class Trained:
         return self.group is not None
 
     def has_changed(self) -> bool:
-        """Whether `requires_grad` of any parameter of the model has changed since the last `accept`."""
+        """Return whether `requires_grad` of any parameter has changed since the last `accept`."""
         return [p.requires_grad for p in self._parameters] != self._flags
 
     def changed(self) -> list[str]:
-        """The names of these parameters."""
+        """Return the names of the parameters whose `requires_grad` has changed since the last `accept`."""
         pairs = zip(self._all.items(), self._flags, strict=True)
         return [name for (name, parameter), flag in pairs if parameter.requires_grad != flag]
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters of the model that require gradients now."""
+        """Return the parameters of the model that require gradients now."""
         return {name: parameter for name, parameter in self._all.items() if parameter.requires_grad}
 
     def accept(self) -> list[str]:
@@ -126,7 +126,7 @@ class Trained:
         return self.sharded(name, value)
 
     def sharded(self, name: str, rows: Tensor) -> Tensor:
-        """The DTensor of which `rows` are this rank's, not copied, sharded like a parameter."""
+        """Return a DTensor whose local shard is `rows` (not copied), sharded like the parameter."""
         from torch.distributed.tensor import DTensor
 
         whole = self.whole[name]

@@ -1,4 +1,4 @@
-"""Updates of sharded parameters by an optimizer that needs whole tensors, such as Muon, LAMB or Adafactor."""
+"""Update sharded parameters with an optimizer that needs whole tensors, such as Muon, LAMB or Adafactor."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,24 +25,24 @@ class _Owned:
     name: str
     shape: torch.Size  # of the whole parameter
     owner: int
-    whole: nn.Parameter | None  # on the owner; without memory between steps
+    whole: nn.Parameter | None  # on the owner only; empty between steps
 
     def is_alike(self, value: Any) -> bool:
-        """Whether `value` in the optimizer's state has the parameter's shape, and is sharded as it is."""
+        """Return whether `value` in the optimizer's state has the parameter's shape, and so its sharding."""
         return isinstance(value, Tensor) and value.shape == self.shape and not tensors_within(value)
 
 
 class WholeTensors(Optimizer):
-    """Updates each parameter whole, on one of the ranks that hold its shards, which is the parameter's owner.
+    """Update each parameter as a whole tensor on one rank, the parameter's owner.
 
-    In a step the owners receive the rows of weights and gradients, take a step of `optimizer`, and send the
-    rows of the weights back. So each update is computed once. During a step an owner needs the memory of its
-    whole weights and gradients. It always has their state, which is sharded only for a save. A rank sends and
-    receives three times the size of its shards.
+    In a step, the owners gather the rows of weights and gradients, call `optimizer.step()`, and send the rows
+    of the weights back, so each update is computed once. During a step an owner needs memory for the whole
+    weights and gradients of its parameters. It keeps their whole state between steps; the state is sharded
+    only for a save. A rank sends and receives three times the size of its shards.
 
     Args:
-        optimizer: new, of shards in `trained`. This object gets its groups, and `optimizer` updates from now
-            on the whole parameters that this rank owns.
+        optimizer: a new optimizer of shards in `trained`. This object takes over its groups; from now on,
+            `optimizer` updates the whole parameters that this rank owns.
     """
 
     def __init__(self, optimizer: Optimizer, trained: Trained) -> None:
@@ -64,7 +64,7 @@ class WholeTensors(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """(A collective of the ranks of the shards.)"""
+        """Update the shards (a collective of the ranks that hold them)."""
         if self._has_loaded:
             self._collect()
         given = [each for each in self._all.values() if each.shard.grad is not None]
@@ -84,7 +84,7 @@ class WholeTensors(Optimizer):
             _freed(whole)
         self.drop_rows()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # torch's load_state_dict ends with it
+    def __setstate__(self, state: dict[str, Any]) -> None:  # the last call of torch's load_state_dict
         super().__setstate__(state)
         self._has_loaded = any(shard in self.state for shard in self._all)
 
@@ -106,11 +106,11 @@ class WholeTensors(Optimizer):
 
     @torch.no_grad()
     def keep_rows(self) -> None:
-        """Have in `self.state` rows as DTensors, and on each rank all that is not alike (a collective)."""
+        """Fill `self.state`, with DTensors for sharded state and all other state in full (a collective)."""
         if self._has_loaded:
-            return  # it is there, and no step has changed it
+            return  # the loaded rows are there, and no step has changed them
         states, moved = self.optimizer.state, []
-        told: dict[str, Any] = {}  # in which a tensor without memory stands for one that is moved
+        told: dict[str, Any] = {}  # with meta tensors in place of those that are moved
         for each in self._all.values():
             if each.whole is not None and each.whole in states:
                 found = leaves(states[each.whole])
@@ -133,7 +133,7 @@ class WholeTensors(Optimizer):
         self._move(moved, to_owners=False)
 
     def drop_rows(self) -> None:
-        """Have in `self.state` the state of this rank's own tensors, and no other."""
+        """Reduce `self.state` to the state of the parameters that this rank owns."""
         if not self._has_loaded:
             for shard, each in self._all.items():
                 self.state.pop(shard, None)
@@ -141,10 +141,10 @@ class WholeTensors(Optimizer):
                     self.state[shard] = self.optimizer.state[each.whole]
 
     def _move(self, moved: Sequence[tuple[_Owned, list[Any], list[Any]]], to_owners: bool) -> None:
-        """Copy this rank's rows of some tensors to the whole ones of their owner, or back (a collective).
+        """Copy this rank's rows into the owners' whole tensors, or back (a collective).
 
         Args:
-            moved: each has the rows of tensors, and these tensors whole; None on other ranks than the owner.
+            moved: for each parameter, the rows of tensors and the whole tensors, None except on the owner.
         """
         num_ranks = self._ranks.size()
         by_owner: list[list[Tensor]] = [[] for _ in range(num_ranks)]
@@ -160,7 +160,7 @@ class WholeTensors(Optimizer):
 
 
 def update_only(optimizer: Optimizer, parameters: Sequence[list[nn.Parameter]]) -> None:
-    """Have `optimizer`, which is new, update these parameters instead; its groups keep their options."""
+    """Replace the parameters of `optimizer`, which must be new; its groups keep their options."""
     optimizer.param_groups = [
         {**group, "params": own} for group, own in zip(optimizer.param_groups, parameters, strict=True)
     ]
@@ -168,7 +168,7 @@ def update_only(optimizer: Optimizer, parameters: Sequence[list[nn.Parameter]]) 
 
 
 def updater(optimizer: Optimizer) -> Optimizer:
-    """`optimizer`, or the user's that updates for it."""
+    """Return `optimizer`, or the user's optimizer if `WholeTensors` wraps it."""
     return optimizer.optimizer if isinstance(optimizer, WholeTensors) else optimizer
 
 
@@ -178,7 +178,7 @@ def whole_parts(optimizer: Optimizer) -> list[WholeTensors]:
 
 @contextmanager
 def state_in_rows(optimizer: Optimizer) -> Iterator[None]:
-    """The context of a save: each rank has its rows of the state of all parameters (a collective)."""
+    """Shard the optimizer state within this context, for a save (a collective)."""
     for part in whole_parts(optimizer):
         part.keep_rows()
     yield
@@ -189,7 +189,7 @@ def state_in_rows(optimizer: Optimizer) -> Iterator[None]:
 def _exchange(
     sent: Sequence[Sequence[Tensor]], into: Sequence[Sequence[Tensor]], ranks: dist.ProcessGroup
 ) -> None:
-    """Send each rank its tensors; copy what each has sent here into tensors of equal sizes (a collective)."""
+    """Send each rank its tensors, and receive tensors of known sizes in `into` (a collective)."""
     pieces = [bytes_of(tensor) for tensors in sent for tensor in tensors]
     targets = [tensor for tensors in into for tensor in tensors]
     message = torch.cat(pieces) if pieces else targets[0].new_empty(0, dtype=torch.uint8)
@@ -197,7 +197,7 @@ def _exchange(
     received = message.new_empty(sum(to_receive))
     dist.all_to_all_single(received, message, to_receive, to_send, group=ranks)
     for target, piece in zip(targets, received.split([t.nbytes for t in targets]), strict=True):
-        target.copy_(piece.clone().view(target.dtype).view(target.shape))  # a clone begins at a whole element
+        target.copy_(piece.clone().view(target.dtype).view(target.shape))  # a clone is aligned for any dtype
 
 
 def _copy_options(groups: Sequence[dict[str, Any]], into: Sequence[dict[str, Any]]) -> None:
@@ -206,12 +206,12 @@ def _copy_options(groups: Sequence[dict[str, Any]], into: Sequence[dict[str, Any
 
 
 def _of_no_parameter(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What an optimizer keeps in its state for all parameters, by its own keys."""
+    """Return the entries of an optimizer's state that belong to no single parameter."""
     return {key: state for key, state in states.items() if not isinstance(key, Tensor)}
 
 
 def _replaced(tree: Any, leaves_of_it: Sequence[Any], others: Sequence[Any]) -> Any:
-    """`tree` with `others` in the places of some of its leaves."""
+    """Return `tree` with some of its leaves replaced by `others`."""
     by_id = {id(leaf): other for leaf, other in zip(leaves_of_it, others, strict=True)}
     return mapped(tree, lambda value: by_id.get(id(value), value))
 
@@ -221,6 +221,6 @@ def _on_host(value: Any) -> Any:
 
 
 def _freed(parameter: nn.Parameter) -> nn.Parameter:
-    """`parameter` without memory and gradient; by the object an optimizer finds its state."""
+    """Free the memory of `parameter` and its gradient; the object stays the key of the optimizer's state."""
     parameter.data, parameter.grad = parameter.new_empty(0), None
     return parameter

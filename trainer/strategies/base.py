@@ -138,14 +138,14 @@ class Strategy:
         """Called after the rehearsal, before the first step, with all that training changes."""
 
     def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
-        """Whether a step in which these parameters require gradients needs no `follow_trainable` before."""
+        """Return whether a step that trains these parameters can be made without `follow_trainable`."""
         return self.order.is_ready_for(trainable)
 
     def follow_trainable(self, model: nn.Module) -> bool:
         """Prepare for steps with the parameters that require gradients now (a collective).
 
         Returns:
-            Whether a dry run must come next, in which torch lays out its buckets.
+            Whether the caller must make a dry run, in which torch lays out its buckets.
         """
         self.order.follow_trainable(self.unwrap(model))
         return False
@@ -207,7 +207,7 @@ class Strategy:
 
     @contextmanager
     def explaining(self, phase: Phase) -> Iterator[None]:
-        """Within, an error of torch that `explain` knows is raised as a UserError."""
+        """Raise a UserError for an error of torch that `explain` knows."""
         try:
             yield
         except (RuntimeError, AttributeError, TypeError) as error:
@@ -216,7 +216,7 @@ class Strategy:
             raise
 
     def explain(self, error: Exception, phase: Phase) -> UserError | None:
-        """What an error of torch in a dry run or an evaluation means here, and the way out, if known."""
+        """Return a UserError with the cause and the way out for an error of torch; None if it is unknown."""
         return None
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ class Fsdp(Strategy):
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """With strategy.gather_for_evaluation, the whole model is on each rank, and no pass communicates."""
+        """Gather the model on each rank, if strategy.gather_for_evaluation; no pass then communicates."""
         self._gathers = self.settings.gather_for_evaluation
         units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and self._gathers]
         with self.explaining("evaluation"):

@@ -161,9 +161,9 @@ def explained(error: Exception, phase: str, param_dtype: torch.dtype) -> UserErr
     if is_mixed and phase == "evaluation":
         return UserError(
             f"strategy=fsdp: {_user_line(error)} uses parameters outside of the model's forward pass, where "
-            "they are sharded, as a method like generate() or encode() does; set "
-            "strategy.gather_for_evaluation=true, with which each rank has the whole model during an "
-            "evaluation; if that doesn't fit, compute it in forward(); or use strategy=ddp"
+            "they are sharded, for example in generate() or encode(); set "
+            "strategy.gather_for_evaluation=true, which gathers the whole model on each rank for an "
+            "evaluation. If that doesn't fit in memory, use them in forward(), or use strategy=ddp"
         )
     if is_mixed and phase == "backward":
         return UserError(

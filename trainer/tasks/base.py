@@ -64,9 +64,9 @@ class Task(Protocol):
     def begin_step(self, step: int, last_step: int, model: nn.Module) -> None:
         """Called before the first micro-batch of each optimizer step, on every rank, also after a resume.
 
-        For what depends on the step: whose turn it is, a rate that falls, which parameters are trained. Set
-        it in attributes, or by `requires_grad_` of the model's parameters, which no checkpoint need hold. The
-        dry run calls it, too, for the step that follows.
+        For what depends on the step: whose turn it is, a decaying rate, which parameters are trained.
+        Set attributes, or call `requires_grad_` on the model's parameters; a checkpoint needs neither. The
+        dry run also calls it, for the step that follows.
 
         Args:
             step: counted from 1.

@@ -20,8 +20,8 @@ class OwnLoss:
     without labels, or with floats, each sample counts.
 
     Evaluation: the mean of the loss over all counted labels; and accuracy, if the model also returns
-    ``logits`` (B, classes), and labels are classes (B,). What is second in a tuple counts as logits if its
-    cross-entropy is the loss: hidden states have that shape, too.
+    ``logits`` (B, classes), and labels are classes (B,). The second element of a tuple counts as logits if
+    its cross-entropy is the loss, because hidden states can have that shape, too.
 
     Args:
         shifted: whether the model leaves out the first label of each sequence, as causal language models of
@@ -118,7 +118,7 @@ def _logits(output: Any) -> Tensor | None:
 
 
 def _explain(logits: Tensor, labels: Tensor, output: Any) -> Tensor:
-    """Whether `logits` are logits, a bool: they have that name, or the loss is their cross-entropy."""
+    """Return a bool tensor: `logits` are logits, by their name or because the loss is their cross-entropy."""
     if not isinstance(output, tuple | list) or hasattr(output, "logits"):
         return torch.ones((), dtype=torch.bool, device=logits.device)
     column = labels.long().clamp(0, logits.shape[1] - 1)  # there may be more classes than hidden states

@@ -1,4 +1,4 @@
-"""A dry run of evaluation before the first step: otherwise its mistakes would show after an epoch."""
+"""Evaluate one batch before the first step, to find mistakes that would otherwise show after an epoch."""
 
 import logging
 import time
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MISTAKES = (UserError, NameError, AttributeError, TypeError, KeyError, ImportError)
-"""Errors that more samples can't cure."""
+"""Errors that more samples can't prevent."""
 
 
 def dry_run_of_evaluation(run: "Run") -> None:
     """Evaluate the first held-out batch, and leave no trace (a collective).
 
-    The task is a copy; one that cannot be copied is not tried. Its `summarise` may need more than one batch,
-    such as samples of each class: an error there that the data can cause is a warning.
+    This uses a copy of the task, and does nothing if the task can't be copied. `summarise` may need more than
+    one batch, for example samples of each class, so an error there that the data can cause is a warning.
 
     Raises:
         UserError: the evaluation fails, or lacks a metric that a setting names.
@@ -56,8 +56,8 @@ def dry_run_of_evaluation(run: "Run") -> None:
             ) from error
     for words in failed:
         log.warning(
-            "%s.%s. That was with the first held-out batch alone; if it fails with all of them, the first "
-            "evaluation ends the run",
+            "%s.%s. The dry run used only the first held-out batch; if this also fails with all batches, "
+            "the first evaluation ends the run",
             type(run.task).__name__,
             words,
         )
@@ -67,7 +67,7 @@ def dry_run_of_evaluation(run: "Run") -> None:
 
 
 def check_metrics_of_task(config: Config, task: Task) -> None:
-    """Refuse a metric that no evaluation will yield, if the task lists its metrics."""
+    """Raise UserError for a metric in the settings that is not in the `metric_names` of the task, if any."""
     if listed := _listed(task):
         check_metrics(config, listed)
 
@@ -94,7 +94,7 @@ def _listed(task: Task) -> Collection[str]:
 
 
 def _lenient(summarise: Callable[[Any], dict[str, float]], failed: list[str]) -> Callable[[Any], Any]:
-    """`summarise`, but an error that too few samples can cause is put into words in `failed`."""
+    """Wrap `summarise` to add errors that too few samples can cause to `failed`, and not raise them."""
 
     def attempt(gathered: Any) -> Any:
         try:
@@ -109,6 +109,6 @@ def _lenient(summarise: Callable[[Any], dict[str, float]], failed: list[str]) ->
 
 
 def _is_of_ranks(error: Exception) -> bool:
-    """Whether a collective raised it: another rank may have failed."""
+    """Return whether a collective raised the error, since another rank may have failed."""
     collectives, frames = Path(torch.distributed.__file__).parent, traceback.extract_tb(error.__traceback__)
     return any(Path(frame.filename).is_relative_to(collectives) for frame in frames)

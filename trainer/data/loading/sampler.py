@@ -1,10 +1,10 @@
 """Which samples each rank reads, and in which order.
 
-Training: an epoch e is an order (trainer.data.order) drawn from (seed, e) alone, and a batch is its next B
+Training: the order of epoch e (trainer.data.order) is drawn from (seed, e) alone, and a batch is its next B
 samples, so a run on 1, 2 or 8 ranks, resumed or not, sees the same batches. A run resumed with another B
 continues with the very next sample. A remainder of less than B samples at the end of an epoch is not trained
 on.
-A stream keeps its own order; the slices are cut from it in the same way.
+A stream keeps its own order, and is divided among ranks in the same way.
 Evaluation: every sample exactly once, with the same number of batches on each rank.
 """
 
@@ -64,7 +64,7 @@ class IndexRequests(Requests):
         self._dataset, self._order = dataset, order
 
     def __len__(self) -> int:
-        """Micro-batches of the next iteration."""
+        """Return the number of micro-batches in the next iteration."""
         steps = (self.num_samples - self.first_sample) // self.batch.global_batch_size
         return steps * self.batch.accumulation
 
@@ -74,22 +74,20 @@ class IndexRequests(Requests):
         return self._order is shuffled and not hasattr(self._dataset, "epoch_order")
 
     def order_of(self, epoch: int) -> Tensor:
-        """The indices of an epoch. UserError: they are not as many as samples, or not those of samples."""
+        """Return the indices of an epoch; UserError if their number is wrong or one is out of range."""
         # A tensor, not a list: data=tokens has a billion numbers.
         generator = torch.Generator().manual_seed(self.seed + epoch)
         if self._is_permutation:
             return self._order(self._dataset, generator)
-        with generators_kept(
-            of_accelerators=False
-        ):  # from which an order may draw as well: on every rank the same numbers
+        with generators_kept(of_accelerators=False):  # an order may draw from them, too
             seed_generators(self.seed, epoch, self.num_samples)
             given = self._order(self._dataset, generator)
         try:
-            order = torch.as_tensor(given)  # also of a list or an array
+            order = torch.as_tensor(given)  # accepts a list or an array, too
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"the order of epoch {epoch} is a {type(given).__name__}, but must be a tensor of indices: "
-                f"{error}"
+                f"the order of epoch {epoch} is a {type(given).__name__}, but must be a tensor, array "
+                f"or list of indices: {error}"
             ) from error
         if order.shape != (self.num_samples,) or order.dtype != torch.int64:
             raise UserError(
@@ -99,22 +97,22 @@ class IndexRequests(Requests):
         least, largest, last = int(order.min()), int(order.max()), self.num_samples - 1
         if least < 0 or (largest > last and not hasattr(self._dataset, "epoch_order")):
             found = f"indices from {least} to {largest}"
-            raise UserError(f"the order of epoch {epoch} has {found}, but samples have 0 to {last}")
+            raise UserError(f"the order of epoch {epoch} has {found}, but indices must be from 0 to {last}")
         return order
 
     def order_hash(self) -> str | None:
-        """A hash of the first epoch's order, which must be equal on all ranks; None for torch's permutation.
+        """Return a hash of the first epoch's order, to compare on all ranks; None for torch's permutation.
 
         Raises:
-            UserError: as `order_of`, or the order is another one in a second call.
+            UserError: as in `order_of`, or a second call returns a different order.
         """
         if self._is_permutation:
             return None
         order = self.order_of(0)
         if not order.equal(self.order_of(0)):
             raise UserError(
-                "the order of an epoch is another one in a second call, so a resumed run would read other "
-                "samples: let it follow from the dataset and the generator alone"
+                "the order of an epoch differs in a second call, so a resumed run would read other samples; "
+                "compute it from the dataset and the generator alone"
             )
         return hashlib.blake2b(order.numpy().data, digest_size=8).hexdigest()
 
@@ -127,13 +125,13 @@ class IndexRequests(Requests):
 
 
 def draws_of(order: Tensor) -> Tensor:
-    """What the random numbers of each sample of an epoch follow from, so that copies of a sample differ.
+    """Return a seed for each sample of an epoch, so that copies of a sample draw different numbers.
 
     Returns:
-        The index itself where it comes first in the epoch; where it has come k times before, another number
-        for each k. Without repeats, `order` costs a sort, less than drawing a permutation.
+        The index itself for its first occurrence in the epoch, and another number for each further one.
+        Without repeats, this is `order` itself, at the cost of a sort, less than drawing a permutation.
     """
-    ordered = np.sort(order.numpy())  # in a quarter of torch's time
+    ordered = np.sort(order.numpy())  # four times as fast as torch's
     if (ordered[1:] != ordered[:-1]).all():
         return order
     by_index, places = order.sort(stable=True)
@@ -144,7 +142,7 @@ def draws_of(order: Tensor) -> Tensor:
 class EvalRequests(Requests):
     """Asks for this replica's part of the held-out samples, without end.
 
-    Each replica asks as often for each first number, so that a model whose forward pass is collective (FSDP)
+    Every replica makes the same number of requests, so that a model whose forward pass is collective (FSDP)
     stays in step; no sample is padded or repeated.
     """
 
