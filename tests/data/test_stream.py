@@ -180,12 +180,12 @@ def test_samples_that_only_some_ranks_have_left_are_told_once(tmp_path: Path) ->
         "model.input_shape=[10]",
         "train.eval_every_epochs=0",
     ]
-    words += ["train.max_steps=9", "train.global_batch_size=8", "strategy=ddp", f"run_dir='{tmp_path}'"]
+    words += ["train.max_steps=9", "train.global_batch_size=8", "strategy=ddp", f"run_dir={tmp_path}"]
     run_ranks(train, 2, *words, init=False)
     told = (tmp_path / "train.log").read_text()
     assert told.count("the stream ended on") == 1
     assert "epoch 0 ended after 32 samples, because the stream ended on rank 1. At least 4 more" in told
-    too_large = (*words, "train.global_batch_size=64", f"run_dir='{tmp_path / 'other'}'")
+    too_large = (*words, "train.global_batch_size=64", f"run_dir={tmp_path / 'other'}")
     for (message,) in run_ranks(refusals, 2, too_large, init=False):
         assert "ends within its first global batch of 64 samples on rank 1; lower" in message
 
