@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer import accelerator
 from trainer.errors import UserError, class_and_line
 from trainer.optim.whole_tensors import update_only
 from trainer.tensors.generators import generators_kept
@@ -65,11 +67,17 @@ def needs_whole_tensors(name: str, make: Make, groups: Sequence[dict[str, Any]])
     Raises:
         UserError: on every rank, if updates are correct in neither way, or the trial fails.
     """
-    with generators_kept(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mine = way_of(name, ShardTrial(make, groups))
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+
+    def find() -> None:
+        accelerator.use(groups[0]["params"][0].device)  # of this thread
+        with generators_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mine = way_of(name, ShardTrial(make, groups))
+        dist.all_gather_object(everyones, mine)
+
+    with ThreadPoolExecutor(1) as thread:  # in which no mode of the caller is active, such as fake tensors
+        thread.submit(find).result()
     way, why = max(everyones)
     if way is Way.NEITHER:
         raise UserError(f"optim: {why}; under strategy=fsdp use optim=adamw, or use strategy=ddp")
