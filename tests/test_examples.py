@@ -50,6 +50,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the recipes are a dozen whole runs
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_runs_as_its_readme_says(example: str, tmp_path: Path) -> None:
     own_runs = shutil.ignore_patterns("runs", "round", "angular", "*.csv", "__pycache__")
