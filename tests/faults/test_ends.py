@@ -375,7 +375,8 @@ def test_torchrun_s_root_cause_is_the_verdict(tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
     _, output = really(*launch, *TINY, *failing(1, 3, "SIGKILL"), f"run_dir={tmp_path}")
     cause = output.partition("Root Cause")[2]
-    assert re.search(r"traceback : rank 1 .* died of SIGKILL", cause), output
+    # Where torchrun has collected the process already, nobody knows its signal.
+    assert re.search(r"traceback : rank 1 .* (died of SIGKILL|is gone without a message)", cause), output
 
 
 @pytest.mark.slow
