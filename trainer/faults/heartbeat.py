@@ -40,7 +40,6 @@ _SIZE = _FAULT_SAVE + _NOTE_BYTES
 # Words of a record, int64 each: after the first those of a Beat, in its order.
 _KIND, _PID, _POSITION, _PHASE, _STEP, _BUCKET, _BUCKETS, _INDEX, _PROGRESS, _TICK = range(10)
 _AT_DISK, _DISK_NS, _FINISHED, _RESUMED = range(10, 14)
-TICK_OFFSET = 8 * _TICK  # of the word that `tick` changes, in the memory
 _PAUSE_NS = 2_000_000_000  # without a tick for longer, the process was suspended, or blocked
 _NONE = -1
 _NAMES = list(PHASES)

@@ -18,8 +18,7 @@ from trainer.errors import RunEndError, class_and_line
 from trainer.faults import exit_report, stacks
 from trainer.faults.ending import ALONE_S, Ending
 from trainer.faults.fault_save import SAVE_S
-from trainer.faults.heartbeat import TICK_OFFSET, Heartbeat, set_mine
-from trainer.faults.kill_timer import KillTimer
+from trainer.faults.heartbeat import Heartbeat, set_mine
 from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity, take_stacks
 from trainer.faults.verdict import ASLEEP_S, Observed, judge, slow, stand_still
 
@@ -29,7 +28,6 @@ _SILENCES = 64
 _SETTLE_S = 2.0  # after a suspension, until all ranks are awake
 _GRACE_S = 2.2  # from a failed communication until the others' reports are in, or missing
 _FRESH_S = 2.0  # a stack is current for at least this long
-_KILL_TIMER_S = 4.0  # beyond timeout_s
 
 
 class Watch:
@@ -62,9 +60,8 @@ class Watch:
             if member.host == members[rank].host:  # and in one pid namespace
                 with contextlib.suppress(OSError):  # gone, or of another user: known only from reports
                     self._here[member.rank] = Neighbour(member)
-        self._num_ranks, self._alone = len(members), len(members) == 1
+        self._alone = len(members) == 1
         self.ending = Ending(heartbeat, rank, members, self._here, connect, timeout_s)
-        self._kill_timer: KillTimer | None = None
         self._silences, self._silent_s = deque[float](maxlen=_SILENCES), 0.0
         self._named_slow: tuple[int, int] | None = None
         self._closed = threading.Event()
@@ -103,9 +100,6 @@ class Watch:
     def _stop_looking(self) -> None:
         self._closed.set()
         self._thread.join()
-        if self._kill_timer is not None:
-            self._kill_timer.cancel()
-            self._kill_timer = None
 
     def end_or_go_on(self, error: BaseException, symptom: bool) -> tuple[int, ...]:
         """Record that this rank ends with `error`, for the others, and return the ranks that go on.
@@ -155,9 +149,6 @@ class Watch:
             if neighbour.death_fd != -1:
                 poll.register(neighbour.death_fd, select.POLLIN)
         while not self._closed.is_set():
-            # Not in the set-up, where torch waits for peers while it holds the interpreter.
-            if self._kill_timer is None and not self._alone and self._heartbeat.step:
-                self._start_kill_timer()
             for fd, _ in poll.poll(TICK_S * 1e3):
                 poll.unregister(fd)
             try:
@@ -170,11 +161,6 @@ class Watch:
             # Not before, since a rank that has looked counts as awake. C code that holds the interpreter lets
             # it go for a moment at each signal, such as a question for its stack.
             self._heartbeat.tick()
-
-    def _start_kill_timer(self) -> None:
-        after_s, elsewhere = self.timeout_s + _KILL_TIMER_S, len(self._here) < self._num_ranks
-        with contextlib.suppress(OSError):  # no further process: then launchers end such a rank
-            self._kill_timer = KillTimer(self._heartbeat.fd, TICK_OFFSET, after_s, counts_stops=elsewhere)
 
     def _look(self) -> None:
         if self._launched:
