@@ -20,7 +20,6 @@ import socket
 import struct
 from collections import Counter, deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,17 +79,11 @@ class SharedMemory:
             listener.settimeout(timeout_s)
             listener.bind("")  # Linux chooses a name that is not a path: TMPDIR may be too long for a socket
             listener.listen(len(hosts))
-            told: list[tuple[str, bytes, int]] = [("", b"", 0)] * len(hosts)
-            mine = (reach(), listener.getsockname(), self._window)
-            dist.all_gather_object(told, mine, group=group)
-            self.peers = {
-                peer
-                for peer in schedule.peers(*Kind)
-                if hosts[peer] == hosts[rank] and told[peer][0] == told[rank][0]
-            }
-            self._sockets, files = self._connected(rank, [address for _, address, _ in told], listener, file)
+            told = gather_objects((listener.getsockname(), self._window), group)
+            self.peers = {peer for peer in schedule.peers(*Kind) if hosts[peer] == hosts[rank]}
+            self._sockets, files = self._connected(rank, [address for address, _ in told], listener, file)
         for connection in self._sockets.values():
-            self._prepare(connection, 2 * max(window for _, _, window in told))
+            self._prepare(connection, 2 * max(window for _, window in told))
         self._memory = {peer: _mapped(theirs) for peer, theirs in files.items()}
         for mapped in (file, *files.values()):
             os.close(mapped)
@@ -250,26 +243,9 @@ class HostRows:
 def rows_of_host(dist_: "Dist", timeout_s: float) -> HostRows | None:
     """For ranks on the CPUs of one host; None for others (a collective). Waits end as `backstop` says."""
     group, on_cpus = dist.group.WORLD, dist_.device.type == "cpu"
-    if dist_.world_size == 1 or not on_cpus or group is None or not all_share_memory(dist_.hosts):
+    if dist_.world_size == 1 or not on_cpus or group is None or dist_.num_hosts > 1:
         return None
     return HostRows(group, backstop(timeout_s).total_seconds())
-
-
-def all_share_memory(hosts: Sequence[int]) -> bool:
-    """Whether ranks on `hosts` can share memory (a collective).
-
-    Two containers of one machine cannot, even if they have the same name.
-    """
-    return len({*hosts}) == 1 and len({*gather_objects(reach())}) == 1
-
-
-def reach() -> str:
-    """What two processes must have in common to share memory: the kernel, its network, and its users."""
-    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = [
-        file.stat().st_ino for each in ("net", "user") if (file := Path("/proc/self/ns", each)).exists()
-    ]
-    return f"{kernel} {spaces} {os.getuid()}"
 
 
 def _mapped(file: int) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ def process_group(
         own_door = shrink.door(told["address"])
         told["door"] = own_door.getsockname()[1]
     store, hosts, members = meet(here, told, timedelta(seconds=settings.timeout_s), is_stopped)
-    identities = _identities(hosts, members)
+    identities = [RankIdentity(host=host, **member) for host, member in zip(hosts, members, strict=True)]
     watch = Watch(
         heartbeat,
         stacks,
@@ -140,13 +140,6 @@ def _let_shrink(joined: Dist, addresses: Sequence[str | None], watch: Watch) -> 
         watch.ending.going_on.cut = shrink.cut
     elif joined.is_main:
         log.warning("distributed.shrink=true: %s, so a death ends all, and a restart goes on", why_not)
-
-
-def _identities(hosts: list[int], members: list[dict[str, Any]]) -> list[RankIdentity]:
-    """For the watch, ranks of one host that do not see each other's processes are on hosts of their own."""
-    apart = [(host, member["namespace"]) for host, member in zip(hosts, members, strict=True)]
-    numbers = {place: number for number, place in enumerate(dict.fromkeys(apart))}
-    return [RankIdentity(host=numbers[at], **member) for at, member in zip(apart, members, strict=True)]
 
 
 def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dist.Store) -> Dist:

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import torch.distributed as dist
 
 from trainer.errors import Fault, StoppedBySignal, UserError, kind_of
-from trainer.faults.processes import state
+from trainer.faults.processes import state, surroundings
 from trainer.launch.place import LISTENING, Place
 from trainer.launch.signals import stop_signals_to
 
@@ -33,7 +33,7 @@ def meet(
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[dist.Store, list[int], list[dict[str, Any]]]:
     """Return the store in which the ranks meet and, by rank, the index of its host and its `introduction`
-    (plain values).
+    (plain values). Ranks of one host see each other's processes and can share memory.
 
     Args:
         is_stopped: whether a signal asked for a stop before this call.
@@ -119,8 +119,8 @@ def _meet(
     store = _of_this_attempt(store, here, timeout, over)
     if store.check([f"arrived/{here.rank}"]):
         raise UserError(f"rank {here.rank} was started twice at {here.init_method}; start each rank once")
-    host = socket.gethostname() if here.host is None else str(here.host)
-    store.set(f"arrived/{here.rank}", json.dumps([host, dict(introduction)]))
+    host = socket.gethostname() if here.host is None else here.host
+    store.set(f"arrived/{here.rank}", json.dumps([f"{host} {surroundings()}", dict(introduction)]))
     arrivals = [f"arrived/{rank}" for rank in range(here.world_size)]
     try:
         if here.rank == 0:  # it alone reads them all: each rank makes a few calls, whatever their number

@@ -6,11 +6,9 @@ import re
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainer.faults import processes, stacks
@@ -34,7 +32,6 @@ class RankIdentity:
     stacks_fd: int
     attempt: int  # the number of restarts, from its launcher
     address: str | None = None  # of its host, on the route to the store
-    namespace: str = ""  # in which `pid` counts; ranks in containers of one host may have one pid
     error_file: str | None = None  # torchrun's
     door: int = 0  # the port at which ranks that go on without others may meet
 
@@ -48,7 +45,6 @@ def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> 
         "heartbeat_fd": heartbeat.fd,
         "stacks_fd": own_stacks.fd,
         "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-        "namespace": str(Path("/proc/self/ns/pid").readlink()) if sys.platform == "linux" else "",
         "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE"),
     }
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from trainer.comm.executor import SUMMED_DTYPES
-from trainer.comm.shared_memory import all_share_memory
 from trainer.config import AutoCommConfig, CommConfig, HookCommConfig, NativeCommConfig, ScheduleCommConfig
 from trainer.config.instantiate import instantiate
 from trainer.optim.optimizers import sparse_weights
@@ -33,7 +32,7 @@ def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) ->
     two_on_cpus = len(hosts) == 2 and {p.device.type for p in trained} == {"cpu"}
     asks_for_native = comm.wire_dtype != "fp32" or not comm.timeline
     adds_up = {p.dtype for p in trained} <= {*SUMMED_DTYPES}
-    if two_on_cpus and adds_up and not asks_for_native and all_share_memory(hosts):
+    if two_on_cpus and adds_up and not asks_for_native and len({*hosts}) == 1:
         return ScheduleCommConfig("tree", "fp32", segment_mb=None)
     return NativeCommConfig("native", comm.wire_dtype, comm.timeline)
 
