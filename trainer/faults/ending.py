@@ -182,7 +182,6 @@ class Ending:
         taken = {rank: text for rank, each in self._here.items() if (text := each.stacks.read())}
         exit_report.keep(verdict, run_dir, taken)
         exit_report.keep_collectives(run_dir, self._rank)
-        _briefly(exit_report.keep_ras, run_dir)
 
     def _record(self, verdict: Verdict) -> None:
         """Write the verdict, if it is to be written, and if the disk takes it."""

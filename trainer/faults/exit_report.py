@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,21 +64,6 @@ def keep_collectives(run_dir: Path | None, rank: int) -> None:
     with contextlib.suppress(OSError, RuntimeError):
         (run_dir / "stacks").mkdir(exist_ok=True)
         (run_dir / "stacks" / f"rank{rank}.collectives.json").write_bytes(dump())
-
-
-def keep_ras(run_dir: Path | None) -> None:
-    """Write what NCCL's RAS knows of all ranks, such as who has called fewer collectives; never raises.
-
-    It is asked at `NCCL_RAS_ADDR=HOST:PORT`, if that is in the environment, where NCCL then listens.
-    """
-    host, _, port = os.environ.get("NCCL_RAS_ADDR", "").rpartition(":")
-    if run_dir is None or not host:
-        return
-    with contextlib.suppress(Exception), socket.create_connection((host.strip("[]"), int(port)), 1.0) as ras:
-        ras.sendall(b"verbose status\n")
-        answer = ras.makefile("rb").read(1 << 20)  # 1 MiB: an endless answer would fill memory
-        (run_dir / "stacks").mkdir(exist_ok=True)
-        (run_dir / "stacks" / "nccl_ras.txt").write_bytes(answer)
 
 
 def leave(status: int) -> None:
