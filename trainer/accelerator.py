@@ -108,10 +108,3 @@ def name(device: torch.device) -> str:
     """The name that its driver gives it; without one, its kind."""
     module: Any = torch.get_device_module(device)
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
-
-
-def identity(device: torch.device) -> str:
-    """Tells it from the others of its host, whatever each process calls it; "" if its driver does not say."""
-    module: Any = torch.get_device_module(device)
-    properties = getattr(module, "get_device_properties", lambda device: None)(device)
-    return str(getattr(properties, "uuid", ""))

@@ -12,7 +12,6 @@ import subprocess
 import time
 import weakref
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,8 @@ from tests.programs import Ended, Program, finish, finish_ranks, started
 from tests.runs import settings
 from trainer import run
 from trainer.config.saved_run import saved_settings
-from trainer.distributed import rendezvous, shrink
-from trainer.errors import Fault, UserError
+from trainer.distributed import shrink
+from trainer.errors import UserError
 from trainer.faults import processes
 from trainer.faults.ending import Ending
 from trainer.faults.going_on import who_goes_on
@@ -123,14 +122,6 @@ def test_only_the_connections_of_groups_are_cut() -> None:
         pass
     for each in (*other, *of_group, listener):
         each.close()
-
-
-def test_a_death_before_all_have_met_again_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    with subprocess.Popen(["true"]) as child:
-        here = Place(0, 2, 0, 2, 0, "local", "tcp://nowhere:1", pids=(os.getpid(), child.pid))
-        monkeypatch.setattr(rendezvous, "_meet", lambda *_: time.sleep(60))
-        with pytest.raises(Fault, match=f"process {child.pid}, one of the ranks that go on, died before"):
-            rendezvous.meet(here, {}, timedelta(seconds=600))
 
 
 class Part:

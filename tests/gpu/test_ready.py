@@ -169,13 +169,10 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(accelerator, "use", lambda device: None)
 
-    def joined(gpus: int, uuid: str = "GPU-1", hosts: tuple[int, ...] = (0, 0), **place: Any) -> object:
+    def joined(gpus: int, **place: Any) -> object:
         monkeypatch.setattr(accelerator, "found", lambda wanted: ("cuda", gpus))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
-        store = dist.HashStore()
-        store.set("device/0", "GPU-0")  # by rank 0, which looks at rank 1 meanwhile
         here: Any = SimpleNamespace(rank=1, world_size=2, local_rank=1, local_world_size=2, **place)
-        _join(settings().distributed, here, list(hosts), store)
+        _join(settings().distributed, here, [0, 0], dist.HashStore())
         return bound.pop()
 
     return joined
@@ -188,14 +185,7 @@ def test_ranks_share_a_gpu_only_where_nccl_was_told_so(
     with pytest.raises(UserError, match="local rank 1 has no own GPU"):
         join(gpus=1, under_torchrun=True)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert join(gpus=1, uuid="GPU-0", under_torchrun=True) == GPU
-
-
-def test_two_ranks_with_one_gpu_are_told_before_nccl_meets(join: Callable[..., object]) -> None:
-    with pytest.raises(UserError, match=r"^ranks 0 and 1 of one host have the same GPU \(cuda:0\); [^\n]+$"):
-        join(gpus=1, uuid="GPU-0", under_torchrun=False)
-    assert join(gpus=1, under_torchrun=False) == GPU
-    assert join(gpus=1, uuid="GPU-0", hosts=(0, 1), under_torchrun=False) == GPU
+    assert join(gpus=1, under_torchrun=True) == GPU
 
 
 def test_a_model_on_several_gpus_is_sent_by_a_group_that_takes_tensors_of_all(

@@ -155,8 +155,6 @@ def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dis
     rank, world_size = here.rank, here.world_size
     # A group with a device refuses tensors on others, which a model that has placed itself may have.
     has_several = accelerator.found(device.type)[1] > local_world_size
-    if is_accelerator(device) and backend != "gloo" and os.environ.get(_SHARES) != "1":
-        _refuse_shared(device, rank, hosts, store)
     dist.init_process_group(
         backend,
         store=store,
@@ -206,15 +204,3 @@ def _device(wanted: str, local_rank: int, here: Place) -> torch.device:
             f"--nproc_per_node={num_gpus} or less, or use distributed.device=cpu"
         )
     return torch.device(kind, local_rank)
-
-
-def _refuse_shared(device: torch.device, rank: int, hosts: list[int], store: dist.Store) -> None:
-    """Raise UserError if another rank has the same GPU: NCCL would say so only in its first collective."""
-    own = accelerator.identity(device)
-    store.set(f"device/{rank}", own)
-    for other in [other for other, host in enumerate(hosts) if host == hosts[rank] and other != rank]:
-        if own and store.get(f"device/{other}").decode() == own:
-            raise UserError(
-                f"ranks {min(rank, other)} and {max(rank, other)} of one host have the same GPU ({device}); "
-                "start one process for each GPU, by torchrun or launch=local, or use distributed.device=cpu"
-            )

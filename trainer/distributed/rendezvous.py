@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import torch.distributed as dist
 
 from trainer.errors import Fault, StoppedBySignal, UserError, kind_of
-from trainer.faults.processes import state, surroundings
+from trainer.faults.processes import surroundings
 from trainer.launch.place import LISTENING, Place
 from trainer.launch.signals import stop_signals_to
 
@@ -69,7 +69,7 @@ def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta, is_stopp
         with stop_signals_to(_give_up):  # no step boundary comes yet at which to stop
             if is_stopped():  # a rank that was still importing has ended, and never comes
                 raise StoppedBySignal(None)
-            value, error = _first(results, here.pids, timeout.total_seconds() + 2)
+            value, error = results.get(timeout=timeout.total_seconds() + 2)
     except Empty:
         raise Fault(
             f"the store at {here.init_method} (MASTER_ADDR={os.environ.get('MASTER_ADDR')}) has not answered "
@@ -78,17 +78,6 @@ def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta, is_stopp
     if error is not None:
         raise error
     return cast(_T, value)
-
-
-def _first(results: SimpleQueue[_T], pids: Sequence[int], timeout_s: float) -> _T:
-    """The first result; raises Empty after `timeout_s`, and Fault if one of `pids`, all to come, dies."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        with contextlib.suppress(Empty):
-            return results.get(timeout=min(1.0, timeout_s) if pids else timeout_s)
-        if dead := [pid for pid in pids if state(pid) == "dead"]:
-            raise Fault(f"process {dead[0]}, one of the ranks that go on, died before all had met again")
-    raise Empty
 
 
 def _shown(patience: timedelta) -> str:

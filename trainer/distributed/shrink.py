@@ -105,5 +105,4 @@ def place_among(
         local_rank=beside.index(here.rank),
         local_world_size=len(beside),
         init_method=f"tcp://{shown}:{first.door}",
-        pids=tuple(members[other].pid for other in beside),
     )

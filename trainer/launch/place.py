@@ -41,7 +41,6 @@ class Place:
     host: int | None  # index of the host
     launcher: str | None  # None: started by hand, or the only process
     init_method: str | None  # rendezvous URL for torch; None: the only rank
-    pids: tuple[int, ...] = ()  # of the ranks on this host, if they continue without other ranks
 
     @property
     def under_torchrun(self) -> bool:
