@@ -29,7 +29,6 @@ from trainer.launch.fresh import (
     launched_by,
     take_limits,
     take_script,
-    take_streams,
 )
 from trainer.launch.place import place, publish
 
@@ -44,7 +43,6 @@ def main() -> None:
     take_script()
     extend_path()
     with exits():
-        take_streams()
         take_limits()
         composed = compose()
         if len(composed) > 1:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import finish, started, started_ranks
+from tests.programs import finish, started
 from trainer.exact import challenge
-from trainer.exact.challenge import AllHosts, DrawnMove
+from trainer.exact.challenge import DrawnMove
 
 COMMAND = ("-m", "trainer.exact.challenge", "--folder")
 SHORT = """
@@ -24,24 +24,19 @@ challenge.main()
 
 
 @pytest.mark.slow
-def test_killed_and_moved_on_two_hosts_it_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """In the environment that torchrun gives its processes; that these are forked saves their imports."""
+def test_killed_and_moved_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text(SHORT)
-    words = ("--hosts=2", "--minutes=0.01", "--seed=4", f"--folder={tmp_path}/runs")
-    with started_ranks([0, 1], f"{tmp_path}/short.py", *words, forks=True) as hosts:
-        ended = [host.wait(200) for host in hosts]
-    assert [host.code for host in ended] == [0, 0], ended
-    moves = [re.findall(r"^move .*|^.* bits$", host.stdout, re.M) for host in ended]
-    assert moves[0] == moves[1] and len(moves[0]) == 4, ended
-    assert "comm=halving_doubling on 4" in moves[0][1], "two on each host"
-    logs = {log.name for log in (tmp_path / "runs").glob("*.log")}
-    assert logs == {f"move{number}.host{host}.log" for number in range(4) for host in range(2)}
+    ended = finish(f"{tmp_path}/short.py", "--minutes=0.01", "--seed=4", f"--folder={tmp_path}/runs")
+    assert ended.code == 0, ended
+    moves = re.findall(r"^move .*|^.* bits$", ended.stdout, re.M)
+    assert len(moves) == 4 and "comm=halving_doubling on 4" in moves[1], ended
+    assert {log.name for log in (tmp_path / "runs").glob("*.log")} == {f"move{each}.log" for each in range(4)}
 
 
 def test_other_bits_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(hosts: AllHosts, move: DrawnMove, run_dir: Path, number: int = 0) -> None:
+    def run(move: DrawnMove, run_dir: Path, number: int = 0) -> None:
         run_dir.mkdir(exist_ok=True)
         (run_dir / "result.json").write_text(json.dumps({"param_sha256": move.overrides}))
 
@@ -49,7 +44,7 @@ def test_other_bits_are_told(
     monkeypatch.setattr(challenge, "prepare", lambda device: None)
     for overrides, same in (("strategy=ddp", False), ("strategy=single", True)):
         monkeypatch.setattr(challenge, "next_move", lambda *_, words=overrides: DrawnMove(1, words))
-        assert challenge.challenge(AllHosts(), minutes=0.01, seed=1, folder=tmp_path) is same
+        assert challenge.challenge(minutes=0.01, seed=1, folder=tmp_path) is same
         assert ("OTHER bits" in capsys.readouterr().out) is not same
 
 
@@ -65,17 +60,11 @@ def test_moves_are_some_that_can_be_made() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [((), "use another --folder"), (("--hosts=2",), "torchrun --nnodes=2 --nproc-per-node=1")],
-)
-def test_a_used_folder_and_hosts_without_torchrun_are_refused(
-    more: tuple[str, ...], said: str, tmp_path: Path
-) -> None:
+def test_a_used_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
-    done = finish(*COMMAND, str(tmp_path), *more)
+    done = finish(*COMMAND, str(tmp_path))
     assert (done.code, "Traceback" in done.stderr) == (2, False), done.stderr
-    assert said in done.stderr
+    assert "use another --folder" in done.stderr
 
 
 @pytest.mark.slow

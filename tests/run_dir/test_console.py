@@ -1,10 +1,7 @@
 """The output during a run: not too many lines, in letters that the terminal has."""
 
 import logging
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,23 +75,3 @@ def test_an_interrupt_during_start_up_is_one_line(tmp_path: Path) -> None:
         ended = program.wait()
     assert ended.code == -signal.SIGINT
     assert ended.stderr == "interrupted before the run began: nothing was trained\n"
-
-
-TAKES_STREAMS = """
-import os, sys
-from trainer.launch.fresh import take_streams
-take_streams()
-print("caf\\u00e9", flush=True)
-os._exit(0 if {number} not in (1, 2) or os.fstat({number}).st_rdev == os.stat(os.devnull).st_rdev else 1)
-"""
-
-
-@pytest.mark.parametrize(("number", "printed"), [(0, "caf\\xe9\n"), (1, ""), (2, "caf\\xe9\n")])
-def test_a_closed_stream_becomes_the_null_device_and_an_ascii_one_escapes(number: int, printed: str) -> None:
-    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
-    command = ["sh", "-c", f'exec "$@" {number}>&-', "sh", sys.executable, "-c"]
-    program = TAKES_STREAMS.format(number=number)
-    ended = subprocess.run(
-        [*command, program], env=ascii_only, check=True, timeout=60, stdout=subprocess.PIPE, text=True
-    )
-    assert ended.stdout == printed

@@ -1,27 +1,23 @@
 """Kills ranks, changes how many there are and their strategy: does the model still end with the same bits?
 
     python -m trainer.exact.challenge [--minutes 2] [--seed N] [--folder DIR]
-    torchrun --nnodes=2 --nproc-per-node=1 ... -m trainer.exact.challenge --hosts 2 --folder DIR
 
 Trains an MLP on handwritten digits with `train.exact`: undisturbed, by one process, and in moves. Each move
 starts another number of ranks, with another strategy, and ends with a SIGKILL of one of them or of all; the
 next goes on from what is left, and the last one to the end. The exit status is 1 if the models have different
-hashes. On several hosts, which all must see DIR, torchrun's process on each starts the ranks of that host.
+hashes.
 """
 
 import json
-import os
 import random
 import socket
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed import HashStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from trainer.errors import UserError
 from trainer.exact.environment import environment, prepare
@@ -47,47 +43,30 @@ class DrawnMove(NamedTuple):
     victims: tuple[int, ...] = ()
 
 
-class AllHosts(NamedTuple):
-    """The processes of all hosts, which meet in torchrun's store; by default, this one alone."""
-
-    store: Store = HashStore()
-    number: int = 0
-    total: int = 1
-
-    def each(self, value: Any) -> list[Any]:
-        """Each host's `value`, the first host's first (a collective)."""
-        turn = self.store.add(f"turn{self.number}", 1)
-        self.store.set(f"{turn}/{self.number}", json.dumps(value))
-        return [json.loads(self.store.get(f"{turn}/{number}")) for number in range(self.total)]
-
-
-def run(hosts: AllHosts, move: DrawnMove, run_dir: Path, number: int = 0) -> None:
-    """Start this host's ranks, kill the victims, and wait for all hosts' ranks; UserError if some failed."""
-    with socket.create_server(("", 0)) as free:
-        port = hosts.each(free.getsockname()[1])[0]
-    first, end = (-(-move.ranks * host // hosts.total) for host in (hosts.number, hosts.number + 1))
-    told: dict[str, Any] = {"MASTER_ADDR": os.environ["MASTER_ADDR"] if hosts.total > 1 else "127.0.0.1"}
-    told |= {"WORLD_SIZE": move.ranks, "LOCAL_WORLD_SIZE": end - first, "GROUP_RANK": hosts.number}
+def run(move: DrawnMove, run_dir: Path, number: int = 0) -> None:
+    """Start the ranks, kill the victims, and wait for all; UserError if some failed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    told |= {"WORLD_SIZE": move.ranks, "LOCAL_WORLD_SIZE": move.ranks}
     words = [*f"{SETTINGS} train.max_steps={STEPS} {move.overrides}".split(), f"run_dir={run_dir}"]
-    log, late = run_dir.with_name(f"move{number}.host{hosts.number}.log"), 0
-    ranks, end_by = {}, time.monotonic() + DEADLINE_S
+    log, late = run_dir.with_name(f"move{number}.log"), 0
+    ranks, end_by = [], time.monotonic() + DEADLINE_S
     try:
         with log.open("w") as file:
-            for rank in range(first, end):
-                own = told | {"RANK": rank, "LOCAL_RANK": rank - first, "MASTER_PORT": port}
-                ranks[rank] = fresh.start(words, environment=own, devices=[], stdout=file, stderr=file)
-        while (late := sum(each.poll() is None for each in ranks.values())) and time.monotonic() < end_by:
+            for rank in range(move.ranks):
+                own = told | {"RANK": rank, "LOCAL_RANK": rank}
+                ranks.append(fresh.start(words, environment=own, devices=[], stdout=file, stderr=file))
+        while (late := sum(each.poll() is None for each in ranks)) and time.monotonic() < end_by:
             if last_step(run_dir) >= move.kill_at:
-                for victim in ranks.keys() & set(move.victims):
+                for victim in move.victims:
                     ranks[victim].kill()
             time.sleep(0.02)
     finally:
-        for process in ranks.values():
+        for process in ranks:
             process.kill()
-        statuses = [process.wait() for process in ranks.values()]
-    wrong = f"{move}, host {hosts.number}: {late} late; they ended with {statuses}\n{log.read_text()[-3000:]}"
-    if any(all_wrong := hosts.each(wrong if late or (any(statuses) and not move.victims) else "")):
-        raise UserError("\n".join(filter(None, all_wrong)))
+        statuses = [process.wait() for process in ranks]
+    if late or (any(statuses) and not move.victims):
+        raise UserError(f"{move}: {late} late; they ended with {statuses}\n{log.read_text()[-3000:]}")
 
 
 def last_step(run_dir: Path) -> int:
@@ -106,20 +85,20 @@ def next_move(draw: random.Random, step: int, moves_left: float) -> DrawnMove:
     return DrawnMove(ranks, words, kill_at, victims if moves_left >= 1 and kill_at < STEPS else ())
 
 
-def challenge(hosts: AllHosts, minutes: float, seed: int, folder: Path) -> bool:
+def challenge(minutes: float, seed: int, folder: Path) -> bool:
     """Train undisturbed, and in moves, each of which is printed; whether both models have one hash."""
     print(f"seed {seed}, in {folder}. What decides bits:", flush=True)
     prepare(torch.device("cpu"))
     print(*(f"  {name}: {value}" for name, value in environment(torch.device("cpu")).items()), sep="\n")
     alone, moved = folder / "undisturbed", folder / "moved"
     draw, begin, number, move = random.Random(seed), time.monotonic(), 0, None
-    run(hosts, DrawnMove(1, "strategy=single"), alone)
+    run(DrawnMove(1, "strategy=single"), alone)
     print(f"undisturbed: {STEPS} steps in {time.monotonic() - begin:.1f} s", flush=True)
     while move is None or move.victims:
         number += 1  # this move's, and how many runs there were before it
         left = number * (60 * minutes / (time.monotonic() - begin) - 1) - 1
         move = next_move(draw, last_step(moved), max(left, AT_LEAST - number))
-        run(hosts, move := DrawnMove(*hosts.each(move)[0]), moved, number)
+        run(move, moved, number)
         words = f"{move.overrides} on {move.ranks} to step {last_step(moved)}"
         print(f"move {number:2d}: {words}, killed: {[*move.victims] or 'none'}", flush=True)
     first, second = (json.loads((one / "result.json").read_text())["param_sha256"] for one in (alone, moved))
@@ -132,18 +111,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=2.0, help="about how long it takes (2)")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the moves; else drawn")
     parser.add_argument("--folder", type=Path, help="of the runs and their output (runs/challenge-SEED)")
-    parser.add_argument("--hosts", type=int, default=1, help="how many, each with a process of torchrun (1)")
     own = parser.parse_args()
     with exits(), stop_signals_to(lambda number: sys.exit(128 + number)):  # and so kill the ranks
-        if own.hosts != int(os.environ.get("WORLD_SIZE", 1)):
-            raise UserError(f"--hosts {own.hosts} needs torchrun --nnodes={own.hosts} --nproc-per-node=1")
-        hosts = AllHosts(*next(rendezvous("env://"))) if own.hosts > 1 else AllHosts()
-        seed = hosts.each(own.seed)[0]
-        folder = (own.folder or Path("runs", f"challenge-{seed}")).absolute()
-        if any(hosts.each((folder / "undisturbed").exists())):
+        folder = (own.folder or Path("runs", f"challenge-{own.seed}")).absolute()
+        if (folder / "undisturbed").exists():
             raise UserError(f"{folder} has the runs of another challenge; use another --folder")
         folder.mkdir(parents=True, exist_ok=True)
-        sys.exit(not challenge(hosts, own.minutes, seed, folder))
+        sys.exit(not challenge(own.minutes, own.seed, folder))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.files.address import location
 from trainer.launch import local
 from trainer.launch.exits import ends_its_threads, exits
-from trainer.launch.fresh import die_with_parent, extend_path, launched_by, take_limits, take_streams
+from trainer.launch.fresh import die_with_parent, extend_path, launched_by, take_limits
 from trainer.launch.place import place, publish, told_rank
 
 
@@ -62,7 +62,6 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
     options = parser.parse_intermixed_args()
     try:
         with exits():
-            take_streams()
             take_limits()
             config = saved_settings(options.run, options.overrides)
             if config.launch.in_cluster:

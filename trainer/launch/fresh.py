@@ -1,6 +1,5 @@
 """Starts this program in a new process and session, which ends with the process that started it."""
 
-import io
 import os
 import resource
 import subprocess
@@ -14,7 +13,6 @@ from trainer.launch.signals import signal_at_parents_death
 
 _PARENT, _LAUNCHER, _PATH = "RINGMASTER_PARENT", "RINGMASTER_LAUNCHER", "RINGMASTER_PATH"
 _ROOT = Path(__file__).resolve().parents[2]
-_FILES, _FEW_FILES = 4096, 256  # open at a time: asked for; too few
 _own_script: list[str] = []  # the user's script, or -m and a module, once it has called main
 
 
@@ -80,30 +78,10 @@ def die_with_parent() -> None:
 
 
 def take_limits() -> None:
-    """Let this process and its children open as many files as they may, and tell if these are few."""
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY or files >= _FILES:
-        return
-    allowed = _FILES if most == resource.RLIM_INFINITY else min(most, _FILES)
+    """Let this process and its children open as many files as they may: each further rank takes some."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = most if sys.platform == "linux" else min(most, 4096)  # a Mac refuses the limit that it tells
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-    if allowed < _FEW_FILES and os.environ.get("RANK", "0") == "0" and launched_by() is None:
-        few = f"ulimit -n is {allowed} at most, and too few files for many data workers or ranks"
-        print(f"{few}; raise the hard limit, to {_FILES} for example", file=sys.stderr)
-
-
-def take_streams() -> None:
-    """Make the standard streams usable however they arrive.
-
-    A closed one (`>&-`, some daemons) becomes the null device: the next file would get its number, and with
-    that all that is printed. What an ASCII terminal has no letter for is escaped.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free number, so this stream's
-            os.set_inheritable(descriptor, descriptor == number)
-            setattr(sys, name, os.fdopen(descriptor, "w" if number else "r", encoding="utf-8"))
-        elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def extend_path() -> None:
