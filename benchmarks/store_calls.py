@@ -42,10 +42,9 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=64)
     parser.add_argument("--step", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--after", type=float, default=None, help="s of silence that are suspicious")
+    parser.add_argument("--after", type=float, default=30.0, help="s of silence that are suspicious")
     options = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    suspicious_s = options.after or max(1.0, 2 * options.step)
 
     def connect() -> Any:
         own = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=30))
@@ -57,7 +56,7 @@ def main() -> None:
     def live(seconds: float) -> None:
         began = time.monotonic()
         while time.monotonic() < began + seconds:
-            eager = time.monotonic() % options.step > suspicious_s
+            eager = time.monotonic() % options.step > options.after
             for leader, own in zip(leaders, ranks, strict=True):
                 leader.tell([own], eager=eager)
             time.sleep(0.2)

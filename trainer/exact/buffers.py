@@ -1,4 +1,7 @@
-"""Buffers that a forward pass changes, such as running statistics: the mean over leaves."""
+"""Buffers that a forward pass changes, such as running statistics: the mean over leaves.
+
+Whole numbers, such as a count of batches, have no mean: every leaf must leave the same ones.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -79,36 +82,29 @@ class LeafBuffers:
             self._set_means(self._changing, made)
 
     def _changed_anywhere(self) -> list[str]:
-        """The buffers that some rank has changed (a collective), those of whole numbers last."""
+        """The buffers that some rank has changed (a collective)."""
         flags = [float(name in self._changed) for name in self._names]
         everywhere = sum_over_ranks(torch.tensor(flags, device=self._buffer(self._names[0]).device)).tolist()
-        changed = [name for name, flag in zip(self._names, everywhere, strict=True) if flag]
-        return sorted(changed, key=lambda name: not self._buffer(name).is_floating_point())
+        return [name for name, flag in zip(self._names, everywhere, strict=True) if flag]
 
     @torch.no_grad()
     def _set_means(self, names: list[str], made: list[dict[str, Tensor]]) -> None:
         """Set the means over all ranks' leaves, of which this rank has made these (a collective)."""
-        columns = [_rows([leaf[name] for leaf in made]) for name in names]
-        rows, widths = torch.cat(columns, 1), [column.shape[1] for column in columns]
-        num_floats = sum(self._buffer(name).is_floating_point() for name in names)
-        floats, wholes = names[:num_floats], names[num_floats:]
-        numbers = torch.cat([rows, *(column.square() for column in columns[num_floats:])], 1)
-        digits = torch.cat([to_digits(part) for part in numbers.split(_CHUNK, 1)], 1)
-        *sums, squares = from_digits(sum_over_ranks(digits)).split([*widths, numbers.shape[1] - sum(widths)])
-        for name, total in zip(floats, sums, strict=False):
-            buffer = self._buffer(name)
-            buffer.copy_((total / self._num_leaves).view(buffer.shape))
-        if not wholes:
+        wholes = [name for name in names if not self._buffer(name).is_floating_point()]
+        for name in wholes:
+            if any(not same_bits(leaf[name], made[0][name]) for leaf in made):
+                raise UserError(
+                    f"train.exact: leaves leave {name}, a buffer of {self._buffer(name).dtype}, with other "
+                    "values, and whole numbers have no mean; set train.exact=null"
+                )
+        if not (floats := [name for name in names if name not in wholes]):
             return
-        # n numbers are equal if n times the sum of their squares is the square of their sum; only then.
-        differ = squares * self._num_leaves != torch.cat(sums[num_floats:]).square()
-        if differ.any():  # read once, since a GPU is waited for
-            by_name = zip(wholes, differ.split(widths[num_floats:]), strict=True)
-            name = next(name for name, part in by_name if part.any())
-            raise UserError(
-                f"train.exact: leaves leave {name}, a buffer of {self._buffer(name).dtype}, with other "
-                "values, and whole numbers have no mean; set train.exact=null"
-            )
+        rows = [torch.cat([leaf[name].double().flatten() for name in floats]) for leaf in made]
+        digits = torch.cat([to_digits(part) for part in torch.stack(rows).split(_CHUNK, 1)], 1)
+        means = from_digits(sum_over_ranks(digits)) / self._num_leaves
+        buffers = [self._buffer(name) for name in floats]
+        for buffer, mean in zip(buffers, means.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(mean.view(buffer.shape))
 
     def _copies(self) -> dict[str, Tensor]:
         """Of the buffers that change; of all, as long as these are not known."""
@@ -117,9 +113,3 @@ class LeafBuffers:
 
     def _buffer(self, name: str) -> Tensor:
         return getattr(*self._places[name])
-
-
-def _rows(values: list[Tensor]) -> Tensor:
-    """A row of float64 for each value; of whole numbers their bytes, since no float64 is 2**53 + 1."""
-    rows = torch.stack(values).reshape(len(values), values[0].numel())
-    return (rows if rows.is_floating_point() else rows.view(torch.uint8)).double()

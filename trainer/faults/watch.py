@@ -8,7 +8,6 @@ import contextlib
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +22,7 @@ from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity, take_stack
 from trainer.faults.verdict import ASLEEP_S, Observed, judge, slow, stand_still
 
 _SUSPICIOUS_S = 1.0  # without progress, at least: then look at the other hosts too
-_LONGER = 2.0  # than the longest of the last _SILENCES without progress, which all ended well
-_SILENCES = 64
+_SUSPICIOUS = 1 / 20  # of timeout_s: half of the silence that a line names
 _SETTLE_S = 2.0  # after a suspension, until all ranks are awake
 _GRACE_S = 2.2  # from a failed communication until the others' reports are in, or missing
 _FRESH_S = 2.0  # a stack is current for at least this long
@@ -62,7 +60,6 @@ class Watch:
                     self._here[member.rank] = Neighbour(member)
         self._alone = len(members) == 1
         self.ending = Ending(heartbeat, rank, members, self._here, connect, timeout_s)
-        self._silences, self._silent_s = deque[float](maxlen=_SILENCES), 0.0
         self._named_slow: tuple[int, int] | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -185,7 +182,7 @@ class Watch:
         if time.monotonic_ns() - self._here[self._rank].records.main().resumed_ns < _SETTLE_S * 1e9:
             reports.resumed()
             return
-        suspicious_s = self._suspicious_after(max(rank.silent_s for rank in here))
+        suspicious_s = max(_SUSPICIOUS_S, _SUSPICIOUS * self.timeout_s)
         suspicious = any(rank.silent_s > suspicious_s or rank.status or rank.state == "dead" for rank in here)
         reports.tell(here, eager=suspicious)
         if reports.verdict is not None and not self.ending.prints_traceback(reports.verdict):
@@ -200,13 +197,6 @@ class Watch:
         alive = [each for each in self._here.values() if each.died_at_ns is None and not each.records.note()]
         since_ns = min((each.records.main().resumed_ns for each in alive), default=0)
         return [neighbour.observe(since_ns) for neighbour in self._here.values()]
-
-    def _suspicious_after(self, silent_s: float) -> float:
-        """How long the longest silence may be, in view of this run's own steps and phases."""
-        if silent_s < self._silent_s:  # it has ended
-            self._silences.append(self._silent_s)
-        self._silent_s = silent_s
-        return min(max(_SUSPICIOUS_S, _LONGER * max(self._silences, default=0.0)), self.timeout_s / 2)
 
     def _judge(self, here: list[Observed], elsewhere: list[Observed]) -> None:
         everyone = sorted(here + elsewhere, key=lambda rank: rank.rank)
