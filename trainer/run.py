@@ -255,7 +255,7 @@ def _model(
     needs_initial = checkpoint is None or leaves_out  # a whole checkpoint replaces all initial weights
     build = partial(build_model, config.model, data.train_set)
     model = initial_model(build, config.seed, dist if strategy.fills_by_unit else None)
-    agreement = Agreement(dist, config.checkpoint.timeout_s)
+    agreement = Agreement(dist)
     initial = begin(config.model, model, (agreement, dist.local_rank) if needs_initial else None)
     compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), dist)
     num_parameters = parameter_count(model.module.parameters())

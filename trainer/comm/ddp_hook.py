@@ -116,7 +116,6 @@ def attach(
             `hook`.
     """
     device = next(model.parameters()).device
-    group = _new_group("gloo", timeout_s)
     clock = GpuClock(device) if accelerator.is_accelerator(device) else None
     reduce: Reduce | Worker | SideStream
     if algorithm == "native":
@@ -125,9 +124,9 @@ def attach(
     elif hook is not None:
         reduce = _by_hook(hook, clock, one_at_a_time=True)
     else:
-        schedule = build(algorithm, dist.get_rank(group), hosts)
+        schedule = build(algorithm, dist.get_rank(), hosts)
         backend = dist.get_default_backend_for_device(device)
-        own = group if clock is None else _new_group(backend, timeout_s)
+        own = cast(dist.ProcessGroup, dist.new_group(None, timedelta(seconds=timeout_s), backend))
         wire = WIRE_DTYPES[wire_dtype]
         executor = Executor(own, schedule, device, wire, segment_mb, hosts=hosts, timeout_s=timeout_s)
         divisor = len(hosts) if leaf_sums is None else 1
@@ -137,13 +136,9 @@ def attach(
             return bucket.buffer()
 
         reduce = Worker(all_reduce, executor.close) if clock is None else SideStream(all_reduce, clock)
-    attached = CommHook(Timeline(group, clock), reduce, enter, leaf_sums)
+    attached = CommHook(Timeline(clock), reduce, enter, leaf_sums)
     model.register_comm_hook(None, attached.reduce)
     return attached
-
-
-def _new_group(backend: str, timeout_s: float) -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, dist.new_group(None, timedelta(seconds=timeout_s), backend))
 
 
 def _decoded(message: Message, done: Future[torch.Tensor]) -> torch.Tensor:

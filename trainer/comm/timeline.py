@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import accelerator
+from trainer.distributed.agreement import gather_objects
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -114,13 +115,11 @@ class Timeline:
     """Collects the records of one rank: some microseconds per bucket; only `metrics` communicates.
 
     Args:
-        group: a gloo group of all ranks, idle between backward passes.
         gpu_clock: if buckets are on a GPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup, gpu_clock: GpuClock | None = None) -> None:
-        self._group, self._gpu_clock = group, gpu_clock
-        self._own = dist.get_rank(group)
+    def __init__(self, gpu_clock: GpuClock | None = None) -> None:
+        self._gpu_clock, self._own = gpu_clock, dist.get_rank()
         self.num_passes = 0  # backward passes begun
         self.last_pass: list[BucketRecord] = []  # the last one finished and summed up
         self._kept: deque[list[BucketRecord]] = deque(maxlen=_KEPT)  # the newest passes
@@ -152,9 +151,8 @@ class Timeline:
         recent, self._recent = self._recent, PassSum()
         if recent.count == 0:
             return {}
-        own = torch.tensor([record.end - record.ready for record in self.last_pass], dtype=torch.float64)
-        self._waits = torch.empty(dist.get_world_size(), len(own), dtype=torch.float64)
-        dist.all_gather(list(self._waits), own, group=self._group)
+        own = [record.end - record.ready for record in self.last_pass]
+        self._waits = torch.tensor(gather_objects(own), dtype=torch.float64)
         last_rank, skew_s = self._latest(self._waits)
         self._times_last[last_rank] += 1
         return {

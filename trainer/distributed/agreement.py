@@ -63,18 +63,22 @@ def on_main(action: Callable[[], _T], dist: "Dist") -> _T:
 class Agreement:
     """All ranks acting on files: what one raises, all raise. All methods are collectives.
 
-    They use a separate gloo group, with a timeout of `timeout_s`; see `gloo_group`.
+    Args:
+        timeout_s: of a separate gloo group (see `gloo_group`), which a use in a thread needs; by default, the
+            default group is used.
 
     Raises:
         UserError: from each method, a person must change something: see `kind_of`.
         Fault: any other error, of a disk, a store or unknown: it may pass.
     """
 
-    def __init__(self, dist: "Dist", timeout_s: float, in_time: bool = False) -> None:
-        # Creating the group may wait for `timeout_s`, too: first check that all ranks are there.
-        torch_dist.barrier()
-        self.group = gloo_group(timeout_s, in_time)
+    def __init__(self, dist: "Dist", timeout_s: float | None = None, in_time: bool = False) -> None:
         self.rank, self.world_size = dist.rank, dist.world_size
+        self.group: torch_dist.ProcessGroup | None = None
+        if timeout_s is not None:
+            # Creating the group may wait for `timeout_s`, too: first check that all ranks are there.
+            torch_dist.barrier()
+            self.group = gloo_group(timeout_s, in_time)
 
     def gather(self, value: _T) -> list[_T]:
         """Every rank's `value`, by rank, on every rank."""
@@ -111,8 +115,7 @@ class Alone(Agreement):
     """A process without a process group."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
-        self.group = cast(torch_dist.ProcessGroup, None)  # tells a reader that it reads alone
+        self.rank, self.world_size, self.group = 0, 1, None
 
     def gather(self, value: _T) -> list[_T]:
         return [value]

@@ -89,7 +89,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
         compare_across_ranks({**shared, "the checkpoint": checkpoint}, dist)
         strategy = build_strategy(config, dist)
-        agreement = Agreement(dist, config.checkpoint.timeout_s)
+        agreement = Agreement(dist)
         sharded_over = dist if strategy.fills_by_unit else None
         model, frozen, train_set = _initial(config, agreement, dist.local_rank, sharded_over)
         assert config.seed is not None
