@@ -11,10 +11,10 @@ import pytest
 import torch
 import yaml
 
+from planner.proof import simulate
 from tests.ranks import run_ranks
 from tests.runs import trained
 from trainer.comm.algorithms import all_reduce
-from trainer.comm.algorithms.simulate import simulate
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"^```(?:python|yaml)\n# (?:in )?(\S+)\n(.*?)^```$", re.M | re.S)
