@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.faults.test_ends import TINY
 from tests.programs import Ended, finish_ranks
 from tests.ranks import run_ranks
 from tests.runs import train
-from trainer.faults.fault_save import FaultSave, savers, saving_hosts
+from trainer.faults.fault_save import FaultSave, savers, saving_host
 from trainer.faults.heartbeat import Heartbeat, Records
 from trainer.faults.verdict import Observed, Verdict
 from trainer.training.kept_step import KeptBuffers
@@ -159,19 +160,19 @@ def of(ranks: list[Observed], blamed: list[int], own: int | None = None) -> list
 
 def test_who_has_the_largest_step_saves_and_near_rank_0_first() -> None:
     four = [rank(0, 7), rank(1, 8), rank(2, 8), rank(3, 8)]
-    assert (of(four, [3]), saving_hosts(four, [3])) == ([1, 2, 0, 3], (0, 1))
+    assert (of(four, [3]), saving_host(four, [3])) == ([1, 2, 0, 3], 0)
     assert of([rank(0, 8, state="dead"), rank(1, 8)], [0]) == [1]
     assert of([rank(0, 8, status=1), rank(1, 8, status=1, symptom=True)], [0]) == [1]
     assert of([rank(0, 8, heard_s=3.0), rank(1, 8, asleep_s=4.0), rank(2, 7)], []) == [2]
     assert of([rank(0, 8, status=1), rank(1, 8, state="stopped")], [0], own=0) == [0]
-    assert saving_hosts([rank(number, 8) for number in range(20)], []) == (0, 1, 2)
-    assert saving_hosts(four, [2, 3]) == (0,)
+    assert saving_host(four, [0, 1]) == 1
+    assert saving_host([rank(0, 8, state="dead")], []) is None
 
 
 def test_a_host_whose_last_report_is_of_the_set_up_may_save() -> None:
     """Hosts report every 10 s while all is well: what they have finished since is known only there."""
-    ranks = [rank(0, 8, state="dead"), rank(1, 8), rank(2, 0), rank(3, 0)]
-    assert saving_hosts(ranks, [0]) == (0, 1)
+    ranks = [rank(0, 8, state="dead"), rank(1, 8, status=1), rank(2, 0), rank(3, 0)]
+    assert saving_host(ranks, [0]) == 1
 
 
 class Here:
@@ -212,25 +213,21 @@ def test_if_a_saver_that_does_not_lead_dies_or_may_not_the_leader_saves(said: di
     heartbeat.step = 9
     save = FaultSave(heartbeat, 0, {0: own, 1: other})  # type: ignore[dict-item]
     save.last_step = Kept()
-    asked = Verdict((2,), "died", 1, "", saving_hosts=(0,))
-    words = save.lead(asked, lambda seconds: None, is_at_work=lambda host: False)
+    words = save.lead(Verdict((2,), "died", 1, "", saving_host=0), lambda seconds: None)
     assert words.startswith("step 8 is saved, by rank 0")
 
 
-def test_a_host_stands_by_until_the_one_before_it_has_ended_or_fallen_silent() -> None:
+def test_a_host_saves_if_it_is_the_one_to_save() -> None:
     heartbeat, own = Heartbeat(), Here(2)
     own.records = Records(heartbeat._memory)
     heartbeat.step = 9
-    save, waits, saved = FaultSave(heartbeat, 2, {2: own}), [], []  # type: ignore[dict-item, var-annotated]
-    kept = save.last_step = Kept()
-    kept.save = lambda: not saved.append(len(waits))  # type: ignore[method-assign, func-returns-value]
-    asked = Verdict((3,), "died", 1, "", saving_hosts=(0, 1))
-    assert not save.has_begun
-    is_at_work = iter([True, True, False])
-    words = save.lead(asked, waits.append, lambda host: host == 0 and next(is_at_work))
-    assert words.startswith("step 8 is saved, by rank 2") and saved == [2] and save.has_begun
-    elsewhere = Verdict((3,), "died", 1, "", saving_hosts=(0, 2))
-    assert save.lead(elsewhere, waits.append, lambda host: False) == "host 0 saves the last step"
+    save, waits = FaultSave(heartbeat, 2, {2: own}), list[float]()  # type: ignore[dict-item]
+    save.last_step = Kept()
+    asked = Verdict((3,), "died", 1, "", saving_host=0)
+    assert save.lead(asked, waits.append) == "host 0 saves the last step" and not save.has_begun
+    assert save.lead(replace(asked, saving_host=None), waits.append) == ""
+    words = save.lead(replace(asked, saving_host=1), waits.append)
+    assert words.startswith("step 8 is saved, by rank 2") and save.has_begun
 
 
 class Masked(nn.Module):

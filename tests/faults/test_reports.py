@@ -121,10 +121,10 @@ def test_a_fault_of_one_rank_costs_no_step_and_torchrun_explains_any_end_that_it
     ending = Ending(heartbeat, 0, members, {each.rank: Neighbour(each) for each in members}, HashStore, T)
     ending.save.last_step = cast(LastStep, SimpleNamespace(freeze=lambda failed: 7, save=lambda: True))
     ending.writes_to(tmp_path)
-    ending.end(Verdict((1,), "raised", 1, "rank 1 failed", saving_hosts=(0,)))
+    ending.end(Verdict((1,), "raised", 1, "rank 1 failed", saving_host=0))
     shown = json.loads((tmp_path / "0").read_text())["message"]
     assert "rank 1 failed" in shown["message"] and int(shown["extraInfo"]["timestamp"]) > time.time() - 1
-    ending.end(Verdict((1,), "orderly", 1, "rank 1 Fault: no space", saving_hosts=(0,)))
+    ending.end(Verdict((1,), "orderly", 1, "rank 1 Fault: no space", saving_host=0))
     assert "rank 1 Fault: no space; step 7 is saved" in (tmp_path / "failure.json").read_text()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error"))
     ending.end(Verdict((2,), "orderly", 2, "rank 2 UserError: of another host"))

@@ -15,12 +15,12 @@ from torch.distributed import Store
 
 from trainer.errors import Fault, RunEndError, tell_torchrun
 from trainer.faults import exit_report
-from trainer.faults.fault_save import SAVING_HOSTS, FaultSave, saving_hosts
+from trainer.faults.fault_save import FaultSave, saving_host
 from trainer.faults.going_on import GoingOn
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour, RankIdentity
 from trainer.faults.reports import Reports
-from trainer.faults.verdict import ASLEEP_S, UNHEARD_S, Observed, Verdict, judge
+from trainer.faults.verdict import ASLEEP_S, Observed, Verdict, judge
 from trainer.files import failure
 
 ALONE_S = 5.0  # how long the others may take to end after a rank's orderly end, or their launcher's
@@ -88,19 +88,19 @@ class Ending:
             return  # all ranks reach such an end by themselves, if they can
         if self.prints_traceback(verdict):
             return
-        verdict = replace(verdict, saving_hosts=saving_hosts(everyone, verdict.ranks))
+        verdict = replace(verdict, saving_host=saving_host(everyone, verdict.ranks))
         self.end(self._agreed(self.going_on.decided(verdict, everyone)))
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """The first verdict that a host has given; if the store does not answer, this one.
 
-        The store's host may be lost then, so the first few others save: one at a time, since the disk has a
-        lock, and who comes later finds the step. Behind a cut link both sides may, which does no harm.
+        The store's host may be lost then, so the next one saves. Behind a cut link both sides may, which does
+        no harm: the disk has a lock, and who comes later finds the step.
         """
         if (agreed := self.reports.agree(verdict, timeout_s=1.0)) is not None:
             return agreed
-        hosts = verdict.saving_hosts if self._own.host <= SAVING_HOSTS else ()
-        return replace(verdict, saving_hosts=hosts, going_on=())
+        host = self._own.host if self._own.host <= 1 else None
+        return replace(verdict, saving_host=host, going_on=())
 
     def prints_traceback(self, verdict: Verdict) -> bool:
         """Whether the verdict is about a rank of this host that is exiting: its traceback comes first."""
@@ -157,17 +157,12 @@ class Ending:
 
     def _with_save(self, verdict: Verdict) -> Verdict:
         self.reports.tell(self._observe(), eager=True)
-        return verdict.followed_by(self.save.lead(verdict, self.wait, self._is_at_work))
+        return verdict.followed_by(self.save.lead(verdict, self.wait))
 
     def wait(self, seconds: float) -> None:
         """Wait, and keep this rank awake in the eyes of the others."""
         self._heartbeat.tick()
         time.sleep(seconds)
-
-    def _is_at_work(self, host: int) -> bool:
-        """Whether `host`, another than this, has neither ended nor fallen silent."""
-        heard = (each.heard_s for each in self.reports.others() if each.host == host)
-        return host not in self.reports.ended and min(heard, default=UNHEARD_S) < UNHEARD_S
 
     def leave(self, status: int) -> None:
         """Exit, as the verdict of a neighbour says; what this rank alone knows is written before."""
@@ -222,8 +217,8 @@ class Ending:
         if verdict is None:
             return
         self.reports.tell(self._observe(), eager=True)
-        hosts = (*saving_hosts(self.reports.others(), ()), self._own.host)
-        verdict = replace(verdict, saving_hosts=hosts[:SAVING_HOSTS])
+        host = saving_host(self.reports.others(), ())
+        verdict = replace(verdict, saving_host=self._own.host if host is None else host)
         verdict = self._with_save(self._agreed(verdict))
         self._write(verdict)
         if len(self._members) > 1 or own.worker:

@@ -1,4 +1,4 @@
-"""At a verdict a survivor saves the last finished step; if it dies, too, the next on its host or another.
+"""At a verdict a survivor saves the last finished step; if it dies, too, the next on its host.
 
 No collective is left to agree with: the leader of a host writes which rank is to save beside its heartbeat,
 and that rank answers there.
@@ -15,7 +15,6 @@ from trainer.faults.neighbour import Neighbour
 from trainer.faults.verdict import Observed, Verdict, takes_part
 
 SAVE_S = 25.0  # launchers kill what is left 30 s after the first end
-SAVING_HOSTS = 3  # that save, or stand by until one has
 _LOOK_S = 0.02
 _NOTHING = "no step is saved"
 
@@ -50,15 +49,13 @@ def savers(ranks: Sequence[Observed], blamed: Sequence[int], own: int | None = N
     return sorted(able, key=lambda r: (r.rank in blamed, -r.finished, r.host != ranks[0].host, r.rank))
 
 
-def saving_hosts(ranks: Sequence[Observed], blamed: Sequence[int]) -> tuple[int, ...]:
-    """The hosts to save, one after another until one has.
+def saving_host(ranks: Sequence[Observed], blamed: Sequence[int]) -> int | None:
+    """The host to save; None if no rank may.
 
     What is known of another host's ranks may be many seconds old, or from before their first step: so which
     of them saves is known only there. A host with only ranks that are `blamed` saves if there is no other.
     """
-    able = savers(ranks, blamed)
-    best = [rank for rank in able if rank.rank not in blamed] or able
-    return tuple(dict.fromkeys(rank.host for rank in best))[:SAVING_HOSTS]
+    return next((rank.host for rank in savers(ranks, blamed)), None)
 
 
 class FaultSave:
@@ -93,26 +90,22 @@ class FaultSave:
             self._thread = threading.Thread(target=self._save, name="fault save", daemon=True)
             self._thread.start()
 
-    def lead(self, verdict: Verdict, wait: Callable[[float], None], is_at_work: Callable[[int], bool]) -> str:
+    def lead(self, verdict: Verdict, wait: Callable[[float], None]) -> str:
         """Have this host save, if it is to; return what became of it, in a phrase.
 
         Args:
             wait: waits for a number of seconds, and keeps this rank awake.
-            is_at_work: whether another host has neither ended nor fallen silent.
         """
         if not self._heartbeat.step or (self.last_step is None and self.why_not is None):
             return ""
         if self.why_not is not None:
             return f"{_NOTHING}: {self.why_not}"
-        host = self._here[self._rank].member.host
-        if host not in verdict.saving_hosts:
-            self.is_saved = bool(verdict.saving_hosts)
-            return f"host {verdict.saving_hosts[0]} saves the last step" if self.is_saved else ""
-        self.tell(saver=None)
+        if verdict.saving_host is None:
+            return ""
+        if verdict.saving_host != self._here[self._rank].member.host:
+            self.is_saved = True
+            return f"host {verdict.saving_host} saves the last step"
         until = time.monotonic() + SAVE_S
-        before = verdict.saving_hosts[: verdict.saving_hosts.index(host)]
-        while any(map(is_at_work, before)) and time.monotonic() < until:
-            wait(_LOOK_S)
         # Each rank here holds the state: if one dies, or may not save, the next one does.
         here, found = [neighbour.observe() for neighbour in self._here.values()], ""
         for saver in [rank for rank in savers(here, verdict.ranks, self._rank) if rank.finished]:

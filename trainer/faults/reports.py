@@ -225,4 +225,4 @@ def _report(name: str, ranks: Sequence[Observed]) -> str:
 
 def _verdict(text: bytes) -> Verdict:
     values = json.loads(text)
-    return Verdict(**values | {name: tuple(values[name]) for name in ("ranks", "saving_hosts", "going_on")})
+    return Verdict(**values | {name: tuple(values[name]) for name in ("ranks", "going_on")})

@@ -96,8 +96,8 @@ class Observed:
 class Verdict:
     """The ranks to look at first. `status` is the exit status of every rank of the run.
 
-    The `saving_hosts` save the last finished step, each if those before it have not. Then the ranks
-    `going_on` do so without the others; none: the run ends.
+    The `saving_host` saves the last finished step. Then the ranks `going_on` do so without the others; none:
+    the run ends.
     """
 
     ranks: tuple[int, ...]
@@ -105,7 +105,7 @@ class Verdict:
     status: int
     message: str
     facts: Mapping[str, object] = field(default_factory=dict)  # rank, host, phase, where, step, silent_s
-    saving_hosts: tuple[int, ...] = ()
+    saving_host: int | None = None
     going_on: tuple[int, ...] = ()
 
     def followed_by(self, words: str) -> "Verdict":
