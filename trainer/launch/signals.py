@@ -20,10 +20,6 @@ def not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
 
 
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-# A separate signal for the death of the launcher, sent by nothing else: a launcher that first passes SIGTERM
-# on and then dies has asked only once.
-_LAUNCHER_DIED = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGIO  # which a Mac does not send
-
 # Slurm signals the whole step and torchrun passes the same signal on: one request may arrive twice.
 _SAME_REQUEST_S = 0.5
 
@@ -51,21 +47,25 @@ class StopRequest:
     def is_set(self) -> bool:
         return self.signal is not None
 
+    @property
+    def _is_orphaned(self) -> bool:
+        return self._launched and os.getppid() != self._parent
+
     def __enter__(self) -> "StopRequest":
         heard = not_ignored(STOP_SIGNALS)
         self._previous = {int(number): signal.signal(number, self._on_signal) for number in heard}
         if self._launched:
-            self._previous[_LAUNCHER_DIED] = signal.signal(_LAUNCHER_DIED, self._on_death)
-            signal_at_parents_death(_LAUNCHER_DIED)
-            self._on_death(_LAUNCHER_DIED, None)  # it may have died before
+            signal_at_parents_death(signal.SIGTERM)
+            if self._is_orphaned:  # since before the call
+                self._on_signal(signal.SIGTERM, None)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if _LAUNCHER_DIED in self._previous:
+        if self._launched:
             signal_at_parents_death()  # nothing is left to save
-            if os.getppid() != self._parent:  # end soon: nothing waits for the interpreter's teardown
+            if self._is_orphaned:  # end soon: nothing waits for the interpreter's teardown
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(1)
         for number, handler in self._previous.items():
@@ -75,14 +75,10 @@ class StopRequest:
         now_s = time.monotonic()
         if self.signal is None:
             self.signal, self._first_at_s = signal.Signals(number), now_s
-        elif now_s - self._first_at_s > _SAME_REQUEST_S:
+        # A launcher that passes a signal on and then dies has asked only once.
+        elif now_s - self._first_at_s > _SAME_REQUEST_S and not self._is_orphaned:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    def _on_death(self, number: int, frame: FrameType | None) -> None:
-        # The kernel also signals the end of the thread that started this process.
-        if os.getppid() != self._parent and self.signal is None:
-            self.signal, self._first_at_s = signal.SIGTERM, time.monotonic()
 
 
 def signal_at_parents_death(number: int = signal.SIGKILL) -> None:
