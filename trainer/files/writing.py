@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -22,7 +23,8 @@ def atomic_file(path: Path, on_disk: bool = False) -> Iterator[BinaryIO]:
     Raises:
         OSError: for instance, the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # Not by pid: containers on one file system may have equal ones.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("wb") as file:
             yield file
