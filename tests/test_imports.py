@@ -28,7 +28,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"comm": "accelerator config distributed errors launch tensors"},
     {
         "checkpoint": "accelerator config distributed errors faults files optim tensors",
-        "exact": "accelerator comm distributed errors files optim tensors",
+        "exact": "accelerator comm distributed errors files launch optim tensors",
         "tasks": "accelerator data distributed errors tensors",
     },
     {"run_dir": "checkpoint distributed errors files"},

@@ -1,6 +1,6 @@
 """The moves of a challenge, beside the undisturbed run: python docs/pictures/challenge.py [--seed N].
 
-Runs `python -m benchmarks.challenge`, and draws what it prints and where each move resumed.
+Runs `python -m trainer.exact.challenge`, and draws what it prints and where each move resumed.
 """
 
 import re
@@ -61,7 +61,7 @@ def draw(said: str, begins: Mapping[int, int]) -> Figure:
 if __name__ == "__main__":
     style.use()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.challenge", "--folder", folder, *sys.argv[1:]]
+        command = [sys.executable, "-m", "trainer.exact.challenge", "--folder", folder, *sys.argv[1:]]
         said = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
         print(said)
         begins = {}

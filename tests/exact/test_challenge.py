@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import challenge
-from benchmarks.challenge import DrawnMove
 from tests.programs import finish, started
-from tests.ranks import ROOT
+from trainer.exact import challenge
+from trainer.exact.challenge import DrawnMove
 
-COMMAND = ("-m", "benchmarks.challenge", "--folder")
+COMMAND = ("-m", "trainer.exact.challenge", "--folder")
 SHORT = """
-from benchmarks import challenge
+from trainer.exact import challenge
 
 challenge.STEPS, challenge.AT_LEAST = 60, 3
 challenge.main()
@@ -27,8 +26,7 @@ challenge.main()
 @pytest.mark.slow
 def test_killed_and_moved_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text(SHORT)
-    words = ("--minutes=0.01", "--seed=4", f"--folder={tmp_path}/runs")
-    ended = finish(f"{tmp_path}/short.py", *words, env={"PYTHONPATH": str(ROOT)})
+    ended = finish(f"{tmp_path}/short.py", "--minutes=0.01", "--seed=4", f"--folder={tmp_path}/runs")
     assert ended.code == 0, ended
     moves = re.findall(r"^move .*|^.* bits$", ended.stdout, re.M)
     assert len(moves) == 4 and "comm=halving_doubling on 4" in moves[1], ended

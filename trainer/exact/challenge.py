@@ -1,6 +1,6 @@
 """Kills ranks, changes how many there are and their strategy: does the model still end with the same bits?
 
-    python -m benchmarks.challenge [--minutes 2] [--seed N] [--folder DIR]
+    python -m trainer.exact.challenge [--minutes 2] [--seed N] [--folder DIR]
 
 Trains an MLP on handwritten digits with `train.exact`: undisturbed, by one process, and in moves. Each move
 starts another number of ranks, with another strategy, and ends with a SIGKILL of one of them or of all; the
