@@ -12,8 +12,10 @@ EXITED = "left with exit status"
 
 
 def surroundings() -> str:
-    """Equal for two processes that see each other's pids, and can share memory and sockets: not for two
-    containers of one machine, even if they have the same name."""
+    """Return what is equal for two processes that see each other's pids and can share memory and sockets.
+
+    Two containers of one machine differ, even if they have the same name.
+    """
     if sys.platform != "linux":
         return ""
     kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
