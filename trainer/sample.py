@@ -5,7 +5,6 @@ tokens per second. Runs alone, under torchrun or with launch=local, also if the 
 """
 
 import argparse
-import codecs
 import collections
 import math
 import os
@@ -102,19 +101,21 @@ def _in_time(tokens: Iterator[int], enter: Callable[[str], None]) -> Iterator[in
 
 
 def _print(tokens: Iterator[int], prompt: Sequence[int], tokenizer: Any, cache: str) -> None:
-    """Print the text as far as its characters are complete, and then the rate.
-
-    Invalid UTF-8 is shown as U+FFFD, also a character that the end cuts in two.
-    """
-    text = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    began = time.perf_counter()
-    at_s = []
+    """Print the text as far as its characters are complete, and then the rate."""
+    began, at_s, so_far = time.perf_counter(), list[float](), [*prompt]
+    text = tokenizer.decode(so_far)
+    length = len(text)
     with _writing_out():
-        print(text.decode(tokenizer.decode(prompt)), end="", flush=True)
+        print(text, end="", flush=True)
         for token in tokens:
             at_s.append(time.perf_counter() - began)
-            print(text.decode(tokenizer.decode([token])), end="", flush=True)
-        print(text.decode(b"", final=True), flush=True)
+            so_far.append(token)
+            # The whole text, since a tokenizer may write a token differently at the beginning of a text.
+            text = tokenizer.decode(so_far)
+            whole = text.rstrip("\ufffd")  # the next token may complete a character
+            print(whole[length:], end="", flush=True)
+            length = max(length, len(whole))
+        print(text[length:], flush=True)
     rate = f", {(len(at_s) - 1) / (at_s[-1] - at_s[0]):.1f} tokens/s from then on" if len(at_s) > 1 else ""
     print(
         f"{len(at_s)} tokens {cache} a key-value cache: the first after {at_s[0] * 1e3:.1f} ms{rate}",
