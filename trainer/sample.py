@@ -12,12 +12,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.inference.command import Ended, arguments, start
+from trainer.inference.command import arguments, start
 
 
 def main() -> None:
@@ -105,34 +104,24 @@ def _print(tokens: Iterator[int], prompt: Sequence[int], tokenizer: Any, cache: 
     began, at_s, so_far = time.perf_counter(), list[float](), [*prompt]
     text = tokenizer.decode(so_far)
     length = len(text)
-    with _writing_out():
-        print(text, end="", flush=True)
-        for token in tokens:
-            at_s.append(time.perf_counter() - began)
-            so_far.append(token)
-            # The whole text, since a tokenizer may write a token differently at the beginning of a text.
-            text = tokenizer.decode(so_far)
-            whole = text.rstrip("\ufffd")  # the next token may complete a character
-            print(whole[length:], end="", flush=True)
-            length = max(length, len(whole))
-        print(text[length:], flush=True)
+    signal.signal(
+        signal.SIGPIPE, signal.SIG_DFL
+    )  # a reader that stops early, such as `head`, ends this silently
+    print(text, end="", flush=True)
+    for token in tokens:
+        at_s.append(time.perf_counter() - began)
+        so_far.append(token)
+        # The whole text, since a tokenizer may write a token differently at the beginning of a text.
+        text = tokenizer.decode(so_far)
+        whole = text.rstrip("\ufffd")  # the next token may complete a character
+        print(whole[length:], end="", flush=True)
+        length = max(length, len(whole))
+    print(text[length:], flush=True)
     rate = f", {(len(at_s) - 1) / (at_s[-1] - at_s[0]):.1f} tokens/s from then on" if len(at_s) > 1 else ""
     print(
         f"{len(at_s)} tokens {cache} a key-value cache: the first after {at_s[0] * 1e3:.1f} ms{rate}",
         file=sys.stderr,
     )
-
-
-@contextmanager
-def _writing_out() -> Iterator[None]:
-    """A reader that stops early, such as `head`, ends this silently; a full disk does not."""
-    try:
-        yield
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python tries again at exit
-        if isinstance(error, BrokenPipeError):
-            raise Ended(signal.SIGPIPE) from None
-        raise UserError(f"the text cannot be written: {error}") from error
 
 
 if __name__ == "__main__":
