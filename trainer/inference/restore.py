@@ -1,6 +1,5 @@
 """A trained model restored for use: built by its run's settings, with the weights of a checkpoint."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -8,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,22 +130,12 @@ def _initial(
 
     Only the initial weights that checkpoints leave out are read. Strategies shard by what is frozen.
     """
-    if agreement.rank == 0:
-        _tell_whose_classes(config)
     train_set = functools.cache(lambda: build_dataset(config.data, "train"))
     assert config.seed is not None
     build = functools.partial(build_model, config.model, _facts(config, train_set))
     model = initial_model(build, config.seed, sharded_over)
     initial = begin(config.model, model, None if config.checkpoint.frozen else (agreement, local_rank))
     return model, agreement.on_main(lambda: frozen_digests(model.module, initial)), train_set
-
-
-def _tell_whose_classes(config: Config) -> None:
-    path, owner = location(config.run_dir or "") / "config.yaml", "those who may write there"
-    if isinstance(path, Path):
-        with contextlib.suppress(OSError, KeyError):  # a user without a name
-            owner = path.owner()
-    log.info("%s says which classes are called; it is from %s", path, owner)
 
 
 def _facts(config: Config, train_set: Callable[[], Any]) -> Any:

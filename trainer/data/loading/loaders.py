@@ -340,14 +340,6 @@ def eval_loader(dataset: Any, settings: DataConfig, batch: BatchSplit, share: Sh
 
 
 def _check_kind(dataset: Any, settings: DataConfig) -> None:
-    if not is_stream(dataset):
-        try:
-            len(dataset)
-        except TypeError as error:
-            raise UserError(
-                f"{name_of(dataset)} has __getitem__, but no __len__ that says how many samples there are "
-                f"({error}); write one, or have it yield samples as a torch.utils.data.IterableDataset"
-            ) from error
     if settings.sharded and not is_stream(dataset):
         raise UserError(
             f"data.sharded is true, but {type(dataset).__name__} is not a stream: it is read by index, in a "
