@@ -30,7 +30,7 @@ from trainer.data.loading.reader import (
     name_of,
     sample_name,
 )
-from trainer.data.loading.sampler import EvalRequests, IndexRequests, Requests
+from trainer.data.loading.sampler import IndexRequests, Requests
 from trainer.data.loading.stream_reader import EvalStreamReader, StreamPosition, TrainStreamReader
 from trainer.data.loading.worker import WorkerError, begin_worker, keep_sockets_short
 from trainer.data.order import Order, shuffled
@@ -267,7 +267,8 @@ class EvalLoader(_Loader):
     """
 
     def __init__(self, reader: Reader, settings: DataConfig, batch: BatchSplit, share: Share) -> None:
-        self._requests, self._settings, self._share = EvalRequests(batch, share.replica), settings, share
+        self._requests = Requests(batch, share.replica, held_out=True)
+        self._settings, self._share = settings, share
         super().__init__(reader, self._requests, settings, share)
         self.batch_size = batch.micro_batch_size
         if self.num_samples == 0:
