@@ -4,9 +4,7 @@ The text is printed to standard output as it is generated, all else to standard 
 tokens per second. Runs alone, under torchrun or with launch=local, also if the model is sharded.
 """
 
-import argparse
 import collections
-import math
 import os
 import signal
 import sys
@@ -23,29 +21,14 @@ def main() -> None:
     """Run the command line `sys.argv`."""
     parser = arguments("trainer.sample", __doc__)
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="default: a new line")
+    parser.add_argument("--tokens", type=int, default=200, metavar="N", help="how many; default: 200")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the draws; default: 0")
     parser.add_argument(
-        "--tokens", type=_number(int, 1), default=200, metavar="N", help="how many; default: 200"
+        "--temperature", type=float, default=1.0, metavar="T", help="0: the likeliest; default: 1"
     )
-    parser.add_argument(
-        "--seed", type=_number(int, 0, 2**64), default=0, metavar="S", help="seed of the draws; default: 0"
-    )
-    parser.add_argument(
-        "--temperature", type=_number(float, 0), default=1.0, metavar="T", help="0: the likeliest; default: 1"
-    )
-    parser.add_argument("--top-k", type=_number(int, 1), metavar="K", help="draw only from the K likeliest")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw only from the K likeliest")
     parser.add_argument("--no-cache", action="store_true", help="recompute all for each token, to compare")
     start("trainer.sample", parser, _sample)
-
-
-def _number(kind: Callable[[str], float], least: float, below: float = math.inf) -> Callable[[str], float]:
-    """Reads an option as a number of this kind, from `least` to below `below`."""
-
-    def number(text: str) -> float:
-        if not least <= (value := kind(text)) < below:
-            raise argparse.ArgumentTypeError(f"{value} is not from {least} to below {below}")
-        return value
-
-    return number
 
 
 def _sample(options: Any, config: Config) -> None:
@@ -54,6 +37,9 @@ def _sample(options: Any, config: Config) -> None:
     from trainer.inference.generate import generate
     from trainer.inference.restore import restored_run
 
+    top_k = 1 if options.top_k is None else options.top_k
+    if min(options.tokens, top_k) < 1 or options.temperature < 0:
+        raise UserError("--tokens and --top-k must be at least 1, and --temperature at least 0")
     config.train.compile = False  # each length would be compiled separately
     with restored_run(config, options.checkpoint) as restored:
         model, tokenizer = restored.module, getattr(restored.train_set(), "tokenizer", None)
