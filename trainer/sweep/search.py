@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, at_least, like, one_of
 from trainer.config.overrides import in_words
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError, first_line, optional
 from trainer.sweep.trials import FINAL, Combination, Trial, TrialLog, values_of, words_of
 
 
@@ -78,11 +78,7 @@ def suggestions(
     Raises:
         UserError: there is no Optuna, or an interval or a list that it cannot search.
     """
-    try:
-        import optuna
-    except ImportError as error:
-        way_out = "pip install 'ringmaster-trainer[sweep]'"
-        raise UserError(f"hydra.sweeper.search={wanted.search} needs Optuna: {way_out}") from error
+    optuna = optional("optuna", f"hydra.sweeper.search={wanted.search}", extra="sweep")
     optuna.logging.set_verbosity(logging.WARNING)
     space = {one.get_key_element(): _distribution(one, optuna.distributions) for one in swept}
     kinds = {key: type(of.low) if hasattr(of, "low") else str for key, of in space.items()}

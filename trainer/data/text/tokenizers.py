@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.errors import UserError, missing, on_one_line
+from trainer.errors import UserError, on_one_line, optional
 
 NAMES = ("bytes", "gpt2")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -61,12 +61,7 @@ class Gpt2:
     """A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, through tiktoken."""
 
     def __init__(self) -> None:
-        try:
-            import tiktoken
-        except ImportError:
-            raise UserError(
-                "the gpt2 tokenizer needs tiktoken: pip install 'ringmaster-trainer[gpt2]'"
-            ) from None
+        tiktoken = optional("tiktoken", "the gpt2 tokenizer", extra="gpt2")
         try:
             self._encoding = tiktoken.get_encoding("gpt2")
         except Exception as error:  # network libraries raise their own
@@ -96,13 +91,10 @@ class HuggingFace:
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from tokenizers import Tokenizer as Library
-        except ImportError as error:
-            raise missing(f"the tokenizer {folder}", "tokenizers", error) from error
+        library = optional("tokenizers", f"the tokenizer {folder}")
         file, beside = (folder / name for name in TOKENIZER_FILES)
         try:
-            self._library = Library.from_file(str(file))
+            self._library = library.Tokenizer.from_file(str(file))
             named = json.loads(beside.read_text()).get("eos_token") if beside.is_file() else None
         except Exception as error:  # the library raises plain ones
             raise UserError(f"{file} cannot be read: {on_one_line(error)}") from error
