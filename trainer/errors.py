@@ -11,7 +11,9 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 
 class RunEndError(Exception):
@@ -75,11 +77,19 @@ class StoppedBySignal(RunEndError):  # noqa: N818, not an error
         self.step = step
 
 
-def missing(setting: str, package: str, error: ImportError) -> UserError:
-    """What `setting` raises without an optional package; the extra that installs it has the same name."""
-    return UserError(
-        f"{setting} needs the package {package} ({error}): pip install 'ringmaster-trainer[{package}]'"
-    )
+def optional(package: str, setting: str, extra: str | None = None) -> Any:
+    """Import a package that only `setting` needs.
+
+    Raises:
+        UserError: it is not installed; `extra`, by default the one of its name, installs it.
+    """
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise UserError(
+            f"{setting} needs the package {package} ({error}): pip install "
+            f"'ringmaster-trainer[{extra or package}]'"
+        ) from error
 
 
 def without_internals(error: RunEndError) -> RunEndError:

@@ -36,15 +36,15 @@ def evaluate(config: Config, checkpoint: str = "newest") -> dict[str, Any] | Non
     """
     from trainer.distributed.agreement import on_main
     from trainer.inference import evaluation  # loads torch only after the settings are checked
-    from trainer.inference.restore import evaluates_ema, held_out, restored_run
+    from trainer.inference.restore import evaluates_ema, held_out, restored_run, with_progress
 
     config.train.eval_every_epochs = config.train.eval_every_epochs or 1  # so that the task must evaluate
     with restored_run(config, checkpoint) as restored:
         _, loader = held_out(restored)
-        metrics = {"eval/": evaluation.evaluate(restored, loader).metrics}
+        metrics = {"eval/": evaluation.evaluate(restored, with_progress(restored, loader)).metrics}
         if config.ema.decay is not None and not evaluates_ema(config):
             restored.take_averages()
-            metrics["eval/ema/"] = evaluation.evaluate(restored, loader).metrics
+            metrics["eval/ema/"] = evaluation.evaluate(restored, with_progress(restored, loader)).metrics
         found = {
             "checkpoint": str(restored.checkpoint.directory),
             "step": restored.checkpoint.progress.step,

@@ -40,12 +40,14 @@ def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
     """
     if place(config.distributed).rank == 0:
         check_free(out)
-    from trainer.inference import evaluation  # loads torch only after the settings are checked
-    from trainer.inference.prediction_file import kind_of
-    from trainer.inference.restore import held_out, restored_run
+    import torch  # loaded only after the settings are checked
+
+    from trainer.inference import evaluation
+    from trainer.inference.prediction_file import writer_for
+    from trainer.inference.restore import held_out, restored_run, with_progress
     from trainer.tasks import offers
 
-    kind = kind_of(out)
+    write = writer_for(out)
     with restored_run(config, checkpoint) as restored, ExitStack() as written:
         if not offers(restored.task, "predict"):
             raise UserError(
@@ -53,18 +55,16 @@ def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
                 "trainer.tasks.Task)"
             )
         dataset, loader = held_out(restored, by_leaves=False)
-        name_of = _names(dataset)
-        file = kind(written.enter_context(output_file(out))) if restored.dist.is_main else None
-        for of_all in evaluation.predict(restored, loader):
-            if file is None or of_all is None:
-                continue
-            indices, rows = of_all
-            names = {"index": indices}
-            if name_of is not None:
-                names["input"] = list(map(name_of, indices))
-            file.write(names, rows)
+        file = written.enter_context(output_file(out)) if restored.dist.is_main else None
+        batches = list(filter(None, evaluation.predict(restored, with_progress(restored, loader))))
         if file is not None:
-            file.end()
+            indices = [index for of_batch, _ in batches for index in of_batch]
+            columns: dict[str, Any] = {"index": torch.tensor(indices)}
+            if (name_of := _names(dataset)) is not None:
+                columns["input"] = list(map(name_of, indices))
+            for name in batches[0][1]:
+                columns[name] = torch.cat([rows[name] for _, rows in batches])
+            write(file, columns)
 
 
 def _names(dataset: Any) -> Callable[[int], Any] | None:

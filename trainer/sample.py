@@ -4,50 +4,31 @@ The text is printed to standard output as it is generated, all else to standard 
 tokens per second. Runs alone, under torchrun or with launch=local, also if the model is sharded.
 """
 
-import argparse
-import codecs
 import collections
-import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.inference.command import Ended, arguments, start
+from trainer.inference.command import arguments, start
 
 
 def main() -> None:
     """Run the command line `sys.argv`."""
     parser = arguments("trainer.sample", __doc__)
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="default: a new line")
+    parser.add_argument("--tokens", type=int, default=200, metavar="N", help="how many; default: 200")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the draws; default: 0")
     parser.add_argument(
-        "--tokens", type=_number(int, 1), default=200, metavar="N", help="how many; default: 200"
+        "--temperature", type=float, default=1.0, metavar="T", help="0: the likeliest; default: 1"
     )
-    parser.add_argument(
-        "--seed", type=_number(int, 0, 2**64), default=0, metavar="S", help="seed of the draws; default: 0"
-    )
-    parser.add_argument(
-        "--temperature", type=_number(float, 0), default=1.0, metavar="T", help="0: the likeliest; default: 1"
-    )
-    parser.add_argument("--top-k", type=_number(int, 1), metavar="K", help="draw only from the K likeliest")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw only from the K likeliest")
     parser.add_argument("--no-cache", action="store_true", help="recompute all for each token, to compare")
     start("trainer.sample", parser, _sample)
-
-
-def _number(kind: Callable[[str], float], least: float, below: float = math.inf) -> Callable[[str], float]:
-    """Reads an option as a number of this kind, from `least` to below `below`."""
-
-    def number(text: str) -> float:
-        if not least <= (value := kind(text)) < below:
-            raise argparse.ArgumentTypeError(f"{value} is not from {least} to below {below}")
-        return value
-
-    return number
 
 
 def _sample(options: Any, config: Config) -> None:
@@ -56,6 +37,9 @@ def _sample(options: Any, config: Config) -> None:
     from trainer.inference.generate import generate
     from trainer.inference.restore import restored_run
 
+    top_k = 1 if options.top_k is None else options.top_k
+    if min(options.tokens, top_k) < 1 or options.temperature < 0:
+        raise UserError("--tokens and --top-k must be at least 1, and --temperature at least 0")
     config.train.compile = False  # each length would be compiled separately
     with restored_run(config, options.checkpoint) as restored:
         model, tokenizer = restored.module, getattr(restored.train_set(), "tokenizer", None)
@@ -102,36 +86,28 @@ def _in_time(tokens: Iterator[int], enter: Callable[[str], None]) -> Iterator[in
 
 
 def _print(tokens: Iterator[int], prompt: Sequence[int], tokenizer: Any, cache: str) -> None:
-    """Print the text as far as its characters are complete, and then the rate.
-
-    Invalid UTF-8 is shown as U+FFFD, also a character that the end cuts in two.
-    """
-    text = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    began = time.perf_counter()
-    at_s = []
-    with _writing_out():
-        print(text.decode(tokenizer.decode(prompt)), end="", flush=True)
-        for token in tokens:
-            at_s.append(time.perf_counter() - began)
-            print(text.decode(tokenizer.decode([token])), end="", flush=True)
-        print(text.decode(b"", final=True), flush=True)
+    """Print the text as far as its characters are complete, and then the rate."""
+    began, at_s, so_far = time.perf_counter(), list[float](), [*prompt]
+    text = tokenizer.decode(so_far)
+    length = len(text)
+    signal.signal(
+        signal.SIGPIPE, signal.SIG_DFL
+    )  # a reader that stops early, such as `head`, ends this silently
+    print(text, end="", flush=True)
+    for token in tokens:
+        at_s.append(time.perf_counter() - began)
+        so_far.append(token)
+        # The whole text, since a tokenizer may write a token differently at the beginning of a text.
+        text = tokenizer.decode(so_far)
+        whole = text.rstrip("\ufffd")  # the next token may complete a character
+        print(whole[length:], end="", flush=True)
+        length = max(length, len(whole))
+    print(text[length:], flush=True)
     rate = f", {(len(at_s) - 1) / (at_s[-1] - at_s[0]):.1f} tokens/s from then on" if len(at_s) > 1 else ""
     print(
         f"{len(at_s)} tokens {cache} a key-value cache: the first after {at_s[0] * 1e3:.1f} ms{rate}",
         file=sys.stderr,
     )
-
-
-@contextmanager
-def _writing_out() -> Iterator[None]:
-    """A reader that stops early, such as `head`, ends this silently; a full disk does not."""
-    try:
-        yield
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python tries again at exit
-        if isinstance(error, BrokenPipeError):
-            raise Ended(signal.SIGPIPE) from None
-        raise UserError(f"the text cannot be written: {error}") from error
 
 
 if __name__ == "__main__":

@@ -221,16 +221,6 @@ def test_a_new_run_dir_goes_on_with_the_run_that_is_there(
     assert _claimed(tmp_path / "third", "auto", "nosuch://b").run_id == "three", "it has a checkpoint here"
 
 
-def test_the_address_is_no_place_of_the_run_dirs_own_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path)
-    for run_dir in (tmp_path / "run", tmp_path / "link" / "run"):
-        for inside in ("", "/checkpoints/there"):
-            with pytest.raises(UserError, match=r"checkpoint\.remote=.* is in run_dir="):
-                _claimed(run_dir, "auto", f"file://{tmp_path}/run{inside}")
-    assert not (tmp_path / "run").exists()
-    assert _claimed(tmp_path / "run", "auto", f"file://{tmp_path}/run/there").run_id
-
-
 @pytest.mark.parametrize(
     "url",
     [

@@ -148,7 +148,7 @@ def what_is_told() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_generator_that_a_dataset_keeps_is_named_once(
+def test_a_dataset_that_draws_from_its_own_generator_is_named_once(
     workers: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for draws in (True, False):
@@ -156,7 +156,7 @@ def test_a_generator_that_a_dataset_keeps_is_named_once(
         with what_is_told():
             for number in range(2):
                 list(loader.epoch(number))
-        named = "KeepsGenerator draws from a random generator that it keeps, in rng"
+        named = "sample 0 of KeepsGenerator differs when it is read twice with the same random numbers"
         assert capfd.readouterr().err.count(named) == draws
 
 

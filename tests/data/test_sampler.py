@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.data.loading.batch import split_batch, split_leaves
-from trainer.data.loading.sampler import EvalRequests, IndexRequests
+from trainer.data.loading.sampler import IndexRequests, Requests
 from trainer.errors import UserError
 
 
@@ -89,7 +89,7 @@ def test_leaves_are_the_same_consecutive_samples_at_any_world_size(replicas: int
     held_out = [
         [
             list(request.numbers)
-            for request in itertools.takewhile(lambda request: request.first < 43, EvalRequests(split, rank))
+            for request in itertools.takewhile(lambda one: one.first < 43, Requests(split, rank, True))
         ]
         for rank, split in enumerate(splits)
     ]

@@ -10,22 +10,19 @@ import torch
 
 from trainer.errors import Fault, UserError
 from trainer.files.writing import output_file
-from trainer.inference.prediction_file import kind_of
+from trainer.inference.prediction_file import writer_for
 
 ROWS = {
     "label": torch.tensor([3, 1, 2]),
     "half": torch.tensor([0.1, 1e-20, float("nan")]).bfloat16(),
     "probabilities": torch.rand(3, 2, generator=torch.Generator().manual_seed(0)),
 }
-NAMES = {"index": [0, 1, 5], "input": ["a.png", 'b,"ö".png', "c.png"]}
+NAMES = {"index": torch.tensor([0, 1, 5]), "input": ["a.png", 'b,"ö".png', "c.png"]}
 
 
 def written(path: Path) -> Path:
     with output_file(path) as binary:
-        file = kind_of(path)(binary)
-        for part in (slice(0, 2), slice(2, 3)):
-            file.write({k: v[part] for k, v in NAMES.items()}, {k: v[part] for k, v in ROWS.items()})
-        file.end()
+        writer_for(path)(binary, NAMES | ROWS)
         assert not path.exists()
     return path
 
@@ -41,7 +38,7 @@ def test_csv(tmp_path: Path) -> None:
 
 def test_json_lines(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in written(tmp_path / "a.jsonl").read_text().splitlines()]
-    assert [row["index"] for row in rows] == NAMES["index"]
+    assert [row["index"] for row in rows] == [0, 1, 5]
     assert [row["input"] for row in rows] == NAMES["input"]
     assert [row["label"] for row in rows] == [3, 1, 2]
     assert torch.tensor([row["probabilities"] for row in rows]).equal(ROWS["probabilities"])
@@ -51,7 +48,7 @@ def test_json_lines(tmp_path: Path) -> None:
 def test_tensors(tmp_path: Path) -> None:
     columns = torch.load(written(tmp_path / "a.pt"), weights_only=True)
     assert list(columns) == [*NAMES, *ROWS]
-    assert columns["index"].tolist() == NAMES["index"] and columns["input"] == NAMES["input"]
+    assert columns["index"].tolist() == [0, 1, 5] and columns["input"] == NAMES["input"]
     assert columns["probabilities"].equal(ROWS["probabilities"])
 
 

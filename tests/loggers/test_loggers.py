@@ -34,17 +34,9 @@ def test_each_logger_is_told_the_same(tmp_path: Path) -> None:
     for _, values, step in (call for call in calls if call[0] == "scalars"):
         for name, value in values.items():
             told.setdefault(name, {})[step] = value
-    written = read_metrics(tmp_path)
-    last = written.pop("comm/last_rank")
-    assert told == written
-    _, _, counts, edges, step = next(
-        call for call in reversed(calls) if call[:2] == ["histogram", "comm/last_rank"]
-    )
-    assert (sum(counts), step, edges[0]) == (4, 8, -0.5)
-    assert counts == [list(last.values()).count(rank) for rank in range(len(counts))]
+    assert told == read_metrics(tmp_path)
 
     page = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert page.Tags()["histograms"] == ["6_comm/last_rank"]
     assert set(page.Tags()["scalars"]) == {tensorboard.tag(name, told) for name in told}
     order = sorted(page.Tags()["scalars"])
     places = [
@@ -149,11 +141,6 @@ def scalars_of(history: Iterable[dict[str, Any]]) -> dict[str, dict[int, float]]
     return found
 
 
-def curves(run_dir: Path) -> dict[str, dict[int, float]]:
-    """The curves in metrics.jsonl."""
-    return {name: values for name, values in read_metrics(run_dir).items() if not name.endswith("_rank")}
-
-
 @pytest.mark.slow
 def test_wandb_is_told_every_scalar_by_rank_0_alone(tmp_path: Path) -> None:
     run_ranks(with_played_wandb, 2, "strategy=ddp", f"run_dir={tmp_path}", init=False)
@@ -162,7 +149,7 @@ def test_wandb_is_told_every_scalar_by_rank_0_alone(tmp_path: Path) -> None:
     assert begun["id"] == json.loads((tmp_path / "run.json").read_text())["run_id"]
     assert (begun["name"], begun["mode"], begun["resume"]) == (tmp_path.name, "offline", None)
     assert begun["config"]["strategy.name"] == "ddp"
-    assert scalars_of(history) == curves(tmp_path)
+    assert scalars_of(history) == read_metrics(tmp_path)
     assert {"train/loss", "eval/accuracy"} <= scalars_of(history).keys()
     assert any(line.get("config", {}) for line in history), "the settings as a text"
 
@@ -191,7 +178,7 @@ def test_mlflow_has_every_curve_and_goes_on_after_a_resume(tmp_path: Path) -> No
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["optim.lr"] == "0.1"
     told = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
-    assert told == curves(tmp_path)["train/loss"]
+    assert told == read_metrics(tmp_path)["train/loss"]
 
 
 @pytest.mark.slow
@@ -209,4 +196,4 @@ def test_trackio_has_every_curve_and_goes_on_after_a_resume(
 
     rows = SQLiteStorage.get_logs("ringmaster", "run")
     told = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
-    assert told == curves(tmp_path / "run")["train/loss"]
+    assert told == read_metrics(tmp_path / "run")["train/loss"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,10 +77,10 @@ def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], Undec
     nodes = optim.get("groups") or []
     if not isinstance(nodes, list):
         raise UserError(f"optim.groups is {nodes}, but must be a list: [{{match: REGEX, weight_decay: 0}}]")
-    groups = [_typed(ParameterGroup, f"optim.groups.{n}", node) for n, node in enumerate(nodes)]
+    groups = [typed(ParameterGroup, f"optim.groups.{n}", node) for n, node in enumerate(nodes)]
     for number, group in enumerate(groups):
         _check_group(f"optim.groups.{number}", group)
-    return groups, _typed(Undecayed, "optim.undecayed", optim.get("undecayed") or {})
+    return groups, typed(Undecayed, "optim.undecayed", optim.get("undecayed") or {})
 
 
 def _check_group(name: str, group: ParameterGroup) -> None:
@@ -114,13 +115,13 @@ def patterns(name: str, value: Any) -> list[str]:
     return listed
 
 
-def _typed(kind: type[Any], name: str, node: Any) -> Any:
-    """The trainer's own node at ``name`` within a `_target_` node, as a ``kind``."""
+def typed(kind: type[Any], name: str, node: Any) -> Any:
+    """The settings at ``name``, such as the trainer's own within a `_target_` node, as a ``kind``."""
     keys = [a.name for a in dataclasses.fields(kind)]
-    if not isinstance(node, dict):
+    if not isinstance(node, Mapping):
         raise UserError(f"{name} is {node}, but must hold settings: {', '.join(keys)}")
     try:
-        value = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), node))
+        value = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), dict(node)))
     except ConfigKeyError as error:
         raise UserError(f"{name}.{error.key} is not a setting; choose from {', '.join(keys)}") from error
     except OmegaConfBaseException as error:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from trainer.data.images import check_at_least_one, check_split
-from trainer.errors import UserError, missing, on_one_line
+from trainer.errors import UserError, on_one_line, optional
 
 
 def hugging_face(
@@ -38,10 +38,7 @@ def hugging_face(
         UserError: `datasets` is not installed, or cannot load the data.
     """
     check_split(split)
-    try:
-        import datasets
-    except ImportError as error:
-        raise missing("data=hugging_face", "datasets", error) from error
+    datasets = optional("datasets", "data=hugging_face")
     theirs = (splits or {}).get(split, split)
     try:
         rows = datasets.load_dataset(path, split=theirs, streaming=True, **options)

@@ -62,11 +62,6 @@ class Address:
     def _is_local(self) -> bool:
         return self.url.startswith(("file:", "local:"))
 
-    @property
-    def local_path(self) -> Path | None:
-        """The path on this machine; None of a remote store."""
-        return Path(self._store[1]) if self._is_local else None
-
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
         try:

@@ -19,14 +19,6 @@ from trainer.launch.fresh import die_with_parent, extend_path, launched_by, take
 from trainer.launch.place import place, publish, told_rank
 
 
-class Ended(KeyboardInterrupt):
-    """An end by a signal or a closed output pipe; like Ctrl-C, not a fault of a rank."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.status = 128 + number
-
-
 def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
     """A parser with the arguments of all commands; add options to it."""
     parser = argparse.ArgumentParser(
@@ -76,13 +68,12 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
             if here.rank == 0:  # it writes files: remove partial ones
                 signal.signal(signal.SIGTERM, _end)
             do(options, config)
-    except Ended as ended:
-        sys.exit(ended.status)
-    except KeyboardInterrupt:
-        if not told_rank():
+    except KeyboardInterrupt as ended:
+        (number,) = ended.args or (signal.SIGINT,)
+        if number == signal.SIGINT and not told_rank():
             print("\ninterrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(128 + number)
 
 
 def _end(number: int, _: object) -> None:
-    raise Ended(number)
+    raise KeyboardInterrupt(number)  # as by Ctrl-C: not a failure of this rank

@@ -20,7 +20,6 @@ from trainer.tensors.nested import leaves
 
 if TYPE_CHECKING:
     from trainer.data.device import ToDevice
-    from trainer.data.loading.loaders import EvalLoader
     from trainer.distributed.process_group import Dist
     from trainer.loggers import RunLog
     from trainer.strategies.base import Strategy
@@ -145,7 +144,9 @@ def _of_rank_0(own: dict[str, float], source: str, dist: "Dist") -> dict[str, fl
 
 
 @torch.no_grad()
-def predict(context: ModelContext, loader: "EvalLoader") -> Iterator[tuple[list[int], Rows] | None]:
+def predict(
+    context: ModelContext, loader: Iterable[tuple[Any, list[int]]]
+) -> Iterator[tuple[list[int], Rows] | None]:
     """Yield, batch after batch, indices and the task's predictions for those samples (a collective).
 
     On rank 0 each sample comes once, in the dataset's order, at any world size; other ranks get None.

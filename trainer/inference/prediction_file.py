@@ -3,9 +3,9 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -13,87 +13,52 @@ from torch import Tensor
 
 from trainer.errors import UserError
 
-
-class PredictionFile(Protocol):
-    """Takes rows a batch at a time; ``names`` holds what else is known of each sample."""
-
-    def write(self, names: Mapping[str, Sequence[Any]], rows: Mapping[str, Tensor]) -> None: ...
-
-    def end(self) -> None: ...
+Columns = Mapping[str, Any]
+"""What is known of each sample by name: a list, or a tensor with a row for each."""
 
 
-class Csv:
-    """A header, then a line for each row; tensors with several numbers take one column for each."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
-        self._writer, self._has_header = csv.writer(self._text), False
-
-    def write(self, names: Mapping[str, Sequence[Any]], rows: Mapping[str, Tensor]) -> None:
-        columns: dict[str, Any] = dict(names)
-        for name, tensor in rows.items():
-            flat = _numbers(tensor).reshape(len(tensor), -1)
-            single = tensor.ndim == 1
-            columns |= {name if single else f"{name}_{k}": flat[:, k] for k in range(flat.shape[1])}
-        if not self._has_header:
-            self._writer.writerow(columns)
-            self._has_header = True
-        self._writer.writerows(zip(*columns.values(), strict=True))
-
-    def end(self) -> None:
-        self._text.detach()
+def write_csv(file: BinaryIO, columns: Columns) -> None:
+    """Write a header, then a line for each row; tensors with several numbers take one column for each."""
+    flat: dict[str, Any] = {}
+    for name, column in columns.items():
+        if isinstance(column, Tensor) and column.ndim > 1:
+            numbers = _numbers(column).reshape(len(column), -1)
+            flat |= {f"{name}_{k}": numbers[:, k] for k in range(numbers.shape[1])}
+        else:
+            flat[name] = _numbers(column) if isinstance(column, Tensor) else column
+    text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
+    writer = csv.writer(text)
+    writer.writerow(flat)
+    writer.writerows(zip(*flat.values(), strict=True))
+    text.detach()
 
 
-class Jsonl:
-    """An object for each row; no header, since readers of such files take it for a row."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def write(self, names: Mapping[str, Sequence[Any]], rows: Mapping[str, Tensor]) -> None:
-        columns = {**names, **{name: _plain(_numbers(tensor)) for name, tensor in rows.items()}}
-        for values in zip(*columns.values(), strict=True):
-            self._file.write(json.dumps(dict(zip(columns, values, strict=True))).encode() + b"\n")
-
-    def end(self) -> None:
-        pass
+def write_jsonl(file: BinaryIO, columns: Columns) -> None:
+    """Write an object for each row; no header, since readers of such files take it for a row."""
+    plain = [_plain(_numbers(one)) if isinstance(one, Tensor) else one for one in columns.values()]
+    for values in zip(*plain, strict=True):
+        file.write(json.dumps(dict(zip(columns, values, strict=True))).encode() + b"\n")
 
 
-class Pt:
-    """One dict of columns, tensors and lists, for ``torch.load(FILE)``; held in memory until the end."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._names: dict[str, list[Any]] = {}
-        self._rows: dict[str, list[Tensor]] = {}
-
-    def write(self, names: Mapping[str, Sequence[Any]], rows: Mapping[str, Tensor]) -> None:
-        for name, values in names.items():
-            self._names.setdefault(name, []).extend(values)
-        for name, tensor in rows.items():
-            self._rows.setdefault(name, []).append(tensor)
-
-    def end(self) -> None:
-        names: dict[str, Any] = dict(self._names)
-        if "index" in names:
-            names["index"] = torch.tensor(names["index"])
-        columns = names | {name: torch.cat(parts) for name, parts in self._rows.items()}
-        try:
-            torch.save(columns, self._file)
-        except RuntimeError as error:  # torch's, for a file that the disk has cut short
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+def write_pt(file: BinaryIO, columns: Columns) -> None:
+    """Write one dict of columns, tensors and lists, for ``torch.load(FILE)``."""
+    saved = io.BytesIO()  # torch turns an error of the disk into one of its own
+    torch.save(dict(columns), saved)
+    file.write(saved.getbuffer())
 
 
-KINDS: dict[str, Callable[[BinaryIO], PredictionFile]] = {".csv": Csv, ".jsonl": Jsonl, ".pt": Pt}
+WRITERS: dict[str, Callable[[BinaryIO, Columns], None]] = {
+    ".csv": write_csv,
+    ".jsonl": write_jsonl,
+    ".pt": write_pt,
+}
 
 
-def kind_of(path: Path) -> Callable[[BinaryIO], PredictionFile]:
-    """Raises UserError for an ending that is not in `KINDS`."""
-    if path.suffix not in KINDS:
+def writer_for(path: Path) -> Callable[[BinaryIO, Columns], None]:
+    """Raises UserError for an ending that is not in `WRITERS`."""
+    if path.suffix not in WRITERS:
         raise UserError(f"{path}: the name must end in .csv, .jsonl or .pt")
-    return KINDS[path.suffix]
+    return WRITERS[path.suffix]
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:

@@ -1,16 +1,13 @@
 """A trained model restored for use: built by its run's settings, with the weights of a checkpoint."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,8 +41,6 @@ from trainer.strategies.meta_init import InitialModel, initial_model
 from trainer.tensors.generators import generators_kept, seed_everything
 
 log = logging.getLogger("trainer")
-
-_SAY_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -135,22 +130,12 @@ def _initial(
 
     Only the initial weights that checkpoints leave out are read. Strategies shard by what is frozen.
     """
-    if agreement.rank == 0:
-        _tell_whose_classes(config)
     train_set = functools.cache(lambda: build_dataset(config.data, "train"))
     assert config.seed is not None
     build = functools.partial(build_model, config.model, _facts(config, train_set))
     model = initial_model(build, config.seed, sharded_over)
     initial = begin(config.model, model, None if config.checkpoint.frozen else (agreement, local_rank))
     return model, agreement.on_main(lambda: frozen_digests(model.module, initial)), train_set
-
-
-def _tell_whose_classes(config: Config) -> None:
-    path, owner = location(config.run_dir or "") / "config.yaml", "those who may write there"
-    if isinstance(path, Path):
-        with contextlib.suppress(OSError, KeyError):  # a user without a name
-            owner = path.owner()
-    log.info("%s says which classes are called; it is from %s", path, owner)
 
 
 def _facts(config: Config, train_set: Callable[[], Any]) -> Any:
@@ -195,7 +180,7 @@ def held_out(restored: RestoredRun, by_leaves: bool = True) -> tuple[Any, EvalLo
     train = config.train if by_leaves else dataclasses.replace(config.train, exact=None)
     dataset, loader = load_held_out(config, _batch(train, strategy), dist)
     compare_across_ranks({"the length of the evaluation data": loader.num_samples}, dist)
-    return dataset, cast(EvalLoader, _WithProgress(loader, strategy.num_replicas, dist.is_main))
+    return dataset, loader
 
 
 def _batch(train: TrainConfig, strategy: Strategy) -> BatchSplit:
@@ -208,34 +193,17 @@ def _batch(train: TrainConfig, strategy: Strategy) -> BatchSplit:
         return BatchSplit(micro * strategy.num_replicas, strategy.num_replicas, micro, 1)
 
 
-class _WithProgress:
-    """A loader that shows its progress on standard error: a bar on a terminal, else a line every 10 s."""
-
-    def __init__(self, loader: EvalLoader, num_replicas: int, enabled: bool) -> None:
-        self._loader, self._enabled = loader, enabled
-        self.num_samples, self.batch_size = loader.num_samples, loader.batch_size
-        each = self.batch_size * num_replicas
-        self._num_batches = None if self.num_samples is None else -(-self.num_samples // each)
-
-    @property
-    def num_skipped(self) -> int:
-        return self._loader.num_skipped
-
-    def __iter__(self) -> Iterator[Any]:
-        on_terminal = sys.stderr.isatty()
-        bar = tqdm(
-            self._loader,
-            total=self._num_batches,
-            unit="batch",
-            dynamic_ncols=True,
-            leave=False,
-            disable=not (self._enabled and on_terminal),
-        )
-        began = said = time.monotonic()
-        for number, batch in enumerate(bar):
-            now = time.monotonic()
-            if self._enabled and not on_terminal and now - said >= _SAY_EVERY_S:
-                said, total = now, self._num_batches
-                left = f" of {total}, {(now - began) / number * (total - number):.0f} s left" if total else ""
-                log.info("%d batches%s", number, left)
-            yield batch
+def with_progress(restored: RestoredRun, loader: EvalLoader) -> Iterable[tuple[Any, list[int]]]:
+    """Iterate over `loader`; rank 0 shows a bar on standard error, updated every 10 s if that is a file."""
+    each = loader.batch_size * restored.strategy.num_replicas
+    interval_s = 0.1 if sys.stderr.isatty() else 10.0
+    return tqdm(
+        loader,
+        total=None if loader.num_samples is None else -(-loader.num_samples // each),
+        unit="batch",
+        dynamic_ncols=True,
+        leave=False,
+        mininterval=interval_s,
+        delay=interval_s,
+        disable=not restored.dist.is_main,
+    )

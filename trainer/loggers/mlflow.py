@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.errors import UserError, missing, on_one_line
+from trainer.errors import UserError, on_one_line, optional
 from trainer.loggers.base import Logger, pixels_of
 
 if TYPE_CHECKING:
@@ -43,10 +43,7 @@ class MLflow(Logger):
         experiment: str = "ringmaster",
         name: str | None = None,
     ) -> None:
-        try:
-            import mlflow
-        except ImportError as error:
-            raise missing("logger.mlflow", "mlflow", error) from error
+        mlflow = optional("mlflow", "logger.mlflow")
         here = f"sqlite:///{run_dir.resolve()}/mlflow.db"
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or here
         self._metric = mlflow.entities.Metric

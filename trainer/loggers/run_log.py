@@ -7,7 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from trainer.config import Config, flatten
@@ -64,7 +63,6 @@ class RunLog:
         self._plotting = Pace(first_after_s=60)  # the first plot imports matplotlib: 0.6 s, 1 % of a minute
         self._run_dir, self._total_steps, self._steps_before = run_dir, total_steps, steps_before
         self._loggers: dict[str, Logger] = {}  # by their settings
-        self._times: dict[str, list[int]] = {}  # counts of a metric whose values are ranks
         told = {"run_dir": run_dir, "run_id": run_id, "first_step": steps_before, "settings": flatten(config)}
 
         def build() -> None:
@@ -91,22 +89,12 @@ class RunLog:
         return "  ".join(filter(None, ways)) or str(self._run_dir / METRICS)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write `values` to metrics.jsonl and to the loggers at optimizer step `step`.
-
-        Loggers do not get a metric `.../..._rank` as a curve, but as a histogram of its values so far.
-        """
+        """Write `values` to metrics.jsonl and to the loggers at optimizer step `step`."""
         if not self.enabled:
             return
-        curves = {name: value for name, value in values.items() if not name.endswith("_rank")}
         with writing(self._run_dir):
             self._scalars.write(values, step)
-        self._tell("scalars", curves, step)
-        for name in values.keys() - curves.keys():
-            times = self._times.setdefault(name, [])
-            times += [0] * (int(values[name]) + 1 - len(times))
-            times[int(values[name])] += 1
-            edges = torch.arange(len(times) + 1, dtype=torch.float64) - 0.5
-            self.histograms({name: (torch.tensor(times, dtype=torch.float64), edges)}, step)
+        self._tell("scalars", values, step)
 
     def texts(self, texts: Mapping[str, str], step: int) -> None:
         """Write Markdown by name; characters that UTF-8 cannot encode are escaped."""

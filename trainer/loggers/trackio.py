@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.errors import UserError, missing, on_one_line
+from trainer.errors import UserError, on_one_line, optional
 from trainer.loggers.wandb import Wandb
 
 if TYPE_CHECKING:
@@ -35,10 +35,7 @@ class Trackio(Wandb):  # with W&B's calls
         name: str | None = None,
         **init: Any,
     ) -> None:
-        try:
-            import trackio
-        except ImportError as error:
-            raise missing("logger.trackio", "trackio", error) from error
+        trackio = optional("trackio", "logger.trackio")
         self._kinds = trackio
         init |= {"config": dict(settings), "resume": "allow" if first_step else "never", "embed": False}
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.errors import UserError, missing, on_one_line
+from trainer.errors import UserError, on_one_line, optional
 from trainer.loggers.base import Logger, pixels_of
 
 if TYPE_CHECKING:
@@ -39,10 +39,7 @@ class Wandb(Logger):
         name: str | None = None,
         **init: Any,
     ) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise missing("logger.wandb", "wandb", error) from error
+        wandb = optional("wandb", "logger.wandb")
         self._kinds = wandb
         offline = (mode or os.environ.get("WANDB_MODE")) == "offline"
         init |= {"id": run_id, "mode": mode, "resume": "allow" if first_step and not offline else None}

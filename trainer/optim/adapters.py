@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.config.instantiate import instantiate
-from trainer.errors import UserError, missing, on_one_line
+from trainer.errors import UserError, on_one_line, optional
 from trainer.optim.plain_names import model_state
 
 
@@ -21,11 +21,10 @@ def add_adapters(model: nn.Module, node: dict[str, Any]) -> None:
     Raises:
         UserError: peft is not installed, or cannot put these into this model.
     """
-    try:
-        from peft import PeftConfig
-        from peft.functional import cast_adapter_dtype, inject_adapter_in_model
-    except ImportError as error:
-        raise missing("model.adapters", "peft", error) from error
+    optional("peft", "model.adapters")
+    from peft import PeftConfig
+    from peft.functional import cast_adapter_dtype, inject_adapter_in_model
+
     config = instantiate("model.adapters", node)
     if not isinstance(config, PeftConfig):
         raise UserError(

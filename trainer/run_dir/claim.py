@@ -18,7 +18,7 @@ from trainer.checkpoint.listing import newest_run_id
 from trainer.checkpoint.manifest import is_run_id, read_manifest
 from trainer.checkpoint.remote import fetch_history, run_at
 from trainer.errors import Fault, UserError, writing
-from trainer.files.address import Address, Location
+from trainer.files.address import Location
 from trainer.files.untrusted import load_json, printable
 from trainer.files.writing import atomic_file, new_run_dir, unused_path
 
@@ -56,10 +56,8 @@ def claim(
 
     Raises:
         UserError: another run lives in it, or left files that this one does not resume; or it is not
-            writable. Or `remote` holds another run, cannot be reached, or is not a place of its own.
+            writable. Or `remote` holds another run, or cannot be reached.
     """
-    if wanted is not None and remote is not None:
-        _refuse_remote_within(Path(wanted), remote)
     with writing(wanted or "null"):
         path = new_run_dir() if wanted is None else Path(wanted)
         path.mkdir(parents=True, exist_ok=True)
@@ -102,18 +100,6 @@ def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
         log.info("continuing run %s of checkpoint.remote=%s", run_id, remote)
         fetch_history(remote, path)
     return RunDir(path, run_id, bool(used))
-
-
-def _refuse_remote_within(path: Path, remote: str) -> None:
-    """Raise UserError if `remote` is in the run directory `path`: its copies would replace the originals."""
-    if (there := Address(remote).local_path) is None:
-        return
-    there, own = Path(os.path.realpath(there)), Path(os.path.realpath(path))
-    if there == own or there.is_relative_to(os.path.realpath(own / "checkpoints")):
-        raise UserError(
-            f"checkpoint.remote={remote} is in run_dir={path}, among the checkpoints to be copied; use an "
-            "address outside, best on another machine"
-        )
 
 
 def _run_at(remote: str, may_fail: bool) -> str | None:

@@ -84,34 +84,12 @@ def table(rows: Mapping[str, str]) -> str:
 
 
 class _Console(logging.StreamHandler):
-    """Writes above the bar, if there is one.
-
-    Characters outside the stream's encoding are escaped: é is \\xe9 in ASCII; a file's name may not be text.
-    """
+    """Writes above the bar, if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        text = self.format(record).encode(encoding, "backslashreplace").decode(encoding)
-        with contextlib.suppress(OSError):  # the launcher that reads the output may have died
-            tqdm.write(text, file=self.stream)
-
-
-class _LogFile(logging.FileHandler):
-    """Reports a full disk once, where logging prints a traceback for each line; the run continues."""
-
-    failed = False
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's name
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self.failed:
-            self.failed = True
-            print(f"{self.baseFilename} cannot be written: {error}", file=sys.stderr)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            super().close()
+        # The launcher that reads the output may have died; a notebook's stream may lack a character.
+        with contextlib.suppress(OSError, UnicodeError):
+            tqdm.write(self.format(record), file=self.stream)
 
 
 @contextmanager
@@ -128,7 +106,8 @@ def terminal(dist: Dist, stream: TextIO) -> Iterator[None]:
         yield
     finally:
         for handler in log.handlers:
-            handler.close()
+            with contextlib.suppress(OSError):  # the disk of train.log may be full
+                handler.close()
         log.handlers = before
 
 
@@ -146,7 +125,9 @@ def messages(dist: Dist, run_dir: Path) -> Iterator[Callable[[], None]]:
         if said not in log.handlers:
             return
         with writing(run_dir):
-            to_file = _LogFile(run_dir / "train.log", encoding="utf-8", errors="backslashreplace")
+            to_file = logging.FileHandler(run_dir / "train.log", encoding="utf-8", errors="backslashreplace")
+        # logging would print a traceback for each line that a full disk refuses; metrics.jsonl ends that run
+        to_file.handleError = lambda record: None  # type: ignore[method-assign]
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.handlers = [*(handler for handler in log.handlers if handler is not said), to_file]
         said.setTarget(to_file)

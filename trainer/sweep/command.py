@@ -12,12 +12,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from trainer import config
+from trainer.config.nodes import typed
 from trainer.config.of_hydra import split_off_hydra
 from trainer.config.overrides import EACH_TRIAL_LAUNCHES
 from trainer.errors import UserError
 from trainer.launch.exits import refuse_sweep_in_ranks
 from trainer.sweep.runner import Runner
-from trainer.sweep.search import grid, load, suggestions, with_settings
+from trainer.sweep.search import SweepConfig, grid, suggestions, with_settings
 from trainer.sweep.trials import Combination, TrialLog, words_of
 
 
@@ -38,7 +39,7 @@ def sweep(
     launcher = composed.hydra.runtime.choices["hydra/launcher"]
     if launcher != "basic":
         raise UserError(f"hydra/launcher={launcher}: {EACH_TRIAL_LAUNCHES}")
-    wanted = load(sweeper)
+    wanted: SweepConfig = typed(SweepConfig, "hydra.sweeper", sweeper)
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(list(arguments))
     for override in overrides:
         line, key = override.input_line, override.key_or_group

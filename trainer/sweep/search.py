@@ -3,18 +3,18 @@
 import itertools
 import logging
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf import MISSING
+from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import Config, at_least, check_limits, like, one_of
-from trainer.config.overrides import in_words, not_a_setting
-from trainer.errors import UserError, first_line
+from trainer.config import Config, at_least, like, one_of
+from trainer.config.overrides import in_words
+from trainer.errors import UserError, first_line, optional
 from trainer.sweep.trials import FINAL, Combination, Trial, TrialLog, values_of, words_of
 
 
@@ -28,23 +28,6 @@ class SweepConfig:
     mode: str = one_of("min", "max")
     concurrent: str = like(r"auto|0*[1-9][0-9]*", "auto or a number of trials")
     seeds: int = at_least(1)
-
-
-def load(settings: Mapping[str, Any]) -> SweepConfig:
-    """Return the typed and validated settings.
-
-    Raises:
-        UserError: an unknown key, a wrong type, or a value outside its limits.
-    """
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig), dict(settings)))
-    except ConfigKeyError as error:
-        raise UserError(not_a_setting(f"hydra.sweeper.{error.key}")) from error
-    except OmegaConfBaseException as error:
-        raise UserError(f"hydra.sweeper.{error.full_key}: {first_line(error)}") from error
-    assert isinstance(config, SweepConfig)
-    check_limits(config, "hydra.sweeper.")
-    return config
 
 
 def with_settings(
@@ -95,11 +78,7 @@ def suggestions(
     Raises:
         UserError: there is no Optuna, or an interval or a list that it cannot search.
     """
-    try:
-        import optuna
-    except ImportError as error:
-        way_out = "pip install 'ringmaster-trainer[sweep]'"
-        raise UserError(f"hydra.sweeper.search={wanted.search} needs Optuna: {way_out}") from error
+    optuna = optional("optuna", f"hydra.sweeper.search={wanted.search}", extra="sweep")
     optuna.logging.set_verbosity(logging.WARNING)
     space = {one.get_key_element(): _distribution(one, optuna.distributions) for one in swept}
     kinds = {key: type(of.low) if hasattr(of, "low") else str for key, of in space.items()}

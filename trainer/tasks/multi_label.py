@@ -1,13 +1,11 @@
 """Any number of labels for each input."""
 
 import math
-from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.errors import UserError
-from trainer.tasks.base import Evaluation, Shown
 from trainer.tasks.cross_entropy import inputs_and_labels, logits_of
 from trainer.tasks.ranking import auc, average_precision, f1
 
@@ -23,15 +21,13 @@ class MultiLabel:
 
     Args:
         threshold: a label is predicted from this probability on.
-        names: of the labels, for what is shown; None numbers them.
     """
 
     metric_names = ("loss", "auc", "mean_average_precision", "f1", "macro_f1")
 
-    def __init__(self, threshold: float = 0.5, names: Sequence[str] | None = None) -> None:
+    def __init__(self, threshold: float = 0.5) -> None:
         if not 0 < threshold < 1:
             raise ValueError(f"threshold={threshold} is not between 0 and 1")
-        self.names = names
         self._least_score = math.log(threshold / (1 - threshold))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -72,19 +68,6 @@ class MultiLabel:
             known = {"labels": labels.long()}
         predictions = (scores >= self._least_score).long()
         return known | {"predictions": predictions, "probabilities": scores.sigmoid()}
-
-    def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
-        """A table with a line for each label."""
-        if evaluation.rows is None:
-            return Shown()
-        scores, labels = evaluation.rows["scores"], evaluation.rows["labels"]
-        lines = ["| label | samples | AUC | average precision | F1 |", "|---|---|---|---|---|"]
-        for k in range(labels.shape[1]):
-            score, label = scores[:, k], labels[:, k]
-            each = auc(score, label), average_precision(score, label), f1(score >= self._least_score, label)
-            words = " | ".join(f"{value:.4f}" for value in each)
-            lines.append(f"| {self.names[k] if self.names else k} | {int(label.sum())} | {words} |")
-        return Shown(texts={"eval/labels": "\n".join(lines)})
 
     def _scores(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         inputs, labels = inputs_and_labels(batch)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from trainer.errors import UserError
 from trainer.tasks.cross_entropy import counted
@@ -20,8 +19,7 @@ class OwnLoss:
     without labels, or with floats, each sample counts.
 
     Evaluation: the mean of the loss over all counted labels; and accuracy, if the model also returns
-    ``logits`` (B, classes), and labels are classes (B,). The second element of a tuple counts as logits if
-    its cross-entropy is the loss, because hidden states can have that shape, too.
+    ``logits`` (B, classes), an attribute or a key, and labels are classes (B,).
 
     Args:
         shifted: whether the model leaves out the first label of each sequence, as causal language models of
@@ -49,20 +47,19 @@ class OwnLoss:
         return counted(labels[:, 1:] if labels.ndim > 1 and self.shifted else labels).sum()
 
     def eval_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """[loss, counted labels, correct, counted labels with logits]"""
+        """[loss, counted labels], and with logits the number of correct ones."""
         output = self._output(model, batch)
         loss = self._loss(output).double()
         count = torch.as_tensor(self.weight(batch)).to(loss)
         sums = [torch.where(count > 0, loss * count, 0.0), count]  # a mean over no label is NaN
         logits, labels = _logits(output), batch.get("labels")
-        if logits is None or labels is None or labels.ndim != 1 or labels.is_floating_point():
-            return torch.stack([*sums, torch.zeros_like(count), torch.zeros_like(count)])
-        with_logits = torch.where(_explain(logits, labels, output), count, 0.0)
-        return torch.stack([*sums, (logits.argmax(1) == labels).sum().double(), with_logits])
+        if logits is not None and labels is not None and labels.ndim == 1 and not labels.is_floating_point():
+            sums.append((logits.argmax(1) == labels).sum().double())
+        return torch.stack(sums)
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
-        loss = {"loss": float(sums[0] / sums[1])}
-        return loss | ({"accuracy": float(sums[2] / sums[3])} if 0 < sums[3] == sums[1] else {})
+        loss, _, *accuracy = (sums / sums[1]).tolist()
+        return {"loss": loss} | ({"accuracy": accuracy[0]} if accuracy else {})
 
     def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """prediction (B,), the most likely class, and probabilities (B, classes); label (B,) if known.
@@ -71,10 +68,7 @@ class OwnLoss:
             UserError: the model returns no logits of this shape.
         """
         output, labels = self._output(model, batch), batch.get("labels")
-        logits = _logits(output)
-        if logits is None or (
-            labels is not None and labels.ndim == 1 and not _explain(logits, labels, output)
-        ):
+        if (logits := _logits(output)) is None:
             raise UserError(
                 "OwnLoss predicts classes from logits (B, classes), which this model does not return; let it "
                 "return a dict of loss and logits, or give a task of your own (data.task) a method predict"
@@ -110,18 +104,6 @@ def _as_keywords(batch: Any) -> Mapping[str, Tensor]:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """(B, classes), if the model returned any: as an attribute or a key, or second in a tuple."""
+    """(B, classes), if the model returned any as an attribute or a key."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if logits is None and isinstance(output, tuple | list) and len(output) > 1:
-        logits = output[1]
     return logits.float() if isinstance(logits, Tensor) and logits.ndim == 2 else None
-
-
-def _explain(logits: Tensor, labels: Tensor, output: Any) -> Tensor:
-    """Return a bool tensor: `logits` are logits, by their name or because the loss is their cross-entropy."""
-    if not isinstance(output, tuple | list) or hasattr(output, "logits"):
-        return torch.ones((), dtype=torch.bool, device=logits.device)
-    column = labels.long().clamp(0, logits.shape[1] - 1)  # there may be more classes than hidden states
-    each = F.cross_entropy(logits, column, reduction="none") * counted(labels)
-    mean = each.sum() / counted(labels).sum()
-    return torch.isclose(mean, output[0].to(mean).squeeze(), rtol=1e-3, equal_nan=True)

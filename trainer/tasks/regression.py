@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.errors import UserError
-from trainer.tasks.base import Evaluation, Shown
 from trainer.tasks.cross_entropy import inputs_and_labels, logits_of
 
 _LOSSES = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
@@ -65,14 +64,6 @@ class Regression:
         outputs, targets = self._outputs(model, batch)
         return {"target": targets, "prediction": outputs}
 
-    def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
-        """The first held-out samples beside their predictions."""
-        outputs, targets = self._outputs(model, evaluation.batch)
-        lines = ["| target | prediction |", "|---|---|"]
-        for target, output in zip(targets[:16, :4].tolist(), outputs[:16, :4].tolist(), strict=True):
-            lines.append(f"| {_numbers(target)} | {_numbers(output)} |")
-        return Shown(texts={"eval/predictions": "\n".join(lines)})
-
     def _outputs(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(B, K) each, also from (B,) if K is 1: torch would broadcast the two to (B, B)."""
         inputs, targets = inputs_and_labels(batch)
@@ -85,7 +76,3 @@ class Regression:
                 f"{outputs.shape[1]}; set model.num_classes={targets.shape[1]}, or your model's name for it"
             )
         return outputs, targets
-
-
-def _numbers(values: list[float]) -> str:
-    return ", ".join(f"{value:.4g}" for value in values)

@@ -30,7 +30,7 @@ from trainer.data.loading.reader import (
     name_of,
     sample_name,
 )
-from trainer.data.loading.sampler import EvalRequests, IndexRequests, Requests
+from trainer.data.loading.sampler import IndexRequests, Requests
 from trainer.data.loading.stream_reader import EvalStreamReader, StreamPosition, TrainStreamReader
 from trainer.data.loading.worker import WorkerError, begin_worker, keep_sockets_short
 from trainer.data.order import Order, shuffled
@@ -106,7 +106,7 @@ class _Loader:
         self, reader: Reader, requests: Sampler[Request], settings: DataConfig, share: Share
     ) -> None:
         self._reader = reader
-        self._loader = _batches_of(reader, requests, settings, share)
+        self._answers = _Answers(reader, requests, settings, share)
         self.num_samples = reader.num_samples
 
     @property
@@ -178,7 +178,7 @@ class _IndexLoader(TrainLoader):
         requests = self._requests
         requests.epoch, requests.first_sample = epoch, first_sample
         self._reads.begin(epoch)  # also where workers read: the order may ask the dataset here
-        return Batches(_answers(self._loader), requests.batch.accumulation, left=len(requests))
+        return Batches(iter(self._answers), requests.batch.accumulation, left=len(requests))
 
     def not_finite(self, epoch: int, first_sample: int) -> str | None:
         requests = copy.copy(self._requests)  # the loader still draws from its own
@@ -234,7 +234,7 @@ class _StreamLoader(TrainLoader):
         position = begin if knows_position else StreamPosition(self._stream.num_shards, epoch)
         # Nothing here refers to this object: in a reference cycle, the DataLoader would be left to the
         # garbage collector, and wait 5 s for each of its workers.
-        self._batches = Batches(_answers(self._loader), requests.batch.accumulation, position=position)
+        self._batches = Batches(iter(self._answers), requests.batch.accumulation, position=position)
         return self._batches
 
     def state_dict(self) -> dict[str, Any]:
@@ -267,7 +267,8 @@ class EvalLoader(_Loader):
     """
 
     def __init__(self, reader: Reader, settings: DataConfig, batch: BatchSplit, share: Share) -> None:
-        self._requests, self._settings, self._share = EvalRequests(batch, share.replica), settings, share
+        self._requests = Requests(batch, share.replica, held_out=True)
+        self._settings, self._share = settings, share
         super().__init__(reader, self._requests, settings, share)
         self.batch_size = batch.micro_batch_size
         if self.num_samples == 0:
@@ -283,15 +284,15 @@ class EvalLoader(_Loader):
         num_workers = min(1, self._settings.num_workers)
         settings = dataclasses.replace(self._settings, num_workers=num_workers, persistent_workers=False)
         requests = itertools.islice(self._requests, 1)
-        answers = _answers(_batches_of(self._reader, requests, settings, self._share))
-        if (answer := next(answers, None)) is None:
+        answers = _Answers(self._reader, requests, settings, self._share)
+        if (answer := next(iter(answers), None)) is None:
             raise _no_samples()
         return answer.batch, answer.belonging
 
     def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
         """Raises UserError if a sample cannot be read."""
         is_empty = True
-        for answer in _answers(self._loader):
+        for answer in self._answers:
             is_empty = False
             yield answer.batch, answer.belonging
         if is_empty:
@@ -340,14 +341,6 @@ def eval_loader(dataset: Any, settings: DataConfig, batch: BatchSplit, share: Sh
 
 
 def _check_kind(dataset: Any, settings: DataConfig) -> None:
-    if not is_stream(dataset):
-        try:
-            len(dataset)
-        except TypeError as error:
-            raise UserError(
-                f"{name_of(dataset)} has __getitem__, but no __len__ that says how many samples there are "
-                f"({error}); write one, or have it yield samples as a torch.utils.data.IterableDataset"
-            ) from error
     if settings.sharded and not is_stream(dataset):
         raise UserError(
             f"data.sharded is true, but {type(dataset).__name__} is not a stream: it is read by index, in a "
@@ -360,66 +353,55 @@ def _check_kind(dataset: Any, settings: DataConfig) -> None:
         )
 
 
-def _batches_of(
-    reader: Reader, requests: Iterable[Request], settings: DataConfig, share: Share
-) -> Iterable[Any]:
+class _Answers:
     """The answers of `reader` to `requests`, in order; each iteration begins the requests again."""
-    pins = can_pin(share.device) if settings.pin_memory is None else settings.pin_memory
-    in_workers = settings.num_workers > 0
-    if in_workers:
-        keep_sockets_short()
-    elif not pins:
-        return _InThisProcess(reader, requests)
-    first = reader.heartbeat.reserve(settings.num_workers)
-    return DataLoader(
-        reader,
-        batch_sampler=requests,  # type: ignore[arg-type]  # it hands each of them to __getitems__
-        collate_fn=_as_it_is,
-        num_workers=settings.num_workers,
-        prefetch_factor=settings.prefetch_factor if in_workers else None,
-        persistent_workers=settings.persistent_workers and in_workers,
-        pin_memory=pins,
-        timeout=share.timeout_s if in_workers else 0,
-        # The watch needs children of the main process; Python 3.14's default, the fork server, makes others.
-        multiprocessing_context="fork" if in_workers else None,
-        worker_init_fn=partial(begin_worker, reader.heartbeat, first),
-        # its own: each epoch it draws a number, which must not come from the run's generator
-        generator=torch.Generator().manual_seed(reader.seed),
-    )
 
-
-class _InThisProcess:
-    """In place of a DataLoader without workers, which adds 10 us to each batch."""
-
-    def __init__(self, reader: Reader, requests: Iterable[Request]) -> None:
-        self._reader, self._requests = reader, requests
+    def __init__(
+        self, reader: Reader, requests: Iterable[Request], settings: DataConfig, share: Share
+    ) -> None:
+        pins = can_pin(share.device) if settings.pin_memory is None else settings.pin_memory
+        in_workers = settings.num_workers > 0
+        self._reader, self._requests, self._loader = reader, requests, None
+        if in_workers:
+            keep_sockets_short()
+        elif not pins:
+            return  # a DataLoader without workers would add 10 us to each batch
+        first = reader.heartbeat.reserve(settings.num_workers)
+        self._loader = DataLoader(
+            reader,
+            batch_sampler=requests,  # type: ignore[arg-type]  # it hands each of them to __getitems__
+            collate_fn=lambda answer: answer,
+            num_workers=settings.num_workers,
+            prefetch_factor=settings.prefetch_factor if in_workers else None,
+            persistent_workers=settings.persistent_workers and in_workers,
+            pin_memory=pins,
+            timeout=share.timeout_s if in_workers else 0,
+            # The watch needs children of the main process; Python 3.14's default would make others.
+            multiprocessing_context="fork" if in_workers else None,
+            worker_init_fn=partial(begin_worker, reader.heartbeat, first),
+            # its own: each epoch it draws a number, which must not come from the run's generator
+            generator=torch.Generator().manual_seed(reader.seed),
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._reader.__getitems__, self._requests)
+        """Yield the answers before the end; raise the exceptions among them.
 
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def _answers(loader: Iterable[Any]) -> Iterator[Any]:
-    """The answers before the end; raises the exceptions among them.
-
-    Raises:
-        UserError, WorkerError: reading failed.
-        RuntimeError: a worker died, or did not answer within the timeout.
-    """
-    try:
-        for answer in loader:
-            if answer is None:
-                return
-            if isinstance(answer, UserError | WorkerError):
-                # Not `raise answer`: this frame and its exception would hold each other, and DataLoader, when
-                # left to the garbage collector, waits 5 s for each of its workers.
-                raise type(answer)(*answer.args)
-            yield answer
-    except (ConnectionError, EOFError) as error:
-        raise RuntimeError(
-            "a data worker died while it returned a batch: killed for lack of memory, or because /dev/shm is "
-            "full (df -h /dev/shm; docker run --shm-size), through which it returns batches"
-        ) from error
+        Raises:
+            UserError, WorkerError: reading failed.
+            RuntimeError: a worker died, or did not answer within the timeout.
+        """
+        in_process = map(self._reader.__getitems__, self._requests)
+        try:
+            for answer in in_process if self._loader is None else self._loader:
+                if answer is None:
+                    return
+                if isinstance(answer, UserError | WorkerError):
+                    # Not `raise answer`: this frame and its exception would hold each other, and DataLoader,
+                    # when left to the garbage collector, waits 5 s for each of its workers.
+                    raise type(answer)(*answer.args)
+                yield answer
+        except (ConnectionError, EOFError) as error:
+            raise RuntimeError(
+                "a data worker died while it returned a batch: killed for lack of memory, or because "
+                "/dev/shm is full (df -h /dev/shm; docker run --shm-size), through which it returns batches"
+            ) from error

@@ -2,13 +2,11 @@
 
 import logging
 import multiprocessing
-import pickle
 import random
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +26,6 @@ logger = logging.getLogger(__name__)
 # What decoders raise over broken data; anything else is a bug and keeps its traceback.
 BROKEN_DATA = (OSError, EOFError, ValueError, SyntaxError)
 MAX_REPLACEMENTS = 100
-_NUM_LOOKS = 2  # of which the first may make the generator
-_MAX_PARTS = 100  # of a list of transforms, or datasets
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 Collate = Callable[[list[Any]], Any]
 _UNEQUAL = (
     "have all samples be tensors, numbers or text of the same shape, or fill them up with "
@@ -146,37 +141,13 @@ class IndexReader(Reader):
         super().__init__(dataset, share)
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         self.in_batches = fetches_batches(dataset)
-        self._num_looks = multiprocessing.RawValue("b")  # shared by worker processes: it is told once
-        # Shared, too, since worker processes count. Its lock takes a millisecond to create.
+        # Shared, since worker processes count. Its lock takes a millisecond to create.
         counts = on_bad_sample == "skip" and not self.in_batches
         self._num_skipped = multiprocessing.Value("q") if counts else None
 
     @property
     def num_skipped(self) -> int:  # type: ignore[override]
         return self._num_skipped.value if self._num_skipped else 0
-
-    def _answer(self, request: Request) -> Any:
-        """The batch; in the first ones, warns of a generator that the dataset keeps."""
-        worker = get_worker_info()
-        if self._num_looks.value == _NUM_LOOKS or (worker is not None and worker.id):
-            return self._read_batch(request)
-        self._num_looks.value += 1
-        before = generators_of(self.dataset)
-        batch = self._read_batch(request)
-        for key, (name, _, state) in generators_of(self.dataset).items():
-            if key in before and before[key][2] != state:
-                self._num_looks.value = _NUM_LOOKS
-                logger.warning(
-                    "%s draws from a random generator that it keeps, in %s: its samples depend on the number "
-                    "of ranks and workers, and differ after a resume; draw from torch's, NumPy's or Python's "
-                    "global generator, which are seeded for each sample, or seed its own from the index",
-                    name_of(self.dataset),
-                    name,
-                )
-        return batch
-
-    @abstractmethod
-    def _read_batch(self, request: Request) -> Any: ...
 
     def _read(self, epoch: int, index: int, draw: int) -> Any | None:
         """The sample, or None if it is broken and may be skipped."""
@@ -212,7 +183,10 @@ class TrainReader(IndexReader):
     """Answers with a batch alone; a skipped sample is replaced by the next one."""
 
     _epoch: int | None = None
-    _has_told = False
+
+    def __init__(self, dataset: Dataset[Any], share: Share, on_bad_sample: str) -> None:
+        super().__init__(dataset, share, on_bad_sample)
+        self._has_told = multiprocessing.RawValue("b")  # shared by the workers of all epochs
 
     def begin(self, epoch: int) -> None:
         """Tell the dataset which epoch is read: here, and in each data worker before its first batch."""
@@ -220,7 +194,7 @@ class TrainReader(IndexReader):
             self._epoch = epoch
             set_epoch(self.dataset, epoch)
 
-    def _read_batch(self, request: Request) -> Answer:
+    def _answer(self, request: Request) -> Answer:
         epoch, indices = request.epoch, request.numbers
         self.begin(epoch)
         if self.in_batches:
@@ -239,17 +213,32 @@ class TrainReader(IndexReader):
         return Answer(batch, {}, self._sample_0(epoch))
 
     def _sample_0(self, epoch: int) -> dict[int, int]:
-        """The hash of sample 0 by its number, once, if it can be read; of workers the first tells it."""
-        if self._has_told or getattr(get_worker_info(), "id", False):
+        """Return the hash of sample 0 by its number, once, if it can be read; the first worker does this.
+
+        Warns if the sample differs when it is read again with the same random numbers.
+        """
+        if self._has_told.value or getattr(get_worker_info(), "id", False):
             return {}
-        self._has_told = True
+        self._has_told.value = 1
         self.heartbeat.read(0)
         try:
             with generators_kept(of_accelerators=False):
-                seed_generators(self.seed, epoch, 0)
-                return {0: checksum(self.dataset.__getitems__([0]) if self.in_batches else self.dataset[0])}
+                first, again = self._hash_of_sample_0(epoch), self._hash_of_sample_0(epoch)
         except BROKEN_DATA:
             return {}
+        if first != again:
+            logger.warning(
+                "sample 0 of %s differs when it is read twice with the same random numbers: samples then "
+                "depend on the number of ranks and workers, and differ after a resume; draw from torch's, "
+                "NumPy's or Python's global generator, which are seeded for each sample, or seed a generator "
+                "of your own from the index",
+                name_of(self.dataset),
+            )
+        return {0: first}
+
+    def _hash_of_sample_0(self, epoch: int) -> int:
+        seed_generators(self.seed, epoch, 0)
+        return checksum(self.dataset.__getitems__([0]) if self.in_batches else self.dataset[0])
 
 
 class EvalReader(IndexReader):
@@ -258,7 +247,7 @@ class EvalReader(IndexReader):
     Without any sample, one sample fills in and the indices are empty.
     """
 
-    def _read_batch(self, request: Request) -> Answer | None:
+    def _answer(self, request: Request) -> Answer | None:
         if request.first >= self.num_samples:
             return None
         asked = [index for index in request.numbers if index < self.num_samples]
@@ -331,19 +320,6 @@ def sample_name(dataset: Any, index: int) -> str:
 def name_of(dataset: Any) -> str:
     """The name of the dataset's class, without the wrappers that settings put around it."""
     return getattr(dataset, "class_name", type(dataset).__name__)
-
-
-def generators_of(holder: Any, depth: int = 3) -> dict[int, tuple[str, Any, bytes]]:
-    """The random generators in attributes of `holder`, and of what it holds: name and state, by id."""
-    found: dict[int, tuple[str, Any, bytes]] = {}
-    for name, held in getattr(holder, "__dict__", {}).items():
-        for part in held[:_MAX_PARTS] if isinstance(held, list | tuple) else [held]:
-            if isinstance(part, _GENERATORS):
-                own = part.get_state().numpy() if isinstance(part, torch.Generator) else part
-                found[id(part)] = name, part, pickle.dumps(own)
-            elif depth and not isinstance(part, ModuleType | type):
-                found |= generators_of(part, depth - 1)
-    return found
 
 
 def fetches_batches(dataset: Dataset[Any]) -> bool:

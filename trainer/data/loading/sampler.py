@@ -27,20 +27,22 @@ from trainer.tensors.generators import generators_kept
 
 
 class Requests(Sampler[Request]):
-    """Asks for the micro-batches of a replica, from ``first_sample`` of ``epoch`` on, without end."""
+    """Asks for the micro-batches of a replica, from ``first_sample`` of ``epoch`` on, without end.
 
-    def __init__(self, batch: BatchSplit, replica: int) -> None:
-        self.batch, self.replica = batch, replica
+    Every replica makes the same number of requests for held-out samples, so that a model whose forward pass
+    is collective (FSDP) stays in step; no sample is padded or repeated.
+    """
+
+    def __init__(self, batch: BatchSplit, replica: int, held_out: bool = False) -> None:
+        self.batch, self.replica, self._held_out = batch, replica, held_out
         self.epoch = self.first_sample = self._reading = 0
 
     def __iter__(self) -> Iterator[Request]:
         self._reading += 1
         epoch, reading = self.epoch, self._reading
-        for first, numbers in self._micro_batches():
+        held_out = self.batch.held_out(self.replica) if self._held_out else None
+        for first, numbers in held_out or self.batch.micro_batches(self.first_sample, self.replica):
             yield Request(epoch, first, numbers, reading)
-
-    def _micro_batches(self) -> Iterator[tuple[int, range]]:
-        return self.batch.micro_batches(self.first_sample, self.replica)
 
 
 class IndexRequests(Requests):
@@ -137,14 +139,3 @@ def draws_of(order: Tensor) -> Tensor:
     by_index, places = order.sort(stable=True)
     earlier = torch.arange(len(order)) - torch.searchsorted(by_index, by_index)
     return order.scatter(0, places, by_index + (earlier << 40))  # indices are far below 2^40
-
-
-class EvalRequests(Requests):
-    """Asks for this replica's part of the held-out samples, without end.
-
-    Every replica makes the same number of requests, so that a model whose forward pass is collective (FSDP)
-    stays in step; no sample is padded or repeated.
-    """
-
-    def _micro_batches(self) -> Iterator[tuple[int, range]]:
-        return self.batch.held_out(self.replica)

@@ -5,7 +5,6 @@ A text dataset has its tokenizer as the attribute ``tokenizer``.
 
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.errors import UserError, missing, on_one_line
+from trainer.errors import UserError, on_one_line, optional
 
 NAMES = ("bytes", "gpt2")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -28,8 +27,8 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """The tokens of each text."""
 
-    def decode(self, tokens: Sequence[int]) -> bytes:
-        """Bytes of UTF-8, not text: a token may end in the middle of a character."""
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens, with U+FFFD for what is not UTF-8, such as a character cut in two."""
 
 
 def tokenizer(name: str) -> Tokenizer:
@@ -54,20 +53,15 @@ class Bytes:
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(text, np.uint8) for text in texts]
 
-    def decode(self, tokens: Sequence[int]) -> bytes:
-        return bytes(tokens)
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
 
 
 class Gpt2:
     """A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, through tiktoken."""
 
     def __init__(self) -> None:
-        try:
-            import tiktoken
-        except ImportError:
-            raise UserError(
-                "the gpt2 tokenizer needs tiktoken: pip install 'ringmaster-trainer[gpt2]'"
-            ) from None
+        tiktoken = optional("tiktoken", "the gpt2 tokenizer", extra="gpt2")
         try:
             self._encoding = tiktoken.get_encoding("gpt2")
         except Exception as error:  # network libraries raise their own
@@ -85,8 +79,8 @@ class Gpt2:
         encoded = self._encoding.encode_ordinary_batch(decoded, num_threads=threads)
         return [np.array(tokens, np.uint32) for tokens in encoded]
 
-    def decode(self, tokens: Sequence[int]) -> bytes:
-        return self._encoding.decode_bytes(list(tokens))
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._encoding.decode(list(tokens))
 
 
 class HuggingFace:
@@ -97,18 +91,13 @@ class HuggingFace:
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from tokenizers import Tokenizer as Library
-        except ImportError as error:
-            raise missing(f"the tokenizer {folder}", "tokenizers", error) from error
+        library = optional("tokenizers", f"the tokenizer {folder}")
         file, beside = (folder / name for name in TOKENIZER_FILES)
         try:
-            self._library = Library.from_file(str(file))
+            self._library = library.Tokenizer.from_file(str(file))
             named = json.loads(beside.read_text()).get("eos_token") if beside.is_file() else None
-            decoder = json.dumps(json.loads(file.read_text()).get("decoder"))
         except Exception as error:  # the library raises plain ones
             raise UserError(f"{file} cannot be read: {on_one_line(error)}") from error
-        self._bytes = _bytes_of_characters() if "ByteLevel" in decoder else None
         self.vocab_size: int = self._library.get_vocab_size()
         names = [named["content"] if isinstance(named, dict) else named] if named else _ENDS
         known = [number for name in names if (number := self._library.token_to_id(name)) is not None]
@@ -121,20 +110,5 @@ class HuggingFace:
         encoded = self._library.encode_batch(decoded, add_special_tokens=False)
         return [np.array(each.ids, np.uint32) for each in encoded]
 
-    def decode(self, tokens: Sequence[int]) -> bytes:
-        return b"".join(map(self._bytes_of, tokens))
-
-    def _bytes_of(self, token: int) -> bytes:
-        text: str = self._library.id_to_token(token) or ""
-        if self._bytes is not None:
-            return bytes(self._bytes[c] for c in text) if self._bytes.keys() >= {*text} else text.encode()
-        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", text):
-            return bytes.fromhex(byte[1])
-        return text.replace("\u2581", " ").encode()
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """By which printable character byte-level encodings write each byte, as GPT-2's does."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._library.decode(list(tokens), skip_special_tokens=False)
