@@ -19,12 +19,11 @@ from planner.ledger import MemoryLedger
 from planner.pretend import DryRunWorld, FusedAttention, as_rank_of, repeated, without_values
 from planner.simulated import CPU, PlacedStrategy, simulated_strategy
 from trainer.build import (
-    begin,
     build_collate,
     build_dataset,
-    build_model,
     build_task,
     build_to_device,
+    initial_model,
     wrap_model,
 )
 from trainer.comm.shard_sums import own_parameters, units_of
@@ -33,16 +32,15 @@ from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import train_loader
 from trainer.data.loading.reader import Share
 from trainer.errors import UserError, first_line
+from trainer.forward_backward import forward_backward
 from trainer.optim.optimizers import sparse_weights
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 from trainer.strategies.base import grad_scaler, parameter_count
-from trainer.strategies.meta_init import InitialModel, initial_model, on_meta
 from trainer.tasks import offers
 from trainer.tasks.base import call_begin_step
-from trainer.tasks.label_counts import loss_of
 from trainer.tensors.local_shard import to_local
 
 STATE = ("parameters", "optimizer", "averages")
@@ -76,25 +74,18 @@ class DryRun:
         assert config.seed is not None
         self.task = build_task(config)
         train_set = build_dataset(config.data, "train")
-        self._build = lambda: build_model(config.model, train_set)
+        self._model = lambda config: initial_model(config, train_set, on_meta=True)
         self.to_device = lambda device: build_to_device(config, device, train_set)
         data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
         share = Share(0, config.seed, CPU, collate=build_collate(data))
         self._loader = lambda size: train_loader(train_set, data, BatchSplit(size, 1, size, 1), share)
         self.samples = self.batch(1), self.batch(2)
-        self._seed = config.seed
         model = self._model(config).module
         self.num_parameters = parameter_count(model.parameters())
 
     def batch(self, size: int) -> Any:
         """The first `size` samples of an epoch."""
         return self._loader(size).epoch(0).ahead()[0]
-
-    def _model(self, config: Config) -> InitialModel:
-        draft, _ = on_meta(self._build, self._seed)
-        model = InitialModel(draft, self._seed) if draft else initial_model(self._build, self._seed, None)
-        begin(config.model, model)
-        return model
 
     @contextmanager
     def under(self, config: Config, world: DryRunWorld) -> Iterator["Stage"]:
@@ -210,14 +201,15 @@ class Stage:
         module.train()
         if offers(self._dry_run.task, "begin_step"):
             call_begin_step(self._dry_run.task, 1, 1, self._plain)
+
+        def scaled(loss: Tensor, _: Any) -> Tensor:
+            return state.scaler.scale(loss / accumulation)
+
         try:
             for micro_step in range(accumulation if self.trains else 0):
-                on_device = self._to_device(batch)
-                with strategy.gradient_sync(module, enabled=micro_step == accumulation - 1):
-                    with strategy.autocast():
-                        loss = loss_of(self._dry_run.task, module, on_device)[0] / accumulation
-                    state.scaler.scale(loss).backward()
-                    del loss, on_device
+                on_device, is_last = self._to_device(batch), micro_step == accumulation - 1
+                forward_backward(strategy, self._dry_run.task, module, on_device, scaled, is_last=is_last)
+                del on_device
         except (RuntimeError, ValueError) as error:  # of torch, for an operator without a fake result
             reason = first_line(error)
             raise UserError(f"the model cannot be measured without its numbers: {reason}") from error

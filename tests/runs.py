@@ -133,13 +133,13 @@ def job_as(config: config.Config) -> Iterator[Run]:
 
 def steps_of(run: Run) -> Iterator[None]:
     """The steps of the loop without what comes between them, to the end of the run; yields after each."""
-    from trainer.checks.rehearsal import rehearse
+    from trainer.checks.dry_run import dry_run
     from trainer.loop import is_over, make_step, open_epoch
 
     progress, batches = run.state.progress, open_epoch(run)
     assert batches is not None
     run.model.train()
-    rehearse(run, batches)
+    dry_run(run, batches)
     while not is_over(run):
         epoch = progress.epoch
         make_step(run, batches)

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.runs import context_of
 from tests.strategies.test_fsdp import fsdp
 from trainer.errors import UserError
-from trainer.strategies.meta_init import InitialModel, initial_model, named_tensors, on_meta
+from trainer.strategies.meta_init import InitialModel, constructed, named_tensors, on_meta
 
 
 class Everything(nn.Module):
@@ -133,7 +133,7 @@ def _values(model: InitialModel) -> list[tuple[str, Tensor]]:
 def _of_ranks() -> list[tuple[list[tuple[str, Tensor]], bool, tuple[str, ...]]]:
     dist, found = tiny.facts(), []
     for build in (*ON_META, *WHOLE):
-        model = initial_model(build, 0, dist)
+        model = constructed(build, 0, dist)
         was_on_meta = any(tensor.is_meta for _, tensor in named_tensors(model.module))
         found.append((_values(model), was_on_meta, model.notes))
         if build is Everything:
@@ -146,19 +146,19 @@ def _of_ranks() -> list[tuple[list[tuple[str, Tensor]], bool, tuple[str, ...]]]:
 def test_every_rank_has_the_values_of_one_that_builds_alone() -> None:
     first, second = run_ranks(_of_ranks, 2)
     for number, build in enumerate((*ON_META, *WHOLE)):
-        alone = _values(initial_model(build, 0, None))
+        alone = _values(constructed(build, 0, None))
         for values, _, notes in (first[number], second[number]):
             assert [name for name, _ in values] == [name for name, _ in alone]
             assert all(one.equal(other) for (_, one), (_, other) in zip(values, alone, strict=True)), build
             assert bool(notes) == (build not in ON_META), (build, notes)
         assert second[number][1] == (build in ON_META)
     assert not first[0][1]
-    other_seed = dict(_values(initial_model(Drawn, 1, None)))
+    other_seed = dict(_values(constructed(Drawn, 1, None)))
     assert not other_seed["first.weight"].equal(dict(first[ON_META.index(Drawn)][0])["first.weight"])
 
 
 def test_what_init_tensor_forgets_is_refused_by_name() -> None:
-    model = initial_model(partial(Drawn, forgets=True), 0, None)
+    model = constructed(partial(Drawn, forgets=True), 0, None)
     with pytest.raises(UserError, match=r"init_tensor leaves 20 of the 400 numbers of first.weight out"):
         model.fill(model.module)
 
@@ -171,7 +171,7 @@ def _extended() -> list[list[tuple[str, Tensor]]]:
 
     found = []
     for build in (_normed, Drawn):
-        model = initial_model(build, 0, tiny.facts() if torch.distributed.is_initialized() else None)
+        model = constructed(build, 0, tiny.facts() if torch.distributed.is_initialized() else None)
         model.extend(extend)
         found.append(_values(model))
     return found
@@ -187,7 +187,7 @@ def test_what_extends_a_model_has_the_same_values_on_every_rank() -> None:
 
 
 def _loaded(build: Callable[[], nn.Module], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    model = initial_model(build, 0, tiny.facts())
+    model = constructed(build, 0, tiny.facts())
     model.load(lambda: tensors)
     return dict(_values(model))
 
@@ -202,7 +202,7 @@ def _normed() -> nn.Module:
 def test_weights_from_elsewhere_take_the_place_of_those_drawn(
     build: Callable[[], nn.Module], names: tuple[str, ...]
 ) -> None:
-    drawn = dict(_values(initial_model(build, 0, None)))
+    drawn = dict(_values(constructed(build, 0, None)))
     given = {name: torch.randn(drawn[name].shape) for name in names}
     for rank in run_ranks(_loaded, 2, build, given):
         assert all(rank[name].equal(value) for name, value in given.items())
@@ -240,7 +240,7 @@ def _memory_to_start() -> float:
     """By how many MB the peak grows to build and shard a model, once a small one has loaded all code."""
     for depth in (1, DEPTH):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        model = initial_model(partial(_layers, depth), 0, tiny.facts())
+        model = constructed(partial(_layers, depth), 0, tiny.facts())
         wrapped = fsdp().wrap(model.module, model.fill)
         assert not any(parameter.is_meta for parameter in wrapped.parameters())
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3

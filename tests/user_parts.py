@@ -132,7 +132,7 @@ class HalfFrozen(nn.Module):
 
 
 class NanInItsLastRow(nn.Module):
-    """Digits; the third loss after the rehearsal is finite, and its gradient is not, in one row: the slope of sqrt at 0, times 0."""
+    """Digits; the third loss after the dry run is finite, and its gradient is not, in one row: the slope of sqrt at 0, times 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class NanInItsLastRow(nn.Module):
 
 
 class FailsAt(Classification):
-    """At the given call of `loss` on the given rank after the rehearsal's, and the next ones if `times` says so: a
+    """At the given call of `loss` on the given rank after the dry run's, and the next ones if `times` says so: a
     loss of that value, or one with only a NaN or huge gradient, a signal to itself, a loop, an exit."""
 
     def __init__(self, rank: int, call: int, how: str, times: int = 1) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from trainer.optim.frozen_statistics import keep_frozen_statistics
 from trainer.optim.param_groups import freeze
 from trainer.optim.plain_names import named_buffers
 from trainer.strategies.base import Strategy
-from trainer.strategies.meta_init import InitialModel
+from trainer.strategies.meta_init import InitialModel, constructed, constructed_on_meta
 from trainer.strategies.units import checkpoint_activations
 from trainer.tasks import Task, offers
 from trainer.tasks.base import refuse_own_parameters
@@ -224,29 +225,40 @@ def _lacking(task: Any, evaluates: bool) -> str:
     return " and ".join(lacking).replace(" and (", " (")
 
 
-def begin(
-    node: dict[str, Any], model: InitialModel, read_by: tuple[Agreement, int] | None = None
-) -> dict[int, Tensor]:
-    """Load the initial weights of the model, add its adapters, which may depend on these, and freeze.
+def initial_model(
+    config: Config,
+    train_set: Any,
+    sharded_over: Dist | None = None,
+    read_by: tuple[Agreement, int] | None = None,
+    on_meta: bool = False,
+) -> InitialModel:
+    """Return the model as a run begins: built, with its initial weights and adapters, and frozen in part.
+
+    A collective of `sharded_over` and `read_by`.
 
     Args:
-        node: the settings of the model.
-        read_by: agreement and local rank of those who read the initial weights; None: they are not needed.
-
-    Returns:
-        As `_start_from`.
+        train_set: what gives settings of `auto` their values; None if none has to.
+        sharded_over: ranks that need no whole model, since the strategy fills one unit after another.
+        read_by: agreement and local rank of those who read `model.init_from`; None: it is not needed.
+        on_meta: build without memory, to measure the model, where that is possible.
 
     Raises:
-        UserError: adapters would freeze what has random values; or an error of one of the three.
+        UserError: the settings of the model are wrong; or adapters would freeze what has random values.
     """
-    initial = _start_from(node, model, *read_by) if read_by else {}
-    if (adapters := node.get("adapters")) is not None:
+    assert config.seed is not None
+    build = partial(build_model, config.model, train_set)
+    model = (
+        constructed_on_meta(build, config.seed) if on_meta else constructed(build, config.seed, sharded_over)
+    )
+    if read_by:
+        model.loaded = _start_from(config.model, model, *read_by)
+    if (adapters := config.model.get("adapters")) is not None:
         trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
         model.extend(lambda module: add_adapters(module, adapters))
         if read_by:
-            read_by[0].on_main(lambda: _refuse_random(model.module, trained, initial))
-    freeze(model.module, node)
-    return initial
+            read_by[0].on_main(lambda: _refuse_random(model.module, trained, model.loaded))
+    freeze(model.module, config.model)
+    return model
 
 
 def _refuse_random(module: nn.Module, trained: list[nn.Parameter], initial: Mapping[int, Tensor]) -> None:

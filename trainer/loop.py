@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from trainer.accelerator import peak_memory_bytes
-from trainer.checks.rehearsal import rehearse
+from trainer.checks.dry_run import dry_run
+from trainer.checks.trainable import refuse_changed_by_loss
 from trainer.errors import StoppedBySignal, UserError, first_few
 from trainer.inference.evaluation import evaluate, show
 from trainer.step import train_step
@@ -43,17 +44,17 @@ def fit(run: "Run") -> dict[str, float]:
     elif evaluation and progress.evaluated_step != progress.step:
         run.state.after_evaluation(evaluation)
 
-    batches, is_rehearsed, is_told = None, False, not run.train_loader.is_divided
+    batches, is_dry_run_made, is_told = None, False, not run.train_loader.is_divided
     while not is_over(run):
         if batches is None:
             epoch_first_sample = progress.samples_seen - progress.samples_in_epoch
             epoch, batches = progress.epoch, open_epoch(run)
-            if batches is not None and not is_rehearsed:
-                rehearse(run, batches)
+            if batches is not None and not is_dry_run_made:
+                dry_run(run, batches)
                 dry_run_of_evaluation(run)
                 run.checkpointer.check(run.state, run.gate.changed_weights)
                 run.checks.unsaved.begin(run.checkpointer.restored_unsaved)
-                is_rehearsed = True
+                is_dry_run_made = True
             epoch_begin = meter.begin_window()
         after = make_step(run, batches) if batches is not None else AfterStep.CONTINUE
         if steady.steps == 0 and progress.step >= run.steps_before + unsteady_steps(run):
@@ -175,6 +176,7 @@ def warn_if_uneven(run: "Run", batches: "Batches", epoch: int, num_samples: int)
 
 def save(run: "Run") -> None:
     """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
+    refuse_changed_by_loss(run)
     run.checkpointer.unsaved = run.checks.unsaved.look_at_save()
     run.checks.buffers.compare()
     run.checks.replicas.check(run.state)

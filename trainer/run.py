@@ -18,10 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer.build import (
     Data,
     as_built,
-    begin,
-    build_model,
     build_task,
     build_to_device,
+    initial_model,
     load_data,
     split_for,
     wrap_model,
@@ -61,7 +60,6 @@ from trainer.run_dir.console import messages
 from trainer.run_dir.metrics_file import write_result
 from trainer.strategies.base import Strategy, grad_scaler, parameter_count
 from trainer.strategies.build import build_strategy
-from trainer.strategies.meta_init import initial_model
 from trainer.strategies.placement import devices_of
 from trainer.tasks import Task
 from trainer.tensors.generators import seed_everything
@@ -253,13 +251,12 @@ def _model(
     assert config.seed is not None
     leaves_out = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
     needs_initial = checkpoint is None or leaves_out  # a whole checkpoint replaces all initial weights
-    build = partial(build_model, config.model, data.train_set)
-    model = initial_model(build, config.seed, dist if strategy.fills_by_unit else None)
     agreement = Agreement(dist)
-    initial = begin(config.model, model, (agreement, dist.local_rank) if needs_initial else None)
+    read_by = (agreement, dist.local_rank) if needs_initial else None
+    model = initial_model(config, data.train_set, dist if strategy.fills_by_unit else None, read_by)
     compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), dist)
     num_parameters = parameter_count(model.module.parameters())
-    frozen = agreement.on_main(lambda: frozen_digests(model.module, initial)) if leaves_out else {}
+    frozen = agreement.on_main(lambda: frozen_digests(model.module, model.loaded)) if leaves_out else {}
     if not config.checkpoint.frozen and not frozen:
         raise UserError(
             "checkpoint.frozen=false leaves out frozen parameters that came from model.init_from, and this "

@@ -1,14 +1,16 @@
 """One optimizer step: gradients of the micro-batches, their mean over ranks, an update."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.checks.rehearsal import make_dry_run
-from trainer.checks.trainable import follow_begin_step, follow_loss
+from trainer.checks.dry_run import make_dry_run
+from trainer.checks.trainable import follow_begin_step
+from trainer.forward_backward import forward_backward
 from trainer.tasks.base import begin_step_of_task, end_step_of_task
-from trainer.tasks.label_counts import count_labels, divided, loss_of
+from trainer.tasks.label_counts import count_labels, divided
 from trainer.tensors.generators import seed_micro_batch
 
 if TYPE_CHECKING:
@@ -83,28 +85,28 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
 def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number: int) -> Tensor:
     """Forward and backward of one micro-batch of this rank, the `number`-th of a step.
 
-    `gradient_sync` has them averaged over ranks while the last one's backward pass computes them.
-
     Returns:
         Its part of the loss of the step, a scalar, detached.
     """
-    strategy, enter = run.strategy, run.dist.heartbeat.enter
-    last = number + 1 == run.split.accumulation
-    enter("forward")
-    seed_micro_batch(run.seed, step, run.first_micro_batch + number, strategy.devices)
-    with strategy.gradient_sync(run.model, enabled=last):
-        with strategy.autocast():
-            loss, parts = loss_of(run.task, run.model, run.to_device(batch), label_count)
-        if not number:
-            follow_loss(run)
-        # Those of a mean replica if gradients are averaged over replicas, of all if they are added up.
+    enter = run.dist.heartbeat.enter
+    loss_of_step: Tensor
+
+    def between(loss: Tensor, parts: Mapping[str, Any] | None) -> Tensor:
+        nonlocal loss_of_step
+        # The labels of a mean replica if gradients are averaged over replicas, of all if they are added up.
         all_labels = run.agreement.finish().num_labels / strategy.order.mean_over(strategy.num_replicas)
         loss = divided(loss, all_labels, label_count)
         run.meter.count_batch(run.task, batch, parts, all_labels, label_count)
         enter("backward")
         scaled = run.state.scaler.scale(loss)
-        # From a gradient of 1; of NaN if the loss is NaN or Inf, so that those of all ranks become NaN, too.
-        scaled.backward(torch.rsub(scaled.detach(), 1, alpha=0))  # 1 - 0 * loss, in one kernel
-    made = loss.detach() if loss.dtype == torch.float64 else loss.detach().float()
+        loss_of_step = loss.detach()
+        return scaled
+
+    strategy = run.strategy
+    enter("forward")
+    seed_micro_batch(run.seed, step, run.first_micro_batch + number, strategy.devices)
+    is_last = number + 1 == run.split.accumulation
+    forward_backward(strategy, run.task, run.model, run.to_device(batch), between, label_count, is_last)
+    made = loss_of_step if loss_of_step.dtype == torch.float64 else loss_of_step.float()
     # A replayed graph writes the next loss in the place of this one.
     return made.clone() if run.settings.compile_mode == "reduce-overhead" else made

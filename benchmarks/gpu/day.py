@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Day:
-    """`dry`: the same programs at tiny sizes on a CPU, as a rehearsal of the day."""
+    """`dry`: the same programs at tiny sizes on a CPU, to try out the day."""
 
     dry: bool
     out: Path

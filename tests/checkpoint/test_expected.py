@@ -60,7 +60,7 @@ AFTER = {
     ("world_size", "strategy"), [(1, "single"), pytest.param(2, "fsdp", marks=pytest.mark.slow)]
 )
 def test_what_no_resume_would_take_is_refused_by_name(tmp_path: Path, world_size: int, strategy: str) -> None:
-    """After the rehearsal at the latest, even if the first save comes after the third."""
+    """After the dry run at the latest, even if the first save comes after the third."""
     words = [*BEFORE.values(), *AFTER.values()]
     common = (*QUICK, "train.max_steps=3", f"strategy={strategy}")
     mistakes = [(*common, *each, f"run_dir={tmp_path}/{n}") for n, each in enumerate((*BEFORE, *AFTER))]

@@ -57,15 +57,15 @@ def test_a_resumed_run_is_the_same_run_wherever_it_stopped(tmp_path: Path, name:
     assert found == [[]] * world
 
 
-def _unrehearsed(root: Path, overrides: tuple[str, ...]) -> list[str]:
-    loop.rehearse = lambda run, micro_batches: None
+def _without_dry_run(root: Path, overrides: tuple[str, ...]) -> list[str]:
+    loop.dry_run = lambda run, micro_batches: None
     return stopped_and_resumed(root, 2, overrides)
 
 
 @pytest.mark.slow
-def test_three_ddp_ranks_would_differ_without_a_rehearsal(tmp_path: Path) -> None:
+def test_three_ddp_ranks_would_differ_without_a_dry_run(tmp_path: Path) -> None:
     """DDP's first backward pass has other buckets than the later ones."""
-    found = run_ranks(_unrehearsed, 3, tmp_path, DDP, init=False)
+    found = run_ranks(_without_dry_run, 3, tmp_path, DDP, init=False)
     assert "model.first.weight" in found[0]
 
 

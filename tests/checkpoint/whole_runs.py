@@ -92,7 +92,7 @@ def run(
         "end": end,
         "result": result,
         "samples": recorder.samples[1:],
-    }  # the first are the rehearsal's
+    }  # the first are the dry run's
 
 
 def _everything(context: Any) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_a_rank_in_another_environment_is_refused_at_the_start_and_named(tmp_pat
 
 
 class _Scaled:
-    """A task whose 3rd loss on rank 1, after the four of the rehearsal, has a factor."""
+    """A task whose 3rd loss on rank 1, after the four of the dry run, has a factor."""
 
     def __init__(self, task: Any, factor: float) -> None:
         self._task, self._factor, self._calls = task, factor, 0

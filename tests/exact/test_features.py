@@ -77,7 +77,7 @@ FOLLOWING = (
 def test_what_has_no_mean_over_leaves_is_refused(tmp_path: Path) -> None:
     expected = {
         "late": "a step made the buffer made, without a mean over leaves",
-        "later": "the buffer mean changes, but did not in the rehearsal before the first step",
+        "later": "the buffer mean changes, but did not in the dry run before the first step",
         "frozen": "a forward or backward pass changes teacher",
     }
     each = [

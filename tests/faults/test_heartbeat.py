@@ -109,11 +109,11 @@ def test_a_run_tells_what_it_does(tmp_path: Path) -> None:
         line for line in second if "reduce" not in line[1]
     ]
     # After the dry runs ranks compare what a checkpoint would hold.
-    rehearsal = ["forward", "backward", "all_reduce 0", "evaluate", "evaluate", "checkpoint"]
+    dry_run = ["forward", "backward", "all_reduce 0", "evaluate", "evaluate", "checkpoint"]
     step = ["data", "forward", "backward", "all_reduce 0", "data", "optimizer", "log"]
     assert first == [
         (0, "data"),  # whether there is any in this epoch
-        *((1, phase) for phase in (*rehearsal, *step)),
+        *((1, phase) for phase in (*dry_run, *step)),
         (1, "evaluate"),
         (1, "evaluate"),
         (1, "checkpoint"),

@@ -96,7 +96,7 @@ def steps_beside_a_plain_loop(folder: Path) -> dict[str, Any]:
             shares: list[nn.Module] = []
             run.strategy.share_buffers = shares.append  # type: ignore[method-assign]
             found[name] = counted(steps_of(run)) | {"log": list(SIM.log)}
-            assert len(shares) == (0 if name == "exact" else 4), "once in the rehearsal, and in each step"
+            assert len(shares) == (0 if name == "exact" else 4), "once in the dry run, and in each step"
             if name == "single":
                 found["plain"] = counted(plain_loop(run))
     return found

@@ -86,7 +86,7 @@ def test_all_ranks_have_those_of_rank_0(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(of_all_strategies, 2, tmp_path, init=False)):
         for strategy, (in_the_end, seen) in found.items():
             assert in_the_end == numbers, f"{strategy} on rank {rank}"
-            assert seen[0] == seen[1] == zeros  # the rehearsal leaves none
+            assert seen[0] == seen[1] == zeros  # the dry run leaves none
         for strategy in found:
             assert found[strategy][1][2] == ones, f"{strategy}, before its second forward pass on rank {rank}"
 

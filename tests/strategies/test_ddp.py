@@ -22,7 +22,7 @@ WAY_OUT = r"DDP waits for the gradient of each parameter; set strategy\.find_unu
 
 
 class Idle(nn.Module):
-    """On the ranks of `ranks`, one layer is skipped from the fifth pass on, the rehearsal among them; another is never used."""
+    """On the ranks of `ranks`, one layer is skipped from the fifth pass on, the dry run among them; another is never used."""
 
     def __init__(self, ranks: str = "01", spare: bool = False) -> None:
         super().__init__()

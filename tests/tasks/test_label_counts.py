@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from models.gpt import GPT
 from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import context_of
-from trainer.checks.rehearsal import _check_loss
+from trainer.checks.dry_run import _check_loss
 from trainer.data.digits import Digits
 from trainer.data.text.in_memory import Text
 from trainer.errors import UserError
@@ -228,9 +228,7 @@ def test_a_loss_that_cannot_be_differentiated_is_refused(wrong: Any, shown: str)
             return wrong(model(batch).sum())
 
     with pytest.raises(UserError, match=f"Mine.loss returns {shown}, but must return a scalar"):
-        _check_loss(
-            cast(Any, SimpleNamespace(task=Mine())), Mine().loss(nn.Linear(2, 2), torch.ones(3, 2)), {}
-        )
+        _check_loss(Mine(), Mine().loss(nn.Linear(2, 2), torch.ones(3, 2)), {})
 
 
 def _task(name: str, **option: str) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ def _drawn(run_dir: Path, *overrides: str) -> tuple[list[Draws], list[Draws]]:
     with runs.context_of(*SETTINGS, f"run_dir={run_dir}", *overrides) as context:
         task = _Drawing(context.task)
         fit(dataclasses.replace(context, task=task))
-        return task.trained[1:], task.evaluated  # the first call is the rehearsal's
+        return task.trained[1:], task.evaluated  # the first call is the dry run's
 
 
 def test_the_same_numbers_at_any_world_size_and_after_a_resume_at_another(tmp_path: Path) -> None:

@@ -226,10 +226,10 @@ class Checkpointer:
         return data_states
 
     def check(self, state: TrainState, changed: Sequence[str] = ()) -> None:
-        """Called after the rehearsal, which shows what forward passes make: could a resume load a save?
+        """Called after the dry run, which shows what forward passes make: could a resume load a save?
 
         Args:
-            changed: parameters that the rehearsal changed on this rank. After a resume the model is read
+            changed: parameters that the dry run changed on this rank. After a resume the model is read
                 again then, so that they have the values of the checkpoint.
 
         Raises:

@@ -33,23 +33,16 @@ def follow_begin_step(run: "Run") -> bool:
     return not run.strategy.is_ready_for({*trainable.values()}) and run.strategy.follow_trainable(run.model)
 
 
-def follow_loss(run: "Run") -> None:
-    """Called after the first loss of a step, which may have frozen parameters, or made some trainable.
+def refuse_changed_by_loss(run: "Run") -> None:
+    """Raise UserError if `loss` has frozen parameters, or made some trainable: the step is already prepared.
 
-    Raises:
-        UserError: the strategy must know of the change before the forward pass.
+    Called after a loss in the dry run, and before each save.
     """
-    trained = run.state.trained
-    if not trained.has_changed():
-        return
-    if not run.strategy.is_ready_for({*trained.trainable().values()}):
+    if changed := run.state.trained.changed():
         raise UserError(
-            f"strategy={run.strategy.name}: the loss changed requires_grad of "
-            f"{first_few(trained.changed())}, "
-            f"but step {run.dist.heartbeat.step} was already prepared; change it in the task's "
-            "begin_step(step, last_step, model)"
+            f"the loss changed requires_grad of {first_few(changed)}, but the step was already prepared for "
+            "the parameters that it trains; change it in the task's begin_step(step, last_step, model)"
         )
-    _follow(run)
 
 
 def _follow(run: "Run") -> None:

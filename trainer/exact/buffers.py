@@ -18,7 +18,7 @@ _CHUNK = 1 << 12  # numbers of all leaves at once, since each takes some 50 time
 class LeafBuffers:
     """Each leaf starts from the buffers at the step's beginning; afterwards they are the mean over leaves.
 
-    Which buffers change is learned in the rehearsal, by their bits: torch counts no version of what is
+    Which buffers change is learned in the dry run, by their bits: torch counts no version of what is
     written through ``.data``, by NumPy or by a batch norm's kernel. Later the versions are looked at.
 
     Args:
@@ -75,7 +75,7 @@ class LeafBuffers:
             self._changing = self._changed_anywhere()
         elif new := self._changed.difference(self._changing):
             raise UserError(
-                f"train.exact: the buffer {min(new)} changes, but did not in the rehearsal before the first "
+                f"train.exact: the buffer {min(new)} changes, but did not in the dry run before the first "
                 "step, so it was not averaged; change it in each forward pass, or never"
             )
         if self._changing:

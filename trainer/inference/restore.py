@@ -14,11 +14,10 @@ from torch import nn
 from tqdm import tqdm
 
 from trainer.build import (
-    begin,
     build_dataset,
-    build_model,
     build_task,
     build_to_device,
+    initial_model,
     load_held_out,
     split_for,
 )
@@ -37,7 +36,7 @@ from trainer.run_dir.claim import run_id_of
 from trainer.run_dir.console import terminal
 from trainer.strategies.base import Strategy
 from trainer.strategies.build import build_strategy
-from trainer.strategies.meta_init import InitialModel, initial_model
+from trainer.strategies.meta_init import InitialModel
 from trainer.tensors.generators import generators_kept, seed_everything
 
 log = logging.getLogger("trainer")
@@ -131,11 +130,9 @@ def _initial(
     Only the initial weights that checkpoints leave out are read. Strategies shard by what is frozen.
     """
     train_set = functools.cache(lambda: build_dataset(config.data, "train"))
-    assert config.seed is not None
-    build = functools.partial(build_model, config.model, _facts(config, train_set))
-    model = initial_model(build, config.seed, sharded_over)
-    initial = begin(config.model, model, None if config.checkpoint.frozen else (agreement, local_rank))
-    return model, agreement.on_main(lambda: frozen_digests(model.module, initial)), train_set
+    read_by = None if config.checkpoint.frozen else (agreement, local_rank)
+    model = initial_model(config, _facts(config, train_set), sharded_over, read_by)
+    return model, agreement.on_main(lambda: frozen_digests(model.module, model.loaded)), train_set
 
 
 def _facts(config: Config, train_set: Callable[[], Any]) -> Any:

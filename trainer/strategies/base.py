@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.distributed.backend_flags import DTYPES
@@ -78,7 +79,8 @@ class Strategy:
         fills_by_unit: whether `wrap` fills the model one unit after another, and shards each.
         uses: which parameters a step must use on each rank: "all", the "same" on each, or "any".
         some_make_no_pass: whether some ranks make no forward pass, and would not have what it makes.
-        num_rehearsed: passes until torch has laid out its buckets; see `checks.rehearsal`.
+        num_dry_runs: passes until torch has laid out its buckets; see `checks.dry_run`.
+        copies_gradients: whether gradients are copied into buckets, which take memory of their own.
     """
 
     num_replicas = 1
@@ -91,7 +93,8 @@ class Strategy:
     name = "single"
     uses = "any"
     some_make_no_pass = False
-    num_rehearsed = 1
+    num_dry_runs = 1
+    copies_gradients = False
     order: SumOrder = AS_THEY_COME
 
     def __init__(self, device: torch.device, computing: Computing) -> None:
@@ -135,7 +138,7 @@ class Strategy:
         return model
 
     def prepare(self, state: "TrainState") -> None:
-        """Called after the rehearsal, before the first step, with all that training changes."""
+        """Called after the dry run, before the first step, with all that training changes."""
 
     def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
         """Return whether a step that trains these parameters can be made without `follow_trainable`."""
@@ -173,6 +176,10 @@ class Strategy:
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         """The context of one forward and backward; gradients are reduced across ranks only if `enabled`."""
         return self.order.leaf(enabled)
+
+    def groups_of_a_pass(self) -> list[dist.ProcessGroup]:
+        """Return the groups in which ranks wait for each other within a forward pass."""
+        return []
 
     def aggregate(self, model: nn.Module) -> None:
         """Wait until the parameters that this process updates hold the mean of all replicas' gradients."""

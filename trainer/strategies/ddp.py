@@ -50,8 +50,9 @@ class Ddp(Strategy):
         self.num_replicas, self.replica = dist.world_size, dist.rank
         is_free = settings.find_unused_parameters or settings.static_graph or dist.world_size == 1
         self.uses = "any" if is_free else "all"
+        self.copies_gradients = not settings.gradient_as_bucket_view
         # With a static graph torch lays out its buckets in the second pass.
-        self.num_rehearsed = 2 if settings.static_graph else 1
+        self.num_dry_runs = 2 if settings.static_graph else 1
         if settings.sync_batchnorm and not is_accelerator(dist.device):
             raise UserError("strategy.sync_batchnorm=true needs a GPU: torch has no CPU kernel for it")
 

@@ -128,6 +128,9 @@ class Fsdp(Strategy):
         if self.settings.find_unused_parameters:
             self._used = UsedParameters(state.model, self.device)
 
+    def groups_of_a_pass(self) -> list[dist.ProcessGroup]:
+        return self.mesh.get_all_groups()
+
     def aggregate(self, model: nn.Module) -> None:
         super().aggregate(model)
         if self._used is not None:

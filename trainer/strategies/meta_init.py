@@ -29,11 +29,13 @@ class InitialModel:
     Attributes:
         module: as its constructor built it; names and shapes are the same on every rank.
         notes: why it was built whole on every rank, if it was.
+        loaded: by the id of a tensor of the model, the initial weights from a file; complete on rank 0.
     """
 
     def __init__(self, module: nn.Module, seed: int, dist: Dist | None = None, *notes: str) -> None:
         """`dist`: of ranks that get their values from rank 0; None if each has, or draws, its own."""
         self.module, self.notes, self._seed, self._dist = module, notes, seed, dist
+        self.loaded: dict[int, Tensor] = {}
         tensors = [(id(tensor), name) for name, tensor in named_tensors(module) if _is_plain(tensor)]
         self._waiting = dict(reversed(tensors))  # to be filled: the first name of each, by its id
         self._given: dict[int, Tensor] = {}  # by the id of the tensor whose place they take
@@ -85,8 +87,8 @@ class InitialModel:
         return value
 
 
-def initial_model(build: Callable[[], nn.Module], seed: int, dist: Dist | None) -> InitialModel:
-    """The model of `build` (a collective of `dist`).
+def constructed(build: Callable[[], nn.Module], seed: int, dist: Dist | None) -> InitialModel:
+    """Return the model of `build` (a collective of `dist`).
 
     Args:
         build: called once, or with `dist` twice; deterministic, except for random generators.
@@ -106,6 +108,12 @@ def initial_model(build: Callable[[], nn.Module], seed: int, dist: Dist | None) 
         model = model if dist.is_main else _whole(build, seed)
     notes = [f"the model is built whole on every rank: {reason}"] if reason else []
     return InitialModel(model, seed, dist, *notes)
+
+
+def constructed_on_meta(build: Callable[[], nn.Module], seed: int) -> InitialModel:
+    """Return the model of `build` on the meta device, or on the CPU if it can't be built there."""
+    draft, _ = on_meta(build, seed)
+    return InitialModel(draft, seed) if draft else constructed(build, seed, None)
 
 
 def on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module | None, str]:

@@ -142,7 +142,7 @@ def refuse_own_parameters(task: Task, known: Collection[int] = ()) -> None:
 
 
 def begin_step_of_task(run: "Run", step: int) -> bool:
-    """Called before the first micro-batch of `step`, and in the rehearsal.
+    """Called before the first micro-batch of `step`, and in the dry run.
 
     What the method sets on the task is no state that a checkpoint should hold: each step sets it again.
 

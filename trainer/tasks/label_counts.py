@@ -101,7 +101,7 @@ def loss_of(
         given = task.loss(model, batch)
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
         return given
-    return given, None  # whatever it is: the rehearsal looks at it
+    return given, None  # whatever it is: the dry run looks at it
 
 
 def scalar(value: Any, source: str, device: torch.device) -> Tensor:

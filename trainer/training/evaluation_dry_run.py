@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
-from trainer.checks.rehearsal import traceless
+from trainer.checks.dry_run import traceless
 from trainer.config import Config
 from trainer.errors import RunEndError, UserError, class_and_line
 from trainer.inference.evaluation import ModelContext, evaluate, independent_copy

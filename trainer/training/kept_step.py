@@ -112,7 +112,7 @@ class Gate:
     """Keeps updates and a save at a fault apart. This one, of a run that saves nothing then, is open."""
 
     changed_weights: Sequence[str] = ()
-    """Parameters, by name, that a forward pass changes, as the rehearsal found: no copy is kept of these."""
+    """Parameters, by name, that a forward pass changes, as the dry run found: no copy is kept of these."""
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:

@@ -20,8 +20,9 @@ from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.backend_flags import peak_is_tf32
 from trainer.distributed.process_group import Dist
 from trainer.errors import first_line
+from trainer.forward_backward import forward_backward
+from trainer.strategies.base import Computing, Strategy
 from trainer.tasks import Task
-from trainer.tasks.label_counts import loss_of
 from trainer.tensors.generators import generators_kept
 from trainer.tensors.nested import mapped
 
@@ -117,7 +118,9 @@ class ModelFlops:
         try:
             with generators_kept(), self._fakes, FlopCounterMode(display=False) as counter:
                 model.train()
-                loss_of(self._task, model, mapped(batch, self._faked))[0].backward()
+                alone = Strategy(self._device, Computing())
+                faked = mapped(batch, self._faked)
+                forward_backward(alone, self._task, model, faked, lambda loss, _: loss)
             self._per_step = counter.get_total_flops() * self._micro_batches
         except Exception as error:  # a forward pass may need values in any way
             reason = first_line(error)

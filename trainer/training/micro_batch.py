@@ -7,35 +7,34 @@ the same bits. Only under fsdp do ranks communicate in a try.
 import dataclasses
 import gc
 import logging
-from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.accelerator import is_accelerator
 from trainer.build import (
-    begin,
     build_collate,
     build_dataset,
-    build_model,
     build_task,
     build_to_device,
+    initial_model,
     wrap_model,
 )
-from trainer.config import Config, DdpConfig
+from trainer.config import Config
 from trainer.data.loading.batch import BatchSplit, split_batch
 from trainer.data.loading.loaders import train_loader
 from trainer.data.loading.reader import Share
 from trainer.distributed.agreement import Agreement, gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
+from trainer.forward_backward import forward_backward
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.trained import Trained
 from trainer.strategies.base import Strategy, grad_scaler
 from trainer.strategies.build import build_strategy
-from trainer.strategies.meta_init import initial_model
 from trainer.tasks import offers
 from trainer.tasks.base import call_begin_step
-from trainer.tasks.label_counts import loss_of
 from trainer.tensors.generators import generators_kept
 
 log = logging.getLogger(__name__)
@@ -85,8 +84,10 @@ def _first_without_memory(config: Config, dist: Dist, size: int, most: int, smal
     Under fsdp a rank that lacks memory leaves the others in a collective. Ranks go on together only if all
     began equally many; otherwise the next collective of one would meet an older one of another.
     """
-    strategy, is_sharded, fits = build_strategy(config, dist), config.strategy.name == "fsdp", True
-    groups = strategy.mesh.get_all_groups() if is_sharded else []  # type: ignore[attr-defined]
+    strategy, fits = build_strategy(config, dist), True
+    groups, is_sharded = strategy.groups_of_a_pass(), strategy.fills_by_unit
+    # Beside the parameters: the buckets of DDP, unless gradients lie in them, and the moving average.
+    num_copies = strategy.copies_gradients + (config.ema.decay is not None)
     # A group of its own, made before: no collective of the model waits in it.
     patience = _PATIENCE * config.distributed.timeout_s
     agreement = Agreement(dist, patience, in_time=True) if is_sharded else None
@@ -94,14 +95,14 @@ def _first_without_memory(config: Config, dist: Dist, size: int, most: int, smal
         strategy = Strategy(dist.device, strategy.computing)  # the whole model, without the other ranks
     try:
         with generators_kept():
-            _make_steps(config, strategy, dist, size, num_micro_batches=1 if size == most else 2)
+            _make_steps(config, strategy, dist, size, 1 if size == most else 2, num_copies)
     except Exception as error:  # any but a lack of memory is left to the first step, which explains it
         words = str(error).lower()
         fits = not isinstance(error, MemoryError) and not any(lack in words for lack in _NO_MEMORY)
     gc.collect()
     if is_accelerator(dist.device):
         torch.accelerator.empty_cache()
-    mine = fits, [group._get_sequence_number_for_group() for group in groups]
+    mine = fits, [group._get_sequence_number_for_group() for group in groups]  # type: ignore[attr-defined]
     try:
         found = agreement.gather(mine) if agreement is not None else gather_objects(mine)
     except RuntimeError:
@@ -117,7 +118,9 @@ def _first_without_memory(config: Config, dist: Dist, size: int, most: int, smal
     return lacking
 
 
-def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_micro_batches: int) -> None:
+def _make_steps(
+    config: Config, strategy: Strategy, dist: Dist, size: int, num_micro_batches: int, num_copies: int
+) -> None:
     """Two steps on the first samples: only in the second is the optimizer's state beside activations."""
     assert config.seed is not None
     task, train_set = build_task(config), build_dataset(config.data, "train")
@@ -125,31 +128,27 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
     share = Share(0, config.seed, dist.device, collate=build_collate(data))
     batch = train_loader(train_set, data, BatchSplit(size, 1, size, 1), share).epoch(0).ahead()[0]
     to_device = build_to_device(config, dist.device, train_set)
-    sharded_over = dist if strategy.fills_by_unit else None
-    model = initial_model(partial(build_model, config.model, train_set), config.seed, sharded_over)
-    begin(config.model, model)
+    model = initial_model(config, train_set, dist if strategy.fills_by_unit else None)
     module = wrap_model(config, model, strategy)
     owned, scaler = strategy.unwrap(module), grad_scaler(strategy)
     trained = Trained(owned)
     optimizer = build_optimizer(trained, config.optim)
-    # The buckets of DDP, unless gradients lie in them, and the moving average.
-    buckets = isinstance(config.strategy, DdpConfig) and not config.strategy.gradient_as_bucket_view
-    copies = range(buckets + (config.ema.decay is not None))
-    beside = [torch.empty_like(parameter) for parameter in owned.parameters() for _ in copies]
+    beside = [torch.empty_like(parameter) for parameter in owned.parameters() for _ in range(num_copies)]
     if is_accelerator(dist.device):
         free, _ = torch.accelerator.get_memory_info(dist.device)
         beside.append(torch.empty(int(_SPARED * free), dtype=torch.uint8, device=dist.device))
     module.train()
+
+    def scaled(loss: Tensor, _: Any) -> Tensor:
+        return scaler.scale(loss)
+
     for step in (1, 2):
         if offers(task, "begin_step"):
             call_begin_step(task, step, 2, owned)
         strategy.begin_step(module)
         for number in range(1, num_micro_batches + 1):
-            with strategy.gradient_sync(module, enabled=number == num_micro_batches):
-                with strategy.autocast():
-                    loss, _ = loss_of(task, module, to_device(batch))
-                scaler.scale(loss).backward()
-                del loss
+            is_last = number == num_micro_batches
+            forward_backward(strategy, task, module, to_device(batch), scaled, is_last=is_last)
         strategy.aggregate(module)
         trained.take_gradients()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""The rehearsal: a forward and backward pass before the first step, the only one that looks at user code.
+"""The dry run: a forward and backward pass before the first step, the only one that looks at user code.
 
 It leaves no trace: buffers, extra state, global random generators and gradients are as before. DDP lays out
 its buckets after it, in the order in which the pass filled them, in new and in resumed runs alike: the place
@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from trainer.checks.trainable import follow_begin_step, follow_loss
+from trainer.checks.trainable import follow_begin_step, refuse_changed_by_loss
 from trainer.distributed.agreement import gather_objects
 from trainer.errors import UserError, first_few
+from trainer.forward_backward import forward_backward
 from trainer.optim.plain_names import keepers_of_extra_state, named_buffers
 from trainer.strategies.placement import not_all
+from trainer.tasks import Task
 from trainer.tasks.base import begin_step_of_task, refuse_own_parameters
-from trainer.tasks.label_counts import count_labels, described, loss_of
+from trainer.tasks.label_counts import count_labels, described
 from trainer.tensors.bits import bit_sums, changed_bits, same_bits
 from trainer.tensors.generators import generators_kept, seed_micro_batch
 from trainer.tensors.local_shard import is_dtensor, own_rows, to_local
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def rehearse(run: "Run", batches: "Batches") -> None:
+def dry_run(run: "Run", batches: "Batches") -> None:
     """Compute gradients of the first micro-batch of the next step of `batches` (a collective).
 
     With train.exact it is all of its micro-batches, since leaves of all ranks are averaged.
@@ -76,7 +78,7 @@ def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = F
             if any(gather_objects(other_trained) if run.dist.world_size > 1 else [other_trained]):
                 follow_begin_step(run)
         trained = run.state.trained.trainable()
-        for _ in range(strategy.num_rehearsed):
+        for _ in range(strategy.num_dry_runs):
             _drop_gradients(model)
             strategy.begin_step(run.model)
             buffers = list[Tensor]()
@@ -138,32 +140,19 @@ def _compare_data(run: "Run", first: Mapping[int, int]) -> None:
 def _make_pass(
     run: "Run", batch: Any, number: int, last: bool, gathered: "GatheredParameters | None"
 ) -> None:
-    """As `step.add_gradients`, which must be changed with it; and look at what user code does."""
-    strategy, model, enter = run.strategy, run.state.model, run.dist.heartbeat.enter
-    count = count_labels(run.task, batch, run.split)
+    """Make the pass of the `number`-th micro-batch; in the first one, look at what user code does."""
+    enter = run.dist.heartbeat.enter
+
+    def between(loss: Any, parts: Any) -> Tensor:
+        if not number:
+            _look_at_loss(run, loss, gathered)
+        enter("backward")
+        return loss
+
+    strategy, count = run.strategy, count_labels(run.task, batch, run.split)
     enter("forward")
     seed_micro_batch(run.seed, run.state.progress.step + 1, run.first_micro_batch + number, strategy.devices)
-    with strategy.gradient_sync(run.model, enabled=last):
-        with strategy.autocast(), strategy.explaining("forward"):
-            loss, _ = loss_of(run.task, run.model, run.to_device(batch), count)
-        if not number:
-            follow_loss(run)
-            names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-            if gathered is not None:
-                gathered.compare_root()
-                names |= gathered.names
-            _check_loss(run, loss, names)
-            if any(parameter.grad is not None for parameter in names):
-                raise UserError(
-                    f"{type(run.task).__name__}.loss gives parameters gradients, as backward() does, but "
-                    "they are the sum over micro-batches and ranks; return the loss, to which the trainer "
-                    "applies backward(), and compute gradients within it by torch.autograd.grad"
-                )
-            if strategy.uses != "any":
-                _compare_use(run, loss, names)
-        enter("backward")
-        with strategy.explaining("backward"):
-            loss.backward()
+    forward_backward(strategy, run.task, run.model, run.to_device(batch), between, count, last)
 
 
 @contextmanager
@@ -185,13 +174,31 @@ def traceless(model: nn.Module) -> Iterator[None]:
         keeper.set_extra_state(state)
 
 
-def _check_loss(run: "Run", loss: Any, names: dict[Tensor, str]) -> None:
+def _look_at_loss(run: "Run", loss: Any, gathered: "GatheredParameters | None") -> None:
+    """Refuse a loss that can't be differentiated, or not alike on all ranks (a collective)."""
+    refuse_changed_by_loss(run)
+    names: dict[Tensor, str] = {p: name for name, p in run.state.model.named_parameters()}
+    if gathered is not None:
+        gathered.compare_root()
+        names |= gathered.names
+    _check_loss(run.task, loss, names)
+    if any(parameter.grad is not None for parameter in names):
+        raise UserError(
+            f"{type(run.task).__name__}.loss gives parameters gradients, as backward() does, but they are "
+            "the sum over micro-batches and ranks; return the loss, to which the trainer applies backward(), "
+            "and compute gradients within it by torch.autograd.grad"
+        )
+    if run.strategy.uses != "any":
+        _compare_use(run, loss, names)
+
+
+def _check_loss(task: Task, loss: Any, names: Mapping[Tensor, str]) -> None:
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad or loss.is_complex():
         raise UserError(
-            f"{type(run.task).__name__}.loss returns {described(loss)}, but must return a scalar to "
+            f"{type(task).__name__}.loss returns {described(loss)}, but must return a scalar to "
             "differentiate, a mean; or that and a dict of its parts by name, for the log"
         )
-    refuse_own_parameters(run.task, set(map(id, names)))
+    refuse_own_parameters(task, set(map(id, names)))
 
 
 def _compare_use(run: "Run", loss: Tensor, names: dict[Tensor, str]) -> None:
