@@ -1,6 +1,6 @@
 """The cost of the watch: milliseconds per step with heartbeats and watch, and without, alternating.
 
-With --of gate it is that of `checkpoint.at_fault`: the gate around each update and what it copies, and not.
+With --of snapshot it is that of `checkpoint.at_fault`: what the failure snapshot copies after each update.
 
 One run of the MLP on the digits, the setting of harness_cost.py, in which both are switched off and on every
 60 steps, on all ranks at once, so that other load on the machine affects both alike. Prints medians over
@@ -8,7 +8,7 @@ the blocks, and over the ratios of neighbours: of a block's mean step; of its me
 machine disturbs less, but which does not show the watch's own checks, five a second; and of the processor
 time of all threads of rank 0, which others disturb least.
 
-    python -m benchmarks.watch_cost [--processes 2] [--epochs 60] [--of gate]
+    python -m benchmarks.watch_cost [--processes 2] [--epochs 60] [--of snapshot]
 """
 
 import argparse
@@ -44,7 +44,7 @@ def train(out: Path, of: str, overrides: list[str]) -> None:
         step.fset(self, value)  # type: ignore[attr-defined]
 
     Heartbeat.step = property(step.fget, set_step)  # type: ignore[attr-defined, assignment]
-    (switch_watch if of == "watch" else switch_gate)(is_on)
+    (switch_watch if of == "watch" else switch_snapshot)(is_on)
     if os.environ.get("RANK", "0") == "0":
         atexit.register(lambda: out.write_text(json.dumps(blocks(begins))))
     sys.argv = ["train.py", *overrides]
@@ -72,11 +72,13 @@ def switch_watch(is_on: threading.Event) -> None:
     Heartbeat.enter, Watch._look, Watch._stop_looking = enter_if_on, look_if_on, stop_awake  # type: ignore[method-assign]
 
 
-def switch_gate(is_on: threading.Event) -> None:
-    from trainer.training.kept_step import Gate, KeptStep
+def switch_snapshot(is_on: threading.Event) -> None:
+    from trainer.training.failure_snapshot import FailureSnapshot, NoSnapshot
 
     for name in ("update", "note_shared_buffers"):
-        setattr(KeptStep, name, _one_of(is_on, getattr(KeptStep, name), getattr(Gate, name)))
+        setattr(
+            FailureSnapshot, name, _one_of(is_on, getattr(FailureSnapshot, name), getattr(NoSnapshot, name))
+        )
 
 
 def _one_of(is_on: threading.Event, on: Callable[..., Any], off: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,7 +114,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--train", type=Path, metavar="OUT", help="be one rank, and write to OUT")
-    parser.add_argument("--of", choices=("watch", "gate"), default="watch")
+    parser.add_argument("--of", choices=("watch", "snapshot"), default="watch")
     arguments, overrides = parser.parse_known_args()
     if arguments.train:
         train(arguments.train, arguments.of, overrides)

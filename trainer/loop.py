@@ -15,6 +15,7 @@ from trainer.step import train_step
 from trainer.training.evaluation_dry_run import dry_run_of_evaluation
 from trainer.training.log_step import log_first_step, log_step
 from trainer.training.step_agreement import AfterStep
+from trainer.update import Update
 
 if TYPE_CHECKING:
     from trainer.data.loading.loaders import Batches, EvalLoader
@@ -52,7 +53,7 @@ def fit(run: "Run") -> dict[str, float]:
             if batches is not None and not is_dry_run_made:
                 dry_run(run, batches)
                 dry_run_of_evaluation(run)
-                run.checkpointer.check(run.state, run.gate.changed_weights)
+                run.checkpointer.check(run.state, run.snapshot.changed_weights)
                 run.checks.unsaved.begin(run.checkpointer.restored_unsaved)
                 is_dry_run_made = True
             epoch_begin = meter.begin_window()
@@ -104,23 +105,27 @@ def make_step(run: "Run", batches: "Batches") -> AfterStep:
     progress, meter = run.state.progress, run.meter
     meter.start()
     run.profile.before(progress.step + 1, meter)
-    losses, grad_norm, after = train_step(run, batches)
-    meter.count_step(losses)
+    step = train_step(run, batches)
+    meter.count_step(step.losses, step.update)
     run.run_log.progress.advance()
-    if after is AfterStep.END:
+    if step.after is AfterStep.END:
         run.state.early_end.end()
     run.checks.unsaved.look()
     run.checks.replicas.check_if_due(run.state)
     if run.settings.logs(progress.step):
         run.dist.heartbeat.enter("log")
         with meter.resting():
-            log_step(run, grad_norm)
+            log_step(run, step.grad_norm)
         meter.begin_window()
-    elif progress.step == run.steps_before + 1 and run.settings.log_every_steps and losses is not None:
+    elif (
+        progress.step == run.steps_before + 1
+        and run.settings.log_every_steps
+        and step.update is not Update.SKIPPED
+    ):
         run.dist.heartbeat.enter("log")
         with meter.resting():
-            log_first_step(run, losses)
-    return after
+            log_first_step(run, step.losses)
+    return step.after
 
 
 def is_over(run: "Run") -> bool:
@@ -156,7 +161,7 @@ def open_epoch(run: "Run") -> "Batches | None":
             f"{run.settings.global_batch_size} samples{where}; lower train.global_batch_size, or look at the "
             "stream, with data.sharded at its shortest shard"
         )
-    with run.gate.held():
+    with run.snapshot.held():
         progress.end_epoch()
     return None
 
@@ -216,7 +221,7 @@ def evaluate_now(run: "Run") -> tuple[dict[str, float], bool]:
     words = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
     run.run_log.progress.line(f"eval at step {progress.step}  {words}")
     is_best = run.checkpointer.record_evaluation(progress.step, metrics)
-    with run.gate.held():
+    with run.snapshot.held():
         run.state.after_evaluation(metrics)
     return metrics, is_best
 
@@ -236,7 +241,7 @@ def evaluate_as(run: "Run", loader: "EvalLoader", prefix: str, shows: bool) -> d
 def averages_in_place(run: "Run") -> Iterator[None]:
     """Within, the model has its moving averages in place of its weights."""
     assert run.state.average is not None
-    with run.gate.held(), run.state.average.in_place():
+    with run.snapshot.held(), run.state.average.in_place():
         run.strategy.weights_changed(run.model)
         yield
     run.strategy.weights_changed(run.model)

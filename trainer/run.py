@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainer.accelerator import HostCopy
 from trainer.build import (
     Data,
     as_built,
@@ -30,7 +31,6 @@ from trainer.checkpoint.finding import saved_settings_of
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.restoring import frozen_digests
 from trainer.checks.buffers import BufferCheck
-from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
 from trainer.comm.shared_memory import rows_of_host
@@ -66,7 +66,8 @@ from trainer.tensors.generators import seed_everything
 from trainer.training import run_hash
 from trainer.training.context import Checks, Run
 from trainer.training.evaluation_dry_run import check_metrics_of_task
-from trainer.training.kept_step import KeptBuffers, build_gate
+from trainer.training.failure_snapshot import build_snapshot
+from trainer.training.kept_buffers import KeptBuffers
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops, model_flops
 from trainer.training.micro_batch import with_micro_batch_size
@@ -203,7 +204,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         if num_samples is not None:
             state.progress.skip_short_rest(train.global_batch_size, num_samples)
 
-    checks = _checks(strategy, task, data, state, train, dist)
+    checks = _checks(strategy, task, state, train, dist)
     return Run(
         dist=dist,
         strategy=strategy,
@@ -231,7 +232,9 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         meter=Meter(dist, flops, strategy.order, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
-        gate=build_gate(config, state, checkpointer, data.train_loader, strategy, dist),
+        snapshot=build_snapshot(config, state, checkpointer, data.train_loader, strategy, dist),
+        norm_on_host=HostCopy(dist.device),
+        buffers_before=KeptBuffers(state.model) if train.skip_nonfinite else None,
     )
 
 
@@ -316,15 +319,10 @@ def _state(
     return state
 
 
-def _checks(
-    strategy: Strategy, task: Task, data: Data, state: TrainState, train: TrainConfig, dist: Dist
-) -> Checks:
-    groups, shares = strategy.replica_groups(), strategy.shares_optimizer
-    kept = KeptBuffers(state.model) if train.skip_nonfinite else None
-    not_finite, limit = data.train_loader.not_finite, strategy.order.limit
+def _checks(strategy: Strategy, task: Task, state: TrainState, train: TrainConfig, dist: Dist) -> Checks:
+    groups, every = strategy.replica_groups(), train.check_replicas_every
     return Checks(
-        replicas=ReplicaCheck(dist, groups, train.check_replicas_every, shares),
-        gradients=GradientCheck(dist, kept, not_finite, limit, train.skip_nonfinite),
+        replicas=ReplicaCheck(dist, groups, every, strategy.replicated),
         unsaved=UnsavedState(state.model, task, state.optimizer, strategy.replica == 0),
         buffers=BufferCheck(state.model, dist, strategy.order.by_leaves),
     )
@@ -349,7 +347,7 @@ def _why_no_gather(config: Config, run_: Run) -> str | None:
             "part of the batch alone; set train.micro_batch_size=null, and a smaller global batch if memory "
             "is short"
         )
-    if run_.strategy.some_make_no_pass:
+    if run_.strategy.num_replicas < run_.dist.world_size:
         return f"strategy={config.strategy.name} has ranks without samples; use ddp or fsdp"
     return None
 

@@ -1,17 +1,18 @@
 """One optimizer step: gradients of the micro-batches, their mean over ranks, an update."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.checks.dry_run import make_dry_run
 from trainer.checks.trainable import follow_begin_step
 from trainer.forward_backward import forward_backward
-from trainer.tasks.base import begin_step_of_task, end_step_of_task
+from trainer.tasks.base import begin_step_of_task
 from trainer.tasks.label_counts import count_labels, divided
 from trainer.tensors.generators import seed_micro_batch
+from trainer.update import Update, apply_update
 
 if TYPE_CHECKING:
     from trainer.data.loading.loaders import Batches
@@ -19,18 +20,26 @@ if TYPE_CHECKING:
     from trainer.training.step_agreement import AfterStep
 
 
-def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Tensor, AfterStep]":
+class Step(NamedTuple):
+    """What a step has computed."""
+
+    losses: list[Tensor]
+    """The losses of this rank's micro-batches, scalars, detached, which add up."""
+    grad_norm: Tensor
+    """The norm of the gradients of the whole model."""
+    update: Update
+    after: "AfterStep"
+    """What all ranks do after the step."""
+
+
+def train_step(run: "Run", batches: "Batches") -> Step:
     """Make the step after `run.state.progress` (a collective).
 
-    Returns:
-        The losses of this rank's micro-batches, scalars, detached, which add up, or None if the step was left
-        out; the norm of the gradients of the whole model; and what all ranks do after the step.
-
     Raises:
-        NonFiniteError: on all ranks, for a loss or a gradient, unless `train.skip_nonfinite` leaves the step
-            out; no parameter has changed.
+        NonFiniteError: on all ranks, for a loss or a gradient, unless `train.skip_nonfinite` skips the step;
+            no parameter has changed.
     """
-    state, strategy, checks, heartbeat = run.state, run.strategy, run.checks, run.dist.heartbeat
+    state, strategy, heartbeat = run.state, run.strategy, run.dist.heartbeat
     step = heartbeat.step = state.progress.step + 1
 
     heartbeat.enter("data")
@@ -45,9 +54,10 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
         with run.meter.resting():
             if follow_begin_step(run):
                 make_dry_run(run, micro_batches)
-    checks.gradients.begin_step()
+    if run.buffers_before is not None:
+        run.buffers_before.keep()
     strategy.begin_step(run.model)
-    run.gate.note_shared_buffers()
+    run.snapshot.note_shared_buffers()
     losses = [
         add_gradients(run, batch, count, step, number)
         for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True))
@@ -64,22 +74,8 @@ def train_step(run: "Run", batches: "Batches") -> "tuple[list[Tensor] | None, Te
     state.take_gradients()
     norm = strategy.grad_norm(state.trained)
     run.checkpointer.saving.copied()
-    with run.gate.update(step):  # a save at a fault sees what is before it, or after
-        with (
-            checks.gradients.around_update(step, state, norm, losses, run.gate.waiting) as finite,
-            run.weight_statistics.around_update(step, run.settings.logs(step)),
-        ):
-            if run.settings.clip_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(state.trained.own.values(), run.settings.clip_grad_norm, norm)
-            if state.update_may_draw:  # the same numbers on replicas, others where ranks update shards
-                updater = run.dist.rank if strategy.gradients_differ else 0
-                seed_micro_batch(run.seed, step, -1 - updater, strategy.devices)
-            strategy.update(state, finite)
-        state.count_update()
-        if finite:
-            end_step_of_task(run, step)
-        state.progress.advance(run.settings.global_batch_size, agreed.data_left)
-    return (losses if finite else None), norm, agreed.after
+    update = apply_update(run, step, norm, losses)
+    return Step(losses, norm, update, agreed.after)
 
 
 def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number: int) -> Tensor:

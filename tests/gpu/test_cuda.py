@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +17,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.runs import context_of, steps_of, train, whole_and_resumed
-from trainer.checks.gradients import GradientCheck
+from tests.updates import run_of, update
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.ddp_hook import attach
 from trainer.comm.executor import Executor
 from trainer.comm.overlap import SideStream
 from trainer.comm.timeline import BucketRecord, GpuClock
 from trainer.data.device import Normalise, ToDevice
-from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError
 from trainer.optim.param_groups import build_optimizer
-from trainer.optim.train_state import Progress
+from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 
 pytestmark = [
@@ -70,15 +68,14 @@ def test_a_bad_update_is_left_out_by_the_gpu_and_the_host_does_not_wait_for_good
     trained = Trained(model)
     optimizer = build_optimizer(trained, {"_target_": "torch.optim.AdamW", "lr": 0.1})
     off = torch.amp.GradScaler("cuda", enabled=False)
-    state: Any = SimpleNamespace(trained=trained, optimizer=optimizer, scaler=off, progress=Progress())
-    check = GradientCheck(Dist(0, 0, 1, 1, (0,), GPU, "cpu:gloo,cuda:nccl"))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    run = run_of(TrainState(trained, optimizer, schedule, off, Progress()), "cuda")
+    run.strategy.share_updates = lambda: torch.cuda._sleep(4 * _LONG)  # what comes after the update
 
     def step(gradient: float) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
-        with check.around_update(1, state, trained.gradient_norm()):
-            optimizer.step()
-            torch.cuda._sleep(4 * _LONG)  # what comes after the update
+        update(run)
 
     step(1.0)  # loads kernels
     called, busy = host_seconds(lambda: step(1.0))

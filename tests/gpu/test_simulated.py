@@ -22,7 +22,7 @@ from trainer.exact.buffers import LeafBuffers
 from trainer.faults.heartbeat import Heartbeat
 from trainer.inference.evaluation import evaluate
 from trainer.loop import fit
-from trainer.training import kept_step
+from trainer.training import failure_snapshot
 from trainer.training.log_step import log_step
 from trainer.training.weight_statistics import histograms
 
@@ -143,19 +143,19 @@ def test_ranks_wait_for_the_agreement_and_the_norm_alone(comm: str, tmp_path: Pa
 def saved_at_a_fault(folder: Path, when: str) -> tuple[str, bool]:
     """What a save at a fault says, in a step for whose gradients the GPU waits, and whether it is of step 3."""
     said = []
-    kept_step._UPDATE_S = 0.2
+    failure_snapshot._UPDATE_S = 0.2
     with context_of(*QUIET, f"run_dir={folder}") as run:
-        gate: Any = run.gate
+        snapshot: Any = run.snapshot
         for _ in itertools.islice(way := steps_of(run), 3):
             pass
         before, streams = [parameter.cpu() for parameter in run.state.model.parameters()], len(SIM.streams)
 
         def save() -> None:
             try:
-                gate.freeze(failed=True)
+                snapshot.freeze(failed=True)
                 if when == "the gradients come meanwhile":
                     MAIN.hangs_from = float("inf")
-                gate.save()
+                snapshot.save()
                 said.append("step 3 is saved")
             except UserError as error:
                 said.append(str(error))
@@ -163,13 +163,13 @@ def saved_at_a_fault(folder: Path, when: str) -> tuple[str, bool]:
         SIM.hung = save
         MAIN.hang()
         if when == "the last update is not made":
-            with gate.update(3):
+            with snapshot.update(3):
                 torch.zeros(1, device=run.dist.device).add_(1)
             save()
         elif when == "the buffers of rank 0 never come":
-            gate._own_buffers = True  # as on another rank
+            snapshot._own_buffers = True  # as on another rank
             torch.zeros(1, device=run.dist.device).add_(1)  # the broadcast
-            gate.note_shared_buffers()
+            snapshot.note_shared_buffers()
             save()
         else:
             with pytest.raises(Hangs):

@@ -95,7 +95,7 @@ def _train(state: TrainState, steps: int) -> list[Any]:
         for parameter in state.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         seen.append({key: value for key, value in state.optimizer.param_groups[0].items() if key != "params"})
-        state.update()
+        state.optimizer.step()
         state.count_update()
         state.progress.advance(1, 99)
     return seen

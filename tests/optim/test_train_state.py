@@ -12,10 +12,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from tests.checkpoint import tiny
+from tests.updates import run_of, update
 from trainer.checkpoint.tree import put_together, take_apart
 from trainer.optim.plain_names import load_model_state, model_state, parameter_names
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
+from trainer.update import Update
 
 
 def test_progress_counts_steps_epochs_and_samples() -> None:
@@ -104,6 +106,7 @@ def test_tied_weights_have_one_optimizer_state() -> None:
     assert [name for name, _ in parameter_names(Tied())] == ["embed.weight"]
 
 
+@pytest.mark.filterwarnings("ignore:Detected call")
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_fp16_skips_moves_no_weight_momentum_or_average(fused: bool) -> None:
     layer = nn.Linear(64, 64)
@@ -113,22 +116,22 @@ def test_a_step_that_fp16_skips_moves_no_weight_momentum_or_average(fused: bool)
     state = TrainState(Trained(layer), optimizer, schedule, scaler, Progress())
     state.keep_average(0.5, warmup=False)
     assert state.average is not None
+    run = run_of(state)
     for gradient in (math.inf, 1.0, math.nan, 1.0):
         memory = [torch.full((64, 64), math.nan) for _ in range(8)]
         del memory  # so that new memory holds no zeros
         scale = scaler.scale(torch.ones(())).item()
         for parameter in layer.parameters():
             parameter.grad = torch.full_like(parameter, gradient * scale)
-        scaler.unscale_(optimizer)
-        state.update()
-        state.count_update()
+        is_made = math.isfinite(gradient)
+        assert update(run) is (Update.MADE if is_made else Update.OVERFLOW)
         for parameter in alone.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
-        if math.isfinite(gradient):
+        if is_made:
             plain.step()
     for name, value in alone.named_parameters():
         torch.testing.assert_close(layer.get_parameter(name), value)
-    assert state.average.state_dict()["num_updates"] == state.skipped_updates == 2
+    assert state.average.state_dict()["num_updates"] == state.progress.skipped_steps == 2
 
 
 class Lookahead(torch.optim.SGD):

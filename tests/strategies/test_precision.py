@@ -105,7 +105,5 @@ def test_a_run_whose_every_step_overflows_ends(tmp_path: Path) -> None:
     ((message,),) = run_ranks(refusals, 1, (*own, *steps, f"run_dir={tmp_path}"), init=False)
     assert "50 steps in a row, up to 52, made no update, for gradients that are NaN or Inf" in message
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    skipped = {
-        line["step"]: line["train/skipped_updates"] for line in logged if "train/skipped_updates" in line
-    }
+    skipped = {line["step"]: line["train/skipped_steps"] for line in logged if "train/skipped_steps" in line}
     assert skipped == {10: 8, 20: 18, 30: 28, 40: 38, 50: 48}

@@ -1,7 +1,6 @@
 """No rank updates with gradients that are not finite, under any strategy, with any all-reduce."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import run_ranks
 from tests.runs import context_of
 from tests.strategies.test_comm_hook import POWERSGD
-from trainer.checks.gradients import GradientCheck
+from tests.updates import run_of, update
 from trainer.errors import NonFiniteError
 from trainer.loop import fit
-from trainer.optim.train_state import Progress
+from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 
 # The third loss of the last rank is finite, and its slope NaN.
@@ -62,16 +61,16 @@ def local(parameter: Tensor) -> Tensor:
 def until_refused(run_dir: Path, *overrides: str) -> dict[str, Any]:
     updates: list[list[Tensor]] = []
     with context_of(*SLOPE, *overrides, f"run_dir={run_dir}") as context:
-        update = context.strategy.update
+        state, count_update = context.state, context.state.count_update
 
-        def noted(state: Any, finite: bool = True) -> None:
-            update(state, finite)
+        def noted(is_made: bool) -> None:
+            count_update(is_made)
             updates.append([local(p).clone() for p in state.model.parameters()])
 
-        context.strategy.update = noted  # type: ignore[method-assign]
+        state.count_update = noted  # type: ignore[method-assign]
         with pytest.raises(NonFiniteError) as refused:
             fit(context)
-        now = map(local, context.state.model.parameters())
+        now = map(local, state.model.parameters())
         same = all(torch.equal(a, b) for a, b in zip(updates[-1], now, strict=True))
         return {"error": refused.value, "updates": len(updates), "same": same}
 
@@ -110,14 +109,9 @@ def checked(gradients: list[Tensor], **options: Any) -> nn.Module:
     for parameter, gradient in zip(model, gradients, strict=True):
         parameter.grad = gradient
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     off = torch.amp.GradScaler(enabled=False)
-    trained = Trained(model)
-    state: Any = SimpleNamespace(trained=trained, optimizer=optimizer, scaler=off, progress=Progress())
-    facts: Any = SimpleNamespace(
-        device=torch.device("cpu"), world_size=1, rank=0, describe=lambda rank: "here"
-    )
-    with GradientCheck(facts).around_update(7, state, trained.gradient_norm()):
-        optimizer.step()
+    update(run_of(TrainState(Trained(model), optimizer, schedule, off, Progress())), step=7)
     return model
 
 

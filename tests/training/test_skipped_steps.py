@@ -54,8 +54,8 @@ def fitted(run_dir: Path, *overrides: str) -> dict[str, Any]:
     with context_of(*FAILS, *overrides, f"run_dir={run_dir}") as context:
         count_update = context.state.count_update
 
-        def noted() -> None:
-            count_update()
+        def noted(is_made: bool) -> None:
+            count_update(is_made)
             after.append(everything(context))
 
         context.state.count_update = noted  # type: ignore[method-assign]

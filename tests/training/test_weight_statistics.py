@@ -20,6 +20,7 @@ from trainer.tasks import Classification, LanguageModelling
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops
 from trainer.training.weight_statistics import histograms
+from trainer.update import Update
 
 CPU = torch.device("cpu")
 SHORT = ("train.max_steps=6", "train.log_every_steps=3", "model.hidden=[300]", "checkpoint.every_epochs=null")
@@ -114,7 +115,7 @@ def of_two_micro_batches() -> dict[str, float]:
     for _ in range(2):
         meter.count_batch(smoothed, images, None, 2, 1)
         meter.count_batch(LanguageModelling(), (tokens, targets), None, 2, 1)
-    meter.count_step([loss.detach()])
+    meter.count_step([loss.detach()], Update.MADE)
     plain = nn.functional.cross_entropy(*images).item()
     return meter.metrics(begin, global_batch_size=12) | {"expected": plain, "minimised": loss.item()}
 

@@ -103,7 +103,7 @@ def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = F
         gathered.close()
     run.state.check_gradients()
     _drop_gradients(model)
-    run.gate.changed_weights = changed
+    run.snapshot.changed_weights = changed
 
 
 def _compare_data(run: "Run", first: Mapping[int, int]) -> None:
@@ -253,7 +253,7 @@ def _changed(model: nn.Module, weights: Mapping[str, int], versions: Mapping[str
 
 def _refuse_what_is_lost(run: "Run", changed: list[str]) -> None:
     """Refuse what a pass makes or changes where only some ranks make passes (a collective there)."""
-    if not run.strategy.some_make_no_pass:
+    if run.strategy.num_replicas == run.dist.world_size:
         return
     buffers = {(name, str(b.dtype), tuple(b.shape)) for name, b in run.state.model.named_buffers()}
     everyones = gather_objects((changed, buffers))

@@ -9,9 +9,10 @@ design, and rank 0's are used wherever the model is evaluated or saved.
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import all_gather_single
@@ -34,15 +35,15 @@ class ReplicaCheck:
         dist_: Dist,
         groups: Sequence[tuple[int, ...]],
         every: int | None,
-        with_optimizer: bool = True,
+        replicated: Callable[[TrainState], Iterable[tuple[str, Tensor]]] = TrainState.replicated,
     ) -> None:
         """
         Args:
             groups: groups of ranks that hold the same; no two groups share a rank.
             every: steps between checks; None never checks.
-            with_optimizer: whether they share its state.
+            replicated: yields what they hold, by name.
         """
-        self._dist, self._every, self._with_optimizer = dist_, every, with_optimizer
+        self._dist, self._every, self._replicated = dist_, every, replicated
         self._groups = groups
         self._checked_at: int | None = None  # the last step at which all was equal
 
@@ -71,8 +72,7 @@ class ReplicaCheck:
 
     def _hashes(self, state: TrainState) -> dict[str, int]:
         """Hashes of what this rank shares, by name."""
-        named = state.replicated(self._with_optimizer)
-        return bit_hashes((name, to_local(tensor)) for name, tensor in named)
+        return bit_hashes((name, to_local(tensor)) for name, tensor in self._replicated(state))
 
     def _verdict(
         self, step: int, by_rank: Sequence[int], everyones: Sequence[Mapping[str, int]]

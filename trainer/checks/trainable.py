@@ -46,7 +46,7 @@ def refuse_changed_by_loss(run: "Run") -> None:
 
 
 def _follow(run: "Run") -> None:
-    with run.gate.held():
+    with run.snapshot.held():
         new = run.state.follow_trainable()
     run.checkpointer.refuse_left_out(new)
     run.checks.unsaved.optimizer = run.state.optimizer

@@ -22,13 +22,19 @@ class Progress:
     epoch: int = 0
     samples_in_epoch: int = 0
     samples_seen: int = 0
-    skipped_steps: int = 0  # made without an update, for train.skip_nonfinite
+    skipped_steps: int = 0  # without an update: by train.skip_nonfinite, or for an overflow in fp16
     skipped_in_a_row: int = 0
     evaluated_step: int = -1  # of the last evaluation that the schedule and early stopping have seen
 
-    def advance(self, global_batch_size: int, data_left: bool) -> None:
-        """Count one optimizer step; without data left for another, the epoch ends with it."""
+    def advance(self, global_batch_size: int, data_left: bool, is_made: bool = True) -> None:
+        """Count one optimizer step; without data left for another, the epoch ends with it.
+
+        Args:
+            is_made: whether the step has made an update.
+        """
         self.step += 1
+        self.skipped_steps += not is_made
+        self.skipped_in_a_row = 0 if is_made else self.skipped_in_a_row + 1
         self.samples_in_epoch += global_batch_size
         self.samples_seen += global_batch_size
         if not data_left:

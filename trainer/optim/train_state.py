@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import NonFiniteError
 from trainer.optim.attributes import OptimizerAttributes
 from trainer.optim.continued import check_continued, continue_groups, initial_options
 from trainer.optim.ema import MovingAverage
@@ -27,8 +26,6 @@ from trainer.optim.trained import Trained
 from trainer.optim.whole_tensors import state_in_rows
 from trainer.tensors.local_shard import is_dtensor, tensors_within, to_local
 from trainer.tensors.nested import mapped
-
-_MAX_OVERFLOWS = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
 
 
 @dataclass
@@ -53,10 +50,6 @@ class TrainState:
         None
     )
     rates: list[Any] = field(default_factory=list)  # learning rates of the last update, by parameter group
-    skipped_updates: int = 0  # of fp16, in this process
-    _overflows_in_a_row: int = 0  # likewise
-    _is_made: bool = True  # whether `update` has made, or queued, the last one
-    _loss_scale: float | None = None  # after the last update
 
     def __post_init__(self) -> None:
         self._note_settings()
@@ -119,57 +112,11 @@ class TrainState:
         self.trained.take_gradients()
         self.scaler.unscale_(self.optimizer)  # a fused step would, but sees only this rank's overflows
 
-    def update(self, finite: bool = True) -> None:
-        """Update the parameters from their gradients, if these are finite; `count_update` follows.
-
-        In fp16 this waits for the device, to see whether the scaled gradients overflowed.
-
-        Args:
-            finite: whether the loss and the gradients were found finite on every rank; in fp16 only the loss,
-                since the scaler looks at the gradients.
-
-        Raises:
-            NonFiniteError: on every rank: no update was made in 50 steps in a row.
-        """
-        self._is_made = finite
-        if not finite:
-            self.progress.skipped_steps += 1
-            self.progress.skipped_in_a_row += 1
-            if self.scaler.is_enabled():
-                self.scaler.update()  # it has seen these gradients
-            return
-        self.progress.skipped_in_a_row = 0
-        before, began = self._loss_scale, any(self.optimizer.state.values())
-        if before is None:
-            before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self._loss_scale = self.scaler.get_scale()
-        if self._loss_scale >= before:
-            self._overflows_in_a_row = 0
-            return
-        self._is_made = False
-        if not began:
-            self.optimizer.state.clear()  # of fused SGD: momentum that its kernel did not write
-        self.skipped_updates += 1
-        self._overflows_in_a_row += 1
-        if self._overflows_in_a_row == _MAX_OVERFLOWS:
-            step, scale = self.progress.step + 1, self._loss_scale
-            raise NonFiniteError(
-                f"train.precision=fp16: {_MAX_OVERFLOWS} steps in a row, up to {step}, made no update, for "
-                f"gradients that are NaN or Inf; the loss scale is {scale:.2g} now. Look for a root or a "
-                "logarithm of 0, or a division by 0; or use train.precision=bf16"
-            )
-
-    def count_update(self) -> None:
-        """After `update`: record its learning rates, step the schedule, and update the average.
-
-        Apart from it, since a GPU's update may be queued behind what another rank sends. If that rank is
-        gone, the update is never made, and a save at the fault is of the step before.
-        """
+    def count_update(self, is_made: bool = True) -> None:
+        """Record the learning rates of a step, advance the schedule and, after an update, the average."""
         self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # + 0 copies a tensor's rate
         after_step(self.schedule)
-        if self._is_made:
+        if is_made:
             self.update_average()
 
     def learning_rates(self) -> dict[str, float]:
@@ -205,14 +152,12 @@ class TrainState:
             "early_end": self.early_end.state_dict(),
         }
 
-    def replicated(self, with_optimizer: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def replicated(self) -> Iterator[tuple[str, Tensor]]:
         """What replicas of a model share, live: parameters, the optimizer's tensors and averages.
 
         Of sharded ones this rank's part. Buffers are not included: running statistics differ between ranks.
         """
         yield from parameter_names(self.model)
-        if not with_optimizer:
-            return
         for name, own in self.trained.own.items():
             for key, value in self.optimizer.state.get(own, {}).items():
                 if isinstance(value, Tensor):
@@ -231,7 +176,6 @@ class TrainState:
                 buffers[name].copy_(value)
         self._load_optimizer_and_schedule(saved)
         # A disabled scaler saves nothing; one that is enabled in this run keeps its initial state.
-        self._loss_scale = None
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         for name, value in saved["progress"].items():

@@ -70,7 +70,6 @@ class Strategy:
         device: where batches go.
         devices: all that this process uses.
         gradients_differ: whether ranks update different parameters, or different parts of them.
-        shares_optimizer: whether replicas have the optimizer's state in common, and not only parameters.
         algorithm: the choice of `comm` in force; known after `wrap`.
         notes: messages for the user about how the settings were applied.
         order: in which order micro-batches are added, set before `wrap`.
@@ -78,7 +77,6 @@ class Strategy:
         not_whole: why this process alone cannot save the run, in a phrase; None if it holds all.
         fills_by_unit: whether `wrap` fills the model one unit after another, and shards each.
         uses: which parameters a step must use on each rank: "all", the "same" on each, or "any".
-        some_make_no_pass: whether some ranks make no forward pass, and would not have what it makes.
         num_dry_runs: passes until torch has laid out its buckets; see `checks.dry_run`.
         copies_gradients: whether gradients are copied into buckets, which take memory of their own.
     """
@@ -88,11 +86,9 @@ class Strategy:
     algorithm = "native"
     not_whole: str | None = None
     gradients_differ = False
-    shares_optimizer = True
     fills_by_unit = False
     name = "single"
     uses = "any"
-    some_make_no_pass = False
     num_dry_runs = 1
     copies_gradients = False
     order: SumOrder = AS_THEY_COME
@@ -189,13 +185,8 @@ class Strategy:
         """The norm of all gradients, a scalar, the same on every rank (a collective)."""
         return self.order.norm(trained)
 
-    def update(self, state: "TrainState", finite: bool = True) -> None:
-        """Update the parameters that this process owns from their gradients, which are then dropped.
-
-        Without `finite` they are only dropped.
-        """
-        state.update(finite)
-        state.trained.drop_gradients()
+    def share_updates(self) -> None:
+        """Give every rank the parameters that other ranks have just updated (a collective)."""
 
     def gathered(self, state: "TrainState") -> AbstractContextManager:
         """The context of a save: rank 0 has the state that only other ranks had (a collective)."""
@@ -205,8 +196,12 @@ class Strategy:
         """Called when the values of parameters were changed other than by a step (a collective)."""
 
     def replica_groups(self) -> list[tuple[int, ...]]:
-        """Groups of ranks that hold the same bits of parameters (see `shares_optimizer`); [] without any."""
+        """Return the groups of ranks that have the same bits of what `replicated` yields; [] without any."""
         return []
+
+    def replicated(self, state: "TrainState") -> Iterator[tuple[str, Tensor]]:
+        """Yield what the ranks of a group of `replica_groups` share, live, by name."""
+        return state.replicated()
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager:
         """The context in which a task evaluates the module that `unwrap` returns (a collective)."""

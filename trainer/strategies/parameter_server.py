@@ -15,7 +15,7 @@ from trainer.distributed.collectives import broadcast_buffers, broadcast_tensors
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.optim.optimizers import has_user_part
-from trainer.optim.plain_names import keepers_of_extra_state
+from trainer.optim.plain_names import keepers_of_extra_state, parameter_names
 from trainer.strategies.base import Computing, Fill, Report, Strategy
 from trainer.strategies.placement import refuse_several_devices
 from trainer.tensors.nested import mapped
@@ -34,8 +34,7 @@ class ParameterServer(Strategy):
     """
 
     name = "parameter_server"
-    gradients_differ = some_make_no_pass = True
-    shares_optimizer = False
+    gradients_differ = True
     not_whole = "each server holds the optimizer's state of its own parameters"
 
     def __init__(
@@ -98,9 +97,8 @@ class ParameterServer(Strategy):
         dist.all_reduce(square)
         return square.sqrt()
 
-    def update(self, state: "TrainState", finite: bool = True) -> None:
-        super().update(state, finite)
-        self.exchange.pull()  # right after the update: averages follow it, on all ranks
+    def share_updates(self) -> None:
+        self.exchange.pull()
 
     @contextmanager
     def gathered(self, state: "TrainState") -> Iterator[None]:
@@ -132,6 +130,9 @@ class ParameterServer(Strategy):
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         return [tuple(range(self.dist.world_size))]
+
+    def replicated(self, state: "TrainState") -> Iterator[tuple[str, Tensor]]:
+        return parameter_names(state.model)  # each server has its own optimizer state
 
 
 class TrafficReport(Report):

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from trainer.accelerator import HostCopy
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checks.buffers import BufferCheck
-from trainer.checks.gradients import GradientCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
 from trainer.config import Config, EmaConfig, TrainConfig
@@ -16,7 +16,8 @@ from trainer.inference.evaluation import ModelContext
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.optim.train_state import TrainState
-from trainer.training.kept_step import Gate
+from trainer.training.failure_snapshot import NoSnapshot
+from trainer.training.kept_buffers import KeptBuffers
 from trainer.training.meter import Meter
 from trainer.training.profiler import Profile
 from trainer.training.step_agreement import AfterStep, StepAgreement
@@ -27,7 +28,6 @@ class Checks(NamedTuple):
     """What looks for wrong results while a run trains."""
 
     replicas: ReplicaCheck
-    gradients: GradientCheck
     unsaved: UnsavedState
     buffers: BufferCheck
 
@@ -56,7 +56,9 @@ class Run(ModelContext):
     meter: Meter
     profile: Profile
     stop_request: StopRequest
-    gate: Gate
+    snapshot: NoSnapshot  # a `FailureSnapshot`, if a survivor of a failure may save
+    norm_on_host: HostCopy
+    buffers_before: KeptBuffers | None  # before the present step, if `train.skip_nonfinite` may skip it
 
     def asked(self) -> AfterStep:
         """What this rank asks of all after the step; of the time only rank 0, since clocks differ."""

@@ -28,8 +28,6 @@ def log_step(run: "Run", grad_norm: Tensor) -> None:
     }
     if run.meter.window.steps == 0 and run.steps_before and not run.settings.logs(run.steps_before):
         values["train/loss_steps"] = run.meter.steps  # the steps before the resume are not in this mean
-    if run.state.skipped_updates:
-        values["train/skipped_updates"] = run.state.skipped_updates
     if progress.skipped_steps:
         values["train/skipped_steps"] = progress.skipped_steps
     num_skipped = run.train_loader.num_skipped + (run.eval_loader.num_skipped if run.eval_loader else 0)

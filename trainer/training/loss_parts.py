@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from trainer.distributed.process_group import Dist
 
 _ADDED_AT_ONCE = 256  # scalars on the device
-_TAKEN = {
-    *("loss", "plain_loss", "lr", "grad_norm", "epoch", "update_to_weight"),
-    *("skipped_updates", "skipped_steps"),
-}
+_TAKEN = {"loss", "plain_loss", "lr", "grad_norm", "epoch", "update_to_weight", "skipped_steps"}
 
 
 class LossParts:

@@ -14,6 +14,7 @@ from trainer.exact.sum_order import AS_THEY_COME, SumOrder
 from trainer.tasks import Task
 from trainer.tasks.label_counts import divided, scalar
 from trainer.training.loss_parts import LossParts
+from trainer.update import Update
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import Dist
@@ -107,14 +108,14 @@ class Meter:
         if self._flops is not None:
             self._flops.see(batch)
 
-    def count_step(self, losses: Sequence[Tensor] | None) -> None:
+    def count_step(self, losses: Sequence[Tensor], update: Update) -> None:
         """Add a step of `losses`, scalars, detached and on the device, of this rank's micro-batches.
 
-        None if the step was left out: a NaN would stay in the sums.
+        The losses of a skipped step are not counted: a NaN would stay in the sums.
         """
         self.steps += 1
-        self.parts.end_step(made=losses is not None)
-        if losses is None:
+        self.parts.end_step(made=update is not Update.SKIPPED)
+        if update is Update.SKIPPED:
             self._left_out += 1
         else:
             self._pending[0].extend(losses)

@@ -1,0 +1,42 @@
+"""Updates of a state, without a run around it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from trainer.accelerator import HostCopy
+from trainer.optim.train_state import TrainState
+from trainer.strategies.base import Computing, Strategy
+from trainer.training.failure_snapshot import NoSnapshot
+from trainer.training.weight_statistics import WeightStatistics
+from trainer.update import Update, apply_update
+
+
+def run_of(state: TrainState, device: str = "cpu") -> Any:
+    """What `apply_update` uses of a run of one process."""
+    there = torch.device(device)
+    dist: Any = SimpleNamespace(
+        rank=0, world_size=1, is_main=True, device=there, describe=lambda rank: "here"
+    )
+    return SimpleNamespace(
+        dist=dist,
+        state=state,
+        task=None,
+        strategy=Strategy(there, Computing()),
+        settings=SimpleNamespace(
+            clip_grad_norm=None, skip_nonfinite=0, global_batch_size=1, logs=lambda step: False
+        ),
+        train_loader=SimpleNamespace(not_finite=lambda *begin: None),
+        agreement=SimpleNamespace(finish=lambda: SimpleNamespace(data_left=True)),
+        weight_statistics=WeightStatistics(state.model, dist, None),
+        snapshot=NoSnapshot(),
+        norm_on_host=HostCopy(there),
+        buffers_before=None,
+    )
+
+
+def update(run: Any, step: int = 1) -> Update:
+    """Update the parameters of `run` from their gradients."""
+    run.state.take_gradients()
+    return apply_update(run, step, run.state.trained.gradient_norm(), ())

@@ -1,0 +1,134 @@
+"""The update of a step: from complete gradients to new weights, or to an error on every rank."""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.checks.gradients import non_finite_error
+from trainer.errors import NonFiniteError
+from trainer.tasks.base import end_step_of_task
+from trainer.tensors.generators import seed_micro_batch
+
+if TYPE_CHECKING:
+    from trainer.training.context import Run
+
+log = logging.getLogger(__name__)
+
+_MAX_OVERFLOWS = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
+
+
+class Update(Enum):
+    """What became of the update of a step; the same on every rank."""
+
+    MADE = 0
+    SKIPPED = 1
+    """A loss or a gradient is NaN or Inf, which `train.skip_nonfinite` permits."""
+    OVERFLOW = 2
+    """A gradient is NaN or Inf in fp16; the loss scale is lower from now on."""
+
+
+def apply_update(run: "Run", step: int, norm: Tensor, losses: Sequence[Tensor]) -> Update:
+    """Check the gradients, clip them, step the optimizer, and advance schedule, average and counters.
+
+    Call on every rank, when the gradients of `step` are complete (a collective). A loss that is NaN or Inf
+    makes the gradients of all ranks NaN (`step.add_gradients`), so the norm tells each rank the same.
+
+    On a GPU the host waits for the norm. If the optimizer reads on the device whether to change anything, the
+    host launches the update before it waits, so that the GPU's queue does not run dry. It waits first if
+    steps may be skipped, because the average follows only updates that were made.
+
+    Args:
+        norm: the norm of the gradients of the whole model, a scalar, the same on every rank.
+        losses: the losses of this rank's micro-batches, for the message.
+
+    Raises:
+        NonFiniteError: on every rank; no parameter has changed.
+    """
+    state, strategy, settings = run.state, run.strategy, run.settings
+    with run.snapshot.update(step):
+        run.norm_on_host.start(norm)
+        waits_later = _may_wait_later(run, norm)
+        update = Update.MADE if waits_later else _checked(run, step, losses)
+        with run.weight_statistics.around_update(step, settings.logs(step)):
+            if update is Update.MADE:
+                if settings.clip_grad_norm is not None:
+                    nn.utils.clip_grads_with_norm_(state.trained.own.values(), settings.clip_grad_norm, norm)
+                if state.update_may_draw:  # the same numbers on replicas, others where ranks update shards
+                    updater = run.dist.rank if strategy.gradients_differ else 0
+                    seed_micro_batch(run.seed, step, -1 - updater, strategy.devices)
+                with _skipped_on_device(state.optimizer, norm) if waits_later else nullcontext():
+                    state.optimizer.step()
+                strategy.share_updates()
+        if waits_later:
+            update = _checked(run, step, losses)
+        is_made = update is Update.MADE
+        state.trained.drop_gradients()
+        state.scaler.update()
+        state.count_update(is_made)
+        if is_made:
+            end_step_of_task(run, step)
+        data_left = run.agreement.finish().data_left
+        state.progress.advance(settings.global_batch_size, data_left, is_made)
+    return update
+
+
+def _checked(run: "Run", step: int, losses: Sequence[Tensor]) -> Update:
+    """Wait for the norm, and return what to do; raise if it is NaN or Inf too often (a collective)."""
+    progress, max_skipped = run.state.progress, run.settings.skip_nonfinite
+    with run.snapshot.waiting():
+        is_finite = math.isfinite(run.norm_on_host.read())
+    if is_finite:
+        return Update.MADE
+    in_a_row = progress.skipped_in_a_row + 1
+    if run.state.scaler.is_enabled():
+        if in_a_row >= _MAX_OVERFLOWS:
+            raise NonFiniteError(
+                f"train.precision=fp16: {in_a_row} steps in a row, up to {step}, made no update, for "
+                f"gradients that are NaN or Inf; the loss scale is {run.state.scaler.get_scale():.2g} now. "
+                "Look for a root or a logarithm of 0, or a division by 0; or use train.precision=bf16"
+            )
+        return Update.OVERFLOW
+    error = non_finite_error(run, step, losses)
+    if in_a_row > max_skipped:
+        raise error
+    if run.buffers_before is not None:
+        run.buffers_before.restore()  # running statistics would stay NaN
+    if run.dist.is_main:
+        log.warning(
+            "step %d is skipped, %d in a row of at most train.skip_nonfinite=%d: %s",
+            *(step, in_a_row, max_skipped, error),
+        )
+    return Update.SKIPPED
+
+
+def _may_wait_later(run: "Run", norm: Tensor) -> bool:
+    """Return whether every step of the run makes an update, and its optimizer reads a flag on the GPU.
+
+    Torch has no public way to ask. Without any gradient the answer is true, so that a parameter server's
+    workers read the norm when its servers do.
+    """
+    optimizer = run.state.optimizer
+    if norm.is_cpu or run.settings.skip_nonfinite or run.state.scaler.is_enabled():
+        return False
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        p.grad.device == norm.device
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    )
+
+
+@contextmanager
+def _skipped_on_device(optimizer: Any, norm: Tensor) -> Iterator[None]:
+    """Within, a step of `optimizer` changes nothing if `norm` is NaN or Inf: by the flag of GradScaler."""
+    found = norm.new_empty((), dtype=torch.float32)
+    torch.ne(norm - norm, 0, out=found)  # NaN unless it is finite; isfinite() launches six kernels
+    optimizer.found_inf, optimizer.grad_scale = found, None
+    yield
+    del optimizer.found_inf, optimizer.grad_scale
