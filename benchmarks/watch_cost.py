@@ -75,10 +75,8 @@ def switch_watch(is_on: threading.Event) -> None:
 def switch_snapshot(is_on: threading.Event) -> None:
     from trainer.training.failure_snapshot import FailureSnapshot, NoSnapshot
 
-    for name in ("update", "note_shared_buffers"):
-        setattr(
-            FailureSnapshot, name, _one_of(is_on, getattr(FailureSnapshot, name), getattr(NoSnapshot, name))
-        )
+    on, off = FailureSnapshot.update, NoSnapshot.update
+    FailureSnapshot.update = _one_of(is_on, on, off)  # type: ignore[method-assign]
 
 
 def _one_of(is_on: threading.Event, on: Callable[..., Any], off: Callable[..., Any]) -> Callable[..., Any]:

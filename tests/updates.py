@@ -32,7 +32,7 @@ def run_of(state: TrainState, device: str = "cpu") -> Any:
         weight_statistics=WeightStatistics(state.model, dist, None),
         snapshot=NoSnapshot(),
         norm_on_host=HostCopy(there),
-        buffers_before=None,
+        kept_buffers=None,
     )
 
 

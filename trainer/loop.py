@@ -183,7 +183,6 @@ def save(run: "Run") -> None:
     """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
     refuse_changed_by_loss(run)
     run.checkpointer.unsaved = run.checks.unsaved.look_at_save()
-    run.checks.buffers.compare()
     run.checks.replicas.check(run.state)
     with run.strategy.gathered(run.state):
         run.checkpointer.save(run.state, run.train_loader.state_dict())
@@ -211,7 +210,6 @@ def evaluate_now(run: "Run") -> tuple[dict[str, float], bool]:
     metrics: dict[str, float] = {}
     has_average, instead = run.state.average is not None, run.ema.evaluate == "instead"
     assert run.eval_loader is not None
-    run.checks.buffers.compare()  # an evaluation replaces the buffers of all ranks with those of rank 0
     if not (has_average and instead):
         metrics |= evaluate_as(run, run.eval_loader, "eval/", shows=not has_average)
     if has_average:

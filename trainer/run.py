@@ -67,7 +67,6 @@ from trainer.training import run_hash
 from trainer.training.context import Checks, Run
 from trainer.training.evaluation_dry_run import check_metrics_of_task
 from trainer.training.failure_snapshot import build_snapshot
-from trainer.training.kept_buffers import KeptBuffers
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops, model_flops
 from trainer.training.micro_batch import with_micro_batch_size
@@ -204,6 +203,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         if num_samples is not None:
             state.progress.skip_short_rest(train.global_batch_size, num_samples)
 
+    kept_buffers, snapshot = build_snapshot(config, state, checkpointer, data.train_loader, strategy, dist)
     checks = _checks(strategy, task, state, train, dist)
     return Run(
         dist=dist,
@@ -232,9 +232,9 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         meter=Meter(dist, flops, strategy.order, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
-        snapshot=build_snapshot(config, state, checkpointer, data.train_loader, strategy, dist),
+        kept_buffers=kept_buffers,
+        snapshot=snapshot,
         norm_on_host=HostCopy(dist.device),
-        buffers_before=KeptBuffers(state.model) if train.skip_nonfinite else None,
     )
 
 
@@ -268,6 +268,7 @@ def _model(
     devices = max(strategy.devices, devices_of(model.module), key=len)
     flops = model_flops(model.module, task, config.train, split, devices, dist)
     wrapped = wrap_model(config, model, strategy)
+    strategy.share_buffers(wrapped)
     seed_everything(config.seed, strategy.replica)
     return wrapped, num_parameters, flops, frozen
 

@@ -54,10 +54,7 @@ def train_step(run: "Run", batches: "Batches") -> Step:
         with run.meter.resting():
             if follow_begin_step(run):
                 make_dry_run(run, micro_batches)
-    if run.buffers_before is not None:
-        run.buffers_before.keep()
     strategy.begin_step(run.model)
-    run.snapshot.note_shared_buffers()
     losses = [
         add_gradients(run, batch, count, step, number)
         for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True))
@@ -70,6 +67,9 @@ def train_step(run: "Run", batches: "Batches") -> Step:
 
     heartbeat.enter("optimizer")
     strategy.aggregate(run.model)
+    if run.settings.logs(step):
+        run.checks.buffers.compare([run.checks.buffers.hashes()] if losses else [])
+    strategy.share_buffers(run.model)
     agreed = run.agreement.finish()
     state.take_gradients()
     norm = strategy.grad_norm(state.trained)

@@ -73,6 +73,8 @@ def apply_update(run: "Run", step: int, norm: Tensor, losses: Sequence[Tensor]) 
         state.count_update(is_made)
         if is_made:
             end_step_of_task(run, step)
+        if run.kept_buffers is not None:
+            run.kept_buffers.keep()
         data_left = run.agreement.finish().data_left
         state.progress.advance(settings.global_batch_size, data_left, is_made)
     return update
@@ -97,8 +99,8 @@ def _checked(run: "Run", step: int, losses: Sequence[Tensor]) -> Update:
     error = non_finite_error(run, step, losses)
     if in_a_row > max_skipped:
         raise error
-    if run.buffers_before is not None:
-        run.buffers_before.restore()  # running statistics would stay NaN
+    if run.kept_buffers is not None:
+        run.kept_buffers.restore()  # running statistics would stay NaN
     if run.dist.is_main:
         log.warning(
             "step %d is skipped, %d in a row of at most train.skip_nonfinite=%d: %s",

@@ -240,11 +240,8 @@ class Masked(nn.Module):
 def test_buffers_are_kept_as_they_were_after_the_last_step() -> None:
     model = Masked()
     kept = KeptBuffers(model)
-    assert not kept.have_changed
     model.norm(torch.randn(4, 3))
-    assert kept.have_changed
     kept.keep()
-    assert kept.have_changed
     after = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.norm(torch.randn(4, 3))
     model.mask += 1

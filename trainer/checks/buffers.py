@@ -48,17 +48,16 @@ class BufferCheck:
         hashes = torch.tensor([*found.values()], dtype=torch.int64)
         return torch.stack([hashes, ~hashes])
 
-    def compare(self, passes: Sequence[Tensor] | None = None) -> None:
+    def compare(self, passes: Sequence[Tensor]) -> None:
         """Warn of buffers that differ (a collective).
 
         Args:
-            passes: `hashes` after each pass of this rank (possibly none); by default, the current hashes.
+            passes: `hashes` after each pass of this rank, or after the last one; none if it made no pass.
         """
         if not self._places:
             return
         least = torch.full((2, len(self._places)), torch.iinfo(torch.int64).min)
-        own = [self.hashes()] if passes is None else passes
-        most = torch.stack([least, *own]).amax(0).to(self._dist.device)
+        most = torch.stack([least, *passes]).amax(0).to(self._dist.device)
         torch_dist.all_reduce(most, torch_dist.ReduceOp.MAX)
         differ = (most[0] != ~most[1]).tolist()  # the largest complement belongs to the smallest hash
         found = [name for name, differs in zip(self._places, differ, strict=True) if differs]

@@ -49,7 +49,6 @@ def evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]]) -> 
         UserError: the rows are not one for each sample, or differ in shape; or metrics are not numbers.
     """
     context.dist.heartbeat.enter("evaluate")
-    context.strategy.share_buffers(context.model)
     with _model_to_evaluate(context) as model, gathering(IN_EVALUATION):
         return _evaluate(context, loader, model)
 
@@ -155,7 +154,6 @@ def predict(
         UserError: the rows are not one for each sample, or differ in shape.
     """
     context.dist.heartbeat.enter("evaluate")
-    context.strategy.share_buffers(context.model)
     gather = SampleGather(context.dist, f"{type(context.task).__name__}.predict")
     with _model_to_evaluate(context) as model:
         for host_batch, indices in loader:

@@ -158,15 +158,14 @@ class Strategy:
     def begin_step(self, model: nn.Module) -> None:
         """Called when a step begins: next come the gradients of this process (a collective)."""
         self.order.begin_step()
-        if not self.order.by_leaves:
-            self.share_buffers(model)
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give every rank the buffers of rank 0 (a collective): running statistics follow a rank's own data.
 
-        Called before each step, and before an evaluation: ranks would evaluate different models.
+        Called before the first step, and after the passes of each step, so that between steps every rank has
+        the same model.
         """
-        if self.num_replicas > 1:
+        if self.num_replicas > 1 and not self.order.by_leaves:
             broadcast_buffers(self.unwrap(model), src=0)
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:

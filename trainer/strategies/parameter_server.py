@@ -84,11 +84,9 @@ class ParameterServer(Strategy):
             self.notes.append("parameter_server: each server's optimizer sees the gradients of its own alone")
 
     def share_buffers(self, model: nn.Module) -> None:
-        """All have those of the first worker since its last pass."""
+        broadcast_buffers(model, self.workers[0])  # servers have made no forward pass
 
     def aggregate(self, model: nn.Module) -> None:
-        # Servers have made no forward pass, and hold the buffers that a save and an evaluation use.
-        broadcast_buffers(model, self.workers[0])
         self.exchange.push()
 
     def grad_norm(self, trained: "Trained") -> Tensor:

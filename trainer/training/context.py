@@ -58,7 +58,7 @@ class Run(ModelContext):
     stop_request: StopRequest
     snapshot: NoSnapshot  # a `FailureSnapshot`, if a survivor of a failure may save
     norm_on_host: HostCopy
-    buffers_before: KeptBuffers | None  # before the present step, if `train.skip_nonfinite` may skip it
+    kept_buffers: KeptBuffers | None  # after the last step, for the snapshot or a step that is skipped
 
     def asked(self) -> AfterStep:
         """What this rank asks of all after the step; of the time only rank 0, since clocks differ."""

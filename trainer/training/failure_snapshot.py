@@ -48,9 +48,6 @@ class NoSnapshot:
         """Enclose any other change of the state that a checkpoint contains."""
         yield
 
-    def note_shared_buffers(self) -> None:
-        """Called once a step, when all ranks have the buffers that rank 0 had after the previous step."""
-
 
 class FailureSnapshot(NoSnapshot):
     """The state after the last finished step: the `faults.fault_save.LastStep` that the watch saves.
@@ -59,23 +56,18 @@ class FailureSnapshot(NoSnapshot):
     back, so that no update begins while it reads. It waits for an update that has begun. That wait is short,
     because an update waits for no other rank. On a GPU an update may be queued behind the gradients of other
     ranks: until these arrive, the state is that of the previous step.
-
-    Args:
-        own_buffers: whether ranks have different buffers, of which those of rank 0 are the model's.
     """
 
     def __init__(
         self,
         dist: Dist,
         state: TrainState,
+        buffers: KeptBuffers,
         checkpointer: Checkpointer,
         loader: TrainLoader,
-        own_buffers: bool,
     ) -> None:
-        self._dist, self._state, self._checkpointer, self._loader = dist, state, checkpointer, loader
-        self._own_buffers = own_buffers and dist.rank != 0
-        self._buffers = KeptBuffers(state.model)
-        self._shared_after = -1  # the step after which the kept buffers were those of rank 0
+        self._dist, self._state, self._buffers = dist, state, buffers
+        self._checkpointer, self._loader = checkpointer, loader
         self._keepers = keepers_of_extra_state(state.model)
         self._extra_states = self._copied_extra_states()
         self._data_state: dict[str, Any] = {}
@@ -91,8 +83,6 @@ class FailureSnapshot(NoSnapshot):
         self._lock.acquire()
         self._gradients_came.record()
         yield  # an exception leaves the lock held: the state is then of no step
-        if not self._own_buffers:
-            self._buffers.keep()
         self._extra_states = self._copied_extra_states()
         self._data_state = self._loader.state_dict()
         self._copied.record()  # on a GPU all of it is still under way
@@ -112,13 +102,6 @@ class FailureSnapshot(NoSnapshot):
         with self._lock:
             yield
 
-    def note_shared_buffers(self) -> None:
-        if self._own_buffers and self._state.average is None:  # averages of buffers are not shared
-            with self.held():
-                self._buffers.keep()
-                self._shared_after = self._state.progress.step
-                self._copied.record()  # on a GPU all of it is still under way
-
     # ---- called by the watch's threads
 
     def freeze(self, failed: bool) -> int:
@@ -135,10 +118,6 @@ class FailureSnapshot(NoSnapshot):
         if self.changed_weights:
             name = self.changed_weights[0]
             raise UserError(f"a forward pass changes {name}, and no copy is kept of weights")
-        is_shared = not self._own_buffers or self._shared_after == step
-        with self._own_stream():
-            if not is_shared and self._buffers.have_changed:
-                raise UserError("the model's running statistics, or other buffers, are those of rank 0")
         return step
 
     def save(self) -> bool:
@@ -191,16 +170,15 @@ def build_snapshot(
     loader: TrainLoader,
     strategy: Strategy,
     dist: Dist,
-) -> NoSnapshot:
-    """Return the run's snapshot; with `checkpoint.at_fault` the watch saves it."""
-    if not config.checkpoint.at_fault or dist.watch is None:
-        return NoSnapshot()
-    at_failure = dist.watch.ending.save
-    at_failure.why_not = strategy.not_whole
-    if strategy.not_whole is not None:
-        return NoSnapshot()
-    snapshot = FailureSnapshot(dist, state, checkpointer, loader, own_buffers=config.train.exact is None)
-    at_failure.last_step = snapshot
+) -> tuple[KeptBuffers | None, NoSnapshot]:
+    """Return copies of the buffers, if the run needs them, and the snapshot, which the watch saves."""
+    at_failure = dist.watch.ending.save if config.checkpoint.at_fault and dist.watch is not None else None
+    if at_failure is not None:
+        at_failure.why_not = strategy.not_whole
+    if at_failure is None or strategy.not_whole is not None:
+        return KeptBuffers(state.model) if config.train.skip_nonfinite else None, NoSnapshot()
+    buffers = KeptBuffers(state.model)
+    at_failure.last_step = snapshot = FailureSnapshot(dist, state, buffers, checkpointer, loader)
     if config.distributed.shrink:  # a rank may die before the next step, too
         dist.heartbeat.finished = state.progress.step
-    return snapshot
+    return buffers, snapshot

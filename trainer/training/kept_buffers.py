@@ -13,12 +13,9 @@ _SMALL_BYTES = 1 << 20
 
 
 class KeptBuffers:
-    """Copies of a model's buffers as they were after the last step: forward passes change them.
+    """Copies of a model's buffers as they were after the last step.
 
     All small ones are copied after each step, and large ones, such as masks, if torch has counted a change.
-
-    Attributes:
-        have_changed: whether any was ever changed, perhaps by a forward pass that is under way.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,8 +30,7 @@ class KeptBuffers:
         self._kinds = [
             [name for name in small if (live[name].device, live[name].dtype) == kind] for kind in kinds
         ]
-        self._small = self._first = self._packed()
-        self._large_changed = False
+        self._small = self._packed()
 
     def keep(self) -> None:
         if self._kinds:
@@ -42,16 +38,8 @@ class KeptBuffers:
         for name, kept in self._large.items():
             buffer = self._buffer(name)
             if buffer._version != self._versions[name]:
-                self._versions[name], self._large_changed = buffer._version, True
+                self._versions[name] = buffer._version
                 kept.copy_(buffer.detach())
-
-    @property
-    def have_changed(self) -> bool:
-        if self._large_changed or any(
-            self._buffer(name)._version != version for name, version in self._versions.items()
-        ):
-            return True
-        return not all(map(same_bits, self._packed(), self._first))
 
     def kept(self) -> Mapping[str, Tensor]:
         """By name in the model.
