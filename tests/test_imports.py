@@ -43,7 +43,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "build": "checkpoint config data distributed errors optim strategies tasks",
         "compare": "config errors files sweep",
     },
-    {"update": "checks errors tasks tensors"},
+    {"update": "accelerator checks errors tasks tensors"},
     {
         "step": "checks forward_backward tasks tensors update",
         "inference": "accelerator build checkpoint config data distributed errors files launch optim run_dir strategies tasks "
@@ -58,7 +58,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {"loop": "accelerator checks errors inference step training update"},
     {
-        "run": "accelerator build checkpoint checks comm config data distributed errors exact faults files launch loggers loop optim run_dir strategies tasks tensors training troubleshooting"
+        "run": "build checkpoint checks comm config data distributed errors exact faults files launch loggers loop optim run_dir strategies tasks tensors training troubleshooting"
     },
     {"cli": "config errors launch run"},
     {"api": "cli config errors faults files inference launch run"},

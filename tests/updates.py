@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from trainer.accelerator import HostCopy
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Strategy
 from trainer.training.failure_snapshot import NoSnapshot
@@ -31,7 +30,6 @@ def run_of(state: TrainState, device: str = "cpu") -> Any:
         agreement=SimpleNamespace(finish=lambda: SimpleNamespace(data_left=True)),
         weight_statistics=WeightStatistics(state.model, dist, None),
         snapshot=NoSnapshot(),
-        norm_on_host=HostCopy(there),
         kept_buffers=None,
     )
 

@@ -96,28 +96,6 @@ def can_pin(device: torch.device) -> bool:
     return device.type in ("cuda", "xpu")
 
 
-class HostCopy:
-    """The copy of a scalar on the host; reading it doesn't wait for what the device has to do after it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._made = device, event(device)
-        self._copy = torch.zeros((), pin_memory=can_pin(device))
-
-    def start(self, number: Tensor) -> None:
-        """Copy `number`, of shape (), when the current stream has computed it."""
-        if not is_accelerator(number.device):
-            self._copy = number
-            return
-        if self._copy.dtype != number.dtype:  # to convert it would take a kernel
-            self._copy = torch.zeros((), dtype=number.dtype, pin_memory=can_pin(self._device))
-        self._copy.copy_(number, non_blocking=True)
-        self._made.record()
-
-    def read(self) -> float:
-        self._made.synchronize()
-        return self._copy.item()
-
-
 def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
     """Peak memory of each: what torch's allocator held of an accelerator, a CPU's resident set."""
     if not any(map(is_accelerator, devices)):

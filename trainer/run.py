@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.accelerator import HostCopy
 from trainer.build import (
     Data,
     as_built,
@@ -234,7 +233,6 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         stop_request=stop_request,
         kept_buffers=kept_buffers,
         snapshot=snapshot,
-        norm_on_host=HostCopy(dist.device),
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainer import accelerator
 from trainer.checks.gradients import non_finite_error
 from trainer.errors import NonFiniteError
 from trainer.tasks.base import end_step_of_task
@@ -52,9 +53,16 @@ def apply_update(run: "Run", step: int, norm: Tensor, losses: Sequence[Tensor]) 
     """
     state, strategy, settings = run.state, run.strategy, run.settings
     with run.snapshot.update(step):
-        run.norm_on_host.start(norm)
+        on_host, copied = norm.to("cpu", non_blocking=True), accelerator.event(norm.device)
+        copied.record()
+
+        def check() -> Update:
+            with run.snapshot.waiting():
+                copied.synchronize()
+            return Update.MADE if math.isfinite(on_host) else _skip(run, step, losses)
+
         waits_later = _may_wait_later(run, norm)
-        update = Update.MADE if waits_later else _checked(run, step, losses)
+        update = Update.MADE if waits_later else check()
         with run.weight_statistics.around_update(step, settings.logs(step)):
             if update is Update.MADE:
                 if settings.clip_grad_norm is not None:
@@ -66,7 +74,7 @@ def apply_update(run: "Run", step: int, norm: Tensor, losses: Sequence[Tensor]) 
                     state.optimizer.step()
                 strategy.share_updates()
         if waits_later:
-            update = _checked(run, step, losses)
+            update = check()
         is_made = update is Update.MADE
         state.trained.drop_gradients()
         state.scaler.update()
@@ -80,13 +88,9 @@ def apply_update(run: "Run", step: int, norm: Tensor, losses: Sequence[Tensor]) 
     return update
 
 
-def _checked(run: "Run", step: int, losses: Sequence[Tensor]) -> Update:
-    """Wait for the norm, and return what to do; raise if it is NaN or Inf too often (a collective)."""
+def _skip(run: "Run", step: int, losses: Sequence[Tensor]) -> Update:
+    """Skip the update, or raise if that happens too often in a row (a collective)."""
     progress, max_skipped = run.state.progress, run.settings.skip_nonfinite
-    with run.snapshot.waiting():
-        is_finite = math.isfinite(run.norm_on_host.read())
-    if is_finite:
-        return Update.MADE
     in_a_row = progress.skipped_in_a_row + 1
     if run.state.scaler.is_enabled():
         if in_a_row >= _MAX_OVERFLOWS:
@@ -110,20 +114,11 @@ def _checked(run: "Run", step: int, losses: Sequence[Tensor]) -> Update:
 
 
 def _may_wait_later(run: "Run", norm: Tensor) -> bool:
-    """Return whether every step of the run makes an update, and its optimizer reads a flag on the GPU.
-
-    Torch has no public way to ask. Without any gradient the answer is true, so that a parameter server's
-    workers read the norm when its servers do.
-    """
-    optimizer = run.state.optimizer
+    """Return whether every step makes an update, and the optimizer itself reads a flag on the GPU."""
     if norm.is_cpu or run.settings.skip_nonfinite or run.state.scaler.is_enabled():
         return False
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-        p.grad.device == norm.device
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.grad is not None
-    )
+    is_on_one_device = len(run.strategy.devices) == 1
+    return is_on_one_device and getattr(run.state.optimizer, "_step_supports_amp_scaling", False)
 
 
 @contextmanager

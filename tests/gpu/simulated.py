@@ -242,8 +242,9 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for each in sims if not SIM.hangs(stream.clock) else ():
             each.memory.touch(stream, writes=id(each) in ids)
     if to_host and (kwargs.get("non_blocking") or (name == "copy_" and args[2:] and args[2])):
-        assert name == "copy_" and stream is not None, "into memory that the caller keeps"
-        value, target = args[1].raw.clone(), args[0]
+        assert stream is not None
+        value = (args[1] if name == "copy_" else args[0]).raw.clone()
+        target = args[0] if name == "copy_" else torch.empty_like(value, device="cpu")  # which torch pins
         SIM.pending.append((Counter(stream.clock), lambda: target.copy_(value)))
         return target.fill_(-77)
     if to_host or (sims and name in _READS):

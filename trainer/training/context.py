@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trainer.accelerator import HostCopy
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checks.buffers import BufferCheck
 from trainer.checks.replicas import ReplicaCheck
@@ -57,7 +56,6 @@ class Run(ModelContext):
     profile: Profile
     stop_request: StopRequest
     snapshot: NoSnapshot  # a `FailureSnapshot`, if a survivor of a failure may save
-    norm_on_host: HostCopy
     kept_buffers: KeptBuffers | None  # after the last step, for the snapshot or a step that is skipped
 
     def asked(self) -> AfterStep:
