@@ -12,13 +12,13 @@ each case; the exit status is 1 if one is wrong.
 import argparse
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 
 from tests.fault_parts import fault
+from tests.programs import finish
 from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.finding import candidates
 from trainer.checkpoint.listing import Listing
@@ -41,8 +41,7 @@ def start(run_dir: Path, strategy: str, every: int, *overrides: str) -> int:
     words += [f"checkpoint.every_steps={every}", "checkpoint.every_epochs=null", "checkpoint.keep_last=1"]
     words += [f"checkpoint.keep_best={{metric: {BEST.metric}, mode: {BEST.mode}}}", "schedule.warmup_steps=0"]
     words += [f"strategy={strategy}", *STRATEGIES[strategy], f"run_dir={run_dir}", "resume=auto"]
-    command = [sys.executable, "train.py", *words, *overrides]
-    return subprocess.run(command, capture_output=True, timeout=_DEADLINE_S).returncode
+    return finish("train.py", *words, *overrides, timeout_s=_DEADLINE_S, forks=True).code
 
 
 def sources(run_dir: Path) -> dict[str, int | None]:

@@ -88,6 +88,7 @@ def test_only_evaluations_of_ancestors_count(tmp_path: Path) -> None:
             record.start_branch(branch, origin)
         for step, score in scores.items():
             record.add(State(branch, step), {"loss": score})
+    record.write()
     found = Evaluations.read(tmp_path)
     assert found.of(State("c", 2)) == found.of(State("a", 2)) == {"loss": 4.0}
     assert found.best(State("a", 6), low) == State("a", 4)

@@ -29,7 +29,7 @@ class State(NamedTuple):
 
 
 class Evaluations:
-    """The record in `run_dir`, empty until `merge`. Only rank 0 writes it; any thread there may read it."""
+    """The record in `run_dir`, the same on every rank, and empty until `merge`. Only rank 0 writes it."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
@@ -65,9 +65,8 @@ class Evaluations:
         self._origins = {**self._origins, branch: origin}
 
     def add(self, state: State, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of an evaluation; they are on disk when this returns. Raises OSError."""
+        """Add the metrics of an evaluation; call `write` before training continues."""
         self._metrics = {**self._metrics, self.owner(state): dict(metrics)}
-        self.write()
 
     def owner(self, state: State) -> State:
         """Return `state` with the branch that reached it first; a branch shares its past with its origin."""
