@@ -135,7 +135,7 @@ class Checkpointer:
         self._agreement.on_main(self._store.recover)
         if resume is None:
             return None
-        source = opened_for(resume, self._store, self._remote.listings, self._agreement)
+        source = opened_for(resume, self._store, self._settings.remote, self._agreement)
         if source is not None:
             found, num_samples = source, self._facts["num_samples"]
             self._agreement.everywhere(lambda: check_data(found, num_samples))
@@ -190,7 +190,7 @@ class Checkpointer:
             # Of another run, perhaps, or at an address.
             evaluations.merge(Evaluations.read(source.directory.parent.parent))
         if source is not None and self._settings.keep_best is not None:
-            found = all_found(self._store, self._remote.listings)
+            found = all_found(self._store, self._settings.remote)
             saved = {each.manifest.state for each in found if each.manifest is not None}
         return secrets.token_hex(4), evaluations, saved
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import KeepBest
+from trainer.errors import UserError
 from trainer.files.address import Location
 from trainer.files.untrusted import read_json
 from trainer.files.writing import atomic_file
@@ -47,7 +48,11 @@ class Evaluations:
         found = Evaluations(Path())
         origins, metrics = {}, {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), (run_dir / FILE).open("rb") as file:
-            for row in (read_json(run_dir / FILE, line) for line in file.read().splitlines()):
+            try:
+                rows = [read_json(run_dir / FILE, line) for line in file.read().splitlines()]
+            except UserError as error:
+                raise UserError(f"{error}; delete it to continue without the evaluations so far") from error
+            for row in rows:
                 if "metrics" in row:
                     metrics[State(row["branch"], row["step"])] = row["metrics"]
                 else:
