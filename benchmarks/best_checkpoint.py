@@ -7,18 +7,21 @@ best`. No step may have two rows in metrics.jsonl, and a further resume must not
 each case; the exit status is 1 if one is wrong.
 
     python -m benchmarks.best_checkpoint [--strategies single ddp fsdp] [--resumes once twice] [--json FILE]
+        [--ends SIGTERM SIGKILL exception] [--set checkpoint.async=true ...]
 """
 
 import argparse
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.fault_parts import fault
+from tests.programs import finish
 from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.finding import candidates
 from trainer.checkpoint.listing import Listing
@@ -34,15 +37,14 @@ BEST = KeepBest("eval/loss", "max")  # of the first evaluation: a run that forge
 _DEADLINE_S = 300
 
 
-def start(run_dir: Path, strategy: str, every: int, *overrides: str) -> int:
+def run(run_dir: Path, strategy: str, every: int, *overrides: str, also: Sequence[str] = ()) -> int:
     """Train, or resume, and return the exit status."""
     words = ["logger=jsonl", "model.hidden=[16]", "train.global_batch_size=64", "train.max_steps=10"]
     words += ["train.eval_every_steps=4", "train.eval_every_epochs=0", "train.log_every_steps=1"]
     words += [f"checkpoint.every_steps={every}", "checkpoint.every_epochs=null", "checkpoint.keep_last=1"]
     words += [f"checkpoint.keep_best={{metric: {BEST.metric}, mode: {BEST.mode}}}", "schedule.warmup_steps=0"]
     words += [f"strategy={strategy}", *STRATEGIES[strategy], f"run_dir={run_dir}", "resume=auto"]
-    command = [sys.executable, "train.py", *words, *overrides]
-    return subprocess.run(command, capture_output=True, timeout=_DEADLINE_S).returncode
+    return finish("train.py", *words, *also, *overrides, timeout_s=_DEADLINE_S, forks=True).code
 
 
 def sources(run_dir: Path) -> dict[str, int | None]:
@@ -59,8 +61,8 @@ def sources(run_dir: Path) -> dict[str, int | None]:
     }
 
 
-def problems(run_dir: Path, expected: dict[str, object], strategy: str, every: int) -> list[str]:
-    """Return what is wrong with a finished run, in words."""
+def problems(run_dir: Path, expected: dict[str, object], again: Callable[[], int]) -> list[str]:
+    """Return what is wrong with a finished run, in words; `again` resumes it once more."""
     found = []
     result = json.loads((run_dir / "result.json").read_text())
     if result["param_sha256"] != expected["param_sha256"]:
@@ -70,7 +72,7 @@ def problems(run_dir: Path, expected: dict[str, object], strategy: str, every: i
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     found += [f"step {step} has {number} rows" for step, number in Counter(steps).items() if number > 1]
     before = (run_dir / "train.log").read_text().count("eval at step")
-    start(run_dir, strategy, every)
+    again()
     if (run_dir / "train.log").read_text().count("eval at step") != before:
         found.append("a further resume evaluates again")
     return found
@@ -80,8 +82,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=[*STRATEGIES])
     parser.add_argument("--resumes", nargs="+", choices=["once", "twice"], default=["once", "twice"])
+    parser.add_argument("--ends", nargs="+", choices=ENDS, default=[*ENDS])
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of every run")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    start = partial(run, also=chosen.set)
     rows = []
     for strategy, (saves, every) in itertools.product(chosen.strategies, SAVES.items()):
         with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +95,7 @@ def main() -> int:
             result = json.loads((undisturbed / "result.json").read_text())
             expected = {"param_sha256": result["param_sha256"], "sources": sources(undisturbed)}
             assert set(expected["sources"].values()) == {4}, expected
-            for resumes, end, phase in itertools.product(chosen.resumes, ENDS, PHASES):
+            for resumes, end, phase in itertools.product(chosen.resumes, chosen.ends, PHASES):
                 run_dir = Path(folder, f"{resumes}-{end}-{phase}")
                 mark = Path(folder, f"{run_dir.name}.mark")
                 first = fault(ENDS[end], rank=0, step=4, phase=PHASES[phase], mark=mark)
@@ -99,7 +104,7 @@ def main() -> int:
                     again = fault("term", rank=0, step=5, mark=mark.with_suffix(".again"))
                     statuses.append(start(run_dir, strategy, every, *again))
                 statuses.append(start(run_dir, strategy, every))
-                wrong = problems(run_dir, expected, strategy, every)
+                wrong = problems(run_dir, expected, partial(start, run_dir, strategy, every))
                 if not mark.exists() or statuses[-1] != 0:
                     wrong.append(f"the case didn't happen, or the run didn't end: {statuses}")
                 case = {"strategy": strategy, "saves": saves, "end": end, "in": phase, "resumed": resumes}
@@ -108,7 +113,9 @@ def main() -> int:
                     f"{'  '.join(f'{value:10}' for value in case.values())}  {wrong or 'right'}", flush=True
                 )
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps({"rows": rows, "best": vars(BEST)}, indent=1) + "\n")
+        chosen.json.write_text(
+            json.dumps({"set": chosen.set, "rows": rows, "best": vars(BEST)}, indent=1) + "\n"
+        )
     bad = sum(bool(row["wrong"]) for row in rows)
     print(f"{len(rows) - bad} of {len(rows)} are right")
     return int(bad > 0)

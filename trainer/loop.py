@@ -12,7 +12,7 @@ from trainer.checks.trainable import refuse_changed_by_loss
 from trainer.errors import StoppedBySignal, UserError, first_few
 from trainer.inference.evaluation import evaluate, show
 from trainer.step import train_step
-from trainer.training.evaluation_dry_run import dry_run_of_evaluation
+from trainer.training.evaluation_dry_run import check_metrics, dry_run_of_evaluation, metrics_in_use
 from trainer.training.log_step import log_first_step, log_step
 from trainer.training.step_agreement import AfterStep
 from trainer.update import Update
@@ -39,6 +39,8 @@ def fit(run: "Run") -> dict[str, float]:
     began_within_epoch = progress.samples_in_epoch > 0
     run.model.train()
     evaluation = run.checkpointer.restored_metrics
+    if not evaluation.keys() >= set(metrics_in_use(run.as_built).values()):
+        evaluation = {}  # an evaluation of a task with other metrics
     # A signal or a failure may have saved the checkpoint before its evaluation was made.
     if run.steps_before and not evaluation and evaluation_due(run):
         evaluation, _ = evaluate_now(run)
@@ -230,6 +232,7 @@ def evaluate_as(run: "Run", loader: "EvalLoader", prefix: str, shows: bool) -> d
     The metrics' names begin with `prefix`.
     """
     evaluation = evaluate(run, loader)
+    check_metrics(run.as_built, evaluation.metrics)
     if shows:
         show(run, evaluation, run.run_log, run.state.progress.step, at_end=is_over(run))
     return {f"{prefix}{name}": value for name, value in evaluation.metrics.items()}

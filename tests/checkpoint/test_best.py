@@ -77,6 +77,25 @@ def test_the_best_evaluation_is_saved_found_at_the_remote_and_of_the_current_bra
     assert of_branch == "step_00000008-2", "10 has a lower loss, but is no ancestor"
 
 
+def _set_later(root: Path) -> list[str]:
+    """Evaluate step 4, save step 5; set keep_best at the next launch, and a remote at the one after it."""
+    words = (*RUN, f"run_dir={root / 'run'}", "resume=auto")
+    with pytest.raises(InjectedError):
+        train(
+            *words, "checkpoint.keep_best=null", "checkpoint.every_steps=5", *fault("raise", rank=0, step=7)
+        )
+    train(*words)
+    train(*words, "train.max_steps=12", f"checkpoint.remote=file://{root}/remote")
+    return [_best(root / "run"), *sorted(path.name for path in (root / "remote" / "checkpoints").iterdir())]
+
+
+@pytest.mark.slow
+def test_the_best_state_that_can_be_saved_is_kept_and_copied(tmp_path: Path) -> None:
+    """Nothing contains step 4, which was better: step 8 is saved nevertheless, and reaches a later remote."""
+    best, *at_remote = run_ranks(_set_later, 1, tmp_path, init=False)[0]
+    assert best == "step_00000008" and at_remote == ["step_00000008", "step_00000012"]
+
+
 def test_only_evaluations_of_ancestors_count(tmp_path: Path) -> None:
     record, low = Evaluations(tmp_path), KeepBest("loss", "min")
     for branch, origin, scores in (
@@ -88,6 +107,7 @@ def test_only_evaluations_of_ancestors_count(tmp_path: Path) -> None:
             record.start_branch(branch, origin)
         for step, score in scores.items():
             record.add(State(branch, step), {"loss": score})
+    record.write()
     found = Evaluations.read(tmp_path)
     assert found.of(State("c", 2)) == found.of(State("a", 2)) == {"loss": 4.0}
     assert found.best(State("a", 6), low) == State("a", 4)

@@ -52,7 +52,7 @@ def test_the_newest_is_found_though_a_call_fails_thrice(tmp_path: Path, call: tu
     _copied(tmp_path, 10, 20)
     elsewhere, remote = _run(tmp_path, "elsewhere")
     FailingStore.failures[call] = 3
-    newest = all_found(elsewhere, remote.listings)[0].path
+    newest = all_found(elsewhere, str(remote._address))[0].path
     verify(newest)
     assert newest.name == "step_00000020"
     if call != ("info", "20/manifest.json"):  # what is listed is not asked for
@@ -70,8 +70,8 @@ def test_no_answer_is_not_taken_for_nothing(
     elsewhere, remote = _run(tmp_path, "elsewhere")
     FailingStore.failures[call] = 1000
     with pytest.raises(UnreachableError, match="cannot be reached: OSError: 500"):
-        all_found(elsewhere, remote.listings)
-    assert [each.path.name[-2:] for each in all_found(here, remote.listings)] == ["20", "10"]
+        all_found(elsewhere, str(remote._address))
+    assert [each.path.name[-2:] for each in all_found(here, str(remote._address))] == ["20", "10"]
     assert "500 Internal Server Error; going by what is in" in caplog.text
 
 
@@ -146,5 +146,5 @@ def test_a_copy_cut_off_with_its_machine_is_no_checkpoint(
     _copied(tmp_path, 10)
     (tmp_path / "there/checkpoints/step_00000010/manifest.json").unlink()
     elsewhere, remote = _run(tmp_path, "elsewhere")
-    assert all_found(elsewhere, remote.listings) == []
+    assert all_found(elsewhere, str(remote._address)) == []
     assert "step_00000010: its copy was never completed" in caplog.text

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor
 from trainer.checkpoint.evaluations import Evaluations, State
 from trainer.checkpoint.finding import check_data, opened_for, tell_what_changed
 from trainer.checkpoint.layout import Plan, aliases_in, plan_save
+from trainer.checkpoint.listing import all_found
 from trainer.checkpoint.open_checkpoint import ADAPTERS, DATA_STATES, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
 from trainer.checkpoint.remote import Copier, NoRemote, Remote
 from trainer.checkpoint.restoring import (
@@ -84,7 +84,7 @@ class Checkpointer:
         """
         self._settings, self._dist = settings, dist
         self._store = Store(Path(run_dir) / "checkpoints", run_id)
-        self._evaluations = Evaluations(Path(run_dir))  # on rank 0
+        self._evaluations = Evaluations(Path(run_dir))
         self._agreement = Agreement(dist, settings.timeout_s)
         self._remote = self._remote_of(settings)
         dist.heartbeat.disk_may_take(settings.timeout_s)
@@ -101,10 +101,10 @@ class Checkpointer:
         self._plan: tuple[Any, Plan] | None = None  # what it is for, and that of the last save
         self._last_saved: int | None = None
         self._branch, self._origin = "", State("", 0)  # of the run; and what it resumed from, if it did
-        self._best_score = math.nan  # for keep_best, of the current state and its ancestors
+        self._saved: set[State] = set()  # by this run: what keep_best may compare an evaluation with
         self._last_save_s = time.monotonic()  # or the start
         self.saving = Saving()
-        self.restored_metrics: dict[str, float] = {}
+        self.restored_metrics: Mapping[str, float] = {}
         self.unsaved: Mapping[str, Any] = {}
         self.restored_unsaved: Mapping[str, Any] = {}
 
@@ -135,7 +135,7 @@ class Checkpointer:
         self._agreement.on_main(self._store.recover)
         if resume is None:
             return None
-        source = opened_for(resume, self._store, self._remote.listings, self._agreement)
+        source = opened_for(resume, self._store, self._settings.remote, self._agreement)
         if source is not None:
             found, num_samples = source, self._facts["num_samples"]
             self._agreement.everywhere(lambda: check_data(found, num_samples))
@@ -167,32 +167,32 @@ class Checkpointer:
         self._savable.not_finite.update(*self._agreement.gather(self._savable.not_finite))
         self._facts |= {"exact": exact, LEFT_OUT: dict(left_out)}
         self._facts |= {MODEL_CONFIG: self._savable.model_config, ADAPTERS: self._savable.adapters}
-        begun = self._agreement.on_main(lambda: self._begun_branch(self._opened))
-        self._branch, self.restored_metrics, self._best_score = begun
+        self._branch, before, self._saved = self._agreement.on_main(lambda: self._before(self._opened))
         if self._opened is None:
             return []
         data_states = self._restore(state, self._opened, frozen)
         self._origin = self._opened.manifest.state
+        self._evaluations.merge(before)
+        self._evaluations.start_branch(self._branch, self._origin)
+        self.restored_metrics = self._evaluations.of(self._origin)
         self.restored_unsaved = self._opened.facts.get(_UNSAVED, {})
         self._store.saved_after = self._opened.manifest.saved_at
         if self._opened.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
         return data_states
 
-    def _begun_branch(self, source: OpenCheckpoint | None) -> tuple[str, dict[str, float], float]:
-        """Return a new branch, the metrics of the state in ``source``, and the best score up to it."""
-        branch, best = secrets.token_hex(4), self._settings.keep_best
-        if source is None:
-            return branch, {}, math.nan
-        here, current = Evaluations.read(self._store.root.parent), source.manifest.state
-        found = Evaluations.read(source.directory.parent.parent)  # of another run, perhaps, or at an address
-        if source.manifest.run_id == self._store.run_id:
-            here.merge(found)
-        self._evaluations.merge(here)
-        self._evaluations.start_branch(branch, current)
-        leader = here.best(current, best) if best is not None else None
-        score = here.of(leader)[best.metric] if best is not None and leader is not None else math.nan
-        return branch, dict(found.of(current)), score
+    def _before(self, source: OpenCheckpoint | None) -> tuple[str, Evaluations, set[State]]:
+        """Return a new branch, the evaluations before it, and the states that this run has saved."""
+        run_dir, saved = self._store.root.parent, set[State]()
+        evaluations = Evaluations(run_dir)
+        if source is not None:
+            evaluations.merge(Evaluations.read(run_dir))
+            # Of another run, perhaps, or at an address.
+            evaluations.merge(Evaluations.read(source.directory.parent.parent))
+        if source is not None and self._settings.keep_best is not None:
+            found = all_found(self._store, self._settings.remote)
+            saved = {each.manifest.state for each in found if each.manifest is not None}
+        return secrets.token_hex(4), evaluations, saved
 
     def _restore(
         self, state: TrainState, source: OpenCheckpoint, frozen: Mapping[str, str]
@@ -274,25 +274,18 @@ class Checkpointer:
         """Record the metrics of the state after ``step``, the same on every rank, on rank 0's disk.
 
         Returns:
-            Whether ``keep_best`` asks to save this state, because none of its ancestors was better.
+            Whether ``keep_best`` asks to save this state, because no ancestor with a checkpoint was better.
 
         Raises:
-            UserError: ``keep_best`` asks for a metric that evaluation does not yield.
             UserError, Fault: on rank 0: the disk fails.
         """
-        best = self._settings.keep_best
-        if best is not None and best.metric not in metrics:
-            raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")
+        state, best = State(self._branch, step), self._settings.keep_best
+        self._evaluations.add(state, metrics)
         if self._dist.is_main:
             with writing(self._store.root.parent), at_disk():
-                self._evaluations.add(State(self._branch, step), metrics)
+                self._evaluations.write()
             self._remote.follow()
-        if best is None or not math.isfinite(score := metrics[best.metric]):
-            return False
-        before = self._best_score
-        is_best = math.isnan(before) or (score > before if best.mode == "max" else score < before)
-        self._best_score = score if is_best else before
-        return is_best
+        return best is not None and self._evaluations.best(state, best, [*self._saved, state]) == state
 
     def save(self, state: TrainState, data_state: Mapping[str, Any] | None = None) -> Saving:
         """Save ``state``.
@@ -353,6 +346,7 @@ class Checkpointer:
         part = plan.part_of(tensors, self._dist.rank)
         contents = Contents(step, plan, part, {**self._facts, _UNSAVED: self.unsaved, **facts}, self._branch)
         self._last_saved = step
+        self._saved.add(State(self._branch, step))
         if not self._settings.async_:
             self._write(directory, contents)
             return self.saving

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import KeepBest
+from trainer.errors import UserError
 from trainer.files.address import Location
 from trainer.files.untrusted import read_json
 from trainer.files.writing import atomic_file
@@ -29,7 +30,7 @@ class State(NamedTuple):
 
 
 class Evaluations:
-    """The record in `run_dir`, empty until `merge`. Only rank 0 writes it; any thread there may read it."""
+    """The record in `run_dir`, the same on every rank, and empty until `merge`. Only rank 0 writes it."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
@@ -47,7 +48,11 @@ class Evaluations:
         found = Evaluations(Path())
         origins, metrics = {}, {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), (run_dir / FILE).open("rb") as file:
-            for row in (read_json(run_dir / FILE, line) for line in file.read().splitlines()):
+            try:
+                rows = [read_json(run_dir / FILE, line) for line in file.read().splitlines()]
+            except UserError as error:
+                raise UserError(f"{error}; delete it to continue without the evaluations so far") from error
+            for row in rows:
                 if "metrics" in row:
                     metrics[State(row["branch"], row["step"])] = row["metrics"]
                 else:
@@ -65,9 +70,8 @@ class Evaluations:
         self._origins = {**self._origins, branch: origin}
 
     def add(self, state: State, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of an evaluation; they are on disk when this returns. Raises OSError."""
+        """Add the metrics of an evaluation; call `write` before training continues."""
         self._metrics = {**self._metrics, self.owner(state): dict(metrics)}
-        self.write()
 
     def owner(self, state: State) -> State:
         """Return `state` with the branch that reached it first; a branch shares its past with its origin."""

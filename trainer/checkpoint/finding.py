@@ -31,7 +31,7 @@ def candidates(
         UserError: there is none.
     """
     listing: Listing[Any] = Listing(run_dir / "checkpoints", run_id)
-    others = _remote_of(settings.remote, run_id) if isinstance(run_dir, Path) else ()
+    remote = settings.remote if isinstance(run_dir, Path) else None
     if which == "best":
         if (best := settings.keep_best) is None:
             raise UserError(
@@ -39,20 +39,17 @@ def candidates(
                 "'checkpoint.keep_best={metric: eval/loss, mode: min}'"
             )
         evaluations = Evaluations.read(run_dir)
-        for other in others:
+        if remote is not None:
             with contextlib.suppress(UserError, Fault):  # `all_found` says why
-                evaluations.merge(Evaluations.read(other.root.parent))
-        own = {each.path: each.manifest for each in all_found(listing, others) if each.manifest is not None}
+                evaluations.merge(Evaluations.read(Address(remote)))
+        own = {each.path: each.manifest for each in all_found(listing, remote) if each.manifest is not None}
         if not (chosen := best_of(own, best, evaluations)):
             raise UserError(f"{run_dir} has no checkpoint with a finite {best.metric}")
         return chosen
     if which == "newest":
-        found: list[Location] = listing.newest_first() or [
-            path for other in others for path in other.newest_first()
-        ]
-        if not found:
+        if not (found := listing.found() or all_found(listing, remote)):
             raise UserError(f"{run_dir} has no checkpoint: {run_dir / 'checkpoints'} holds none of this run")
-        return found
+        return [each.path for each in found]
     named = [path for path in (location(which), run_dir / "checkpoints" / which) if path.is_dir()]
     if not named:
         raise UserError(f"the checkpoint {which} is not a directory; use newest, best or the path of one")
@@ -62,15 +59,15 @@ def candidates(
 
 
 def opened_for(
-    resume: str, own: Listing[Path], others: tuple[Listing[Address], ...], agreement: Agreement
+    resume: str, own: Listing[Path], remote: str | None, agreement: Agreement
 ) -> OpenCheckpoint | None:
     """The checkpoint that ``resume`` means, verified; each rank reads its share of it (a collective).
 
-    None if there is none in ``own`` and ``others``, the run's places, for "auto".
+    None if there is none in ``own`` and at ``remote`` for "auto".
     """
     if resume != "auto":
         return verified_by_all(agreement.on_main(lambda: _existing(resume)), agreement)
-    found = agreement.on_main(lambda: [each.path for each in all_found(own, others)])
+    found = agreement.on_main(lambda: [each.path for each in all_found(own, remote)])
     if not found:
         log.info("resume=auto: no checkpoint in %s, starting a new run", own.root)
         return None
@@ -125,12 +122,8 @@ def saved_settings_of(
     candidates: list[Location] = [Path(resume or "")]
     if resume == "auto":
         own = Listing(run_dir / "checkpoints", run_id)
-        candidates = [each.path for each in all_found(own, _remote_of(remote, run_id))]
+        candidates = [each.path for each in all_found(own, remote)]
     for directory in candidates:
         with contextlib.suppress(UserError):
             return OpenCheckpoint.open(directory).config
     return {}
-
-
-def _remote_of(remote: str | None, run_id: str | None) -> tuple[Listing[Address], ...]:
-    return () if remote is None else (Listing(Address(remote) / "checkpoints", run_id),)

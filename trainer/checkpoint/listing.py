@@ -85,7 +85,7 @@ class Listing(Generic[P]):
             else:
                 if self.run_id in (manifest.run_id, None):  # None: those of all runs
                     found.append(Found(manifest.saved_at, path, manifest))
-        return _newest_first(found)
+        return sorted(found, key=_saved_at, reverse=True)
 
     def newest_first(self) -> list[P]:
         """The paths of `found`."""
@@ -111,32 +111,33 @@ class Listing(Generic[P]):
         return [path for path in own if path not in keep]
 
 
-def all_found(own: Listing[Any], others: tuple[Listing[Address], ...]) -> list[Found[Any]]:
-    """Return the checkpoints of ``own`` and ``others``, newest first, and ``own``'s copy first of two.
+def all_found(own: Listing[Any], remote: str | None) -> list[Found[Any]]:
+    """Return the checkpoints of ``own`` and of its `checkpoint.remote`, newest first.
 
-    What lacks its manifest at an address is no checkpoint: its machine was lost during the copy.
+    If both have a checkpoint, the copy of ``own`` comes first. What lacks its manifest at an address is not a
+    checkpoint: its machine was lost during the copy.
 
     Raises:
-        UserError, Fault: one of ``others`` cannot be reached, and ``own`` has none.
+        UserError, Fault: ``remote`` cannot be reached, and ``own`` has none.
     """
     found: list[Found[Any]] = list(own.found())
-    for other in others:
-        try:
-            theirs = other.found()
-            begun = [each for each in theirs if each.manifest is None and not (each.path / MANIFEST).exists()]
-        except (UserError, Fault) as error:
-            if not found:
-                raise
-            log.warning("%s; going by what is in %s", error, own.root)
-            continue
-        found += [each for each in theirs if each not in begun]
-        for each in begun:
-            log.warning("passing over %s: its copy was never completed", printable(each.path))
-    return _newest_first(found)
+    if remote is None:
+        return found
+    try:
+        for each in Listing(Address(remote) / "checkpoints", own.run_id).found():
+            if each.manifest is None and not (each.path / MANIFEST).exists():
+                log.warning("passing over %s: its copy was never completed", printable(each.path))
+            else:
+                found.append(each)
+    except (UserError, Fault) as error:
+        if not found:
+            raise
+        log.warning("%s; going by what is in %s", error, own.root)
+    return sorted(found, key=_saved_at, reverse=True)
 
 
-def _newest_first(found: list[Found[P]]) -> list[Found[P]]:
-    return sorted(found, key=lambda each: each.saved_at, reverse=True)
+def _saved_at(found: Found[Any]) -> float:
+    return found.saved_at
 
 
 def newest_run_id(run_dir: Location) -> str | None:

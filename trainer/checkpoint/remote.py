@@ -24,7 +24,7 @@ from pathlib import Path
 
 from trainer.checkpoint.evaluations import FILE as EVALUATIONS
 from trainer.checkpoint.evaluations import Evaluations
-from trainer.checkpoint.listing import Listing, newest_run_id
+from trainer.checkpoint.listing import Listing, best_of, newest_run_id
 from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_text, read_manifest, step_of
 from trainer.config import CheckpointConfig
 from trainer.errors import Fault, UserError, kind_of
@@ -48,7 +48,6 @@ class TakenError(UserError):
 class NoRemote:
     """In place of a `Remote` where there is nothing to copy."""
 
-    listings: tuple[Listing[Address], ...] = ()
     in_hand: Path | None = None
 
     def follow(self, step: int = 0) -> None:
@@ -199,7 +198,6 @@ class Remote(Copier):
         super().__init__(address, here, session, rank=0)
         self._settings, self._evaluations = settings, evaluations
         self._there = Listing(address / "checkpoints", here.run_id)
-        self.listings = (self._there,)
         self._number = 0  # of this launch among those of the run, from 1 on; 0 before it is known
         self._attempt = 0  # to copy a checkpoint
 
@@ -220,15 +218,21 @@ class Remote(Copier):
     def _copy(self) -> None:
         try:
             alone = not self._has_saved  # asked first: a save may end at any moment
-            path = self.in_hand = next(iter(self._here.own()), None)
+            newest = self.in_hand = next(iter(self._here.own()), None)
             if not self._has_begun:
                 self._begin()
             self._owner_now()
             for file in map(self._here.root.parent.joinpath, _SMALL_FILES):
                 if file.exists():
                     self._put_file(file, self._address / file.name)
-            if path is not None:
-                self._put_checkpoint(path, alone)
+            if newest is None:
+                return
+            self._safe_step = self._put_checkpoint(newest, alone).step
+            # The best may have been saved while an older one was copied, or before there was an address.
+            if (keep_best := self._settings.keep_best) is not None:
+                for best in best_of(self._here.own(), keep_best, self._evaluations)[:1]:
+                    self.in_hand = best
+                    self._put_checkpoint(best, alone=True)
         finally:
             self.in_hand = None
 
@@ -264,12 +268,12 @@ class Remote(Copier):
         file = self._address / OWNER
         file.write(json.dumps(own).encode(), create=not file.exists())
 
-    def _put_checkpoint(self, path: Path, alone: bool) -> None:
+    def _put_checkpoint(self, path: Path, alone: bool) -> Manifest:
         manifest = read_manifest(path)
         self._newest_step = self._newest_step or manifest.step  # saved before this launch
         there = self._free_place(manifest)
         if there is None:
-            return
+            return manifest
         there.make()
         others = set[str]()
         if not alone:
@@ -280,12 +284,12 @@ class Remote(Copier):
         self._wait_for_others(there, {name: manifest.files[name].bytes for name in others})
         self._owner_now()
         (there / MANIFEST).write(manifest_text(manifest).encode(), create=True)
-        self._safe_step = manifest.step
         self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
         for old in self._there.beyond(self._settings, self._evaluations):
             if old != there:
                 (old / MANIFEST).remove()  # first: without it, this is not a checkpoint
         self._remove_incomplete()
+        return manifest
 
     def _wait_for_others(self, there: Address, sizes: Mapping[str, int]) -> None:
         """Wait until the files of other ranks are there.
@@ -309,7 +313,6 @@ class Remote(Copier):
     def _free_place(self, manifest: Manifest) -> Address | None:
         """The place for a checkpoint, beside others of the same step; None if it is there already."""
         if manifest in self._there.own().values():
-            self._safe_step = manifest.step
             return None
         number, name = self._number, f"step_{manifest.step:08d}"
         while True:

@@ -164,27 +164,31 @@ class Address:
         Some stores cannot tell: there the last one wins. An error leaves what was there before, except on
         stores that show a file before it is complete, other than a local disk.
         """
-        fs, path = self._store
-        with self._refusals():
-            if not self._is_local:
-                fs.pipe_file(path, data, mode="create" if create else "overwrite")
-                return
-            if create and fs.exists(path):
-                raise FileExistsError(path)
-            beside = f"{path}.{secrets.token_hex(4)}"
-            try:
-                fs.pipe_file(beside, data)
-                fs.mv(beside, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    fs.rm(beside)
-                raise
+        if create and self._is_local and self.exists():
+            raise FileExistsError(str(self))
+        mode = "create" if create else "overwrite"
+        self._place(lambda fs, path: fs.pipe_file(path, data, mode=mode))
 
     def put(self, file: Path) -> None:
-        """Make this a copy of the local `file`."""
+        """Make this a copy of the local `file`. An error leaves what was there, as with `write`."""
+        self._place(lambda fs, path: fs.put_file(str(file), path))
+
+    def _place(self, write: Callable[[Any, str], None]) -> None:
+        """Call `write` with where to write: on a local disk a file that then replaces this one."""
         fs, path = self._store
-        with self._refusals():
-            fs.put_file(str(file), path)
+        if not self._is_local:
+            with self._refusals():
+                write(fs, path)
+            return
+        beside = f"{path}.{secrets.token_hex(4)}"
+        try:
+            with self._refusals():
+                write(fs, beside)
+                fs.mv(beside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                fs.rm(beside)
+            raise
 
     def make(self) -> None:
         """Make this a folder, where the store has folders."""

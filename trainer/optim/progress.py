@@ -98,15 +98,10 @@ class EarlyEnd:
         self._out_of_time = False
 
     def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Count an evaluation; `metrics` are the same on every rank.
-
-        Raises:
-            UserError: they lack the one of `train.stop`.
-        """
+        """Count an evaluation; `metrics` are the same on every rank."""
         if self._stop is None:
             return
-        if (value := metrics.get(self._stop.metric)) is None:
-            raise UserError(f"train.stop.metric is {self._stop.metric}; there is {', '.join(metrics)}")
+        value = metrics[self._stop.metric]
         gain = self._best - value if self._stop.mode == "min" else value - self._best
         self._waited += 1
         if gain > self._stop.min_delta:  # not so for NaN

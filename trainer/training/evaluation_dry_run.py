@@ -76,17 +76,22 @@ def check_metrics(config: Config, names: Collection[str]) -> None:
     """Raise UserError for a metric in the settings that is not among `names`, which evaluation yields."""
     averages = names if config.ema.decay is not None and config.ema.evaluate == "beside" else ()
     metrics = [f"eval/{name}" for name in names] + [f"eval/ema/{name}" for name in averages]
+    for name, metric in metrics_in_use(config).items():
+        if metric not in metrics:
+            raise UserError(
+                f"{name}.metric is {metric}, but must be one that evaluation yields: {', '.join(metrics)}"
+            )
+
+
+def metrics_in_use(config: Config) -> dict[str, str]:
+    """Return the metrics of evaluation by which the run decides, each by the setting that names it."""
     best, stop = config.checkpoint.keep_best, config.train.stop
-    asked = {
+    named = {
         "checkpoint.keep_best": best and best.metric,
         "train.stop": stop and stop.metric,
         "schedule": watched_metric(config.schedule),
     }
-    for name, metric in asked.items():
-        if metric is not None and metric not in metrics:
-            raise UserError(
-                f"{name}.metric is {metric}, but must be one that evaluation yields: {', '.join(metrics)}"
-            )
+    return {name: metric for name, metric in named.items() if metric is not None}
 
 
 def _listed(task: Task) -> Collection[str]:
