@@ -233,12 +233,23 @@ class Checkpointer:
                 again then, so that they have the values of the checkpoint.
 
         Raises:
-            UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter.
+            UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter;
+                or ranks that are to write cannot reach the directory.
         """
         self._dist.heartbeat.enter("checkpoint")
         source, self._opened = self._opened, None
+        root = self._store.root
+
+        def make_root() -> None:
+            with writing(root):
+                root.mkdir(parents=True, exist_ok=True)
 
         def look() -> None:
+            if self._settings.format == "sharded" and not root.is_dir():
+                raise UserError(
+                    f"{root} does not exist here, but each rank writes its part of a checkpoint there: is "
+                    "run_dir on a file system that all hosts share?"
+                )
             self._savable.to_save(state)
             if self._dist.is_main and source is not None:  # before a checkpoint names the branch
                 with writing(self._store.root.parent):
@@ -246,6 +257,7 @@ class Checkpointer:
             if source is not None and changed:
                 load_model(state.model, source, self._dist.device)
 
+        self._agreement.on_main(make_root)
         self._agreement.everywhere(look)
         self._changing = {f"model.{name}" for name in changed}
         self._remote.follow()
@@ -303,9 +315,8 @@ class Checkpointer:
         is computed, until ``copied()``, and is written while training continues. ``done()``, for which the
         next save waits, then raises a failure.
 
-        Three collectives: each rank reports to rank 0, which answers where to write; all write, and with
-        checkpoint=full send their shards to rank 0; each reports what it wrote, and rank 0 answers how it
-        ended.
+        Each rank reports to rank 0, which answers where to write. When all have written, each reports what it
+        wrote, and rank 0 answers how the save ended.
 
         Raises:
             UserError, Fault: on every rank alike, with the rank that failed and why; the attempt is deleted.
@@ -438,7 +449,7 @@ class Checkpointer:
         facts = {**self._facts, _UNSAVED: self.unsaved, "state": plain, **plain_data}
         facts[_HOURS] = state.early_end.hours()
         plan = plan_save(tensors, "full", rank=0, world_size=1)
-        contents = Contents(step, plan, tensors, facts, self._branch)
+        contents = Contents(step, plan, plan.part_of(tensors, rank=0), facts, self._branch)
         store = Store(self._store.root, self._store.run_id, shared=True)
         store.saved_after = self._store.saved_after
         newest = self._newest_step()
