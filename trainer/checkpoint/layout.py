@@ -130,7 +130,7 @@ def plan_save(
     format: str,
     rank: int,
     world_size: int,
-    only_rank_0: Collection[str] = (),
+    written_by: Mapping[str, int] | None = None,
     alike: bool = True,
 ) -> Plan:
     """Decide which rank writes which of the live ``tensors``: each rank decides the same of its own.
@@ -138,9 +138,8 @@ def plan_save(
     Args:
         format: "full": rank 0, which has all of each tensor, writes all. "sharded": each rank writes its
             shards; of several ranks that hold a tensor, the one with the least to write.
-        only_rank_0: names of the tensors that rank 0 writes in any case: running statistics follow a rank's
-            own data, and those of rank 0 are the model's.
-        alike: whether all ranks have tensors of the same names and sizes, except for ``only_rank_0``. If not,
+        written_by: by the names of some tensors, the rank that writes them in any case.
+        alike: whether all ranks have tensors of the same names and sizes, except for ``written_by``. If not,
             rank 0 writes all that are not sharded.
     """
     aliases = aliases_in(tensors)
@@ -151,8 +150,8 @@ def plan_save(
     sharded: dict[int, int] = {}  # by the first rank of several that hold a copy, how much they write
     for name in _in_order(tensors, aliases):
         tensor, num_bytes = tensors[name], tensors[name].numel() * tensors[name].itemsize
-        if name in only_rank_0:
-            writers[name] = [0]
+        if written_by and name in written_by:
+            writers[name] = [written_by[name]]
         elif is_dtensor(tensor):
             ranks = tensor.device_mesh.mesh
             copies = ranks.reshape(-1, ranks.shape[-1] if is_sharded(tensor) else 1).tolist()
