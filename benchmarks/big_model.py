@@ -56,7 +56,7 @@ def hash_at_start(run_dir: Path, large: tuple[str, ...]) -> str:
 
 
 def main() -> None:
-    common = (*SHARED, "train.max_steps=2", "checkpoint=full", "checkpoint.every_epochs=null")
+    common = (*SHARED, "train.max_steps=2", "checkpoint.every_epochs=null")
     size = (*FOUR_HUNDRED_MILLION, "data.dataset.block_size=64", "train.micro_batch_size=1")
     small = (*common, "strategy=fsdp", "model.width=32", "model.depth=2", "model.num_heads=2")
     large = (*common, *size, f"train.global_batch_size={RANKS}")

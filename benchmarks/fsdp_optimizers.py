@@ -30,7 +30,7 @@ from trainer.optim.param_groups import build_optimizer
 from trainer.optim.progress import Progress
 from trainer.optim.train_state import TrainState
 from trainer.optim.trained import Trained
-from trainer.optim.whole_tensors import state_in_rows, whole_parts
+from trainer.optim.whole_tensors import whole_parts
 
 STEPS, SAVED_AT = 20, 10
 OTHERS = {
@@ -157,8 +157,7 @@ def trained(cases: list[tuple[str, dict[str, Any]]], is_sharded: bool) -> list[t
             state = state_of(target, options, is_sharded)
             check_optimizer(state.optimizer)
             make_steps(state, range(SAVED_AT))
-            with state_in_rows(state.optimizer):
-                saved = copy_of(state.state_dict())
+            saved = copy_of(state.state_dict())
             make_steps(state, range(SAVED_AT, STEPS))
             again = state_of(target, options, is_sharded)
             again.load_state_dict(saved)

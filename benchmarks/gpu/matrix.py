@@ -17,7 +17,7 @@ MODELS = {
     "gpt": ("experiment=text_gpt", "data.dataset.block_size=64", "schedule.warmup_steps=0", "optim.lr=1e-3"),
     "resnet": ("experiment=digits_resnet", "train.channels_last=true", "schedule.warmup_steps=0"),
 }
-TINY = [("fsdp", "bf16", "gpt", "sharded", True)]
+TINY = [("fsdp", "bf16", "gpt", "sharded", True)]  # the only format of fsdp
 
 
 def measure(day: Day, compiled: bool = False) -> Iterator[Row]:
@@ -27,7 +27,7 @@ def measure(day: Day, compiled: bool = False) -> Iterator[Row]:
     models = ["gpt"] if compiled else list(MODELS)
     kinds = itertools.cycle(CHECKPOINTS)
     every = [
-        (strategy, precision, model, *next(kinds))
+        (strategy, precision, model, *(("sharded", next(kinds)[1]) if strategy == "fsdp" else next(kinds)))
         for model, precision, strategy in itertools.product(models, PRECISIONS, STRATEGIES)
     ]
     for choice in day.size(every, TINY):

@@ -30,7 +30,7 @@ def model(name: str, **options: object) -> tuple[str, ...]:
         pytest.param(
             2, ["strategy=ddp", "checkpoint=sharded", "checkpoint.async=true"], marks=pytest.mark.slow
         ),
-        pytest.param(2, ["strategy=fsdp", "checkpoint=sharded"], marks=pytest.mark.slow),
+        pytest.param(2, ["strategy=fsdp"], marks=pytest.mark.slow),
     ],
 )
 def test_what_modules_keep_is_resumed(tmp_path: Path, world_size: int, overrides: list[str]) -> None:

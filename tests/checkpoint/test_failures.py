@@ -22,11 +22,11 @@ from trainer.errors import Fault, UserError
 TENSORS = "model-00000-of-00001.safetensors"
 
 
-def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
+def _fill_the_disk(run_dir: Path, sharded: bool, async_: bool) -> dict[str, Any]:
     """Save, then fail to save because the disk is full, then make room and save again."""
     rank = torch_dist.get_rank()
-    state = tiny.train_state(sharded=True)
-    checkpointer = tiny.checkpointer(run_dir, format=format, async_=async_, state=state)
+    state = tiny.train_state(sharded)
+    checkpointer = tiny.checkpointer(run_dir, async_=async_, state=state)
     tiny.train(state, 1)
     checkpointer.save(state)
     checkpointer.saving.done()
@@ -44,7 +44,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
         checkpointer.saving.done()
     torch_dist.barrier()
     entries = sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
-    fresh = tiny.train_state(sharded=True, seed=8)
+    fresh = tiny.train_state(sharded, seed=8)
     assert tiny.restore(tiny.checkpointer(run_dir), fresh, "auto")
     tiny.assert_same(tiny.everything(fresh), saved)
     if rank == 0:
@@ -61,9 +61,9 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("format", "async_"), [("full", False), ("sharded", True)])
-def test_a_full_disk_spares_the_checkpoint_before(small_disk: Path, format: str, async_: bool) -> None:
-    results = run_ranks(_fill_the_disk, 2, small_disk, format, async_)
+@pytest.mark.parametrize(("sharded", "async_"), [(False, False), (True, True)])
+def test_a_full_disk_spares_the_checkpoint_before(small_disk: Path, sharded: bool, async_: bool) -> None:
+    results = run_ranks(_fill_the_disk, 2, small_disk, sharded, async_)
     for result in results:
         assert result["message"] == results[0]["message"]
         assert "checkpoint of step 2 could not be saved" in result["message"]
@@ -166,3 +166,17 @@ def test_checkpoints_of_another_run_are_neither_pruned_nor_replaced_nor_resumed(
         "two auto": ["step_00000004", "step_00000005"],
     }
     assert manifest.read_manifest(tmp_path / "checkpoints" / "step_00000004").run_id == "one"
+
+
+def _save_on_separate_disks(root: Path) -> str:
+    state = tiny.train_state(sharded=True)
+    checkpointer = tiny.checkpointer(root / str(torch_dist.get_rank()), state=state)
+    with pytest.raises(UserError) as refused:
+        checkpointer.check(state)
+    return str(refused.value)
+
+
+def test_ranks_without_a_disk_in_common_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    first, second = run_ranks(_save_on_separate_disks, 2, tmp_path)
+    assert first == second
+    assert first.startswith("rank 1: ") and "is run_dir on a file system that all hosts share?" in first

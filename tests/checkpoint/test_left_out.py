@@ -48,7 +48,7 @@ def runs(root: Path, *strategy: str) -> list[str]:
     ("world_size", "strategy"),
     [
         (1, ("strategy=single",)),
-        pytest.param(2, ("strategy=fsdp", "checkpoint=sharded"), marks=pytest.mark.slow),
+        pytest.param(2, ("strategy=fsdp",), marks=pytest.mark.slow),
         pytest.param(
             2,
             ("strategy=ddp", "checkpoint=sharded", "checkpoint.frozen=false", "checkpoint.async=true"),

@@ -50,12 +50,12 @@ POISONS = [
 ]
 
 
-def _refused(run_dir: Path, format: str, sharded: bool, async_: bool) -> list[str]:
+def _refused(run_dir: Path, sharded: bool, async_: bool) -> list[str]:
     """Save a good step, then a bad one for each poison; return the run's message for each."""
     messages = []
     for what, value in POISONS:
         state = _state(sharded)
-        checkpointer = tiny.checkpointer(run_dir / what, format=format, async_=async_, state=state)
+        checkpointer = tiny.checkpointer(run_dir / what, async_=async_, state=state)
         tiny.train(state, 1)
         state.update_average()
         checkpointer.save(state)
@@ -66,17 +66,16 @@ def _refused(run_dir: Path, format: str, sharded: bool, async_: bool) -> list[st
         checkpointer.saving.done()
         messages.append(str(refusal.value))
         other = _state(sharded, seed=7)
-        again = tiny.checkpointer(run_dir / what, format=format)
+        again = tiny.checkpointer(run_dir / what)
         assert tiny.restore(again, other, "auto") and other.progress.step == 1
     return messages
 
 
 @pytest.mark.parametrize(
-    ("format", "sharded", "async_"),
-    [("full", False, False), pytest.param("sharded", True, True, marks=pytest.mark.slow)],
+    ("sharded", "async_"), [(False, False), pytest.param(True, True, marks=pytest.mark.slow)]
 )
-def test_what_is_not_finite_is_not_saved(tmp_path: Path, format: str, sharded: bool, async_: bool) -> None:
-    ranks = run_ranks(_refused, 2, tmp_path, format, sharded, async_)
+def test_what_is_not_finite_is_not_saved(tmp_path: Path, sharded: bool, async_: bool) -> None:
+    ranks = run_ranks(_refused, 2, tmp_path, sharded, async_)
     assert ranks[0] == ranks[1]
     for (what, _), message in zip(POISONS, ranks[0], strict=True):
         on = 1 if sharded and "first" in what else 0

@@ -27,7 +27,7 @@ CONFIGURATIONS = {
     "ddp-2x2-hierarchical": (4, (*DDP, "comm=hierarchical", "+model.norm=false")),
     "ps-1+2-sharded-async": (3, (*PS, SHARDED, "checkpoint.async=true")),
     "ps-all-3-workers": (3, (*PS, "strategy.servers=all", WORKERS)),
-    "fsdp-2-sharded-fp16-async": (2, (*FSDP, *FP16, SHARDED, "checkpoint.async=true")),
+    "fsdp-2-fp16-async": (2, (*FSDP, *FP16, "checkpoint.async=true")),
 }
 STOPS = (1, 3, 5)  # after the first step, between two epochs, within the second
 HOSTS = {"ddp-2x2-hierarchical": (0, 0, 1, 1)}

@@ -22,9 +22,9 @@ HYBRID = (*FSDP, "strategy.shard_group=2")
 PS_ALL = (*PS, "strategy.servers=all")
 # All that write and all that read: what passes between the two is the files alone.
 CHANGES = {
-    "fsdp 2, sharded -> ddp 3": (2, (*FSDP, SHARDED), 3, DDP),
+    "fsdp 2 -> ddp 3": (2, FSDP, 3, DDP),
     "ddp 3 -> fsdp 4, hybrid": (3, DDP, 4, HYBRID),
-    "fsdp 4, hybrid, sharded -> single": (4, (*HYBRID, SHARDED), 1, SINGLE),
+    "fsdp 4, hybrid -> single": (4, HYBRID, 1, SINGLE),
     "fsdp 2 -> ps 1+2": (2, FSDP, 3, PS),
     "ps 1+2, sharded -> ps all 3": (3, (*PS, SHARDED), 3, PS_ALL),
     "ps all 3 -> fsdp 2": (3, PS_ALL, 2, FSDP),

@@ -52,6 +52,8 @@ def checkpointer(
     **changes: Any,
 ) -> Checkpointer:
     """To save ``state``, or to ``restore`` one from what is opened."""
+    if state is not None and state.trained.is_sharded:
+        changes = {"format": "sharded", **changes}
     made = Checkpointer(
         settings(**changes), run_dir, facts(device), run_id=run_id, num_samples=48, config=CONFIG
     )

@@ -16,8 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from tests.runs import CONF, composed, settings
 from trainer import api
 from trainer.cli import compose
-from trainer.config import load
+from trainer.config import load, to_yaml
 from trainer.config.overrides import in_words
+from trainer.config.saved_run import saved_settings
 from trainer.errors import UserError
 
 OPTIONS = sorted(
@@ -263,6 +264,7 @@ def test_a_reader_that_has_read_enough_is_no_mistake(ask: list[str]) -> None:
             "comm.wire_dtype=bf16 needs strategy=ddp, but strategy=single",
         ),
         (["strategy=dp", "train.compile=true"], "train.compile=true does not go with strategy=dp"),
+        (["strategy=fsdp", "checkpoint=full"], "use checkpoint=sharded, the default of fsdp"),
         (
             ["train.compile_mode=reduce-overhead", "strategy=fsdp"],
             "which strategy=fsdp gathers elsewhere in each pass",
@@ -281,3 +283,13 @@ def test_refuses_what_cannot_go_together(overrides: list[str], words: str) -> No
     with pytest.raises(UserError) as refused:
         settings(*overrides)
     assert words in str(refused.value)
+
+
+def test_fsdp_saves_shards_and_runs_from_before_that_are_still_read(tmp_path: Path) -> None:
+    assert settings("strategy=ddp").checkpoint.format == "full"
+    sharded = settings("strategy=fsdp")
+    assert sharded.checkpoint.format == "sharded"
+    assert settings("strategy=ddp", "checkpoint=sharded").checkpoint.format == "sharded"
+    older = to_yaml(sharded).replace("format: sharded", "format: full")
+    (tmp_path / "config.yaml").write_text(older)
+    assert "format: full" in older and saved_settings(tmp_path).strategy.name == "fsdp"

@@ -1,4 +1,4 @@
-"""A sharded tensor is sent to rank 0 shard by shard, for a checkpoint's file and for the final hash."""
+"""A sharded tensor is sent to rank 0 shard by shard, for the final hash. Nothing is sent for a checkpoint."""
 
 import resource
 from pathlib import Path
@@ -40,7 +40,7 @@ def _pieces_of_every_layout() -> dict[str, list[Tensor]]:
     for name, tensor in tensors.items():  # the way back, in which nothing is sent
         if isinstance(tensor, DTensor):
             assert wholes.get(name, uneven)[slice(*own_rows(tensor))].equal(tensor.to_local()), name
-    return {name: list(gather_shards_to_rank0(tensor, "cpu")) for name, tensor in tensors.items()}
+    return {name: list(gather_shards_to_rank0(tensor)) for name, tensor in tensors.items()}
 
 
 def _memory_of_a_save(run_dir: Path) -> tuple[float, float]:

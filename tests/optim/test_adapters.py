@@ -95,7 +95,7 @@ def logits(model: Any) -> Tensor:
 STRATEGIES = {
     "single": (1, ("strategy=single",)),
     "ddp": (2, ("strategy=ddp",)),
-    "fsdp": (2, ("strategy=fsdp", "strategy.unit_min_params=2000", "checkpoint.format=sharded")),
+    "fsdp": (2, ("strategy=fsdp", "strategy.unit_min_params=2000")),
     "short": (2, ("strategy=fsdp", "model._target_=tests.optim.test_adapters.short_llama")),
 }
 

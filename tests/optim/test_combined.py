@@ -13,6 +13,7 @@ from torch.optim import AdamW, Muon
 from models.gpt import GPT
 from tests import runs
 from tests.ranks import run_ranks
+from trainer.distributed.agreement import gather_objects
 from trainer.errors import UserError
 from trainer.loop import fit
 from trainer.optim.optimizers import CombinedOptimizer, parts_of
@@ -145,10 +146,13 @@ def end_of(run_dir: Path, *overrides: str) -> dict[str, Tensor]:
         fit(context)
         assert parts_of(context.state.optimizer)[0].__class__ is AdamW
         found = {name: whole(value) for name, value in context.state.model.state_dict().items()}
+        own: dict[str, Tensor] = {}
         with context.strategy.gathered(context.state):
             state = context.state.state_dict()["optimizer"]["state"]
             for name in sorted(state):
-                found |= {f"{name} {key}": whole(value) for key, value in state[name].items()}
+                own |= {f"{name} {key}": whole(value) for key, value in state[name].items()}
+        for of_rank in gather_objects(own):  # under fsdp each rank has Muon's state of its own matrices
+            found |= of_rank
         return found
 
 

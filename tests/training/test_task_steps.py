@@ -25,7 +25,7 @@ UNUSED = "strategy.find_unused_parameters=true"
 WAYS = {
     "single": (1, "strategy=single"),
     "ddp": (2, "strategy=ddp", UNUSED),
-    "fsdp": (2, "strategy=fsdp", "checkpoint=sharded"),
+    "fsdp": (2, "strategy=fsdp"),
 }
 
 

@@ -155,7 +155,7 @@ WAYS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "ddp": (2, ADAMW, ("strategy=ddp", CONSTRUCTOR)),
     "ddp, ring": (3, SGD, ("strategy=ddp", "comm=ring", BEGIN_STEP, "train.global_batch_size=15")),
     "ddp, unused": (2, SGD, ("strategy=ddp", FREEZE, "strategy.find_unused_parameters=true")),
-    "fsdp": (2, ADAMW, ("strategy=fsdp", FREEZE, "train.micro_batch_size=4", "checkpoint=sharded")),
+    "fsdp": (2, ADAMW, ("strategy=fsdp", FREEZE, "train.micro_batch_size=4")),
     "fsdp, unused": (2, SGD, ("strategy=fsdp", CONSTRUCTOR, "strategy.find_unused_parameters=true")),
     "server": (2, SGD, ("strategy=parameter_server", "strategy.servers=all", CONSTRUCTOR)),
 }

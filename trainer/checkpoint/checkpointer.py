@@ -51,6 +51,8 @@ class _Report(NamedTuple):
     """What each rank tells rank 0 ahead of a save."""
 
     layout: str  # a hash of names, shapes and dtypes of what any rank may write
+    states: dict[str, Any]  # by parameter, the JSON part of the optimizer's state that this rank alone writes
+    tensors: dict[str, tuple[torch.Size, torch.dtype]]  # the tensors in it, by their names in a checkpoint
     not_finite: list[str]
     data_state: dict[str, Any]
 
@@ -213,7 +215,7 @@ class Checkpointer:
 
         def restore() -> None:
             source.read_into(targets)
-            state.load_state_dict(saved_state(plain, targets))
+            state.load_state_dict(saved_state(plain, targets, state.trained))
             state.early_end.continue_after(source.facts.get(_HOURS, 0.0))
 
         notes, data_states = self._agreement.everywhere(fit)
@@ -233,12 +235,23 @@ class Checkpointer:
                 again then, so that they have the values of the checkpoint.
 
         Raises:
-            UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter.
+            UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter;
+                or ranks that are to write cannot reach the directory.
         """
         self._dist.heartbeat.enter("checkpoint")
         source, self._opened = self._opened, None
+        root = self._store.root
+
+        def make_root() -> None:
+            with writing(root):
+                root.mkdir(parents=True, exist_ok=True)
 
         def look() -> None:
+            if self._settings.format == "sharded" and not root.is_dir():
+                raise UserError(
+                    f"{root} does not exist here, but each rank writes its part of a checkpoint there: is "
+                    "run_dir on a file system that all hosts share?"
+                )
             self._savable.to_save(state)
             if self._dist.is_main and source is not None:  # before a checkpoint names the branch
                 with writing(self._store.root.parent):
@@ -246,6 +259,7 @@ class Checkpointer:
             if source is not None and changed:
                 load_model(state.model, source, self._dist.device)
 
+        self._agreement.on_main(make_root)
         self._agreement.everywhere(look)
         self._changing = {f"model.{name}" for name in changed}
         self._remote.follow()
@@ -296,9 +310,8 @@ class Checkpointer:
         is computed, until ``copied()``, and is written while training continues. ``done()``, for which the
         next save waits, then raises a failure.
 
-        Three collectives: each rank reports to rank 0, which answers where to write; all write, and with
-        checkpoint=full send their shards to rank 0; each reports what it wrote, and rank 0 answers how it
-        ended.
+        Each rank reports to rank 0, which answers where to write. When all have written, each reports what it
+        wrote, and rank 0 answers how the save ended.
 
         Raises:
             UserError, Fault: on every rank alike, with the rank that failed and why; the attempt is deleted.
@@ -312,25 +325,40 @@ class Checkpointer:
         self.saving.done()
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {}
-        only_rank_0: set[str] = set()
+        written_by: dict[str, int] = {}
+        follows_data: set[str] = set()  # on rank 0, whose buffers are the model's
 
         def report() -> _Report:
-            live, facts["state"] = self._savable.to_save(state)
+            live, plain = self._savable.to_save(state)
+            facts["state"] = plain
             facts[_HOURS] = state.early_end.hours()
-            if self._plan is None:  # the first save
-                for name in live:
-                    if name.startswith("optimizer."):
-                        parameter_of(name, live[name].shape, state.trained)
             tensors.update(live)
-            only_rank_0.update(buffer_names(state.model), filter(is_extra_state, live))
-            shared = {name: live[name] for name in live if name not in only_rank_0}
+            follows_data.update(buffer_names(state.model), filter(is_extra_state, live))
+            written_by.update(dict.fromkeys(follows_data, 0))
+            writers = {of: state.trained.writer_of(of) for of in state.trained.owners}
+            for name in live if writers or self._plan is None else ():  # or at the first save
+                if name.startswith("optimizer."):
+                    of = parameter_of(name, live[name].shape, state.trained)
+                    written_by.update({name: writers[of]} if of in writers else {})
+            shared = {name: live[name] for name in live if name not in written_by}
             named = [(name, tensor.shape, tensor.dtype) for name, tensor in shared.items()]
             layout = hashlib.sha256(repr((named, aliases_in(shared))).encode()).hexdigest()
             # Rank 0 looks at all: what it writes follows from the reports.
             own = live
             if not self._dist.is_main:
-                own = self._plan_for(live, only_rank_0, alike=True).part_of(live, self._dist.rank)
-            return _Report(layout, self._savable.new_in(own), dict(data_state or {}))
+                own = self._plan_for(live, written_by, alike=True).part_of(live, self._dist.rank)
+            states, alone = plain["optimizer"]["state"], written_by.keys() & own.keys() - follows_data
+            return _Report(
+                layout,
+                {
+                    of: states[of]
+                    for of, writer in writers.items()
+                    if writer == self._dist.rank and of in states
+                },
+                {name: (own[name].shape, own[name].dtype) for name in sorted(alone)},
+                self._savable.new_in(own),
+                dict(data_state or {}),
+            )
 
         def decide(reports: list[_Report]) -> tuple[Path, bool]:
             hosts = [self._dist.describe(rank) for rank in range(len(reports))]
@@ -338,11 +366,17 @@ class Checkpointer:
             found, plain = take_apart({DATA_STATES: [of_rank.data_state for of_rank in reports]})
             tensors.update(found)
             facts.update(plain)
-            only_rank_0.update(found)
+            written_by.update(dict.fromkeys(found, 0))
+            follows_data.update(found)
+            for rank, of_rank in enumerate(reports[1:], start=1):
+                facts["state"]["optimizer"]["state"].update(of_rank.states)
+                written_by.update(dict.fromkeys(of_rank.tensors, rank))
+                for name, (shape, dtype) in of_rank.tensors.items():
+                    tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
             return self._store.new_directory(step), len({of_rank.layout for of_rank in reports}) == 1
 
         directory, alike = self._agreement.decided(report, decide)
-        plan = self._plan_for(tensors, only_rank_0, alike)
+        plan = self._plan_for(tensors, written_by, alike)
         part = plan.part_of(tensors, self._dist.rank)
         contents = Contents(step, plan, part, {**self._facts, _UNSAVED: self.unsaved, **facts}, self._branch)
         self._last_saved = step
@@ -350,7 +384,7 @@ class Checkpointer:
         if not self._settings.async_:
             self._write(directory, contents)
             return self.saving
-        copies = self._copies_of(part, only_rank_0 | self._changing)
+        copies = self._copies_of(part, follows_data | self._changing)
         contents = replace(contents, copies=copies)
         self.saving = Saving(
             f"the checkpoint of step {step}",
@@ -360,13 +394,13 @@ class Checkpointer:
         )
         return self.saving
 
-    def _plan_for(self, tensors: Mapping[str, Tensor], only_rank_0: set[str], alike: bool) -> Plan:
+    def _plan_for(self, tensors: Mapping[str, Tensor], written_by: Mapping[str, int], alike: bool) -> Plan:
         """That of the last save, if its tensors were the same."""
         key = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         of = key, aliases_in(tensors), alike
         if self._plan is None or self._plan[0] != of:
             ranks = self._dist.rank, self._dist.world_size
-            self._plan = of, plan_save(tensors, self._settings.format, *ranks, only_rank_0, alike)
+            self._plan = of, plan_save(tensors, self._settings.format, *ranks, written_by, alike)
         return self._plan[1]
 
     def _copies_of(self, tensors: Mapping[str, Tensor], changing: set[str]) -> Future[dict[str, Tensor]]:
@@ -432,7 +466,7 @@ class Checkpointer:
         facts = {**self._facts, _UNSAVED: self.unsaved, "state": plain, **plain_data}
         facts[_HOURS] = state.early_end.hours()
         plan = plan_save(tensors, "full", rank=0, world_size=1)
-        contents = Contents(step, plan, tensors, facts, self._branch)
+        contents = Contents(step, plan, plan.part_of(tensors, rank=0), facts, self._branch)
         store = Store(self._store.root, self._store.run_id, shared=True)
         store.saved_after = self._store.saved_after
         newest = self._newest_step()

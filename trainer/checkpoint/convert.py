@@ -76,7 +76,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype 
         kind = _dtype_of(value, dtype)
         if kind not in NAMES:
             raise UserError(f"{name} is {kind}, which safetensors has no name for; --to torch takes it")
-        return ToStore(name, kind, tuple(value.shape), (one.to(kind) for one in [value]))  # when written
+        return ToStore(name, value, kind)
 
     ordered = sorted(weights.items(), key=lambda item: (-_dtype_of(item[1], dtype).itemsize, item[0]))
     write_file(path, [to_store(name, value) for name, value in ordered])

@@ -3,7 +3,7 @@
 import heapq
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,27 +85,19 @@ class Plan:
     """
 
     format: str
-    world_size: int
+    num_writers: int
     writers: dict[str, list[int]]
     aliases: dict[str, str]
     index: str = ""
 
-    @property
-    def gathered(self) -> bool:
-        """Whether the other ranks send theirs to rank 0, which writes all."""
-        return self.format == "full" and self.world_size > 1
-
     def part_of(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-        """Those of ``tensors`` that ``rank`` writes, or sends to the rank that writes them."""
-        given = tensors.keys() & {name for name, ranks in self.writers.items() if rank in ranks}
-        if self.gathered:
-            given |= {name for name in self.writers.keys() & tensors.keys() if is_sharded(tensors[name])}
-        return {name: tensors[name] for name in tensors if name in given}
+        """The ``tensors`` of which ``rank`` writes all or a shard, in the order of writing."""
+        return {name: tensors[name] for name, ranks in self.writers.items() if rank in ranks}
 
     def file_of(self, name: str, rank: int) -> str:
         """The file to which ``rank`` writes a tensor; weights have files of their own, for other programs."""
         kind = "model" if _is_weight(name) else "optim"
-        return f"{kind}-{rank:05d}-of-{1 if self.gathered else self.world_size:05d}.safetensors"
+        return f"{kind}-{rank:05d}-of-{self.num_writers:05d}.safetensors"
 
     def entry(self, name: str, tensor: Tensor) -> dict[str, Any]:
         """What the index says of a tensor."""
@@ -138,28 +130,28 @@ def plan_save(
     format: str,
     rank: int,
     world_size: int,
-    only_rank_0: Collection[str] = (),
+    written_by: Mapping[str, int] | None = None,
     alike: bool = True,
 ) -> Plan:
     """Decide which rank writes which of the live ``tensors``: each rank decides the same of its own.
 
     Args:
-        format: "full": rank 0 writes all. "sharded": each rank writes its own; of several that hold a tensor,
-            the one with the least to write.
-        only_rank_0: names of the tensors that rank 0 writes in any case: running statistics follow a rank's
-            own data, and those of rank 0 are the model's.
-        alike: whether all ranks have tensors of the same names and sizes, except for ``only_rank_0``. If not,
+        format: "full": rank 0, which has all of each tensor, writes all. "sharded": each rank writes its
+            shards; of several ranks that hold a tensor, the one with the least to write.
+        written_by: by the names of some tensors, the rank that writes them in any case.
+        alike: whether all ranks have tensors of the same names and sizes, except for ``written_by``. If not,
             rank 0 writes all that are not sharded.
     """
     aliases = aliases_in(tensors)
     writers: dict[str, list[int]] = {}
-    plan = Plan(format, world_size, writers, aliases)
-    plain = [(0, rank) for rank in range(world_size if alike and format == "sharded" else 1)]  # a heap
+    num_writers = world_size if format == "sharded" else 1
+    plan = Plan(format, num_writers, writers, aliases)
+    plain = [(0, rank) for rank in range(num_writers if alike else 1)]  # a heap
     sharded: dict[int, int] = {}  # by the first rank of several that hold a copy, how much they write
     for name in _in_order(tensors, aliases):
         tensor, num_bytes = tensors[name], tensors[name].numel() * tensors[name].itemsize
-        if plan.gathered or name in only_rank_0:
-            writers[name] = [0]
+        if written_by and name in written_by:
+            writers[name] = [written_by[name]]
         elif is_dtensor(tensor):
             ranks = tensor.device_mesh.mesh
             copies = ranks.reshape(-1, ranks.shape[-1] if is_sharded(tensor) else 1).tolist()
@@ -174,7 +166,7 @@ def plan_save(
         return plan
     entries = {name: plan.entry(name, tensors[name]) for name in writers}
     entries |= {alias: entries[name] for alias, name in aliases.items()}
-    return Plan(format, world_size, writers, aliases, json.dumps(entries))
+    return replace(plan, index=json.dumps(entries))
 
 
 def _in_order(tensors: Mapping[str, Tensor], aliases: Collection[str]) -> list[str]:

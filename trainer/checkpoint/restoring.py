@@ -111,7 +111,7 @@ def targets_for(
 
     These are the model's own tensors, its other buffers if they were saved in the same size, and new tensors
     for the optimizer's state: laid out and sharded like the parameter if they have its shape, otherwise on
-    the CPU, from where ``Optimizer.load_state_dict`` moves them.
+    the CPU, from where ``Optimizer.load_state_dict`` moves them. None for state that another rank has.
 
     Args:
         shapes: of the checkpoint's tensors.
@@ -136,8 +136,11 @@ def targets_for(
         lacks.append("averages of these weights (ema.decay); they begin with its weights")
     targets |= fitting | averages
     for name, (shape, dtype) in shapes.items():
-        if name not in targets and not name.startswith(("buffers.", "ema.")):
-            parameter = parameter_of(name, shape, state.trained)
+        if name in targets or name.startswith(("buffers.", "ema.")):
+            continue
+        of = parameter_of(name, shape, state.trained)
+        if not state.trained.is_elsewhere(of):
+            parameter = state.trained.whole.get(of) if of not in state.trained.owners else None
             # "step" is on the CPU, and so are all tensors within one, which its class moves together.
             within = name.rpartition(".")[2].startswith(WITHIN)
             if parameter is not None and parameter.shape == shape and len(shape) > 0 and not within:
@@ -167,17 +170,20 @@ def model_targets(ours: Mapping[str, Any], shapes: Shapes, left_out: Collection[
     return own | {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kept.items()}
 
 
-def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Any]:
+def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor], trained: Trained) -> dict[str, Any]:
     """The saved state for ``TrainState.load_state_dict``, made of ``plain`` and ``targets``, once read."""
+    states = plain["optimizer"]["state"]
+    here = {name: states[name] for name in states if not trained.is_elsewhere(name)}
     buffers = plain["buffers"]
     read = {name: value for name, value in buffers.items() if f"buffers.{name}" in targets}
     average = plain["ema"] if any(name.startswith("ema.") for name in targets) else {}
-    saved: dict[str, Any] = put_together({**plain, "buffers": read, "ema": average}, targets)
+    changes = {"buffers": read, "ema": average, "optimizer": plain["optimizer"] | {"state": here}}
+    saved: dict[str, Any] = put_together({**plain, **changes}, targets)
     return saved
 
 
-def parameter_of(name: str, shape: torch.Size, trained: Trained) -> Tensor | None:
-    """The parameter to whose state the optimizer's tensor ``name`` belongs, maybe in lists; None without one.
+def parameter_of(name: str, shape: torch.Size, trained: Trained) -> str:
+    """The parameter to whose state the optimizer's tensor ``name`` belongs, maybe in lists; "" without one.
 
     Raises:
         UserError: it is sharded and not updated whole, and the tensor has another shape.
@@ -186,11 +192,11 @@ def parameter_of(name: str, shape: torch.Size, trained: Trained) -> Tensor | Non
     while prefix and prefix not in trained.whole:
         prefix = prefix.rpartition(".")[0]
     parameter = trained.whole.get(prefix)
-    in_rows = is_dtensor(parameter) and prefix not in trained.updated_whole
+    in_rows = is_dtensor(parameter) and prefix not in trained.owners
     if parameter is not None and in_rows and len(shape) > 0 and shape != parameter.shape:
         words = "has another shape than its parameter and cannot be sharded; resume, or begin, without FSDP"
         raise UserError(f"{name} {words}")
-    return parameter
+    return prefix
 
 
 def frozen_digests(model: nn.Module, initial: Mapping[int, Tensor]) -> dict[str, str]:

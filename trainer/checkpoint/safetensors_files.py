@@ -1,12 +1,12 @@
 """Files of the safetensors format: 8 bytes of length, a header of JSON, and the bytes of the tensors.
 
-https://github.com/huggingface/safetensors. A file of this format contains no code. They are written here by
-chunks, without full tensors in memory, and read by ranges.
+https://github.com/huggingface/safetensors. A file of this format contains no code. They are written here
+tensor by tensor, and read by ranges.
 """
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class ToStore:
-    """A tensor to be written: ``chunks`` are its rows, in order, on the CPU, and are read once."""
+    """A tensor to be written under the name ``key``, converted to ``dtype`` when it is written."""
 
     key: str
+    tensor: Tensor
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: Iterable[Tensor]
 
 
 def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -67,43 +66,32 @@ def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, 
     return (dtype, shape) if dtype in NAMES else (torch.uint8, (math.prod(shape) * dtype.itemsize,))
 
 
-def write_file(path: Path, tensors: Iterable[ToStore]) -> FileDigest:
+def write_file(path: Path, tensors: Sequence[ToStore]) -> FileDigest:
     """Write a new file, hashed on the way and fsynced.
 
     Tensors should come in order of falling alignment: readers that map the file rely on it.
 
     Raises:
         OSError: of the disk.
-        UserError: a tensor's chunks do not add up to its size.
     """
-    tensors = list(tensors)
-    header, places = header_of(tensors)
     with HashingFile(path) as file:
-        file.write(header)
-        for tensor, (begin, end) in zip(tensors, places, strict=True):
-            for chunk in tensor.chunks:
-                piece = as_bytes(chunk)
-                begin += len(piece)
-                if piece and begin <= end:
-                    file.write(piece)
-            if begin != end:
-                raise UserError(f"{printable(tensor.key)} has {begin - end:+,} bytes compared with its shape")
+        file.write(_header_of(tensors))
+        for each in (each for each in tensors if each.tensor.numel()):
+            file.write(as_bytes(each.tensor.to("cpu", each.dtype)))
     return file.digest
 
 
-def header_of(tensors: Iterable[ToStore]) -> tuple[bytes, list[tuple[int, int]]]:
-    """The first bytes of a file, and where each tensor begins and ends, counted from there on."""
+def _header_of(tensors: Sequence[ToStore]) -> bytes:
+    """The first bytes of a file: where each tensor begins and ends, counted from there on."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
-    places: list[tuple[int, int]] = []
     end = 0
-    for tensor in tensors:
-        dtype, shape = stored_as(tensor.dtype, tensor.shape)
+    for each in tensors:
+        dtype, shape = stored_as(each.dtype, tuple(each.tensor.shape))
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[tensor.key] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-        places.append((begin, end))
+        header[each.key] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, places
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_header(file: PlainFile) -> dict[str, Stored]:

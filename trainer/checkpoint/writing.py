@@ -1,11 +1,10 @@
 """Writing a checkpoint, perhaps while training goes on, from a copy: the files of tensors, each by one rank,
 then state.json and the manifest."""
 
-import collections
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from trainer.checkpoint.open_checkpoint import STATE
 from trainer.checkpoint.safetensors_files import ToStore, write_file
 from trainer.checkpoint.store import Store
 from trainer.distributed.agreement import Agreement
-from trainer.distributed.gather_shards import gather_shards_to_rank0
 from trainer.errors import Fault, UserError
 from trainer.tensors.local_shard import num_rows, to_local
 
@@ -35,7 +33,7 @@ class Contents:
     """What a checkpoint will hold.
 
     Attributes:
-        tensors: those that this rank writes, or sends, by their names in the checkpoint.
+        tensors: those that this rank writes, or of which it writes a shard, by their names in the checkpoint.
         facts: all else, as STATE has it; on rank 0.
         branch: of the run, for the manifest.
         copies: of the tensors, to be written in their place.
@@ -48,54 +46,19 @@ class Contents:
     branch: str
     copies: Future[dict[str, Tensor]] | None = None
 
-    def write_tensors(self, directory: Path, agreement: Agreement) -> dict[str, FileDigest]:
-        """Write this rank's tensors, hashed on the way and fsynced; return the digests by file.
-
-        If rank 0 writes all, this is a collective, which sends CPU tensors. Shards and GPU tensors then
-        arrive while the file is written: rank 0 holds only its own part of the state and one shard more. A
-        rank that fails takes part to the end, so that the others hear of it.
+    def write_tensors(self, directory: Path, rank: int) -> dict[str, FileDigest]:
+        """Write this rank's files, hashed on the way and fsynced; return their digests by name.
 
         Raises:
             OSError: the disk failed.
         """
-        rank, group = agreement.rank, agreement.group
-        names = [name for name in self.plan.writers if name in self.tensors]
-        if not self.plan.gathered:
-            tensors = self._to_write()
-            return self._write(directory, rank, lambda name: map(Tensor.cpu, [to_local(tensors[name])]))
-
-        def coming(tensors: Mapping[str, Tensor], lost: bool = False) -> dict[str, Iterator[Tensor]]:
-            return {name: gather_shards_to_rank0(tensors[name], "cpu", group, lost) for name in names}
-
-        left = coming(self.tensors, lost=True)
-        try:
-            rows = coming(self._to_write())
-            if rank == 0:
-                left = rows
-                return self._write(directory, rank, rows.__getitem__)
-            for name in names:
-                collections.deque(rows[name], maxlen=0)
-                del left[name]
-            return {}
-        finally:
-            for rest in left.values():
-                collections.deque(rest, maxlen=0)
-
-    def _to_write(self) -> Mapping[str, Tensor]:
-        return self.tensors if self.copies is None else self.copies.result()
-
-    def _write(
-        self, directory: Path, rank: int, rows: Callable[[str], Iterable[Tensor]]
-    ) -> dict[str, FileDigest]:
-        """Write this rank's files; `rows` gives what it holds of a tensor, by the name."""
+        tensors = self.tensors if self.copies is None else self.copies.result()
         files: dict[str, list[ToStore]] = {}
-        for name, writers in self.plan.writers.items():
-            if name in self.tensors and rank in writers:
-                tensor = self.tensors[name]
-                shape = tuple(tensor.shape if self.plan.gathered else to_local(tensor).shape)
-                if num_rows(shape) or rank == writers[0]:
-                    stored = ToStore(key_of(name), tensor.dtype, shape, rows(name))
-                    files.setdefault(self.plan.file_of(name, rank), []).append(stored)
+        for name in self.tensors:
+            local = to_local(tensors[name])
+            if num_rows(local.shape) or rank == self.plan.writers[name][0]:
+                stored = ToStore(key_of(name), local, local.dtype)
+                files.setdefault(self.plan.file_of(name, rank), []).append(stored)
         return {name: write_file(directory / name, stored) for name, stored in files.items()}
 
 
@@ -121,7 +84,7 @@ def write_checkpoint(
     plan = contents.plan
 
     def write() -> dict[str, FileDigest]:
-        digests = contents.write_tensors(directory, agreement)
+        digests = contents.write_tensors(directory, agreement.rank)
         if agreement.rank == 0:
             text = f'{json.dumps(contents.facts)[:-1]}, "tensors": {plan.index}}}'
             digests[STATE] = write_text(directory / STATE, text)

@@ -35,6 +35,12 @@ def check_contradictions(config: Config) -> None:
             "train.compile_mode=reduce-overhead replays a graph with the addresses of its weights, which "
             "strategy=fsdp gathers elsewhere in each pass; leave the mode out, or use strategy=ddp"
         )
+    if config.checkpoint.format == "full" and strategy.name == "fsdp":
+        raise UserError(
+            "checkpoint=full lets rank 0 write everything, but under strategy=fsdp each rank only has a "
+            "shard; use checkpoint=sharded, the default of fsdp. Any strategy can resume from it on any "
+            "number of ranks, and `python -m trainer.checkpoint convert` makes one file of its weights"
+        )
     for name, value in (("checkpoint.keep_best", config.checkpoint.keep_best), ("train.stop", train.stop)):
         if value is not None and not train.evaluates:
             raise UserError(

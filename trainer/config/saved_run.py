@@ -46,6 +46,7 @@ def saved_settings(run_dir: Folder, overrides: Sequence[str] = ()) -> Config:
         settings = _merged(composed, saved, groups)
         settings.run_dir, settings.resume = str(run_dir), None
         settings.comm.timeline = False  # there will be no gradients to time
+        settings.checkpoint.format = "sharded"  # which goes with any strategy: there will be no save
         for change in changes:
             if not _names_group(change):
                 _apply(settings, change)

@@ -9,37 +9,27 @@ from torch import Tensor
 from trainer.tensors.local_shard import is_dtensor, is_sharded, rows_of_shard, to_local
 
 
-def gather_shards_to_rank0(
-    tensor: Tensor,
-    device: torch.device | str,
-    group: dist.ProcessGroup | None = None,
-    lost: bool = False,
-) -> Iterator[Tensor]:
+def gather_shards_to_rank0(tensor: Tensor) -> Iterator[Tensor]:
     """Yield on rank 0 the shards of `tensor` along its first dimension, in order and on the CPU.
 
-    A collective over `group`, to the end: other ranks get nothing, but must exhaust the iterator too. A
-    tensor that is not sharded is a single shard, which rank 0 has already. Costs rank 0 the memory of the
-    largest shard.
+    A collective, to the end: other ranks get nothing, but must exhaust the iterator too. A tensor that is not
+    sharded is a single shard, which rank 0 has already. Costs rank 0 the memory of the largest shard.
 
     Args:
         tensor: a tensor, or a DTensor as created by fully_shard: sharded by its first dimension, over the
             last dimension of the mesh.
-        device: a device on which `group` communicates; `group` None means all ranks.
-        lost: this rank has failed to read its shard. It gives zeros in its place, as rank 0 waits for it
-            before it hears of the failure.
     """
     local, rank = to_local(tensor), dist.get_rank()
-    if lost:
-        local = torch.zeros(local.shape, dtype=local.dtype)
     if not is_dtensor(tensor) or not is_sharded(tensor):
         if rank == 0:
             yield local.cpu()
         return
+    device = tensor.device_mesh.device_type  # CPU offload keeps shards where its backend can't send
     # Each group holds a copy; the first group includes rank 0.
     holders = tensor.device_mesh.mesh.flatten()[: tensor.device_mesh.size(-1)].tolist()
     if rank != 0:
         if rank in holders and local.numel():
-            dist.send(local.to(device), dst=0, group=group)
+            dist.send(local.to(device), dst=0)
         return
     for number, holder in enumerate(holders):
         begin, end = rows_of_shard(len(tensor), number, len(holders))
@@ -48,5 +38,5 @@ def gather_shards_to_rank0(
             yield local.cpu()
         elif shape.numel():
             shard = torch.empty(shape, dtype=tensor.dtype, device=device)
-            dist.recv(shard, src=holder, group=group)
+            dist.recv(shard, src=holder)
             yield shard.cpu()

@@ -23,7 +23,6 @@ from trainer.optim.plain_names import (
 from trainer.optim.progress import EarlyEnd, Progress
 from trainer.optim.schedules import after_evaluation, after_step
 from trainer.optim.trained import Trained
-from trainer.optim.whole_tensors import state_in_rows
 from trainer.tensors.local_shard import is_dtensor, tensors_within, to_local
 from trainer.tensors.nested import mapped
 
@@ -92,9 +91,8 @@ class TrainState:
         """
         if new := self.trained.accept():
             assert self.build is not None
-            with state_in_rows(self.optimizer):
-                saved = self.state_dict()
-            self.trained = Trained(self.model, also=self.trained.whole)
+            saved = self.state_dict()
+            self.trained = Trained(self.model, also=self.trained.whole, owners=self.trained.owners)
             self.optimizer, self.schedule = self.build(self.trained)
             self._note_settings()
             self._load_optimizer_and_schedule(saved)
@@ -224,9 +222,7 @@ class TrainState:
         earlier = [indices[0] if indices else 0 for indices in known]
         step = everything["progress"]["step"]
         groups, own = continue_groups(self.schedule, everything, self.settings, step, earlier)
-        in_rows = {name: of for name, of in saved["state"].items() if name not in self.trained.updated_whole}
-        local = mapped(in_rows, lambda value: to_local(value) if is_dtensor(value) else value)
-        state = {**saved["state"], **local}
+        state = mapped(saved["state"], lambda value: to_local(value) if is_dtensor(value) else value)
         numbers = {name: index for index, name in enumerate(names)}
         packed = optimizer.state_dict()["param_groups"]
         initial = dict(optimizer.state)

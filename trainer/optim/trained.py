@@ -1,6 +1,6 @@
 """The parameters that a run trains, and what the optimizer updates of each: all, or this rank's rows."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,16 +22,20 @@ class Trained:
     Args:
         model: unwrapped; its parameters stay where they are.
         also: names of frozen parameters to include: those that the run trained earlier.
+        owners: the `owners` of these.
 
     Attributes:
         whole: the model's own.
         own: what the optimizer updates, in the same order; a shard may have no rows.
         names: of each of `own`.
         group: the ranks that together hold the rows of a parameter; None if each holds all of them.
-        updated_whole: the names of sharded parameters that `WholeTensors` updates.
+        owners: by the name of a sharded parameter that is updated as a whole, the rank of `group` that does
+            so, and alone has the optimizer's state of it.
     """
 
-    def __init__(self, model: nn.Module, also: Collection[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, also: Collection[str] = (), owners: Mapping[str, int] | None = None
+    ) -> None:
         self.model = model
         self._all = dict(parameter_names(model))
         self._parameters = list(self._all.values())
@@ -42,7 +46,7 @@ class Trained:
         pairs: Iterable[tuple[nn.Parameter, Any]] = zip(self.own.values(), self.whole.values(), strict=True)
         self._shards = [(own, whole) for own, whole in pairs if own is not whole]
         self.group: dist.ProcessGroup | None = None
-        self.updated_whole = set[str]()
+        self.owners = dict(owners or {})
         if self._shards:
             mesh = self._shards[0][1].device_mesh
             self.group = mesh.get_group(mesh.ndim - 1)
@@ -52,6 +56,17 @@ class Trained:
     @property
     def is_sharded(self) -> bool:
         return self.group is not None
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Return whether another rank has the optimizer's state of this parameter."""
+        return self.group is not None and self.owners.get(name, self.group.rank()) != self.group.rank()
+
+    def writer_of(self, name: str) -> int:
+        """Return the rank that saves the state of a parameter in `owners`: its owner in the first replica."""
+        whole = self.whole[name]
+        assert is_dtensor(whole)
+        mesh = whole.device_mesh.mesh
+        return int(mesh.reshape(-1, mesh.shape[-1])[0, self.owners[name]])
 
     def has_changed(self) -> bool:
         """Return whether `requires_grad` of any parameter has changed since the last `accept`."""
@@ -113,7 +128,7 @@ class Trained:
 
         So a checkpoint knows which rows of which tensor these are.
         """
-        if not self.is_sharded or name not in self.own or name in self.updated_whole:
+        if not self.is_sharded or name not in self.own or name in self.owners:
             return value
         own = self.own[name]
         if not isinstance(value, Tensor) or value.ndim == 0 or value.shape != own.shape:

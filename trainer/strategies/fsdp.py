@@ -22,7 +22,6 @@ from trainer.config import FsdpConfig
 from trainer.distributed.backend_flags import DTYPES, return_large_blocks
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.optim.whole_tensors import state_in_rows
 from trainer.strategies.base import Computing, Fill, Phase, Strategy
 from trainer.strategies.sharding import (
     StaleReferenceCheck,
@@ -135,9 +134,6 @@ class Fsdp(Strategy):
         super().aggregate(model)
         if self._used is not None:
             self._used.drop_unused()
-
-    def gathered(self, state: "TrainState") -> AbstractContextManager:
-        return state_in_rows(state.optimizer)
 
     def explain(self, error: Exception, phase: Phase) -> UserError | None:
         return explained(error, phase, self.param_dtype)

@@ -12,7 +12,6 @@ from trainer.distributed.gather_shards import gather_shards_to_rank0
 from trainer.faults.heartbeat import progress
 from trainer.optim.plain_names import model_state
 from trainer.tensors.bits import as_bytes
-from trainer.tensors.local_shard import is_dtensor
 
 
 def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader | None) -> dict[str, Any]:
@@ -50,10 +49,7 @@ def parameters_sha256(model: nn.Module) -> str:
         tensor = tensors[name]
         if rank == 0:
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        # CPU offload leaves shards where the mesh's backend cannot send.
-        for part in gather_shards_to_rank0(
-            tensor, tensor.device_mesh.device_type if is_dtensor(tensor) else "cpu"
-        ):
+        for part in gather_shards_to_rank0(tensor):
             digest.update(as_bytes(part))
             progress()
     return digest.hexdigest()
