@@ -74,6 +74,7 @@ def test_the_newest_is_copied_and_as_many_kept_as_here(tmp_path: Path) -> None:
     evaluations = Evaluations(tmp_path / "run")
     for step, loss in ((10, 1.0), (20, 3.0), (30, 2.0), (40, 2.0), (50, 2.0)):
         evaluations.add(State("", step), {"loss": loss})
+    evaluations.write()
     store, remote = _run(tmp_path, keep_last=1, keep_best=KeepBest("loss", "min"), keep_every=40)
     (tmp_path / "run" / "config.yaml").write_text("seed: 3")
     for step in (10, 20, 30, 40, 50):

@@ -87,8 +87,8 @@ def metrics_in_use(config: Config) -> dict[str, str]:
     """Return the metrics of evaluation by which the run decides, each by the setting that names it."""
     best, stop = config.checkpoint.keep_best, config.train.stop
     named = {
-        "checkpoint.keep_best": best and best.metric,
-        "train.stop": stop and stop.metric,
+        "checkpoint.keep_best": best.metric if best is not None else None,
+        "train.stop": stop.metric if stop is not None else None,
         "schedule": watched_metric(config.schedule),
     }
     return {name: metric for name, metric in named.items() if metric is not None}
