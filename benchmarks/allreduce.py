@@ -24,7 +24,8 @@ from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.executor import Executor
 from trainer.comm.preflight_checks import GroupRank
 from trainer.config import DistributedConfig
-from trainer.distributed.process_group import Dist, process_group
+from trainer.distributed.process_group import process_group
+from trainer.distributed.ranks import Ranks
 from trainer.launch.exits import exits
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -123,7 +124,7 @@ def _wire(options: argparse.Namespace) -> torch.dtype | None:
     return _DTYPES[options.wire_dtype] if narrow else None
 
 
-def _all_reduces(joined: Dist, me: GroupRank, options: argparse.Namespace) -> dict[str, AllReduce]:
+def _all_reduces(joined: Ranks, me: GroupRank, options: argparse.Namespace) -> dict[str, AllReduce]:
     """The algorithms, ready to run (a collective of all ranks)."""
     wire = _wire(options)
     timeout = timedelta(seconds=options.timeout_s)

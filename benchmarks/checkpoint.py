@@ -30,7 +30,7 @@ from trainer.checkpoint.open_checkpoint import verified
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 
@@ -57,9 +57,9 @@ def checkpointer(state: TrainState, run_dir: Path, format: str, async_: bool) ->
         format=format, every_steps=1, every_minutes=None, every_epochs=None, keep_last=1,
         keep_best=None, keep_every=None, async_=async_, timeout_s=600.0,
     )  # fmt: skip
-    dist = Dist(0, 0, 1, 1, (0,), torch.device("cpu"), "gloo")
+    ranks = Ranks(0, 0, 1, 1, (0,), torch.device("cpu"), "gloo")
     config = {"strategy.name": "single"}
-    made = Checkpointer(settings, run_dir, dist, run_id="benchmark", num_samples=1, config=config)
+    made = Checkpointer(settings, run_dir, ranks, run_id="benchmark", num_samples=1, config=config)
     made.bind(state)
     return made
 

@@ -99,8 +99,8 @@ class DryRun:
         if train.exact is not None and isinstance(config.strategy, FsdpConfig):
             config.strategy = dataclasses.replace(config.strategy, reduce_every_micro_batch=True)
         model = self._model(config)
-        with as_rank_of(world) as dist:
-            placed = simulated_strategy(config, dist, world.per_host)
+        with as_rank_of(world) as ranks:
+            placed = simulated_strategy(config, ranks, world.per_host)
             to_device = self.to_device(placed.device)
             numberless = without_values(model, placed)
             fakes = FakeTensorMode(allow_non_fake_inputs=True)

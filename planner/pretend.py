@@ -16,7 +16,7 @@ from torch.testing._internal.distributed import fake_pg
 
 from planner.ledger import parts
 from planner.simulated import CPU, PlacedStrategy
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.strategies.meta_init import InitialModel, named_tensors, replace
 from trainer.tensors.nested import leaves, mapped
 
@@ -34,12 +34,12 @@ class DryRunWorld:
 
 
 @contextmanager
-def as_rank_of(world: DryRunWorld) -> Iterator[Dist]:
+def as_rank_of(world: DryRunWorld) -> Iterator[Ranks]:
     torch_dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
     try:
         hosts = tuple(rank // world.per_host for rank in range(world.size))
         local = min(world.per_host, world.size)
-        yield Dist(world.rank, world.rank % world.per_host, world.size, local, hosts, CPU, "fake")
+        yield Ranks(world.rank, world.rank % world.per_host, world.size, local, hosts, CPU, "fake")
     finally:
         torch_dist.destroy_process_group()
 

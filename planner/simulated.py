@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainer.comm.parameter_server import Exchange
 from trainer.config import Config, FsdpConfig, ParameterServerConfig
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 from trainer.strategies.base import Computing, Strategy
 from trainer.strategies.build import build_strategy
@@ -29,7 +29,7 @@ class PlacedStrategy:
         return next(iter(self.devices.values()))
 
 
-def simulated_strategy(config: Config, dist: Dist, gpus: int) -> PlacedStrategy:
+def simulated_strategy(config: Config, ranks: Ranks, gpus: int) -> PlacedStrategy:
     """Simulate the strategy of `config`; `gpus` is the number of the host's GPUs.
 
     Raises:
@@ -38,16 +38,18 @@ def simulated_strategy(config: Config, dist: Dist, gpus: int) -> PlacedStrategy:
     settings, computing = config.strategy, Computing(config.train.precision)
     if isinstance(settings, FsdpConfig):  # offloaded tensors are separated later: here all are on one device
         settings = dataclasses.replace(settings, cpu_offload=False)
-        return PlacedStrategy(build_strategy(dataclasses.replace(config, strategy=settings), dist), {"": CPU})
+        return PlacedStrategy(
+            build_strategy(dataclasses.replace(config, strategy=settings), ranks), {"": CPU}
+        )
     if isinstance(settings, ParameterServerConfig):
-        server = _Unconnected(settings, dist, computing, config.distributed.timeout_s)
+        server = _Unconnected(settings, ranks, computing, config.distributed.timeout_s)
         return PlacedStrategy(server, {"": CPU})
     if settings.name == "dp" and gpus > 1:
         raise UserError(
             f"strategy=dp on {gpus} GPUs is not predicted; use strategy=ddp, or --per-host 1 for one GPU"
         )
     strategy = _Whole(CPU, computing)
-    strategy.num_replicas = dist.world_size
+    strategy.num_replicas = ranks.world_size
     return PlacedStrategy(strategy, {"": CPU})
 
 
@@ -66,7 +68,7 @@ class _Unconnected(ParameterServer):
 
     def connect(self, parameters: list[nn.Parameter]) -> Exchange:
         bucket_bytes = int(self.settings.bucket_mb * 2**20)
-        return _WithoutValues(parameters, self.servers, self.workers, self.dist.rank, None, bucket_bytes)
+        return _WithoutValues(parameters, self.servers, self.workers, self.ranks.rank, None, bucket_bytes)
 
     def aggregate(self, model: nn.Module) -> None:
         self.exchange.push()

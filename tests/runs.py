@@ -121,8 +121,8 @@ def job_as(config: config.Config) -> Iterator[Run]:
     torch.set_num_threads(1)
     if config.run_dir is not None:  # `run` claims it; a test only needs it to be there
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-    with StopRequest() as stop_request, process_group(config.distributed) as dist:
-        context = assemble(config, "tests", dist, stop_request)
+    with StopRequest() as stop_request, process_group(config.distributed) as ranks:
+        context = assemble(config, "tests", ranks, stop_request)
         context.run_log.open()
         yield context
         context.checkpointer.saving.done()

@@ -131,9 +131,9 @@ def _values(model: InitialModel) -> list[tuple[str, Tensor]]:
 
 
 def _of_ranks() -> list[tuple[list[tuple[str, Tensor]], bool, tuple[str, ...]]]:
-    dist, found = tiny.facts(), []
+    ranks, found = tiny.facts(), []
     for build in (*ON_META, *WHOLE):
-        model = constructed(build, 0, dist)
+        model = constructed(build, 0, ranks)
         was_on_meta = any(tensor.is_meta for _, tensor in named_tensors(model.module))
         found.append((_values(model), was_on_meta, model.notes))
         if build is Everything:

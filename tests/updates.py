@@ -15,11 +15,11 @@ from trainer.update import Update, apply_update
 def run_of(state: TrainState, device: str = "cpu") -> Any:
     """What `apply_update` uses of a run of one process."""
     there = torch.device(device)
-    dist: Any = SimpleNamespace(
+    ranks: Any = SimpleNamespace(
         rank=0, world_size=1, is_main=True, device=there, describe=lambda rank: "here"
     )
     return SimpleNamespace(
-        dist=dist,
+        ranks=ranks,
         state=state,
         task=None,
         strategy=Strategy(there, Computing()),
@@ -28,7 +28,7 @@ def run_of(state: TrainState, device: str = "cpu") -> Any:
         ),
         train_loader=SimpleNamespace(not_finite=lambda *begin: None),
         agreement=SimpleNamespace(finish=lambda: SimpleNamespace(data_left=True)),
-        weight_statistics=WeightStatistics(state.model, dist, None),
+        weight_statistics=WeightStatistics(state.model, ranks, None),
         snapshot=NoSnapshot(),
         kept_buffers=None,
     )

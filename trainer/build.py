@@ -25,7 +25,7 @@ from trainer.data.loading.reader import Collate, Share
 from trainer.data.order import shuffled
 from trainer.data.transforms import Transformed
 from trainer.distributed.agreement import Agreement
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError, first_few
 from trainer.optim.adapters import add_adapters
 from trainer.optim.frozen_statistics import keep_frozen_statistics
@@ -71,28 +71,30 @@ def wrap_model(config: Config, model: InitialModel, strategy: Strategy) -> nn.Mo
     return wrapped
 
 
-def load_data(config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist) -> Data:
+def load_data(config: Config, batch: BatchSplit, strategy: Strategy, ranks: Ranks) -> Data:
     """Build the datasets and loaders that `config` asks for."""
     train_set = build_dataset(config.data, "train")
-    share = _share(config, dist, strategy.replica)
+    share = _share(config, ranks, strategy.replica)
     order = _callable("data.order", config.data.order, shuffled)
     to_train = train_loader(train_set, config.data, batch, share, order)
     if not config.train.evaluates:
         return Data(train_set, to_train, None)
-    return Data(train_set, to_train, load_held_out(config, batch, dist)[1])
+    return Data(train_set, to_train, load_held_out(config, batch, ranks)[1])
 
 
-def load_held_out(config: Config, batch: BatchSplit, dist: Dist) -> tuple[Any, EvalLoader]:
+def load_held_out(config: Config, batch: BatchSplit, ranks: Ranks) -> tuple[Any, EvalLoader]:
     """The held-out data, and the loader of this process's part of it."""
     eval_set = build_dataset(config.data, "eval")
-    every_rank = dataclasses.replace(batch, num_replicas=dist.world_size)  # also one without a training share
-    return eval_set, eval_loader(eval_set, config.data, every_rank, _share(config, dist, dist.rank))
+    every_rank = dataclasses.replace(
+        batch, num_replicas=ranks.world_size
+    )  # also one without a training share
+    return eval_set, eval_loader(eval_set, config.data, every_rank, _share(config, ranks, ranks.rank))
 
 
-def _share(config: Config, dist: Dist, replica: int) -> Share:
+def _share(config: Config, ranks: Ranks, replica: int) -> Share:
     assert config.seed is not None
     timeout_s, collate = config.distributed.timeout_s, build_collate(config.data)
-    return Share(replica, config.seed, dist.device, timeout_s, dist.heartbeat, collate)
+    return Share(replica, config.seed, ranks.device, timeout_s, ranks.heartbeat, collate)
 
 
 def build_collate(data: DataConfig) -> Collate:
@@ -228,7 +230,7 @@ def _lacking(task: Any, evaluates: bool) -> str:
 def initial_model(
     config: Config,
     train_set: Any,
-    sharded_over: Dist | None = None,
+    sharded_over: Ranks | None = None,
     read_by: tuple[Agreement, int] | None = None,
     on_meta: bool = False,
 ) -> InitialModel:

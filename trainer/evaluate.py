@@ -49,13 +49,13 @@ def evaluate(config: Config, checkpoint: str = "newest") -> dict[str, Any] | Non
             "checkpoint": str(restored.checkpoint.directory),
             "step": restored.checkpoint.progress.step,
             "strategy": config.strategy.name,
-            "world_size": restored.dist.world_size,
+            "world_size": restored.ranks.world_size,
             "samples": loader.num_samples and loader.num_samples - loader.num_skipped,  # null for a stream
             **{f"{of}{name}": value for of, those in metrics.items() for name, value in those.items()},
         }
         path = location(config.run_dir or "") / "evaluation.json"
-        on_main(lambda: _write(path, found), restored.dist)
-    return found if restored.dist.is_main else None
+        on_main(lambda: _write(path, found), restored.ranks)
+    return found if restored.ranks.is_main else None
 
 
 def _write(path: Location, found: dict[str, Any]) -> None:

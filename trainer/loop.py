@@ -86,7 +86,7 @@ def fit(run: "Run") -> dict[str, float]:
     if early_end.setting is not None:
         log.info("the run ends after step %d of %d: %s", progress.step, run.total_steps, early_end.why())
     run.profile.close()
-    run.dist.heartbeat.enter("end")
+    run.ranks.heartbeat.enter("end")
     ms_per_step = meter.ms_per_step(steady)["step"]
     return {
         "steps": progress.step,
@@ -115,7 +115,7 @@ def make_step(run: "Run", batches: "Batches") -> AfterStep:
     run.checks.unsaved.look()
     run.checks.replicas.check_if_due(run.state)
     if run.settings.logs(progress.step):
-        run.dist.heartbeat.enter("log")
+        run.ranks.heartbeat.enter("log")
         with meter.resting():
             log_step(run, step.grad_norm)
         meter.begin_window()
@@ -124,7 +124,7 @@ def make_step(run: "Run", batches: "Batches") -> AfterStep:
         and run.settings.log_every_steps
         and step.update is not Update.SKIPPED
     ):
-        run.dist.heartbeat.enter("log")
+        run.ranks.heartbeat.enter("log")
         with meter.resting():
             log_first_step(run, step.losses)
     return step.after
@@ -151,7 +151,7 @@ def open_epoch(run: "Run") -> "Batches | None":
         UserError: the whole epoch is less than a batch, on some rank; raised on every rank.
     """
     progress = run.state.progress
-    run.dist.heartbeat.enter("data")
+    run.ranks.heartbeat.enter("data")
     batches = run.train_loader.epoch(progress.epoch, progress.samples_in_epoch)
     ended, _ = run.agreement.ended(batches)
     if not ended:
@@ -171,7 +171,7 @@ def open_epoch(run: "Run") -> "Batches | None":
 def warn_if_uneven(run: "Run", batches: "Batches", epoch: int, num_samples: int) -> bool:
     """Warn if the epoch ended while some ranks had data for another step; return whether (a collective)."""
     ended, having = run.agreement.ended(batches)
-    if having and run.dist.is_main:
+    if having and run.ranks.is_main:
         log.warning(
             "epoch %d ended after %s samples, because the stream ended on rank %s. At least %s more samples "
             "of rank %s are not used. Give every rank the same number of samples, or have the stream repeat "

@@ -55,7 +55,7 @@ def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
                 "trainer.tasks.Task)"
             )
         dataset, loader = held_out(restored, by_leaves=False)
-        file = written.enter_context(output_file(out)) if restored.dist.is_main else None
+        file = written.enter_context(output_file(out)) if restored.ranks.is_main else None
         batches = list(filter(None, evaluation.predict(restored, with_progress(restored, loader))))
         if file is not None:
             indices = [index for of_batch, _ in batches for index in of_batch]

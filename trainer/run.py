@@ -37,10 +37,12 @@ from trainer.config import Config, TrainConfig, flatten, to_yaml
 from trainer.data.loading.batch import BatchSplit, split_batch
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
 from trainer.distributed.gather_samples import gathering
-from trainer.distributed.process_group import Dist, process_group
+from trainer.distributed.process_group import watched_process_group
+from trainer.distributed.ranks import Ranks
 from trainer.distributed.shrink import Shrunk
 from trainer.errors import UserError, writing
 from trainer.exact.environment import exact_facts
+from trainer.faults.fault_save import FaultSave
 from trainer.files import failure
 from trainer.files.writing import atomic_file
 from trainer.launch.fresh import is_watched
@@ -112,31 +114,29 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, begun: l
     Args:
         here: the place of this process, if others are gone already.
     """
+    check_shares = _check_shares(config.train)
     with (
-        process_group(config.distributed, lambda: stop_request.is_set, here) as dist,
+        watched_process_group(config.distributed, lambda: stop_request.is_set, here, check_shares) as joined,
         ExitStack() as resources,
     ):
+        ranks, watch = joined
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
-        compare_across_ranks(shared, dist)
-        claimed, seed, former_size = on_main(lambda: _claim(config, resources), dist)
+        compare_across_ranks(shared, ranks)
+        claimed, seed, former_size = on_main(lambda: _claim(config, resources), ranks)
         run_dir = claimed.path
         config = dataclasses.replace(config, run_dir=str(run_dir), seed=seed)
-        assert dist.watch is not None
-        dist.watch.ending.writes_to(run_dir, refusals=not claimed.used)
-        with messages(dist, run_dir) as open_log:
-            if (train := config.train).exact is None:  # leaves are shared among any number of ranks
-                size, micro = train.global_batch_size, train.known_micro_batch_size
-                dist.watch.ending.going_on.check_shares = partial(split_batch, size, micro)
-            config = with_micro_batch_size(config, former_size, dist)
+        watch.ending.writes_to(run_dir, refusals=not claimed.used)
+        with messages(ranks, run_dir) as open_log:
+            config = with_micro_batch_size(config, former_size, ranks)
             take_over = partial(_take_over, config, run_dir, open_log)
             if not claimed.used:
-                on_main(take_over, dist)
-            run_ = assemble(config, claimed.run_id, dist, stop_request)
+                on_main(take_over, ranks)
+            run_ = assemble(config, claimed.run_id, ranks, stop_request, watch.ending.save)
             begun.append(run_)
             if claimed.used:  # a refusal before this line leaves the former run unchanged
-                on_main(take_over, dist)
-                dist.watch.ending.writes_to(run_dir)
-            on_main(partial(_write_settings, run_.as_built, run_dir), dist)
+                on_main(take_over, ranks)
+                watch.ending.writes_to(run_dir)
+            on_main(partial(_write_settings, run_.as_built, run_dir), ranks)
             run_.run_log.open()
             resources.callback(run_.run_log.progress.close)
             _log_start(config, run_)
@@ -149,12 +149,19 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, begun: l
                 log.info("%s", summary)
             run_.agreement.close()
             run_.strategy.close()
-            if dist.is_main:
+            if ranks.is_main:
                 write_result(run_dir, result, made_steps=run_.state.progress.step > run_.steps_before)
             run_.run_log.close()  # last, so that a failing logger loses nothing else
             run_.checkpointer.finish_remote()
             log.info("%s  ->  %s", run_dir, run_.run_log.look)
     return result
+
+
+def _check_shares(train: TrainConfig) -> Callable[[int], object]:
+    """Return what raises UserError if a global batch can't be divided among a number of ranks."""
+    if train.exact is not None:  # chunks are divided among any number of ranks
+        return lambda num_ranks: None
+    return partial(split_batch, train.global_batch_size, train.known_micro_batch_size)
 
 
 def _result(config: Config, run_: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -163,7 +170,7 @@ def _result(config: Config, run_: Run, metrics: Mapping[str, float]) -> dict[str
     return {
         "strategy": config.strategy.name,
         "comm": run_.strategy.algorithm,
-        "world_size": run_.dist.world_size,
+        "world_size": run_.ranks.world_size,
         **{name: None if math.isnan(value) else value for name, value in metrics.items()},
         **strategy.report.measured(),
         **({"exact": run_.exact} if run_.exact else {}),
@@ -172,40 +179,49 @@ def _result(config: Config, run_: Run, metrics: Mapping[str, float]) -> dict[str
     }
 
 
-def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest) -> Run:
+def assemble(
+    config: Config,
+    run_id: str,
+    ranks: Ranks,
+    stop_request: StopRequest,
+    failure_save: FaultSave | None = None,
+) -> Run:
     """Build the parts of a run, up to the step at which it begins or resumes (a collective).
 
     `config.run_dir`, `config.seed` and `run_id` must be this run's, and the same on every rank.
+    `failure_save` saves this process's state if others fail; None: nothing does.
     """
     assert config.run_dir is not None and config.seed is not None
     run_dir, train = Path(config.run_dir), config.train
-    strategy = build_strategy(config, dist)
+    strategy = build_strategy(config, ranks)
     split = split_for(train, strategy)
     task = build_task(config)
     check_metrics_of_task(config, task)
-    data = load_data(config, split, strategy, dist)
+    data = load_data(config, split, strategy, ranks)
     num_samples = data.train_loader.num_samples
 
-    checkpointer = Checkpointer(config.checkpoint, run_dir, dist, run_id, num_samples, flatten(config))
+    checkpointer = Checkpointer(config.checkpoint, run_dir, ranks, run_id, num_samples, flatten(config))
     checkpoint = checkpointer.open(config.resume)
     progress = checkpoint.progress if checkpoint else Progress()
     total_steps = planned_steps(progress, train, num_samples)
 
-    wrapped, num_parameters, flops, frozen = _model(config, data, task, split, strategy, dist, checkpoint)
+    wrapped, num_parameters, flops, frozen = _model(config, data, task, split, strategy, ranks, checkpoint)
     earlier = checkpoint.trained if checkpoint else ()
     state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch, earlier)
     saved = checkpoint.facts.get("exact") if checkpoint else None
-    exact = exact_facts(train.exact, dist, saved, progress.step)
+    exact = exact_facts(train.exact, ranks, saved, progress.step)
     data_states = checkpointer.bind(state, exact, frozen)
     if checkpoint is not None:
         data.train_loader.resume(data_states)
         if num_samples is not None:
             state.progress.skip_short_rest(train.global_batch_size, num_samples)
 
-    kept_buffers, snapshot = build_snapshot(config, state, checkpointer, data.train_loader, strategy, dist)
-    checks = _checks(strategy, task, state, train, dist)
+    kept_buffers, snapshot = build_snapshot(
+        config, state, checkpointer, data.train_loader, strategy, ranks, failure_save
+    )
+    checks = _checks(strategy, task, state, train, ranks)
     return Run(
-        dist=dist,
+        ranks=ranks,
         strategy=strategy,
         task=task,
         model=wrapped,
@@ -224,12 +240,12 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         total_steps=total_steps,
         exact=exact,
         checkpointer=checkpointer,
-        run_log=RunLog(dist, config, run_id, total_steps, state.progress.step),
-        weight_statistics=WeightStatistics(state.model, dist, train.histograms_every),
-        agreement=StepAgreement(dist, strategy.order, rows_of_host(dist, config.distributed.timeout_s)),
+        run_log=RunLog(ranks, config, run_id, total_steps, state.progress.step),
+        weight_statistics=WeightStatistics(state.model, ranks, train.histograms_every),
+        agreement=StepAgreement(ranks, strategy.order, rows_of_host(ranks, config.distributed.timeout_s)),
         checks=checks,
-        meter=Meter(dist, flops, strategy.order, strategy.num_replicas),
-        profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
+        meter=Meter(ranks, flops, strategy.order, strategy.num_replicas),
+        profile=Profile(train.profile, run_dir, ranks, state.progress.step, total_steps),
         stop_request=stop_request,
         kept_buffers=kept_buffers,
         snapshot=snapshot,
@@ -242,7 +258,7 @@ def _model(
     task: Task,
     split: BatchSplit,
     strategy: Strategy,
-    dist: Dist,
+    ranks: Ranks,
     checkpoint: OpenCheckpoint | None,
 ) -> tuple[nn.Module, int, ModelFlops | None, dict[str, str]]:
     """The model, wrapped; the number of its parameters; what counts its FLOPs; and its `frozen_digests`.
@@ -252,10 +268,10 @@ def _model(
     assert config.seed is not None
     leaves_out = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
     needs_initial = checkpoint is None or leaves_out  # a whole checkpoint replaces all initial weights
-    agreement = Agreement(dist)
-    read_by = (agreement, dist.local_rank) if needs_initial else None
-    model = initial_model(config, data.train_set, dist if strategy.fills_by_unit else None, read_by)
-    compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), dist)
+    agreement = Agreement(ranks)
+    read_by = (agreement, ranks.local_rank) if needs_initial else None
+    model = initial_model(config, data.train_set, ranks if strategy.fills_by_unit else None, read_by)
+    compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), ranks)
     num_parameters = parameter_count(model.module.parameters())
     frozen = agreement.on_main(lambda: frozen_digests(model.module, model.loaded)) if leaves_out else {}
     if not config.checkpoint.frozen and not frozen:
@@ -264,7 +280,7 @@ def _model(
             "model has none: set checkpoint.frozen=true, or model.init_from and model.freeze"
         )
     devices = max(strategy.devices, devices_of(model.module), key=len)
-    flops = model_flops(model.module, task, config.train, split, devices, dist)
+    flops = model_flops(model.module, task, config.train, split, devices, ranks)
     wrapped = wrap_model(config, model, strategy)
     strategy.share_buffers(wrapped)
     seed_everything(config.seed, strategy.replica)
@@ -318,17 +334,17 @@ def _state(
     return state
 
 
-def _checks(strategy: Strategy, task: Task, state: TrainState, train: TrainConfig, dist: Dist) -> Checks:
+def _checks(strategy: Strategy, task: Task, state: TrainState, train: TrainConfig, ranks: Ranks) -> Checks:
     groups, every = strategy.replica_groups(), train.check_replicas_every
     return Checks(
-        replicas=ReplicaCheck(dist, groups, every, strategy.replicated),
+        replicas=ReplicaCheck(ranks, groups, every, strategy.replicated),
         unsaved=UnsavedState(state.model, task, state.optimizer, strategy.replica == 0),
-        buffers=BufferCheck(state.model, dist, strategy.order.by_leaves),
+        buffers=BufferCheck(state.model, ranks, strategy.order.by_leaves),
     )
 
 
 def _log_start(config: Config, run_: Run) -> None:
-    if run_.dist.is_main:  # writing all settings takes longer than a step of a small model
+    if run_.ranks.is_main:  # writing all settings takes longer than a step of a small model
         run_.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, run_.steps_before)
     log.info("%s", start_table(config, run_))
     for note in run_.strategy.notes:
@@ -346,7 +362,7 @@ def _why_no_gather(config: Config, run_: Run) -> str | None:
             "part of the batch alone; set train.micro_batch_size=null, and a smaller global batch if memory "
             "is short"
         )
-    if run_.strategy.num_replicas < run_.dist.world_size:
+    if run_.strategy.num_replicas < run_.ranks.world_size:
         return f"strategy={config.strategy.name} has ranks without samples; use ddp or fsdp"
     return None
 

@@ -19,6 +19,7 @@ from trainer.inference.command import arguments, start
 
 def main() -> None:
     """Run the command line `sys.argv`."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without an error
     parser = arguments("trainer.sample", __doc__)
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="default: a new line")
     parser.add_argument("--tokens", type=int, default=200, metavar="N", help="how many; default: 200")
@@ -64,15 +65,15 @@ def _sample(options: Any, config: Config) -> None:
             options.tokens,
             block_size=block_size,
             vocab_size=tokenizer.vocab_size,
-            device=restored.dist.device,
+            device=restored.ranks.device,
             generator=torch.Generator().manual_seed(options.seed),
             temperature=options.temperature,
             top_k=options.top_k,
             use_cache=use_cache,
         )
         with restored.strategy.autocast():
-            tokens = _in_time(tokens, restored.dist.heartbeat.enter)
-            if restored.dist.is_main:
+            tokens = _in_time(tokens, restored.ranks.heartbeat.enter)
+            if restored.ranks.is_main:
                 _print(tokens, prompt, tokenizer, "with" if use_cache else "without")
             else:
                 collections.deque(tokens, maxlen=0)
@@ -90,9 +91,6 @@ def _print(tokens: Iterator[int], prompt: Sequence[int], tokenizer: Any, cache: 
     began, at_s, so_far = time.perf_counter(), list[float](), [*prompt]
     text = tokenizer.decode(so_far)
     length = len(text)
-    signal.signal(
-        signal.SIGPIPE, signal.SIG_DFL
-    )  # a reader that stops early, such as `head`, ends this silently
     print(text, end="", flush=True)
     for token in tokens:
         at_s.append(time.perf_counter() - began)

@@ -39,7 +39,7 @@ def train_step(run: "Run", batches: "Batches") -> Step:
         NonFiniteError: on all ranks, for a loss or a gradient, unless `train.skip_nonfinite` skips the step;
             no parameter has changed.
     """
-    state, strategy, heartbeat = run.state, run.strategy, run.dist.heartbeat
+    state, strategy, heartbeat = run.state, run.strategy, run.ranks.heartbeat
     step = heartbeat.step = state.progress.step + 1
 
     heartbeat.enter("data")
@@ -84,7 +84,7 @@ def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number:
     Returns:
         Its part of the loss of the step, a scalar, detached.
     """
-    enter = run.dist.heartbeat.enter
+    enter = run.ranks.heartbeat.enter
     loss_of_step: Tensor
 
     def between(loss: Tensor, parts: Mapping[str, Any] | None) -> Tensor:

@@ -68,7 +68,7 @@ def apply_update(run: "Run", step: int, norm: Tensor, losses: Sequence[Tensor]) 
                 if settings.clip_grad_norm is not None:
                     nn.utils.clip_grads_with_norm_(state.trained.own.values(), settings.clip_grad_norm, norm)
                 if state.update_may_draw:  # the same numbers on replicas, others where ranks update shards
-                    updater = run.dist.rank if strategy.gradients_differ else 0
+                    updater = run.ranks.rank if strategy.gradients_differ else 0
                     seed_micro_batch(run.seed, step, -1 - updater, strategy.devices)
                 with _skipped_on_device(state.optimizer, norm) if waits_later else nullcontext():
                     state.optimizer.step()
@@ -105,7 +105,7 @@ def _skip(run: "Run", step: int, losses: Sequence[Tensor]) -> Update:
         raise error
     if run.kept_buffers is not None:
         run.kept_buffers.restore()  # running statistics would stay NaN
-    if run.dist.is_main:
+    if run.ranks.is_main:
         log.warning(
             "step %d is skipped, %d in a row of at most train.skip_nonfinite=%d: %s",
             *(step, in_a_row, max_skipped, error),

@@ -76,7 +76,7 @@ def contexts() -> Iterator[Callable[..., Any]]:
 
     with ExitStack() as stack:
         stop_request = stack.enter_context(StopRequest())
-        dist = stack.enter_context(process_group(settings().distributed))
+        ranks = stack.enter_context(process_group(settings().distributed))
 
         def context(*overrides: str) -> Any:
             config = settings(*overrides)
@@ -84,7 +84,7 @@ def contexts() -> Iterator[Callable[..., Any]]:
                 run_dir = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
                 config = replace(config, run_dir=run_dir)
             Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-            made = assemble(config, "gpu-day", dist, stop_request)
+            made = assemble(config, "gpu-day", ranks, stop_request)
             made.run_log.open()
             stack.callback(made.run_log.close)
             return made

@@ -20,12 +20,12 @@ def all_legs(root: Path) -> tuple[list[list[str]], list[list[str]], list[int]]:
     """The samples of each micro-batch of this rank in a run that never stopped, and in one of legs; their counts."""
     torch.set_num_threads(1)
     found, seen = list[list[str]](), list[int]()
-    with process_group(runs.settings(*DDP).distributed) as dist:
-        whole = run(dist, root / "whole", *DDP, "train.micro_batch_size=1", *COMMON)
+    with process_group(runs.settings(*DDP).distributed) as ranks:
+        whole = run(ranks, root / "whole", *DDP, "train.micro_batch_size=1", *COMMON)
         for batch_size, micro, last_step in LEGS:
             batch = (f"train.global_batch_size={batch_size}", f"train.micro_batch_size={micro}")
             words = (*DDP, *batch, f"train.max_steps={last_step}", *COMMON)
-            leg = run(dist, root / "legs", *words, resume="auto")
+            leg = run(ranks, root / "legs", *words, resume="auto")
             found += leg["samples"]
             seen.append(leg["result"]["samples_seen"])
             torch_dist.barrier()

@@ -116,13 +116,13 @@ def _pairs() -> list[tuple[str, ...]]:
 def _differences(root: Path, strategy: str) -> dict[str, list[str]]:
     torch.set_num_threads(1)
     found, base = {}, (f"strategy={strategy}", *BASE)
-    with process_group(runs.settings(*base).distributed) as dist:
+    with process_group(runs.settings(*base).distributed) as ranks:
         pairs = _pairs()
         # Shards differ by the shapes of state alone.
         for number, pair in enumerate(pairs if strategy == "single" else pairs[::4]):
-            whole = run(dist, root / f"{number}", *base, *pair, save_at=[STOP])
+            whole = run(ranks, root / f"{number}", *base, *pair, save_at=[STOP])
             half = str(root / f"{number}" / "checkpoints" / f"step_{STOP:08d}")
-            resumed = run(dist, root / f"{number}-on", *base, *pair, resume=half, save_at=())
+            resumed = run(ranks, root / f"{number}-on", *base, *pair, resume=half, save_at=())
             assert differences(resumed["begin"], resumed["end"]), pair
             found[" ".join(pair)] = differences(whole["end"], resumed["end"])
     return found

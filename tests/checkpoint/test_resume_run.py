@@ -36,11 +36,11 @@ HOSTS = {"ddp-2x2-hierarchical": (0, 0, 1, 1)}
 def stopped_and_resumed(root: Path, stop: int, overrides: tuple[str, ...]) -> list[str]:
     """What differs between a run resumed after the step ``stop`` and one never stopped."""
     torch.set_num_threads(1)
-    with process_group(runs.settings(*overrides).distributed) as dist:
+    with process_group(runs.settings(*overrides).distributed) as ranks:
         # The step after it, too: a background save overlaps with the next.
-        original = run(dist, root / "original", *overrides, save_at=(stop, stop + 1))
+        original = run(ranks, root / "original", *overrides, save_at=(stop, stop + 1))
         checkpoint = root / "original" / "checkpoints" / f"step_{stop:08d}"
-        resumed = run(dist, root / "stopped", *overrides, resume=str(checkpoint), save_at=())
+        resumed = run(ranks, root / "stopped", *overrides, resume=str(checkpoint), save_at=())
     expected = original["samples"][len(original["samples"]) // LAST_STEP * stop :]
     found = differences(original["end"], resumed["end"])
     return found + ([] if resumed["samples"] == expected else ["samples"])

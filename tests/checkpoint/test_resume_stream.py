@@ -26,12 +26,12 @@ def _resumed(root: Path, worlds: list[tuple[str, tuple[str, ...]]]) -> dict[str,
     """The differences between runs resumed at a random step and those that never stopped."""
     torch.set_num_threads(1)
     drawn, found = random.Random(str(worlds)), {}
-    with process_group(runs.settings(*worlds[0][1]).distributed) as dist:
+    with process_group(runs.settings(*worlds[0][1]).distributed) as ranks:
         for name, overrides in worlds:
             stop = drawn.randrange(1, LAST_STEP)  # of each stream its own
-            original = run(dist, root / name, *overrides, save_at=[stop])
+            original = run(ranks, root / name, *overrides, save_at=[stop])
             checkpoint = root / name / "checkpoints" / f"step_{stop:08d}"
-            resumed = run(dist, root / f"{name}-on", *overrides, resume=str(checkpoint), save_at=())
+            resumed = run(ranks, root / f"{name}-on", *overrides, resume=str(checkpoint), save_at=())
             expected = original["samples"][len(original["samples"]) // LAST_STEP * stop :]
             different = differences(original["end"], resumed["end"])
             different += [] if resumed["samples"][-len(expected) :] == expected else ["samples"]
@@ -105,11 +105,11 @@ def _numbers_read(root: Path, kinds: list[tuple[str, ...]], without: tuple[str, 
 
 def _of_each(root: Path, last_step: int, kinds: list[tuple[str, ...]]) -> list[list[list[int]]]:
     torch.set_num_threads(1)
-    with process_group(runs.settings(*kinds[0]).distributed) as dist:
+    with process_group(runs.settings(*kinds[0]).distributed) as ranks:
         found = []
         for number, kind in enumerate(kinds):
             words = (*kind, f"train.max_steps={last_step}")
-            again = run(dist, root / str(number), *words, resume="auto", save_at=(), named=numbers_of)
+            again = run(ranks, root / str(number), *words, resume="auto", save_at=(), named=numbers_of)
             found.append(again["samples"])
         return found
 

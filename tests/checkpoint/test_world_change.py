@@ -35,9 +35,9 @@ Seen = list[dict[str, Any]]  # by rank
 
 def _runs(jobs: list[tuple[Path, tuple[str, ...], str]]) -> Seen:
     torch.set_num_threads(1)
-    with process_group(runs.settings(*jobs[0][1]).distributed) as dist:
+    with process_group(runs.settings(*jobs[0][1]).distributed) as ranks:
         return [
-            run(dist, run_dir, *overrides, *LAST, resume=resume, save_at=[STOP])
+            run(ranks, run_dir, *overrides, *LAST, resume=resume, save_at=[STOP])
             for run_dir, overrides, resume in jobs
         ]
 

@@ -15,7 +15,7 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.tree import take_apart
 from trainer.checkpoint.weights import weights_for
 from trainer.config import CheckpointConfig
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.optim.train_state import Progress, TrainState
 from trainer.optim.trained import Trained
 from trainer.tensors.generators import seed_micro_batch
@@ -39,9 +39,9 @@ def settings(**changes: Any) -> CheckpointConfig:
     return CheckpointConfig(**{**values, **changes})
 
 
-def facts(device: torch.device = CPU) -> Dist:
+def facts(device: torch.device = CPU) -> Ranks:
     rank, world = torch_dist.get_rank(), torch_dist.get_world_size()
-    return Dist(rank, rank, world, world, (0,) * world, device, "gloo")
+    return Ranks(rank, rank, world, world, (0,) * world, device, "gloo")
 
 
 def checkpointer(

@@ -12,7 +12,7 @@ from tests import runs
 from tests.checkpoint import tiny
 from trainer import loop
 from trainer.checkpoint.tree import take_apart
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.launch.signals import StopRequest
 from trainer.run import assemble
 
@@ -61,7 +61,7 @@ class Recorder:
 
 
 def run(
-    dist: Dist,
+    ranks: Ranks,
     run_dir: Path,
     *overrides: str,
     resume: str = "null",
@@ -76,7 +76,7 @@ def run(
     config = runs.settings(*overrides, f"run_dir={run_dir}", f"resume={resume}")
     run_dir.mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop_request:
-        context = assemble(config, "tests", dist, stop_request)
+        context = assemble(config, "tests", ranks, stop_request)
         context.run_log.open()
         begin = _everything(context)
         recorder = Recorder(context.task, named)

@@ -6,7 +6,7 @@ import torch.distributed as torch_dist
 
 from tests.ranks import RankFailure, run_ranks
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import Fault, UserError
 
 
@@ -20,25 +20,25 @@ def told(action: object, kind: type[Exception] = UserError) -> str:
     return str(raised.value)
 
 
-def dist_here() -> Dist:
-    return Dist(torch_dist.get_rank(), 0, 2, 2, (0, 0), torch.device("cpu"), "gloo")
+def dist_here() -> Ranks:
+    return Ranks(torch_dist.get_rank(), 0, 2, 2, (0, 0), torch.device("cpu"), "gloo")
 
 
 def heard() -> dict[str, object]:
-    dist = dist_here()
-    files, here = Agreement(dist, 60), f"rank {dist.rank}"
+    ranks = dist_here()
+    files, here = Agreement(ranks, 60), f"rank {ranks.rank}"
     return {
-        "one acts": on_main(lambda: here, dist),
-        "one errs": told(lambda: on_main(lambda: fail(UserError(f"{here} errs")), dist)),
+        "one acts": on_main(lambda: here, ranks),
+        "one errs": told(lambda: on_main(lambda: fail(UserError(f"{here} errs")), ranks)),
         "one acts on a file": files.on_main(lambda: here),
         "one meets a full disk": told(lambda: files.on_main(lambda: fail(OSError(f"{here} is full"))), Fault),
         "one may not": told(lambda: files.on_main(lambda: fail(PermissionError(13, "no right")))),
         "all act": files.everywhere(lambda: here),
         "all err": told(lambda: files.everywhere(lambda: fail(UserError("the same")))),
         "the last errs": told(
-            lambda: files.everywhere(lambda: dist.rank == 1 and fail(KeyError("x"))), Fault
+            lambda: files.everywhere(lambda: ranks.rank == 1 and fail(KeyError("x"))), Fault
         ),
-        "differ": told(lambda: compare_across_ranks({"seed": dist.rank}, dist, "say seed=0")),
+        "differ": told(lambda: compare_across_ranks({"seed": ranks.rank}, ranks, "say seed=0")),
     }
 
 

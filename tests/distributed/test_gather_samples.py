@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.data.settings import eval_loader
 from tests.ranks import run_ranks
 from trainer.distributed.gather_samples import SampleGather
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 
 COLUMNS = {"label": torch.int64, "right": torch.bool, "score": torch.bfloat16, "nothing": torch.float32}
@@ -26,14 +26,14 @@ class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return torch.tensor([index, index / 2]), index
 
 
-def _dist() -> Dist:
+def _ranks() -> Ranks:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     hosts = (0,) * world_size
-    return Dist(rank, rank, world_size, world_size, hosts, torch.device("cpu"), "gloo")
+    return Ranks(rank, rank, world_size, world_size, hosts, torch.device("cpu"), "gloo")
 
 
 def _gathered() -> tuple[list[int], dict[str, torch.Tensor]] | None:
-    here = _dist()
+    here = _ranks()
     loader = eval_loader(Numbers(), 4, here.world_size, here.rank, on_bad_sample="skip")
     gather = SampleGather(here, "Mine.rows")
     of_all = []
@@ -50,7 +50,7 @@ def _gathered() -> tuple[list[int], dict[str, torch.Tensor]] | None:
 
 
 def _differing() -> list[str]:
-    here = _dist()
+    here = _ranks()
     said = []
     width = torch.zeros(2, 1 + here.rank)
     for rows, indices in (({"a": width}, [0, 1]), ({"a": torch.zeros(3)}, [0, 1])):

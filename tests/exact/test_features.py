@@ -109,7 +109,7 @@ def test_layers_that_some_leaves_skip_have_one_hash(tmp_path: Path) -> None:
 def _positions(*overrides: str) -> int:
     with context_of(*overrides) as context:
         fit(context)
-        return Records(context.dist.heartbeat._memory).main().position
+        return Records(context.ranks.heartbeat._memory).main().position
 
 
 @pytest.mark.slow

@@ -90,9 +90,9 @@ def told(run_dir: Path) -> list[tuple[int, str]]:
 
     sizes = ("train.global_batch_size=720", "train.epochs=1", "model.hidden=[32]")
     config = settings("comm=ring", f"run_dir={run_dir}", "train.log_every_steps=1", *sizes)
-    with StopRequest() as stop_request, process_group(config.distributed) as dist:
-        played = Played(dist.heartbeat)
-        context = assemble(config, "tests", dataclasses.replace(dist, heartbeat=played), stop_request)
+    with StopRequest() as stop_request, process_group(config.distributed) as ranks:
+        played = Played(ranks.heartbeat)
+        context = assemble(config, "tests", dataclasses.replace(ranks, heartbeat=played), stop_request)
         context.run_log.open()
         fit(context)
         context.checkpointer.saving.done()

@@ -124,7 +124,7 @@ def steps_of_two(folder: Path, comm: str) -> dict[str, Any]:
     with context_of(*QUIET, "strategy=ddp", comm, "optim=adamw", f"run_dir={folder}") as run:
         found = counted(way := steps_of(run))
         list(way)
-        broadcast_tensors(tensors := [torch.ones(3, device=run.dist.device) for _ in range(9)], 0)
+        broadcast_tensors(tensors := [torch.ones(3, device=run.ranks.device) for _ in range(9)], 0)
         SIM.clear()
         broadcast_tensors(tensors, 0)
         found["of a broadcast"] = SIM.launches.total()
@@ -167,7 +167,7 @@ def saved_at_a_fault(folder: Path, when: str) -> tuple[str, bool]:
         MAIN.hang()
         if when == "the last update is not made":
             with snapshot.update(3):
-                torch.zeros(1, device=run.dist.device).add_(1)
+                torch.zeros(1, device=run.ranks.device).add_(1)
             save()
         else:
             with pytest.raises(Hangs):
@@ -225,7 +225,7 @@ def readings(folder: Path) -> dict[str, Any]:
     found = {}
     with context_of(*QUIET, "train.eval_every_epochs=1", "optim=adamw", f"run_dir={folder}") as run:
         next(steps_of(run))
-        check, device = ReplicaCheck(run.dist, [(0,)], 1), run.dist.device
+        check, device = ReplicaCheck(run.ranks, [(0,)], 1), run.ranks.device
         part = torch.ones((), device=device)
         run.meter.parts.add({"part": part}, 1, 1)
         part.add_(1)  # as the replay of a CUDA graph

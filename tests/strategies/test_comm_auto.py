@@ -76,7 +76,7 @@ def test_else_it_is_the_backends_own(tmp_path: Path, hosts: list[int]) -> None:
 
 def one_in_another_container(run_dir: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.comm.shared_memory.reach", lambda: os.environ["RANK"])
+        patch.setattr("trainer.distributed.rendezvous.surroundings", lambda: os.environ["RANK"])
         return set_up(run_dir)
 
 

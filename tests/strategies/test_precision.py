@@ -69,7 +69,7 @@ def overflow(strategy: str, run_dir: Path) -> dict[str, Any]:
         before = [parameter.detach().clone() for parameter in context.model.parameters()]
         scaler = context.state.scaler
         scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**17})
-        if context.dist.rank == context.dist.world_size - 1:
+        if context.ranks.rank == context.ranks.world_size - 1:
             overflow_here(context)
         train_step(context, batches)
         same = all(torch.equal(a, b) for a, b in zip(before, context.model.parameters(), strict=True))

@@ -52,17 +52,17 @@ def flips(overrides: tuple[str, ...], seed: int, count: int) -> dict[str, Any]:
         fit(context)
         seen: dict[str, Any] = {"trained": found(context), "flips": []}
         for buffer in context.state.model.buffers():
-            buffer += context.dist.rank
+            buffer += context.ranks.rank
         seen["buffers"] = found(context)
         names = dict(context.state.replicated())
         draw = random.Random(seed)
         for _ in range(count):
-            rank, name = draw.randrange(context.dist.world_size), draw.choice(sorted(names))
+            rank, name = draw.randrange(context.ranks.world_size), draw.choice(sorted(names))
             where = draw.randrange(local(names[name]).numel()), draw.randrange(32)
-            if rank == context.dist.rank:
+            if rank == context.ranks.rank:
                 flip(local(names[name]), *where)
             seen["flips"].append((rank, name, found(context)))
-            if rank == context.dist.rank:
+            if rank == context.ranks.rank:
                 flip(local(names[name]), *where)
         seen["mended"] = found(context)
     return seen
@@ -107,7 +107,7 @@ def saves(run_dir: Path) -> dict[str, Any]:
         def diverge(*args: Any) -> None:
             step(*args)
             if (
-                context.dist.rank == 1 and context.state.progress.step == 2
+                context.ranks.rank == 1 and context.state.progress.step == 2
             ):  # the third update, after the first save
                 flip(next(context.state.model.parameters()), 0, 3)
 

@@ -8,12 +8,12 @@ from trainer.training.step_agreement import AfterStep, Agreed, StepAgreement
 
 
 def _asked_by_the_clock(run_dir: Path) -> list[Agreed]:
-    state, dist = tiny.train_state(), tiny.facts()
+    state, ranks = tiny.train_state(), tiny.facts()
     checkpointer = tiny.checkpointer(run_dir, state=state, every_minutes=5.0)
-    agreement, found = StepAgreement(dist), []
+    agreement, found = StepAgreement(ranks), []
     for minutes in (4, 2, 4, 2):
         checkpointer._last_save_s -= 60 * minutes
-        is_due = dist.is_main and checkpointer.minutes_are_over()
+        is_due = ranks.is_main and checkpointer.minutes_are_over()
         agreement.start((1.0,), AfterStep.SAVE if is_due else AfterStep.CONTINUE, True)
         found.append(agreement.finish())
         state.progress.step += 1

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.run_dir.metrics_file import read_metrics
 from trainer.tasks import Classification, LanguageModelling
 from trainer.training.meter import Meter
@@ -105,7 +105,7 @@ def test_histograms_of_what_is_not_finite_or_not_there() -> None:
 def of_two_micro_batches() -> dict[str, float]:
     """On rank 1 most of the tokens are padding."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    meter = Meter(Dist(rank, rank, world, world, (0,) * world, torch.device("cpu"), "gloo"))
+    meter = Meter(Ranks(rank, rank, world, world, (0,) * world, torch.device("cpu"), "gloo"))
     smoothed = Classification(label_smoothing=0.5)
     meter.start()
     begin = meter.mark()

@@ -34,7 +34,7 @@ from trainer.checkpoint.tree import is_extra_state, take_apart
 from trainer.checkpoint.writing import Contents, Saving, host_stager, write_checkpoint
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement, Alone
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import Fault, UserError, kind_of, writing
 from trainer.faults.heartbeat import at_disk
 from trainer.files.address import Address
@@ -75,7 +75,7 @@ class Checkpointer:
         self,
         settings: CheckpointConfig,
         run_dir: Path,
-        dist: Dist,
+        ranks: Ranks,
         run_id: str,
         num_samples: int | None,
         config: Mapping[str, Any],
@@ -84,16 +84,16 @@ class Checkpointer:
         training data, None for a stream. ``config`` has the settings by dotted name, as plain values: they
         are saved, and compared on resume.
         """
-        self._settings, self._dist = settings, dist
+        self._settings, self._ranks = settings, ranks
         self._store = Store(Path(run_dir) / "checkpoints", run_id)
         self._evaluations = Evaluations(Path(run_dir))
-        self._agreement = Agreement(dist, settings.timeout_s)
+        self._agreement = Agreement(ranks, settings.timeout_s)
         self._remote = self._remote_of(settings)
-        dist.heartbeat.disk_may_take(settings.timeout_s)
+        ranks.heartbeat.disk_may_take(settings.timeout_s)
         self._facts: dict[str, Any] = {
             "num_samples": num_samples,
             "strategy": config["strategy.name"],
-            "world_size": dist.world_size,
+            "world_size": ranks.world_size,
             "torch_version": torch.__version__,
             "config": dict(config),
         }
@@ -114,14 +114,14 @@ class Checkpointer:
         if settings.remote is None:
             return NoRemote()
         address, session = Address(settings.remote), self._agreement.on_main(lambda: secrets.token_hex(8))
-        if self._dist.is_main:
+        if self._ranks.is_main:
             return Remote(address, self._store, session, settings, self._evaluations)
         writes = settings.format == "sharded"
-        return Copier(address, self._store, session, self._dist.rank) if writes else NoRemote()
+        return Copier(address, self._store, session, self._ranks.rank) if writes else NoRemote()
 
     @cached_property
     def _stage(self) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:
-        return host_stager(self._dist.device)
+        return host_stager(self._ranks.device)
 
     def open(self, resume: str | None) -> OpenCheckpoint | None:
         """The checkpoint that ``resume`` asks to continue from, verified; None if there is none.
@@ -205,7 +205,7 @@ class Checkpointer:
         def fit() -> tuple[list[str], list[dict[str, Any]]]:
             """No more than buffers is changed before all ranks have found that all of the state fits."""
             check_left_out(source, frozen)
-            left = make_buffers(state.model, source, self._dist.device)
+            left = make_buffers(state.model, source, self._ranks.device)
             found, notes = targets_for(state, shapes, plain, source.left_out)
             targets.update(found)
             notes = [f"lacks {words}" for words in notes]
@@ -220,7 +220,7 @@ class Checkpointer:
 
         notes, data_states = self._agreement.everywhere(fit)
         self._agreement.everywhere(restore)
-        if self._dist.is_main:
+        if self._ranks.is_main:
             for words in notes:
                 log.warning("%s %s", source.directory, words)
             log.info("resumed from %s at step %d", source.directory, state.progress.step)
@@ -238,7 +238,7 @@ class Checkpointer:
             UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter;
                 or ranks that are to write cannot reach the directory.
         """
-        self._dist.heartbeat.enter("checkpoint")
+        self._ranks.heartbeat.enter("checkpoint")
         source, self._opened = self._opened, None
         root = self._store.root
 
@@ -253,11 +253,11 @@ class Checkpointer:
                     "run_dir on a file system that all hosts share?"
                 )
             self._savable.to_save(state)
-            if self._dist.is_main and source is not None:  # before a checkpoint names the branch
+            if self._ranks.is_main and source is not None:  # before a checkpoint names the branch
                 with writing(self._store.root.parent):
                     self._evaluations.write()
             if source is not None and changed:
-                load_model(state.model, source, self._dist.device)
+                load_model(state.model, source, self._ranks.device)
 
         self._agreement.on_main(make_root)
         self._agreement.everywhere(look)
@@ -295,7 +295,7 @@ class Checkpointer:
         """
         state, best = State(self._branch, step), self._settings.keep_best
         self._evaluations.add(state, metrics)
-        if self._dist.is_main:
+        if self._ranks.is_main:
             with writing(self._store.root.parent), at_disk():
                 self._evaluations.write()
             self._remote.follow()
@@ -321,7 +321,7 @@ class Checkpointer:
         self._last_save_s = time.monotonic()
         if self._last_saved == step:
             return self.saving
-        self._dist.heartbeat.enter("checkpoint")
+        self._ranks.heartbeat.enter("checkpoint")
         self.saving.done()
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {}
@@ -345,15 +345,15 @@ class Checkpointer:
             layout = hashlib.sha256(repr((named, aliases_in(shared))).encode()).hexdigest()
             # Rank 0 looks at all: what it writes follows from the reports.
             own = live
-            if not self._dist.is_main:
-                own = self._plan_for(live, written_by, alike=True).part_of(live, self._dist.rank)
+            if not self._ranks.is_main:
+                own = self._plan_for(live, written_by, alike=True).part_of(live, self._ranks.rank)
             states, alone = plain["optimizer"]["state"], written_by.keys() & own.keys() - follows_data
             return _Report(
                 layout,
                 {
                     of: states[of]
                     for of, writer in writers.items()
-                    if writer == self._dist.rank and of in states
+                    if writer == self._ranks.rank and of in states
                 },
                 {name: (own[name].shape, own[name].dtype) for name in sorted(alone)},
                 self._savable.new_in(own),
@@ -361,7 +361,7 @@ class Checkpointer:
             )
 
         def decide(reports: list[_Report]) -> tuple[Path, bool]:
-            hosts = [self._dist.describe(rank) for rank in range(len(reports))]
+            hosts = [self._ranks.describe(rank) for rank in range(len(reports))]
             refuse_not_finite([of_rank.not_finite for of_rank in reports], step, hosts)
             found, plain = take_apart({DATA_STATES: [of_rank.data_state for of_rank in reports]})
             tensors.update(found)
@@ -377,7 +377,7 @@ class Checkpointer:
 
         directory, alike = self._agreement.decided(report, decide)
         plan = self._plan_for(tensors, written_by, alike)
-        part = plan.part_of(tensors, self._dist.rank)
+        part = plan.part_of(tensors, self._ranks.rank)
         contents = Contents(step, plan, part, {**self._facts, _UNSAVED: self.unsaved, **facts}, self._branch)
         self._last_saved = step
         self._saved.add(State(self._branch, step))
@@ -390,7 +390,7 @@ class Checkpointer:
             f"the checkpoint of step {step}",
             copies,
             lambda: self._write(directory, contents),
-            self._dist.device,
+            self._ranks.device,
         )
         return self.saving
 
@@ -399,7 +399,7 @@ class Checkpointer:
         key = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         of = key, aliases_in(tensors), alike
         if self._plan is None or self._plan[0] != of:
-            ranks = self._dist.rank, self._dist.world_size
+            ranks = self._ranks.rank, self._ranks.world_size
             self._plan = of, plan_save(tensors, self._settings.format, *ranks, written_by, alike)
         return self._plan[1]
 
@@ -417,13 +417,13 @@ class Checkpointer:
         step = contents.step
         try:
             write_checkpoint(
-                self._store, directory, contents, self._agreement, clears=self._dist.local_rank == 0
+                self._store, directory, contents, self._agreement, clears=self._ranks.local_rank == 0
             )
         except (UserError, Fault) as error:
             self._last_saved = None
             raise kind_of(error)(f"the checkpoint of step {step} could not be saved: {error}") from error
         self._remote.follow(step)
-        if self._dist.is_main:  # alone, since files of 1 TB take seconds to delete
+        if self._ranks.is_main:  # alone, since files of 1 TB take seconds to delete
             try:
                 self._store.prune(self._settings, self._evaluations, spared=self._remote.in_hand)
             except (UserError, Fault) as error:
@@ -457,7 +457,7 @@ class Checkpointer:
             UserError, Fault: a number is NaN or Inf, or the disk fails; what was saved before is unchanged.
         """
         step = state.progress.step
-        own = [data_state if rank == self._dist.rank else {} for rank in range(self._dist.world_size)]
+        own = [data_state if rank == self._ranks.rank else {} for rank in range(self._ranks.world_size)]
         tensors, plain = self._savable.to_save(state, kept)
         data_tensors, plain_data = take_apart({DATA_STATES: own})
         tensors |= data_tensors
@@ -486,6 +486,6 @@ class Checkpointer:
 
         No collective: a logger that is slow to close may delay rank 0, while the others just end.
         """
-        self._dist.heartbeat.enter("checkpoint")
+        self._ranks.heartbeat.enter("checkpoint")
         with at_disk():
             self._remote.finish(self._settings.timeout_s)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import first_few
 from trainer.optim.plain_names import places_of_buffers
 from trainer.strategies.sharding import BATCH_NORMS
@@ -36,9 +36,9 @@ class BufferCheck:
         model: unwrapped; buffers that are registered later are not compared.
     """
 
-    def __init__(self, model: nn.Module, dist: Dist, is_exact: bool) -> None:
-        self._dist, self._is_exact = dist, is_exact
-        places = places_of_buffers(model) if dist.world_size > 1 or is_exact else {}
+    def __init__(self, model: nn.Module, ranks: Ranks, is_exact: bool) -> None:
+        self._ranks, self._is_exact = ranks, is_exact
+        places = places_of_buffers(model) if ranks.world_size > 1 or is_exact else {}
         self._places = {name: place for name, place in places.items() if not isinstance(place[0], _NORMS)}
         self._warned: set[str] = set()
 
@@ -57,11 +57,11 @@ class BufferCheck:
         if not self._places:
             return
         least = torch.full((2, len(self._places)), torch.iinfo(torch.int64).min)
-        most = torch.stack([least, *passes]).amax(0).to(self._dist.device)
+        most = torch.stack([least, *passes]).amax(0).to(self._ranks.device)
         torch_dist.all_reduce(most, torch_dist.ReduceOp.MAX)
         differ = (most[0] != ~most[1]).tolist()  # the largest complement belongs to the smallest hash
         found = [name for name, differs in zip(self._places, differ, strict=True) if differs]
-        if (new := [name for name in found if name not in self._warned]) and self._dist.is_main:
+        if (new := [name for name in found if name not in self._warned]) and self._ranks.is_main:
             where, what_follows = _OF_PASSES if self._is_exact else _OF_RANKS
             log.warning(
                 "forward leaves different values %s in buffers of the model: %s. Before the next step, %s. "

@@ -52,7 +52,7 @@ def dry_run(run: "Run", batches: "Batches") -> None:
     """
     begin, micro_batches = time.perf_counter(), batches.ahead()
     _compare_data(run, batches.first_read())
-    run.dist.heartbeat.step = run.state.progress.step + 1
+    run.ranks.heartbeat.step = run.state.progress.step + 1
     make_dry_run(run, micro_batches, begins_step=True)
     run.strategy.prepare(run.state)
     log.info("dry run of one step: ok, %.2f s", time.perf_counter() - begin)
@@ -67,7 +67,7 @@ def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = F
     strategy = run.strategy
     is_exact = strategy.order.by_leaves
     own = micro_batches if is_exact else micro_batches[:1]
-    model, heartbeat = run.state.model, run.dist.heartbeat
+    model, heartbeat = run.state.model, run.ranks.heartbeat
     is_sharded = run.state.trained.is_sharded
     gathered = GatheredParameters(model) if is_sharded else None
     weights = {} if is_sharded else bit_sums(model.named_parameters())
@@ -75,7 +75,7 @@ def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = F
     with generators_kept(), traceless(model):
         if begins_step:
             other_trained = begin_step_of_task(run, heartbeat.step)
-            if any(gather_objects(other_trained) if run.dist.world_size > 1 else [other_trained]):
+            if any(gather_objects(other_trained) if run.ranks.world_size > 1 else [other_trained]):
                 follow_begin_step(run)
         trained = run.state.trained.trainable()
         for _ in range(strategy.num_dry_runs):
@@ -97,7 +97,7 @@ def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = F
             strategy.aggregate(run.model)
             run.checks.buffers.compare(buffers)
     has_gradients = any(p.grad is not None for p in trained.values())
-    if not any(gather_objects(has_gradients) if run.dist.world_size > 1 else [has_gradients]):
+    if not any(gather_objects(has_gradients) if run.ranks.world_size > 1 else [has_gradients]):
         raise UserError(f"the first backward pass gave no parameter a gradient. {_no_gradients(is_sharded)}")
     if gathered is not None:
         gathered.close()
@@ -114,14 +114,14 @@ def _compare_data(run: "Run", first: Mapping[int, int]) -> None:
             stream the first ones, since each rank also reads those before its own.
     """
     known: dict[int, tuple[int, int]] = {}
-    for rank, theirs in enumerate(gather_objects(first) if run.dist.world_size > 1 else []):
+    for rank, theirs in enumerate(gather_objects(first) if run.ranks.world_size > 1 else []):
         for number, value in theirs.items():
             before, expected = known.setdefault(number, (rank, value))
             if value == expected:
                 continue
-            reads = f"{run.dist.describe(rank)} reads another sample {number} of the training"
+            reads = f"{run.ranks.describe(rank)} reads another sample {number} of the training"
             if not run.train_loader.is_stream:
-                if run.dist.is_main:
+                if run.ranks.is_main:
                     log.warning(
                         "%s data than rank %d. If the dataset divides itself by rank, leave that out: ranks "
                         "divide it, and would never see the rest. If it draws from a generator of its own, "
@@ -141,7 +141,7 @@ def _make_pass(
     run: "Run", batch: Any, number: int, last: bool, gathered: "GatheredParameters | None"
 ) -> None:
     """Make the pass of the `number`-th micro-batch; in the first one, look at what user code does."""
-    enter = run.dist.heartbeat.enter
+    enter = run.ranks.heartbeat.enter
 
     def between(loss: Any, parts: Any) -> Tensor:
         if not number:
@@ -253,7 +253,7 @@ def _changed(model: nn.Module, weights: Mapping[str, int], versions: Mapping[str
 
 def _refuse_what_is_lost(run: "Run", changed: list[str]) -> None:
     """Refuse what a pass makes or changes where only some ranks make passes (a collective there)."""
-    if run.strategy.num_replicas == run.dist.world_size:
+    if run.strategy.num_replicas == run.ranks.world_size:
         return
     buffers = {(name, str(b.dtype), tuple(b.shape)) for name, b in run.state.model.named_buffers()}
     everyones = gather_objects((changed, buffers))

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 def non_finite_error(run: "Run", step: int, losses: Sequence[Tensor]) -> NonFiniteError:
     """Return the error, which names a rank with such a loss, or else a parameter (a collective)."""
-    dist, state, limit = run.dist, run.state, run.strategy.order.limit
+    ranks, state, limit = run.ranks, run.state, run.strategy.order.limit
     bad_loss = not all(math.isfinite(loss) for loss in losses)
     named = [(name, own.grad) for name, own in state.trained.own.items()]
     bad = [name for name, gradient in named if gradient is not None and not _is_finite(gradient)]
     begin = state.progress.epoch, state.progress.samples_in_epoch
     own = bad_loss, bad, run.train_loader.not_finite(*begin) if bad_loss else None
-    everyones = gather_objects(own) if dist.world_size > 1 else [own]
+    everyones = gather_objects(own) if ranks.world_size > 1 else [own]
     for rank, (is_bad, _, sample) in enumerate(everyones):
         if is_bad:
             look = "Lower optim.lr, set train.clip_grad_norm, or check the data of that rank"
             if sample is not None:
                 look = f"Its data has NaN or Inf itself, in {sample}: fix it, or leave it out"
-            where = f"{dist.describe(rank)}; no rank applied that step"
+            where = f"{ranks.describe(rank)}; no rank applied that step"
             return NonFiniteError(f"the loss of step {step} is NaN or Inf on {where}. {look}", (rank,))
     found = [name for name, _ in named if any(name in theirs for _, theirs, _ in everyones)]
     what = (
@@ -36,10 +36,10 @@ def non_finite_error(run: "Run", step: int, losses: Sequence[Tensor]) -> NonFini
         else "the norm of the gradients, each of them finite,"
     )
     beyond = f", or beyond +-{limit:g}, as far as train.exact counts," if limit < math.inf else ""
-    alone = dist.world_size == 1
+    alone = ranks.world_size == 1
     return NonFiniteError(
         f"{what} is NaN or Inf{beyond} in step {step} on "
-        f"{dist.describe(0) if alone else 'some rank'}; no rank applied that step. Look for a root "
+        f"{ranks.describe(0) if alone else 'some rank'}; no rank applied that step. Look for a root "
         "or a logarithm of 0, or a division by 0, in the model and the loss; or lower optim.lr",
         (0,) if alone and found else (),
     )

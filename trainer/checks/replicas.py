@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import all_gather_single
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import ReplicasDifferError, first_few
 from trainer.optim.train_state import TrainState
 from trainer.tensors.bits import bit_hashes
@@ -32,7 +32,7 @@ class ReplicaCheck:
 
     def __init__(
         self,
-        dist_: Dist,
+        ranks: Ranks,
         groups: Sequence[tuple[int, ...]],
         every: int | None,
         replicated: Callable[[TrainState], Iterable[tuple[str, Tensor]]] = TrainState.replicated,
@@ -43,7 +43,7 @@ class ReplicaCheck:
             every: steps between checks; None never checks.
             replicated: yields what they hold, by name.
         """
-        self._dist, self._every, self._replicated = dist_, every, replicated
+        self._ranks, self._every, self._replicated = ranks, every, replicated
         self._groups = groups
         self._checked_at: int | None = None  # the last step at which all was equal
 
@@ -62,8 +62,8 @@ class ReplicaCheck:
         if self._every is None or not self._groups or self._checked_at == step:
             return
         hashes = self._hashes(state)
-        mine = torch.tensor([_overall(hashes)], device=self._dist.device)
-        gathered = mine.new_empty(self._dist.world_size)
+        mine = torch.tensor([_overall(hashes)], device=self._ranks.device)
+        gathered = mine.new_empty(self._ranks.world_size)
         all_gather_single(gathered, mine)
         by_rank = gathered.tolist()
         if any(len({by_rank[rank] for rank in group}) > 1 for group in self._groups):
@@ -78,7 +78,7 @@ class ReplicaCheck:
         self, step: int, by_rank: Sequence[int], everyones: Sequence[Mapping[str, int]]
     ) -> ReplicasDifferError:
         """Name the odd ranks, by majority within each group; without a majority, say which ranks differ."""
-        describe, blamed, sentences = self._dist.describe, [], []
+        describe, blamed, sentences = self._ranks.describe, [], []
         for group in self._groups:
             ranked = Counter(by_rank[rank] for rank in group).most_common()
             camps = [[rank for rank in group if by_rank[rank] == value] for value, _ in ranked]

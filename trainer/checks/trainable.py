@@ -23,10 +23,10 @@ def follow_begin_step(run: "Run") -> bool:
     Raises:
         UserError: on every rank, if ranks differ or no parameter is left to train.
     """
-    trained, step = run.state.trained, run.dist.heartbeat.step
+    trained, step = run.state.trained, run.ranks.heartbeat.step
     trainable = trained.trainable()
     flags = {f"requires_grad of {name}": p.requires_grad for name, p in parameter_names(run.state.model)}
-    compare_across_ranks(flags, run.dist, f"let begin_step() do the same on every rank (step {step})")
+    compare_across_ranks(flags, run.ranks, f"let begin_step() do the same on every rank (step {step})")
     if not trainable:
         raise UserError(f"the task's begin_step() leaves no parameter to train in step {step}")
     _follow(run)
@@ -52,4 +52,4 @@ def _follow(run: "Run") -> None:
     run.checks.unsaved.optimizer = run.state.optimizer
     follow_frozen_statistics(run.state.model)
     if new:
-        log.info("from step %d on, %s are trained, too", run.dist.heartbeat.step, first_few(new))
+        log.info("from step %d on, %s are trained, too", run.ranks.heartbeat.step, first_few(new))

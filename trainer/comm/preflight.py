@@ -23,7 +23,8 @@ from trainer.comm.preflight_checks import OPERATIONS, GroupRank, check, measure_
 from trainer.config import DistributedConfig
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import gloo_group
-from trainer.distributed.process_group import Dist, process_group
+from trainer.distributed.process_group import process_group
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError, first_line
 from trainer.launch.exits import exits
 
@@ -47,19 +48,19 @@ def main(argv: list[str] | None = None) -> int:
         interfaces = ", ".join(name for _, name in socket.if_nameindex())
         where = f"gloo listens at {_address()}; the interfaces are {interfaces}"
         print(f"preflight: {socket.gethostname()}: {where}", file=sys.stderr, flush=True)
-    with exits(), process_group(_settings(options)) as dist:
-        reports = gather_objects(_report(dist, options.timeout_s))
+    with exits(), process_group(_settings(options)) as ranks:
+        reports = gather_objects(_report(ranks, options.timeout_s))
         faults = [
-            f"{dist.describe(rank)} on {report.host_name}: {operation}: {fault}"
+            f"{ranks.describe(rank)} on {report.host_name}: {operation}: {fault}"
             for rank, report in enumerate(reports)
             for operation, (fault, _) in report.operations.items()
             if fault
         ]
-        if dist.is_main:
+        if ranks.is_main:
             links = [link for report in reports for link in report.links]
-            print(_table(dist, reports, links, faults), flush=True)
+            print(_table(ranks, reports, links, faults), flush=True)
             if options.json is not None:
-                _write(options.json, dist, links, reports[0].costs, passed=not faults)
+                _write(options.json, ranks, links, reports[0].costs, passed=not faults)
     return int(bool(faults))
 
 
@@ -82,21 +83,21 @@ def _settings(options: argparse.Namespace) -> DistributedConfig:
     return DistributedConfig(device, None, options.timeout_s, False, "env://", None, None)
 
 
-def _report(dist: Dist, timeout_s: float) -> RankReport:
+def _report(ranks: Ranks, timeout_s: float) -> RankReport:
     """Run everything (a collective)."""
     # The default group waits an hour longer, for the watch. Before step 1 that cannot tell who is behind, but
     # can if all other ranks fail. So gloo's operations fail in time, and after each of NCCL's all ranks meet
     # by gloo: those that are through fail there.
     meeting = gloo_group(timeout_s, in_time=True)
     groups = {"cpu": meeting}
-    me = GroupRank(dist.rank, dist.world_size, dist.device, groups.get(dist.device.type), meeting)
+    me = GroupRank(ranks.rank, ranks.world_size, ranks.device, groups.get(ranks.device.type), meeting)
     operations = {}
-    ranks_by_host = [[r for r, h in enumerate(dist.hosts) if h == host] for host in sorted({*dist.hosts})]
-    for device in dict.fromkeys((dist.device, torch.device("cpu"))):  # beside NCCL the trainer uses gloo
+    ranks_by_host = [[r for r, h in enumerate(ranks.hosts) if h == host] for host in sorted({*ranks.hosts})]
+    for device in dict.fromkeys((ranks.device, torch.device("cpu"))):  # beside NCCL the trainer uses gloo
         group = replace(me, device=device, group=groups.get(device.type))
-        for name in OPERATIONS if dist.world_size > 1 else OPERATIONS[1:]:  # the first needs a peer
-            dist.heartbeat.enter("set_up")  # so that a rank that hangs in an operation is behind the others
-            if dist.is_main:  # if all hang in one, nothing else tells in which
+        for name in OPERATIONS if ranks.world_size > 1 else OPERATIONS[1:]:  # the first needs a peer
+            ranks.heartbeat.enter("set_up")  # so that a rank that hangs in an operation is behind the others
+            if ranks.is_main:  # if all hang in one, nothing else tells in which
                 print(f"preflight: {name} ({device.type})", file=sys.stderr, flush=True)
             try:
                 fault = check(name, group)
@@ -107,7 +108,7 @@ def _report(dist: Dist, timeout_s: float) -> RankReport:
             except RuntimeError as error:
                 raise RuntimeError(f"{name}: {first_line(error)}") from error
             operations[f"{name} ({device.type})"] = fault, took_s * 1e3
-    dist.heartbeat.enter("set_up")
+    ranks.heartbeat.enter("set_up")
     links = measure_links(me, ranks_by_host)
     return RankReport(socket.gethostname(), _address(), operations, links, measure_costs(me))
 
@@ -120,11 +121,11 @@ def _address() -> str:
         return "-"
 
 
-def _table(dist: Dist, reports: list[RankReport], links: list[dict[str, float]], faults: list[str]) -> str:
+def _table(ranks: Ranks, reports: list[RankReport], links: list[dict[str, float]], faults: list[str]) -> str:
     hosts = [
-        f"{host:<6}{dist.hosts.count(host):<8}{reports[dist.hosts.index(host)].address:<20}"
-        f"{reports[dist.hosts.index(host)].host_name}"
-        for host in sorted({*dist.hosts})
+        f"{host:<6}{ranks.hosts.count(host):<8}{reports[ranks.hosts.index(host)].address:<20}"
+        f"{reports[ranks.hosts.index(host)].host_name}"
+        for host in sorted({*ranks.hosts})
     ]
     operations = []
     for name in reports[0].operations:
@@ -137,8 +138,8 @@ def _table(dist: Dist, reports: list[RankReport], links: list[dict[str, float]],
         rows.append(f"{ends:<16}{link['latency_us']:>12.0f}{link['gbit_s']:>10.3g}")
     return "\n".join(
         [
-            f"preflight: {dist.num_hosts} hosts, {dist.world_size} processes, {dist.backend} on "
-            f"{dist.device.type}, torch {torch.__version__}\n",
+            f"preflight: {ranks.num_hosts} hosts, {ranks.world_size} processes, {ranks.backend} on "
+            f"{ranks.device.type}, torch {torch.__version__}\n",
             *(f"{'host':<6}{'ranks':<8}{'gloo listens at':<20}name", *_few(hosts)),
             *(f"\n{'operation':<24}{'ms':>9}  result", *operations),
             *(f"\n{'link (hosts)':<16}{'latency us':>12}{'Gbit/s':>10}  (slowest first)", *_few(rows)),
@@ -152,8 +153,8 @@ def _few(lines: list[str]) -> list[str]:
     return lines if more <= 0 else [*lines[:_MOST_LINES], f"... and {more} more"]
 
 
-def _write(file: Path, dist: Dist, links: Any, costs: dict[str, float], passed: bool) -> None:
-    results = {"passed": passed, "device": dist.device.type, "links": links, "costs": costs}
+def _write(file: Path, ranks: Ranks, links: Any, costs: dict[str, float], passed: bool) -> None:
+    results = {"passed": passed, "device": ranks.device.type, "links": links, "costs": costs}
     try:
         file.write_text(json.dumps(results, indent=1) + "\n")
     except OSError as error:

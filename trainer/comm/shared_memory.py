@@ -32,7 +32,7 @@ from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import backstop
 
 if TYPE_CHECKING:
-    from trainer.distributed.process_group import Dist
+    from trainer.distributed.ranks import Ranks
 
 _PAGE = 4096
 _RANK = struct.Struct("=I")
@@ -240,10 +240,10 @@ class HostRows:
         self._memory.close()
 
 
-def rows_of_host(dist_: "Dist", timeout_s: float) -> HostRows | None:
+def rows_of_host(ranks: "Ranks", timeout_s: float) -> HostRows | None:
     """For ranks on the CPUs of one host; None for others (a collective). Waits end as `backstop` says."""
-    group, on_cpus = dist.group.WORLD, dist_.device.type == "cpu"
-    if dist_.world_size == 1 or not on_cpus or group is None or dist_.num_hosts > 1:
+    group, on_cpus = dist.group.WORLD, ranks.device.type == "cpu"
+    if ranks.world_size == 1 or not on_cpus or group is None or ranks.num_hosts > 1:
         return None
     return HostRows(group, backstop(timeout_s).total_seconds())
 

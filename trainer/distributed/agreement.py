@@ -10,7 +10,7 @@ from trainer.errors import Fault, NonFiniteError, RunEndError, UserError, kind_o
 from trainer.files.untrusted import reason
 
 if TYPE_CHECKING:
-    from trainer.distributed.process_group import Dist
+    from trainer.distributed.ranks import Ranks
 
 _T = TypeVar("_T")
 _Report = TypeVar("_Report")
@@ -26,7 +26,7 @@ class _Failure(NamedTuple):
 
 def compare_across_ranks(
     facts: Mapping[str, Any],
-    dist: "Dist",
+    ranks: "Ranks",
     way_out: str = "start every host with the same command, code and data",
 ) -> None:
     """Raise if `facts` (name to printable value) differ between ranks (a collective).
@@ -39,7 +39,7 @@ def compare_across_ranks(
         for key in sorted(reference.keys() | theirs.keys()):
             if reference.get(key) != theirs.get(key):
                 raise UserError(
-                    f"{dist.describe(rank)} differs from rank 0 in {key}: {theirs.get(key)!r} against "
+                    f"{ranks.describe(rank)} differs from rank 0 in {key}: {theirs.get(key)!r} against "
                     f"{reference.get(key)!r}; {way_out}"
                 )
 
@@ -51,13 +51,13 @@ def gather_objects(value: _T, group: torch_dist.ProcessGroup | None = None) -> l
     return gathered
 
 
-def on_main(action: Callable[[], _T], dist: "Dist") -> _T:
+def on_main(action: Callable[[], _T], ranks: "Ranks") -> _T:
     """Call `action` on rank 0 only, and return its result on every rank (a collective).
 
     Raises:
         UserError, Fault: the one that `action` raised, on every rank. Any other error is of rank 0 only.
     """
-    return _from_main(action, (UserError, Fault), dist.rank, None)
+    return _from_main(action, (UserError, Fault), ranks.rank, None)
 
 
 class Agreement:
@@ -72,8 +72,8 @@ class Agreement:
         Fault: any other error, of a disk, a store or unknown: it may pass.
     """
 
-    def __init__(self, dist: "Dist", timeout_s: float | None = None, in_time: bool = False) -> None:
-        self.rank, self.world_size = dist.rank, dist.world_size
+    def __init__(self, ranks: "Ranks", timeout_s: float | None = None, in_time: bool = False) -> None:
+        self.rank, self.world_size = ranks.rank, ranks.world_size
         self.group: torch_dist.ProcessGroup | None = None
         if timeout_s is not None:
             # Creating the group may wait for `timeout_s`, too: first check that all ranks are there.

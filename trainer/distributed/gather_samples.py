@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.tensors.bits import bytes_of
 
 if TYPE_CHECKING:
-    from trainer.distributed.process_group import Dist
+    from trainer.distributed.ranks import Ranks
 
 Rows = dict[str, Tensor]
 IN_EVALUATION = (
@@ -37,8 +37,8 @@ class SampleGather:
         source: what produced the rows, for messages.
     """
 
-    def __init__(self, dist_: "Dist", source: str) -> None:
-        self._dist, self._source = dist_, source
+    def __init__(self, ranks: "Ranks", source: str) -> None:
+        self._ranks, self._source = ranks, source
         self._layout: dict[str, str] = {}
 
     def __call__(self, rows: Mapping[str, Tensor], indices: Sequence[int]) -> tuple[list[int], Rows] | None:
@@ -60,7 +60,7 @@ class SampleGather:
                 for name, column in sorted(rows.items())
             },
         )  # bytes, since pickle lacks some dtypes, such as uint16 and float8
-        of_all: list[Any] | None = [None] * self._dist.world_size if self._dist.is_main else None
+        of_all: list[Any] | None = [None] * self._ranks.world_size if self._ranks.is_main else None
         dist.gather_object(own, of_all, dst=0)
         if of_all is None:
             return None
@@ -85,7 +85,7 @@ class SampleGather:
                 )
         layout = {name: f"{tuple(rows[name].shape[1:])} {rows[name].dtype}" for name in sorted(rows)}
         if not self._layout:
-            compare_across_ranks({f"the rows that {self._source} gives": str(layout)}, self._dist, _ALIKE)
+            compare_across_ranks({f"the rows that {self._source} gives": str(layout)}, self._ranks, _ALIKE)
             self._layout = layout
         if layout != self._layout:
             raise UserError(

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from trainer.config import DistributedConfig
 from trainer.distributed import shrink
 from trainer.distributed.collectives import backstop
 from trainer.distributed.interfaces import address_towards, choose_interface, store_host
+from trainer.distributed.ranks import Ranks
 from trainer.distributed.rendezvous import meet, on_this_host
 from trainer.distributed.shrink import Shrunk
 from trainer.errors import UserError
@@ -35,38 +36,20 @@ _SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 _GLOO_WORDS = ("gloo/", "pair closure")
 
 
-@dataclass(frozen=True)
-class Dist:
-    """Where this process stands among all processes of the run."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    hosts: tuple[int, ...]  # index of the host of every rank
-    device: torch.device
-    backend: str
-    heartbeat: Heartbeat = field(default_factory=Heartbeat, repr=False)  # what this process is doing
-    watch: Watch | None = field(default=None, repr=False)
-
-    @property
-    def num_hosts(self) -> int:
-        return len(set(self.hosts))
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def describe(self, rank: int) -> str:
-        return f"rank {rank} (host {self.hosts[rank]})"
+@contextmanager
+def process_group(settings: DistributedConfig) -> Iterator[Ranks]:
+    """Join the other processes, as `watched_process_group`, for a caller that doesn't need the watch."""
+    with watched_process_group(settings) as (ranks, _):
+        yield ranks
 
 
 @contextmanager
-def process_group(
+def watched_process_group(
     settings: DistributedConfig,
     is_stopped: Callable[[], bool] = lambda: False,
     here: Place | None = None,
-) -> Iterator[Dist]:
+    check_shares: Callable[[int], object] = lambda num_ranks: None,
+) -> Iterator[tuple[Ranks, Watch]]:
     """Join the other processes, and leave them after a success.
 
     The group is the one that `place` finds; a single process gets one without a port. After an exception
@@ -76,6 +59,11 @@ def process_group(
     Args:
         is_stopped: whether a signal asked for a stop before this call.
         here: the place of this process, if it is another than its launcher has told.
+        check_shares: raises UserError if a batch can't be divided among a number of ranks; these then do not
+            go on without others.
+
+    Yields:
+        Which of all processes this one is; and what watches the others.
 
     Raises:
         UserError: a device or backend is not available on this machine or in this torch; or ranks contradict
@@ -111,8 +99,8 @@ def process_group(
         if own_door is not None:
             if begins:  # the launcher of the one host that is left has left its ranks alone
                 shrink.refuse(here, joined.hosts)
-            _let_shrink(joined, [member["address"] for member in members], watch)
-        yield replace(joined, heartbeat=heartbeat, watch=watch)
+            _let_shrink(joined, [member["address"] for member in members], watch, check_shares)
+        yield replace(joined, heartbeat=heartbeat), watch
     except GeneratorExit:
         raise
     except BaseException as caught:
@@ -133,16 +121,21 @@ def process_group(
     raise Shrunk(shrink.place_among(going_on, here, identities, own_door), watch.ending.run_dir)
 
 
-def _let_shrink(joined: Dist, addresses: Sequence[str | None], watch: Watch) -> None:
+def _let_shrink(
+    joined: Ranks,
+    addresses: Sequence[str | None],
+    watch: Watch,
+    check_shares: Callable[[int], object],
+) -> None:
     """Have the watch let ranks go on without others, if they can."""
     why_not = shrink.why_not(joined.device, joined.backend, addresses)
     if why_not is None:
-        watch.ending.going_on.cut = shrink.cut
+        watch.ending.going_on.allow(shrink.cut, check_shares)
     elif joined.is_main:
         log.warning("distributed.shrink=true: %s, so a death ends all, and a restart goes on", why_not)
 
 
-def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dist.Store) -> Dist:
+def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dist.Store) -> Ranks:
     """Make the default group of all ranks that have met."""
     local_rank, local_world_size = on_this_host(here, hosts)
     device = _device(settings.device, local_rank, here)
@@ -163,7 +156,7 @@ def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dis
         timeout=backstop(settings.timeout_s),
         device_id=device if is_accelerator(device) and backend != "gloo" and not has_several else None,
     )
-    return Dist(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)
+    return Ranks(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)
 
 
 def _in_mid_run(error: BaseException) -> BaseException:

@@ -11,7 +11,7 @@ import torch
 
 from trainer.accelerator import is_accelerator
 from trainer.distributed.backend_flags import facts_of, set_deterministic
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.files.untrusted import printable
 
 log = logging.getLogger("trainer")
@@ -50,7 +50,7 @@ def _cpu() -> str:
 
 
 def exact_facts(
-    num_leaves: int | None, dist: Dist, saved: Mapping[str, Any] | None, step: int
+    num_leaves: int | None, ranks: Ranks, saved: Mapping[str, Any] | None, step: int
 ) -> dict[str, Any] | None:
     """What checkpoints and result.json say of an exact run; None if it is not exact.
 
@@ -63,15 +63,15 @@ def exact_facts(
     """
     if num_leaves is None:
         return None
-    here = {"leaves": num_leaves, "ground": environment(dist.device), "since": step}
+    here = {"leaves": num_leaves, "ground": environment(ranks.device), "since": step}
     if saved is None:
         return here
     then = saved["ground"] | {"train.exact": str(saved["leaves"])}
-    now = environment(dist.device) | {"train.exact": str(num_leaves)}
+    now = environment(ranks.device) | {"train.exact": str(num_leaves)}
     differ = [name for name in sorted(then.keys() | now) if then.get(name) != now.get(name)]
     if not differ:
         return here | {"since": saved["since"]}
-    if dist.is_main:
+    if ranks.is_main:
         words = "; ".join(printable(f"{name} was {then.get(name)}, is {now.get(name)}") for name in differ)
         log.warning("train.exact: from step %d on, bits may differ from an unbroken run's: %s", step, words)
     return here

@@ -49,23 +49,32 @@ class GoingOn:
 
     Attributes:
         ranks: those that go on, this one among them, once that is decided.
-        cut: ends all waits of this process for other ranks; None: no rank goes on without others.
-        check_shares: raises UserError if a batch cannot be shared among a number of ranks.
     """
 
     def __init__(self, rank: int, here: Mapping[int, Neighbour], save: FaultSave, by_host: bool) -> None:
         self._rank, self._here, self._save, self._by_host = rank, here, save, by_host
         self.ranks: tuple[int, ...] = ()
-        self.cut: Callable[[], None] | None = None
-        self.check_shares: Callable[[int], object] = lambda num_ranks: None
+        self._cut: Callable[[], None] | None = None
+        self._check_shares: Callable[[int], object] = lambda num_ranks: None
+
+    def allow(
+        self, cut: Callable[[], None], check_shares: Callable[[int], object] = lambda num_ranks: None
+    ) -> None:
+        """Let ranks go on without others; without this call, none does.
+
+        Args:
+            cut: ends all waits of this process for other ranks.
+            check_shares: raises UserError if a batch can't be divided among a number of ranks.
+        """
+        self._cut, self._check_shares = cut, check_shares
 
     def decided(self, verdict: Verdict, everyone: Sequence[Observed]) -> Verdict:
         """The verdict with the ranks that go on, or with a reason why none does."""
-        if self.cut is None:
+        if self._cut is None:
             return verdict
         ranks = who_goes_on(everyone, verdict, self._by_host)
         try:
-            self.check_shares(len(ranks) or 1)
+            self._check_shares(len(ranks) or 1)
         except UserError as error:
             return replace(verdict, going_on=()).followed_by(f"the others cannot go on: {error}")
         return replace(verdict, going_on=ranks)
@@ -81,5 +90,5 @@ class GoingOn:
         self.ranks = tuple(ranks)
         if self._save.last_step is not None:
             self._save.last_step.thaw()
-        assert self.cut is not None
-        self.cut()
+        assert self._cut is not None
+        self._cut()

@@ -20,7 +20,7 @@ from trainer.tensors.nested import leaves
 
 if TYPE_CHECKING:
     from trainer.data.device import ToDevice
-    from trainer.distributed.process_group import Dist
+    from trainer.distributed.ranks import Ranks
     from trainer.loggers import RunLog
     from trainer.strategies.base import Strategy
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class ModelContext:
     """What is needed to compute a model's outputs, for evaluation."""
 
-    dist: "Dist"
+    ranks: "Ranks"
     strategy: "Strategy"
     task: Task
     model: nn.Module  # wrapped by the strategy
@@ -48,7 +48,7 @@ def evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]]) -> 
     Raises:
         UserError: the rows are not one for each sample, or differ in shape; or metrics are not numbers.
     """
-    context.dist.heartbeat.enter("evaluate")
+    context.ranks.heartbeat.enter("evaluate")
     with _model_to_evaluate(context) as model, gathering(IN_EVALUATION):
         return _evaluate(context, loader, model)
 
@@ -77,14 +77,14 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def _evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]], model: nn.Module) -> Evaluation:
     task = context.task
     gives_sums, gives_rows = offers(task, "eval_sums", "summarise"), offers(task, "rows", "summarise_rows")
-    gather = SampleGather(context.dist, f"{type(task).__name__}.rows")
+    gather = SampleGather(context.ranks, f"{type(task).__name__}.rows")
     order = context.strategy.order
     sums: Tensor | None = None
     shape: tuple[int, ...] | None = None
     gathered: list[tuple[list[int], Rows]] = []
     first: Any = None
     for host_batch, indices in loader:
-        context.dist.heartbeat.enter("evaluate")
+        context.ranks.heartbeat.enter("evaluate")
         seed_micro_batch(context.seed, -1, indices[0] if indices else -1, context.strategy.devices)
         batch = context.to_device(host_batch)
         first = batch if first is None else first
@@ -106,14 +106,14 @@ def _evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]], mo
     totals = order.over_ranks(sums) if sums is not None else None
     if totals is not None:
         by = f"{type(task).__name__}.summarise"
-        metrics |= _of_rank_0(_floats(task.summarise(totals), by), by, context.dist)
+        metrics |= _of_rank_0(_floats(task.summarise(totals), by), by, context.ranks)
     if gives_rows:
-        if context.dist.is_main:
+        if context.ranks.is_main:
             by_sample = torch.tensor([index for indices, _ in gathered for index in indices]).argsort()
             columns = {name: [part[name] for _, part in gathered] for name in gathered[0][1]}
             rows = {name: torch.cat(parts)[by_sample] for name, parts in columns.items()}
         by = f"{type(task).__name__}.summarise_rows"
-        metrics |= on_main(lambda: _floats(task.summarise_rows(rows or {}), by), context.dist)
+        metrics |= on_main(lambda: _floats(task.summarise_rows(rows or {}), by), context.ranks)
     return Evaluation(metrics, totals, rows, first)
 
 
@@ -130,12 +130,12 @@ def independent_copy(task: Task) -> Task:
         return task
 
 
-def _of_rank_0(own: dict[str, float], source: str, dist: "Dist") -> dict[str, float]:
+def _of_rank_0(own: dict[str, float], source: str, ranks: "Ranks") -> dict[str, float]:
     """Rank 0's metrics on every rank, so that all decide by the same (a collective); tells which differ."""
-    everyones = gather_objects(own) if dist.world_size > 1 else [own]
+    everyones = gather_objects(own) if ranks.world_size > 1 else [own]
     by_name = {name: [theirs.get(name) for theirs in everyones] for name in own}
     differ = {name: values for name, values in by_name.items() if len(set(map(str, values))) > 1}
-    if differ and dist.is_main:
+    if differ and ranks.is_main:
         way_out = "sees its rank's samples alone: add it up over ranks, or compute it from eval_sums or rows"
         words = "%s differs between ranks, and rank 0's counts: %s. A metric that a task keeps %s"
         log.warning(words, source, differ, way_out)
@@ -153,11 +153,11 @@ def predict(
     Raises:
         UserError: the rows are not one for each sample, or differ in shape.
     """
-    context.dist.heartbeat.enter("evaluate")
-    gather = SampleGather(context.dist, f"{type(context.task).__name__}.predict")
+    context.ranks.heartbeat.enter("evaluate")
+    gather = SampleGather(context.ranks, f"{type(context.task).__name__}.predict")
     with _model_to_evaluate(context) as model:
         for host_batch, indices in loader:
-            context.dist.heartbeat.enter("evaluate")
+            context.ranks.heartbeat.enter("evaluate")
             with context.strategy.autocast():
                 rows = context.task.predict(model, context.to_device(host_batch))
             yield gather(rows, indices)
@@ -167,7 +167,7 @@ def predict(
 def show(context: ModelContext, evaluation: Evaluation, run_log: "RunLog", step: int, at_end: bool) -> None:
     """Log what the task shows (a collective): at the end, and before as `train.show_every` says."""
     if not offers(context.task, "show") or not on_main(
-        lambda: at_end or run_log.shows.is_due(), context.dist
+        lambda: at_end or run_log.shows.is_due(), context.ranks
     ):
         return
     with run_log.shows, context.strategy.autocast(), _model_to_evaluate(context) as model:

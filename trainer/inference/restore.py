@@ -28,7 +28,8 @@ from trainer.config.overrides import leaves
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import EvalLoader
 from trainer.distributed.agreement import Agreement, Alone, compare_across_ranks
-from trainer.distributed.process_group import Dist, process_group
+from trainer.distributed.process_group import process_group
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 from trainer.files.address import location
 from trainer.inference.evaluation import ModelContext
@@ -79,22 +80,22 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         UserError: the checkpoint does not exist, is broken or is of another model; or settings do not fit
             this machine, the data or the other ranks.
     """
-    with process_group(config.distributed) as dist, terminal(dist, sys.stderr):
+    with process_group(config.distributed) as ranks, terminal(ranks, sys.stderr):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
-        compare_across_ranks({**shared, "the checkpoint": checkpoint}, dist)
-        strategy = build_strategy(config, dist)
-        agreement = Agreement(dist)
-        sharded_over = dist if strategy.fills_by_unit else None
-        model, frozen, train_set = _initial(config, agreement, dist.local_rank, sharded_over)
+        compare_across_ranks({**shared, "the checkpoint": checkpoint}, ranks)
+        strategy = build_strategy(config, ranks)
+        agreement = Agreement(ranks)
+        sharded_over = ranks if strategy.fills_by_unit else None
+        model, frozen, train_set = _initial(config, agreement, ranks.local_rank, sharded_over)
         assert config.seed is not None
         wrapped = strategy.wrap(model.module, model.fill)
         source = _read(strategy.unwrap(wrapped), config, checkpoint, agreement, strategy.device, frozen)
         strategy.weights_changed(wrapped)
-        where = f"{config.strategy.name} on {dist.world_size} x {dist.device.type}"
+        where = f"{config.strategy.name} on {ranks.world_size} x {ranks.device.type}"
         log.info("%s, %s", source.directory, where)
         seed_everything(config.seed, strategy.replica)
         yield RestoredRun(
-            dist=dist,
+            ranks=ranks,
             strategy=strategy,
             task=build_task(config),
             model=wrapped,
@@ -123,7 +124,7 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
 
 
 def _initial(
-    config: Config, agreement: Agreement, local_rank: int, sharded_over: Dist | None
+    config: Config, agreement: Agreement, local_rank: int, sharded_over: Ranks | None
 ) -> tuple[InitialModel, dict[str, str], Callable[[], Any]]:
     """The model as a run begins with it; its `frozen_digests`; the training data, built at the first call.
 
@@ -173,10 +174,10 @@ def held_out(restored: RestoredRun, by_leaves: bool = True) -> tuple[Any, EvalLo
     Raises:
         UserError: the run has no held-out data.
     """
-    config, dist, strategy = restored.config, restored.dist, restored.strategy
+    config, ranks, strategy = restored.config, restored.ranks, restored.strategy
     train = config.train if by_leaves else dataclasses.replace(config.train, exact=None)
-    dataset, loader = load_held_out(config, _batch(train, strategy), dist)
-    compare_across_ranks({"the length of the evaluation data": loader.num_samples}, dist)
+    dataset, loader = load_held_out(config, _batch(train, strategy), ranks)
+    compare_across_ranks({"the length of the evaluation data": loader.num_samples}, ranks)
     return dataset, loader
 
 
@@ -202,5 +203,5 @@ def with_progress(restored: RestoredRun, loader: EvalLoader) -> Iterable[tuple[A
         leave=False,
         mininterval=interval_s,
         delay=interval_s,
-        disable=not restored.dist.is_main,
+        disable=not restored.ranks.is_main,
     )

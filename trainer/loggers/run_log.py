@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.config import Config, flatten
 from trainer.config.instantiate import instantiate
 from trainer.distributed.agreement import on_main
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError, kind_of, writing
 from trainer.loggers.base import METHODS, Logger
 from trainer.run_dir.console import ProgressBar
@@ -55,10 +55,12 @@ class RunLog:
         UserError: a logger of `config.logger` that cannot be built or lacks a method; on every rank.
     """
 
-    def __init__(self, dist: Dist, config: Config, run_id: str, total_steps: int, steps_before: int) -> None:
+    def __init__(
+        self, ranks: Ranks, config: Config, run_id: str, total_steps: int, steps_before: int
+    ) -> None:
         assert config.run_dir is not None
         run_dir = Path(config.run_dir)
-        self._dist, self.enabled = dist, dist.is_main
+        self._ranks, self.enabled = ranks, ranks.is_main
         self.shows = Pace(first_after_s=10, every=config.train.show_every)
         self._plotting = Pace(first_after_s=60)  # the first plot imports matplotlib: 0.6 s, 1 % of a minute
         self._run_dir, self._total_steps, self._steps_before = run_dir, total_steps, steps_before
@@ -70,7 +72,7 @@ class RunLog:
                 for name, node in config.logger.items():
                     self._loggers[f"logger.{name}"] = _logger(f"logger.{name}", node, told)
 
-        on_main(build, dist)
+        on_main(build, ranks)
 
     def open(self) -> None:
         """Called when the run begins for certain (a collective): until then run_dir is unchanged."""
@@ -79,7 +81,7 @@ class RunLog:
             with writing(self._run_dir):
                 self._scalars = MetricsFile(self._run_dir, self._steps_before)
 
-        on_main(begin, self._dist)
+        on_main(begin, self._ranks)
         self.progress = ProgressBar(self._total_steps, self._steps_before, self.enabled)
 
     @property

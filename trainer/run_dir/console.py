@@ -13,7 +13,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import RunEndError, StoppedBySignal, UserError, writing
 
 log = logging.getLogger("trainer")
@@ -93,12 +93,12 @@ class _Console(logging.StreamHandler):
 
 
 @contextmanager
-def terminal(dist: Dist, stream: TextIO) -> Iterator[None]:
+def terminal(ranks: Ranks, stream: TextIO) -> Iterator[None]:
     """Print the trainer's messages to `stream`; of ranks other than 0 only warnings, with their rank."""
     console = _Console(stream)
-    console.setLevel(logging.INFO if dist.is_main else logging.WARNING)
-    if not dist.is_main:
-        console.setFormatter(logging.Formatter(f"[rank {dist.rank}] %(message)s"))
+    console.setLevel(logging.INFO if ranks.is_main else logging.WARNING)
+    if not ranks.is_main:
+        console.setFormatter(logging.Formatter(f"[rank {ranks.rank}] %(message)s"))
     log.setLevel(logging.DEBUG)
     log.propagate, before = False, log.handlers
     log.handlers = [console]
@@ -112,7 +112,7 @@ def terminal(dist: Dist, stream: TextIO) -> Iterator[None]:
 
 
 @contextmanager
-def messages(dist: Dist, run_dir: Path) -> Iterator[Callable[[], None]]:
+def messages(ranks: Ranks, run_dir: Path) -> Iterator[Callable[[], None]]:
     """Send the trainer's messages to the terminal and, on rank 0, to run_dir/train.log.
 
     Yields:
@@ -134,8 +134,8 @@ def messages(dist: Dist, run_dir: Path) -> Iterator[Callable[[], None]]:
         said.flush()
 
     say_thread_ended, threading.excepthook = threading.excepthook, _leave_to_the_main_thread
-    with terminal(dist, sys.stdout if dist.is_main else sys.stderr):
-        if dist.is_main:
+    with terminal(ranks, sys.stdout if ranks.is_main else sys.stderr):
+        if ranks.is_main:
             log.addHandler(said)
         try:
             yield open_file

@@ -3,7 +3,7 @@
 from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig
 from trainer.distributed.agreement import compare_across_ranks
 from trainer.distributed.backend_flags import set_backend_flags
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 from trainer.exact.environment import environment, prepare
 from trainer.exact.order import ByLeaves
@@ -15,22 +15,22 @@ _ALIKE = (
 )
 
 
-def build_strategy(config: Config, dist: Dist) -> Strategy:
+def build_strategy(config: Config, ranks: Ranks) -> Strategy:
     """Return the strategy of `config.strategy`, and set the device's flags of `config.train`.
 
     Raises:
         UserError: more processes than the strategy can use, or an option that this machine does not support.
             With train.exact, fewer leaves than ranks, or ranks in different environments.
     """
-    set_backend_flags(config.train, dist.device)
-    strategy = _named(config, dist)
+    set_backend_flags(config.train, ranks.device)
+    strategy = _named(config, ranks)
     if config.train.exact is not None:
         _check_leaves(config.train.exact, config.strategy.name, strategy.num_replicas)
-        prepare(dist.device)
-        compare_across_ranks(environment(dist.device), dist, _ALIKE)
+        prepare(ranks.device)
+        compare_across_ranks(environment(ranks.device), ranks, _ALIKE)
         if config.train.precision == "bf16":
             strategy.notes.append("train.exact: in bf16, single and ddp have equal bits, and fsdp others")
-        strategy.order = ByLeaves(config.train.exact, dist.describe(dist.rank))
+        strategy.order = ByLeaves(config.train.exact, ranks.describe(ranks.rank))
     return strategy
 
 
@@ -48,29 +48,29 @@ def _check_leaves(num_leaves: int, strategy: str, num_replicas: int) -> None:
         )
 
 
-def _named(config: Config, dist: Dist) -> Strategy:
+def _named(config: Config, ranks: Ranks) -> Strategy:
     settings, train, timeout_s = config.strategy, config.train, config.distributed.timeout_s
     computing = Computing(train.precision, train.compile, train.compile_mode, train.channels_last)
     match settings:
         case DdpConfig():
             from trainer.strategies.ddp import Ddp
 
-            return Ddp(settings, config.comm, dist, computing, timeout_s)
+            return Ddp(settings, config.comm, ranks, computing, timeout_s)
         case FsdpConfig():
             from trainer.strategies.fsdp import Fsdp
 
-            return Fsdp(settings, dist, computing)
+            return Fsdp(settings, ranks, computing)
         case ParameterServerConfig():
             from trainer.strategies.parameter_server import ParameterServer
 
-            return ParameterServer(settings, dist, computing, timeout_s)
-    if dist.world_size > 1:
+            return ParameterServer(settings, ranks, computing, timeout_s)
+    if ranks.world_size > 1:
         raise UserError(
-            f"strategy={settings.name} is one process, but {dist.world_size} were started; start it with "
+            f"strategy={settings.name} is one process, but {ranks.world_size} were started; start it with "
             "`python train.py`, or use strategy=ddp"
         )
     if settings.name == "dp":
         from trainer.strategies.data_parallel import DataParallel
 
-        return DataParallel(dist.device, computing)
-    return Strategy(dist.device, computing)
+        return DataParallel(ranks.device, computing)
+    return Strategy(ranks.device, computing)

@@ -14,7 +14,7 @@ from trainer.comm.ddp_hook import CommHook, attach
 from trainer.comm.timeline import Timeline
 from trainer.config import AutoCommConfig, CommConfig, DdpConfig, HookCommConfig
 from trainer.distributed.collectives import broadcast_tensors
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.distributed.shrink import connecting
 from trainer.errors import UserError, first_few
 from trainer.optim.optimizers import sparse_weights
@@ -38,22 +38,22 @@ class Ddp(Strategy):
         self,
         settings: DdpConfig,
         comm: CommConfig,
-        dist: Dist,
+        ranks: Ranks,
         computing: Computing,
         timeout_s: float,
     ) -> None:
-        super().__init__(dist.device, computing)
-        self.settings, self.comm, self.hosts, self.timeout_s = settings, comm, dist.hosts, timeout_s
-        self.heartbeat = dist.heartbeat
+        super().__init__(ranks.device, computing)
+        self.settings, self.comm, self.hosts, self.timeout_s = settings, comm, ranks.hosts, timeout_s
+        self.heartbeat = ranks.heartbeat
         self.hook: CommHook | None = None
-        self._adds_sparse = dist.backend in ("gloo", "mpi") or not is_accelerator(dist.device)
-        self.num_replicas, self.replica = dist.world_size, dist.rank
-        is_free = settings.find_unused_parameters or settings.static_graph or dist.world_size == 1
+        self._adds_sparse = ranks.backend in ("gloo", "mpi") or not is_accelerator(ranks.device)
+        self.num_replicas, self.replica = ranks.world_size, ranks.rank
+        is_free = settings.find_unused_parameters or settings.static_graph or ranks.world_size == 1
         self.uses = "any" if is_free else "all"
         self.copies_gradients = not settings.gradient_as_bucket_view
         # With a static graph torch lays out its buckets in the second pass.
         self.num_dry_runs = 2 if settings.static_graph else 1
-        if settings.sync_batchnorm and not is_accelerator(dist.device):
+        if settings.sync_batchnorm and not is_accelerator(ranks.device):
             raise UserError("strategy.sync_batchnorm=true needs a GPU: torch has no CPU kernel for it")
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:

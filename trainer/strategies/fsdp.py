@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from trainer.comm.shard_sums import add_by_leaves
 from trainer.config import FsdpConfig
 from trainer.distributed.backend_flags import DTYPES, return_large_blocks
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 from trainer.strategies.base import Computing, Fill, Phase, Strategy
 from trainer.strategies.sharding import (
@@ -46,15 +46,15 @@ class Fsdp(Strategy):
     fills_by_unit = True
     not_whole = "each rank holds a shard only"
 
-    def __init__(self, settings: FsdpConfig, dist_: Dist, computing: Computing) -> None:
-        super().__init__(dist_.device, computing)
-        return_large_blocks(dist_.device)
+    def __init__(self, settings: FsdpConfig, ranks: Ranks, computing: Computing) -> None:
+        super().__init__(ranks.device, computing)
+        return_large_blocks(ranks.device)
         self.settings = settings
         self._used: UsedParameters | None = None
         self._gathers = False  # the whole model, for an evaluation
-        self.num_replicas, self.replica = dist_.world_size, dist_.rank
-        self.mesh = sharding_mesh(settings.shard_group, dist_)
-        if settings.cpu_offload and dist_.device.type == "cpu":
+        self.num_replicas, self.replica = ranks.world_size, ranks.rank
+        self.mesh = sharding_mesh(settings.shard_group, ranks)
+        if settings.cpu_offload and ranks.device.type == "cpu":
             raise UserError("strategy.cpu_offload=true, but the model trains on the CPU; set it to false")
         if settings.find_unused_parameters:
             if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.distributed.agreement import on_main
 from trainer.distributed.collectives import broadcast_tensors
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError, first_line
 from trainer.tensors.generators import mixed_seed, seed_everything
 from trainer.tensors.local_shard import storage_of
@@ -32,9 +32,9 @@ class InitialModel:
         loaded: by the id of a tensor of the model, the initial weights from a file; complete on rank 0.
     """
 
-    def __init__(self, module: nn.Module, seed: int, dist: Dist | None = None, *notes: str) -> None:
-        """`dist`: of ranks that get their values from rank 0; None if each has, or draws, its own."""
-        self.module, self.notes, self._seed, self._dist = module, notes, seed, dist
+    def __init__(self, module: nn.Module, seed: int, ranks: Ranks | None = None, *notes: str) -> None:
+        """`ranks`: of ranks that get their values from rank 0; None if each has, or draws, its own."""
+        self.module, self.notes, self._seed, self._ranks = module, notes, seed, ranks
         self.loaded: dict[int, Tensor] = {}
         tensors = [(id(tensor), name) for name, tensor in named_tensors(module) if _is_plain(tensor)]
         self._waiting = dict(reversed(tensors))  # to be filled: the first name of each, by its id
@@ -45,7 +45,7 @@ class InitialModel:
         if hasattr(self.module, "init_tensor"):  # each rank copies what it fills
             held = self.module.state_dict(keep_vars=True)
             self._given = {id(held[name]): tensor for name, tensor in read().items()}
-        elif self._dist is None or self._dist.is_main:  # which sends them to the others
+        elif self._ranks is None or self._ranks.is_main:  # which sends them to the others
             self.module.load_state_dict(read(), strict=False)
 
     def extend(self, extend: Callable[[nn.Module], None]) -> None:
@@ -72,8 +72,8 @@ class InitialModel:
         named = [(self._waiting.pop(key), tensor) for key, tensor in tensors.items()]
         if hasattr(self.module, "init_tensor"):
             replace(module, ((tensor, self._drawn(name, tensor)) for name, tensor in named))
-        elif self._dist is not None:
-            replace(module, _from_rank_0(list(tensors.values()), self._dist))
+        elif self._ranks is not None:
+            replace(module, _from_rank_0(list(tensors.values()), self._ranks))
 
     def _drawn(self, name: str, tensor: Tensor) -> Tensor:
         value = torch.empty_like(tensor, device="cpu")
@@ -87,27 +87,27 @@ class InitialModel:
         return value
 
 
-def constructed(build: Callable[[], nn.Module], seed: int, dist: Dist | None) -> InitialModel:
-    """Return the model of `build` (a collective of `dist`).
+def constructed(build: Callable[[], nn.Module], seed: int, ranks: Ranks | None) -> InitialModel:
+    """Return the model of `build` (a collective of `ranks`).
 
     Args:
-        build: called once, or with `dist` twice; deterministic, except for random generators.
+        build: called once, or with `ranks` twice; deterministic, except for random generators.
         dist: of ranks that need no whole model, since the strategy fills one unit after another.
 
     Raises:
         UserError: a cache has kept a tensor without memory from the first call.
     """
-    if dist is None or dist.world_size == 1:
+    if ranks is None or ranks.world_size == 1:
         return InitialModel(_whole(build, seed), seed)
     draft, reason = on_meta(build, seed)
     if draft is not None and hasattr(draft, "init_tensor"):
         return InitialModel(draft, seed)
-    model = _whole(build, seed) if dist.is_main or draft is None else draft
-    if draft is not None and on_main(lambda: _described(model) != _described(draft), dist):
+    model = _whole(build, seed) if ranks.is_main or draft is None else draft
+    if draft is not None and on_main(lambda: _described(model) != _described(draft), ranks):
         reason = "its constructor does something else on the meta device"
-        model = model if dist.is_main else _whole(build, seed)
+        model = model if ranks.is_main else _whole(build, seed)
     notes = [f"the model is built whole on every rank: {reason}"] if reason else []
-    return InitialModel(model, seed, dist, *notes)
+    return InitialModel(model, seed, ranks, *notes)
 
 
 def constructed_on_meta(build: Callable[[], nn.Module], seed: int) -> InitialModel:
@@ -152,12 +152,12 @@ def _whole(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     return model
 
 
-def _from_rank_0(tensors: list[Tensor], dist: Dist) -> list[tuple[Tensor, Tensor]]:
+def _from_rank_0(tensors: list[Tensor], ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """Each tensor with the values that it has on rank 0, where there is nothing to replace."""
-    if dist.is_main:
-        broadcast_tensors([tensor.detach().to(dist.device) for tensor in tensors], src=0)
+    if ranks.is_main:
+        broadcast_tensors([tensor.detach().to(ranks.device) for tensor in tensors], src=0)
         return []
-    values = [torch.empty(tensor.shape, dtype=tensor.dtype, device=dist.device) for tensor in tensors]
+    values = [torch.empty(tensor.shape, dtype=tensor.dtype, device=ranks.device) for tensor in tensors]
     broadcast_tensors(values, src=0)
     return [
         (t, torch.empty_like(t, device="cpu").copy_(value)) for t, value in zip(tensors, values, strict=True)

@@ -12,7 +12,7 @@ from trainer.comm.parameter_server import Exchange
 from trainer.config import ParameterServerConfig
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import broadcast_buffers, broadcast_tensors, gloo_group
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 from trainer.optim.optimizers import has_user_part
 from trainer.optim.plain_names import keepers_of_extra_state, parameter_names
@@ -38,14 +38,14 @@ class ParameterServer(Strategy):
     not_whole = "each server holds the optimizer's state of its own parameters"
 
     def __init__(
-        self, settings: ParameterServerConfig, dist_: Dist, computing: Computing, timeout_s: float
+        self, settings: ParameterServerConfig, ranks: Ranks, computing: Computing, timeout_s: float
     ) -> None:
-        super().__init__(dist_.device, computing)
-        self.settings, self.dist, self.timeout_s = settings, dist_, timeout_s
-        self.servers, self.workers = roles(settings.servers, dist_.world_size)
+        super().__init__(ranks.device, computing)
+        self.settings, self.ranks, self.timeout_s = settings, ranks, timeout_s
+        self.servers, self.workers = roles(settings.servers, ranks.world_size)
         self.num_replicas = len(self.workers)
         # The servers' numbers come after the workers': no share of the batch, and other random numbers.
-        self.replica = [*self.workers, *self.servers].index(dist_.rank)
+        self.replica = [*self.workers, *self.servers].index(ranks.rank)
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         refuse_several_devices(model, "strategy=parameter_server")
@@ -72,12 +72,12 @@ class ParameterServer(Strategy):
         """What moves gradients and values (a collective); planner/simulated.py has its own."""
         self._group = gloo_group(self.timeout_s)  # NCCL takes no tensors on the host
         bucket_bytes = int(self.settings.bucket_mb * 2**20)
-        return Exchange(parameters, self.servers, self.workers, self.dist.rank, self._group, bucket_bytes)
+        return Exchange(parameters, self.servers, self.workers, self.ranks.rank, self._group, bucket_bytes)
 
     def prepare(self, state: "TrainState") -> None:
         """Drop others' state of the optimizer, which a checkpoint gave to every rank."""
         self.exchange.begin_counting()
-        own = set(self.exchange.owned.get(self.dist.rank, ()))
+        own = set(self.exchange.owned.get(self.ranks.rank, ()))
         for parameter in [p for p in state.optimizer.state if isinstance(p, Tensor) and p not in own]:
             del state.optimizer.state[parameter]
         if len(self.servers) > 1 and has_user_part(state.optimizer):
@@ -119,15 +119,15 @@ class ParameterServer(Strategy):
     def _to_main(self, src: int, values: list[Any]) -> list[Any]:
         """The `values` of rank `src` on rank 0, unless that is `src`; otherwise []. All pass as many."""
         box: list[Any] = [[]]
-        if values and self.dist.rank == src != 0:
+        if values and self.ranks.rank == src != 0:
             on_host = mapped(values, lambda value: value.cpu() if isinstance(value, Tensor) else value)
             dist.send_object_list([on_host], 0, self._group)
-        elif values and self.dist.is_main and src != 0:
+        elif values and self.ranks.is_main and src != 0:
             dist.recv_object_list(box, src, self._group)
         return box[0]
 
     def replica_groups(self) -> list[tuple[int, ...]]:
-        return [tuple(range(self.dist.world_size))]
+        return [tuple(range(self.ranks.world_size))]
 
     def replicated(self, state: "TrainState") -> Iterator[tuple[str, Tensor]]:
         return parameter_names(state.model)  # each server has its own optimizer state

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError, first_few
 from trainer.optim.optimizers import sparse_weights
 from trainer.strategies.placement import refuse_several_devices, refuse_shared_memory
@@ -19,26 +19,26 @@ from trainer.tensors.local_shard import is_dtensor
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def sharding_mesh(shard_group: str, dist: Dist) -> DeviceMesh:
+def sharding_mesh(shard_group: str, ranks: Ranks) -> DeviceMesh:
     """(shard) or (replicate, shard), for strategy.shard_group.
 
     Raises:
         UserError: it does not divide the ranks; on every rank.
     """
-    ranks = range(dist.world_size)
+    every = range(ranks.world_size)
     if shard_group == "host":
-        rows = ranks_by_host(dist.hosts)
+        rows = ranks_by_host(ranks.hosts)
     else:
-        size = dist.world_size if shard_group == "world" else int(shard_group)
-        if dist.world_size % size:
+        size = ranks.world_size if shard_group == "world" else int(shard_group)
+        if ranks.world_size % size:
             raise UserError(
                 f"strategy.shard_group={shard_group} makes groups of {size} ranks, which do not divide the "
-                f"{dist.world_size} ranks of this run; use a divisor of {dist.world_size}, or world"
+                f"{ranks.world_size} ranks of this run; use a divisor of {ranks.world_size}, or world"
             )
-        rows = [list(ranks[begin : begin + size]) for begin in ranks[::size]]
+        rows = [list(every[begin : begin + size]) for begin in every[::size]]
     if len(rows) == 1:
-        return init_device_mesh(dist.device.type, (dist.world_size,), mesh_dim_names=("shard",))
-    return DeviceMesh(dist.device.type, rows, mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("shard",))
+    return DeviceMesh(ranks.device.type, rows, mesh_dim_names=("replicate", "shard"))
 
 
 def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:

@@ -152,7 +152,7 @@ def begin_step_of_task(run: "Run", step: int) -> bool:
     task = run.task
     if getattr(task, "begin_step", None) is None:
         return False
-    run.dist.heartbeat.enter("forward")
+    run.ranks.heartbeat.enter("forward")
     seed_micro_batch(run.seed, step, _BEGIN, run.strategy.devices)
     before = dict(vars(task))
     run.strategy.weights_changed(run.model)  # so that parameters are the shards, and not copies of the whole

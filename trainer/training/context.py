@@ -62,7 +62,7 @@ class Run(ModelContext):
         """What this rank asks of all after the step; of the time only rank 0, since clocks differ."""
         if self.stop_request.is_set:
             return AfterStep.STOP
-        if not self.dist.is_main:
+        if not self.ranks.is_main:
             return AfterStep.CONTINUE
         if self.state.early_end.time_is_up():
             return AfterStep.END

@@ -43,7 +43,7 @@ def dry_run_of_evaluation(run: "Run") -> None:
         for method in ("summarise", "summarise_rows"):
             if (summarise := getattr(task, method, None)) is not None:
                 setattr(task, method, _lenient(summarise, failed))
-        context = ModelContext(run.dist, run.strategy, task, run.model, run.to_device, run.seed)
+        context = ModelContext(run.ranks, run.strategy, task, run.model, run.to_device, run.seed)
         try:
             metrics = evaluate(context, [first]).metrics
         except Exception as error:

@@ -13,8 +13,9 @@ from trainer import accelerator
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.config import Config
 from trainer.data.loading.loaders import TrainLoader
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
+from trainer.faults.fault_save import FaultSave
 from trainer.optim.plain_names import keepers_of_extra_state
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Strategy
@@ -60,20 +61,20 @@ class FailureSnapshot(NoSnapshot):
 
     def __init__(
         self,
-        dist: Dist,
+        ranks: Ranks,
         state: TrainState,
         buffers: KeptBuffers,
         checkpointer: Checkpointer,
         loader: TrainLoader,
     ) -> None:
-        self._dist, self._state, self._buffers = dist, state, buffers
+        self._ranks, self._state, self._buffers = ranks, state, buffers
         self._checkpointer, self._loader = checkpointer, loader
         self._keepers = keepers_of_extra_state(state.model)
         self._extra_states = self._copied_extra_states()
         self._data_state: dict[str, Any] = {}
-        self._stream = accelerator.stream(dist.device)  # made now: a full GPU has no room for another
-        self._copied = accelerator.event(dist.device)
-        self._gradients_came, self._is_queued = accelerator.event(dist.device), False
+        self._stream = accelerator.stream(ranks.device)  # made now: a full GPU has no room for another
+        self._copied = accelerator.event(ranks.device)
+        self._gradients_came, self._is_queued = accelerator.event(ranks.device), False
         self._lock, self._frozen = threading.Lock(), False
 
     # ---- called by the main thread
@@ -86,7 +87,7 @@ class FailureSnapshot(NoSnapshot):
         self._extra_states = self._copied_extra_states()
         self._data_state = self._loader.state_dict()
         self._copied.record()  # on a GPU all of it is still under way
-        self._dist.heartbeat.finished = step
+        self._ranks.heartbeat.finished = step
         self._lock.release()
 
     @contextmanager
@@ -109,11 +110,11 @@ class FailureSnapshot(NoSnapshot):
         step = self._state.progress.step
         if not self._frozen:
             doing = f"was within an update, or evaluated averages, after step {step}"
-            raise UserError(f"rank {self._dist.rank} {doing}")
+            raise UserError(f"rank {self._ranks.rank} {doing}")
         deadline = time.monotonic() + _UPDATE_S
         while not self._copied.query():
             if time.monotonic() > deadline:
-                raise UserError(f"{self._dist.device} has not finished step {step}")
+                raise UserError(f"{self._ranks.device} has not finished step {step}")
             time.sleep(0.01)
         if self.changed_weights:
             name = self.changed_weights[0]
@@ -121,7 +122,7 @@ class FailureSnapshot(NoSnapshot):
         return step
 
     def save(self) -> bool:
-        self._dist.heartbeat.enter("fault_save")
+        self._ranks.heartbeat.enter("fault_save")
         with self._own_stream():
             kept = {**self._buffers.kept(), **self._extra_states}
             return self._checkpointer.save_alone(self._state, self._data_state, kept, self._check_whole)
@@ -159,7 +160,7 @@ class FailureSnapshot(NoSnapshot):
 
     def _own_stream(self) -> Any:
         """On a GPU, the main thread's stream may wait forever for a rank that is gone."""
-        accelerator.use(self._dist.device)  # of this thread
+        accelerator.use(self._ranks.device)  # of this thread
         return accelerator.on(self._stream)
 
 
@@ -169,16 +170,17 @@ def build_snapshot(
     checkpointer: Checkpointer,
     loader: TrainLoader,
     strategy: Strategy,
-    dist: Dist,
+    ranks: Ranks,
+    failure_save: FaultSave | None,
 ) -> tuple[KeptBuffers | None, NoSnapshot]:
     """Return copies of the buffers, if the run needs them, and the snapshot, which the watch saves."""
-    at_failure = dist.watch.ending.save if config.checkpoint.at_fault and dist.watch is not None else None
+    at_failure = failure_save if config.checkpoint.at_fault else None
     if at_failure is not None:
         at_failure.why_not = strategy.not_whole
     if at_failure is None or strategy.not_whole is not None:
         return KeptBuffers(state.model) if config.train.skip_nonfinite else None, NoSnapshot()
     buffers = KeptBuffers(state.model)
-    at_failure.last_step = snapshot = FailureSnapshot(dist, state, buffers, checkpointer, loader)
+    at_failure.last_step = snapshot = FailureSnapshot(ranks, state, buffers, checkpointer, loader)
     if config.distributed.shrink:  # a rank may die before the next step, too
-        dist.heartbeat.finished = state.progress.step
+        ranks.heartbeat.finished = state.progress.step
     return buffers, snapshot

@@ -14,7 +14,7 @@ from trainer.exact.sum_order import SumOrder
 from trainer.tasks.label_counts import divided, scalar
 
 if TYPE_CHECKING:
-    from trainer.distributed.process_group import Dist
+    from trainer.distributed.ranks import Ranks
 
 _ADDED_AT_ONCE = 256  # scalars on the device
 _TAKEN = {"loss", "plain_loss", "lr", "grad_norm", "epoch", "update_to_weight", "skipped_steps"}
@@ -30,8 +30,8 @@ class LossParts:
         of_rank: what the weights of a rank's micro-batches add up to in a step whose ranks weigh the same.
     """
 
-    def __init__(self, dist: "Dist", order: SumOrder, of_rank: float = 1) -> None:
-        self._dist, self._order, self._of_rank = dist, order, of_rank
+    def __init__(self, ranks: "Ranks", order: SumOrder, of_rank: float = 1) -> None:
+        self._ranks, self._order, self._of_rank = ranks, order, of_rank
         self._of_step: list[tuple[str, Tensor, float]] = []
         self._pending: list[tuple[str, Tensor, float]] = []
         self._sums: dict[str, Tensor] = {}  # of value and weight, as `order` adds them
@@ -50,7 +50,7 @@ class LossParts:
                         f"the loss names a part {name}, but train/{name} is another metric; rename it"
                     )
             plain = part.detach().clone() if isinstance(part, Tensor) else part  # not a CUDA graph's own
-            value = scalar(plain, f"the part {name} of the loss", self._dist.device)
+            value = scalar(plain, f"the part {name} of the loss", self._ranks.device)
             value = value if value.dtype == torch.float64 else value.float()
             share = label_count / all_labels if all_labels else math.nan
             self._of_step.append((name, divided(value, all_labels, label_count), share))
@@ -78,7 +78,7 @@ class LossParts:
         """The mean of each part over all ranks (a collective): a rank, or a step, may have none."""
         self._add_pending()
         own = list(self._sums)
-        everyones = gather_objects(own) if self._dist.world_size > 1 else [own]
+        everyones = gather_objects(own) if self._ranks.world_size > 1 else [own]
         names = list(dict.fromkeys(name for theirs in everyones for name in theirs))
         if not names:
             return {}
@@ -95,4 +95,4 @@ class LossParts:
         self._pending.clear()
 
     def _zero(self) -> Tensor:
-        return self._order.sum_of([torch.zeros(2, device=self._dist.device, dtype=torch.float64)])
+        return self._order.sum_of([torch.zeros(2, device=self._ranks.device, dtype=torch.float64)])

@@ -17,7 +17,7 @@ from trainer.training.loss_parts import LossParts
 from trainer.update import Update
 
 if TYPE_CHECKING:
-    from trainer.distributed.process_group import Dist
+    from trainer.distributed.ranks import Ranks
     from trainer.training.mfu import ModelFlops
 
 _ADDED_AT_ONCE = 256  # scalars on the device
@@ -45,23 +45,23 @@ class Meter:
 
     def __init__(
         self,
-        dist: "Dist",
+        ranks: "Ranks",
         flops: "ModelFlops | None" = None,
         order: SumOrder = AS_THEY_COME,
         num_replicas: int | None = None,
     ) -> None:
         """`num_replicas` ranks compute losses; None: all."""
-        self._dist, self._flops = dist, flops
-        num_replicas = num_replicas or dist.world_size
+        self._ranks, self._flops = ranks, flops
+        num_replicas = num_replicas or ranks.world_size
         self._order, self._mean_over = order, order.mean_over(num_replicas)
         self.steps = self._left_out = 0
         self.data_s = 0.0  # waiting for batches
         self.rest_s = 0.0  # logging
-        self._sums = order.sum_of([torch.zeros(3, device=dist.device, dtype=torch.float64)])  # of this rank
+        self._sums = order.sum_of([torch.zeros(3, device=ranks.device, dtype=torch.float64)])  # of this rank
         # Loss, plain loss (as evaluation computes it), tokens: added many steps at once, which launches less.
         self._pending: tuple[list[Tensor], ...] = ([], [], [])
         self._has_plain = False
-        self.parts = LossParts(dist, order, self._mean_over / num_replicas)
+        self.parts = LossParts(ranks, order, self._mean_over / num_replicas)
         self._plain_of_step: list[Tensor] = []
         self._tokens_of_step: list[Tensor] = []
         self._total_s = 0.0
@@ -74,7 +74,7 @@ class Meter:
             self._running_since = time.perf_counter()
 
     def pause(self) -> None:
-        accelerator.synchronize(self._dist.device)
+        accelerator.synchronize(self._ranks.device)
         self._total_s = self._now_s()
         self._running_since = None
 
@@ -100,11 +100,11 @@ class Meter:
         plain = getattr(task, "plain_loss", None)
         if plain is not None:
             self._has_plain = True
-            plain = scalar(plain, f"{type(task).__name__}.plain_loss", self._dist.device)
+            plain = scalar(plain, f"{type(task).__name__}.plain_loss", self._ranks.device)
             self._plain_of_step.append(divided(plain, all_labels, label_count))
         if (num_tokens := getattr(task, "num_tokens", None)) is not None:
             source = f"{type(task).__name__}.num_tokens"
-            self._tokens_of_step.append(scalar(num_tokens(batch), source, self._dist.device))
+            self._tokens_of_step.append(scalar(num_tokens(batch), source, self._ranks.device))
         if self._flops is not None:
             self._flops.see(batch)
 
@@ -152,7 +152,7 @@ class Meter:
 
         Apart from the sums: added to them alone, this step would change the last bit of the next mean.
         """
-        total = self._order.sum_of([torch.zeros((), device=self._dist.device, dtype=torch.float64)])
+        total = self._order.sum_of([torch.zeros((), device=self._ranks.device, dtype=torch.float64)])
         if losses:
             total += self._order.sum_of(losses)
         return float(self._order.over_ranks(total)) / self._mean_over

@@ -18,7 +18,7 @@ from trainer.accelerator import is_accelerator
 from trainer.config import TrainConfig
 from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.backend_flags import peak_is_tf32
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import first_line
 from trainer.forward_backward import forward_backward
 from trainer.strategies.base import Computing, Strategy
@@ -69,13 +69,13 @@ def model_flops(
     train: TrainConfig,
     batch: BatchSplit,
     devices: Sequence[torch.device],
-    dist: Dist,
+    ranks: Ranks,
 ) -> "ModelFlops | None":
     """A counter for rank 0, which logs; None if the peak of the device is unknown."""
     tflops = train.peak_tflops or peak_tflops(devices[0], train.precision)
-    if tflops is None or not dist.is_main:
+    if tflops is None or not ranks.is_main:
         return None
-    peak = tflops * 1e12 * dist.world_size * len(devices)
+    peak = tflops * 1e12 * ranks.world_size * len(devices)
     return ModelFlops(model, task, batch.num_micro_batches, peak, devices[0])
 
 

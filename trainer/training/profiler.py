@@ -8,7 +8,7 @@ from torch.profiler import ProfilerAction, profile, supported_activities
 
 from trainer.config import ProfileConfig
 from trainer.distributed.backend_flags import record_memory_history, write_memory_history
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError, writing
 from trainer.training.meter import Meter
 
@@ -26,9 +26,9 @@ class Profile:
     """
 
     def __init__(
-        self, settings: ProfileConfig | None, run_dir: Path, dist: Dist, steps_before: int, total_steps: int
+        self, settings: ProfileConfig | None, run_dir: Path, ranks: Ranks, steps_before: int, total_steps: int
     ) -> None:
-        self._run_dir, self._dist = run_dir, dist
+        self._run_dir, self._ranks = run_dir, ranks
         self._steps = range(0)
         self._profile: profile | None = None
         if settings is None:
@@ -72,7 +72,7 @@ class Profile:
         self._profile = profile(activities=supported_activities(), schedule=self._action, record_shapes=True)
         self._profile.step_num = step  # its number of the step
         self._profile.start()
-        record_memory_history(self._dist.device)
+        record_memory_history(self._ranks.device)
 
     def _action(self, step: int) -> ProfilerAction:
         if step < self._begin:
@@ -82,10 +82,10 @@ class Profile:
     def _write(self) -> None:
         assert self._profile is not None
         profiled, self._profile, self._steps = self._profile, None, range(0)
-        folder, rank = self._run_dir / "profile", f"rank_{self._dist.rank}"
+        folder, rank = self._run_dir / "profile", f"rank_{self._ranks.rank}"
         profiled.stop()
         with writing(self._run_dir):
             folder.mkdir(exist_ok=True)
             profiled.export_chrome_trace(str(folder / f"{rank}.json.gz"))
-            write_memory_history(self._dist.device, folder / f"{rank}.memory.pickle")
+            write_memory_history(self._ranks.device, folder / f"{rank}.memory.pickle")
         log.info("profile: %s, for ui.perfetto.dev", folder)

@@ -11,14 +11,14 @@ from trainer.training.context import Run
 
 
 def start_table(config: Config, run: Run) -> str:
-    dist, train_loader, held_out = run.dist, run.train_loader, run.eval_loader
+    ranks, train_loader, held_out = run.ranks, run.train_loader, run.eval_loader
     steps_per_epoch = "an unknown number" if (steps := train_loader.steps_per_epoch) is None else f"{steps:,}"
-    processes = f"{layout(dist.hosts)} processes"
+    processes = f"{layout(ranks.hosts)} processes"
     return table(
         {
             "strategy": f"{config.strategy.name}, comm {run.strategy.algorithm}",
-            "hosts": f"{processes} on {dist.device.type}, {dist.backend}",
-            "precision": backend_flags.described(config.train, dist.device),
+            "hosts": f"{processes} on {ranks.device.type}, {ranks.backend}",
+            "precision": backend_flags.described(config.train, ranks.device),
             "model": f"{config.model['_target_']}, {run.num_parameters:,} parameters",
             "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
             + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),

@@ -17,7 +17,7 @@ from trainer.exact.sum_order import AS_THEY_COME, SumOrder
 if TYPE_CHECKING:
     from trainer.comm.shared_memory import HostRows
     from trainer.data.loading.loaders import Batches
-    from trainer.distributed.process_group import Dist
+    from trainer.distributed.ranks import Ranks
 
 
 class AfterStep(IntEnum):
@@ -49,16 +49,18 @@ class StepAgreement:
     computed: the numbers travel meanwhile. Because of them, every rank leaves the loop after the same step.
     """
 
-    def __init__(self, dist_: "Dist", order: SumOrder = AS_THEY_COME, rows: "HostRows | None" = None) -> None:
+    def __init__(
+        self, ranks: "Ranks", order: SumOrder = AS_THEY_COME, rows: "HostRows | None" = None
+    ) -> None:
         """`rows`: in place of an all-reduce by gloo, where all ranks are of one host."""
-        self._order, self._device = order, dist_.device
-        self._world_size, self._on_gpu = dist_.world_size, is_accelerator(dist_.device)
+        self._order, self._device = order, ranks.device
+        self._world_size, self._on_gpu = ranks.world_size, is_accelerator(ranks.device)
         self._work: dist.Work | None = None
         self._agreed: Agreed | None = None
         self._sums = torch.empty(0)
         self._rows = rows
         if self._on_gpu:
-            self._stream, self._done = accelerator.stream(dist_.device), accelerator.event(dist_.device)
+            self._stream, self._done = accelerator.stream(ranks.device), accelerator.event(ranks.device)
 
     def start(
         self, label_counts: Sequence[float], asked: AfterStep, data_left: bool, other_trained: bool = False

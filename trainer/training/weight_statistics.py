@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.distributed.collectives import sum_over_ranks
-from trainer.distributed.process_group import Dist
+from trainer.distributed.ranks import Ranks
 from trainer.optim.plain_names import parameter_names
 from trainer.tensors.local_shard import to_local
 
@@ -28,8 +28,8 @@ class WeightStatistics:
         histograms_every: steps between histograms, among the examined steps; None: never.
     """
 
-    def __init__(self, model: nn.Module, dist_: Dist, histograms_every: int | None) -> None:
-        self._model, self._dist, self._every = model, dist_, histograms_every
+    def __init__(self, model: nn.Module, ranks: Ranks, histograms_every: int | None) -> None:
+        self._model, self._ranks, self._every = model, ranks, histograms_every
         self._moved = torch.zeros(2, dtype=torch.float64)
         self.histograms: dict[str, Histogram] = {}
 
@@ -47,7 +47,7 @@ class WeightStatistics:
                     *((f"weights/{name}", parameter) for name, parameter in named),
                     *((f"gradients/{name}", parameter.grad) for name, parameter in named),
                 ],
-                self._dist.device,
+                self._ranks.device,
             )
         yield
         norms = [torch.linalg.vector_norm(part) for part in (self._weights() - before, before)]
@@ -58,18 +58,18 @@ class WeightStatistics:
 
         A tensor with more than 4,096 elements on this rank is sampled.
         """
-        moved, weights = sum_over_ranks(self._moved.to(self._dist.device)).tolist()
+        moved, weights = sum_over_ranks(self._moved.to(self._ranks.device)).tolist()
         return math.sqrt(moved / weights) if weights else 0.0
 
     @torch.no_grad()
     def _weights(self) -> Tensor:
         """A copy of this rank's trained weights; large tensors are sampled, and scaled to their norm."""
-        parts = [torch.empty(0, device=self._dist.device)]
+        parts = [torch.empty(0, device=self._ranks.device)]
         trained = (p for p in self._model.parameters() if p.requires_grad and p.is_floating_point())
         for parameter in trained:
             flat = to_local(parameter).reshape(-1)
             stride = math.ceil(flat.numel() / _SAMPLED) | 1  # odd, or it may stay in one column of a matrix
-            sample = flat[::stride].to(self._dist.device, torch.float32)
+            sample = flat[::stride].to(self._ranks.device, torch.float32)
             parts.append(sample * math.sqrt(flat.numel() / len(sample)) if stride > 1 else sample)
         return torch.cat(parts)
 

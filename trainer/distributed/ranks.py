@@ -1,0 +1,32 @@
+"""Which of all processes of a run this one is, and where."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.faults.heartbeat import Heartbeat
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands among all processes of the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    hosts: tuple[int, ...]  # index of the host of every rank
+    device: torch.device
+    backend: str
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, repr=False)  # what this process is doing
+
+    @property
+    def num_hosts(self) -> int:
+        return len(set(self.hosts))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def describe(self, rank: int) -> str:
+        return f"rank {rank} (host {self.hosts[rank]})"
