@@ -125,8 +125,8 @@ def our_loop(overrides: Sequence[str]) -> Iterator[Iterator[None]]:
         cfg = settings(f"run_dir={run_dir}", *overrides)
         ranks = stack.enter_context(process_group(cfg.distributed))
         context = assemble(cfg, "benchmark", ranks, stop_request)
-        context.run_log.open()
-        stack.callback(context.run_log.close)
+        context.report.run_log.open()
+        stack.callback(context.report.run_log.close)
         yield steps_of(context)
 
 

@@ -123,12 +123,12 @@ def job_as(config: config.Config) -> Iterator[Run]:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop_request, process_group(config.distributed) as ranks:
         context = assemble(config, "tests", ranks, stop_request)
-        context.run_log.open()
+        context.report.run_log.open()
         yield context
         context.checkpointer.saving.done()
         context.agreement.close()
         context.strategy.close()
-        context.run_log.close()
+        context.report.run_log.close()
 
 
 def steps_of(run: Run) -> Iterator[None]:

@@ -40,7 +40,7 @@ from trainer.tasks.base import refuse_own_parameters
 log = logging.getLogger(__name__)
 
 
-class Data(NamedTuple):
+class LoadedData(NamedTuple):
     """The training data, and the loaders of this process's part of training and held-out data."""
 
     train_set: Any
@@ -71,15 +71,15 @@ def wrap_model(config: Config, model: InitialModel, strategy: Strategy) -> nn.Mo
     return wrapped
 
 
-def load_data(config: Config, batch: BatchSplit, strategy: Strategy, ranks: Ranks) -> Data:
+def load_data(config: Config, batch: BatchSplit, strategy: Strategy, ranks: Ranks) -> LoadedData:
     """Build the datasets and loaders that `config` asks for."""
     train_set = build_dataset(config.data, "train")
     share = _share(config, ranks, strategy.replica)
     order = _callable("data.order", config.data.order, shuffled)
     to_train = train_loader(train_set, config.data, batch, share, order)
     if not config.train.evaluates:
-        return Data(train_set, to_train, None)
-    return Data(train_set, to_train, load_held_out(config, batch, ranks)[1])
+        return LoadedData(train_set, to_train, None)
+    return LoadedData(train_set, to_train, load_held_out(config, batch, ranks)[1])
 
 
 def load_held_out(config: Config, batch: BatchSplit, ranks: Ranks) -> tuple[Any, EvalLoader]:

@@ -34,20 +34,20 @@ def fit(run: "Run") -> dict[str, float]:
         NonFiniteError: on all ranks at the same step, before its update.
         StoppedBySignal: on all ranks at the same step, after saving it.
     """
-    progress, settings, meter = run.state.progress, run.settings, run.meter
+    progress, settings, meter = run.state.progress, run.config.train, run.report.meter
     steady = epoch_begin = meter.mark()
     began_within_epoch = progress.samples_in_epoch > 0
     run.model.train()
     evaluation = run.checkpointer.restored_metrics
-    if not evaluation.keys() >= set(metrics_in_use(run.as_built).values()):
+    if not evaluation.keys() >= set(metrics_in_use(run.config).values()):
         evaluation = {}  # an evaluation of a task with other metrics
     # A signal or a failure may have saved the checkpoint before its evaluation was made.
-    if run.steps_before and not evaluation and evaluation_due(run):
+    if run.plan.steps_before and not evaluation and evaluation_due(run):
         evaluation, _ = evaluate_now(run)
     elif evaluation and progress.evaluated_step != progress.step:
         run.state.after_evaluation(evaluation)
 
-    batches, is_dry_run_made, is_told = None, False, not run.train_loader.is_divided
+    batches, is_dry_run_made, is_told = None, False, not run.data.train_loader.is_divided
     while not is_over(run):
         if batches is None:
             epoch_first_sample = progress.samples_seen - progress.samples_in_epoch
@@ -55,12 +55,12 @@ def fit(run: "Run") -> dict[str, float]:
             if batches is not None and not is_dry_run_made:
                 dry_run(run, batches)
                 dry_run_of_evaluation(run)
-                run.checkpointer.check(run.state, run.snapshot.changed_weights)
-                run.checks.unsaved.begin(run.checkpointer.restored_unsaved)
+                run.checkpointer.check(run.state, run.guards.snapshot.changed_weights)
+                run.guards.unsaved.begin(run.checkpointer.restored_unsaved)
                 is_dry_run_made = True
             epoch_begin = meter.begin_window()
         after = make_step(run, batches) if batches is not None else AfterStep.CONTINUE
-        if steady.steps == 0 and progress.step >= run.steps_before + unsteady_steps(run):
+        if steady.steps == 0 and progress.step >= run.plan.steps_before + unsteady_steps(run):
             steady = meter.mark()
         if progress.epoch != epoch:
             if batches is not None and not is_told:
@@ -71,7 +71,7 @@ def fit(run: "Run") -> dict[str, float]:
             save(run)
             run.checkpointer.saving.done()
             run.checkpointer.finish_remote()
-            raise StoppedBySignal(progress.step, run.as_built.run_dir)
+            raise StoppedBySignal(progress.step, run.config.run_dir)
         save_due = run.checkpointer.due(progress, end_of_epoch=batches is None) or after is AfterStep.SAVE
         if batches is None or save_due or evaluation_due(run):
             meter.pause()
@@ -84,13 +84,13 @@ def fit(run: "Run") -> dict[str, float]:
     meter.pause()
     early_end = run.state.early_end
     if early_end.setting is not None:
-        log.info("the run ends after step %d of %d: %s", progress.step, run.total_steps, early_end.why())
-    run.profile.close()
+        log.info("the run ends after step %d of %d: %s", progress.step, run.plan.total_steps, early_end.why())
+    run.report.profile.close()
     run.ranks.heartbeat.enter("end")
     ms_per_step = meter.ms_per_step(steady)["step"]
     return {
         "steps": progress.step,
-        "epochs": progress.epochs(run.train_loader.num_samples),
+        "epochs": progress.epochs(run.data.train_loader.num_samples),
         "samples_seen": progress.samples_seen,
         "train/loss": meter.mean_loss(epoch_begin),
         **({"train/loss_steps": meter.steps} if began_within_epoch and not epoch_begin.steps else {}),
@@ -104,24 +104,24 @@ def fit(run: "Run") -> dict[str, float]:
 
 def make_step(run: "Run", batches: "Batches") -> AfterStep:
     """Make the next step, count it, look at what it left, and log if that is due (a collective)."""
-    progress, meter = run.state.progress, run.meter
+    progress, meter = run.state.progress, run.report.meter
     meter.start()
-    run.profile.before(progress.step + 1, meter)
+    run.report.profile.before(progress.step + 1, meter)
     step = train_step(run, batches)
     meter.count_step(step.losses, step.update)
-    run.run_log.progress.advance()
+    run.report.run_log.progress.advance()
     if step.after is AfterStep.END:
         run.state.early_end.end()
-    run.checks.unsaved.look()
-    run.checks.replicas.check_if_due(run.state)
-    if run.settings.logs(progress.step):
+    run.guards.unsaved.look()
+    run.guards.replicas.check_if_due(run.state)
+    if run.config.train.logs(progress.step):
         run.ranks.heartbeat.enter("log")
         with meter.resting():
             log_step(run, step.grad_norm)
         meter.begin_window()
     elif (
-        progress.step == run.steps_before + 1
-        and run.settings.log_every_steps
+        progress.step == run.plan.steps_before + 1
+        and run.config.train.log_every_steps
         and step.update is not Update.SKIPPED
     ):
         run.ranks.heartbeat.enter("log")
@@ -132,14 +132,14 @@ def make_step(run: "Run", batches: "Batches") -> AfterStep:
 
 def is_over(run: "Run") -> bool:
     progress, early_end = run.state.progress, run.state.early_end
-    at_end = progress.step >= run.total_steps or progress.epoch >= run.settings.epochs
+    at_end = progress.step >= run.plan.total_steps or progress.epoch >= run.config.train.epochs
     return at_end or early_end.setting is not None
 
 
 def unsteady_steps(run: "Run") -> int:
     """How many steps of this process the measured speed leaves out: an epoch, if more follow, or 10."""
-    steps_per_epoch = run.train_loader.steps_per_epoch
-    if steps_per_epoch is None or run.total_steps - run.steps_before <= steps_per_epoch:
+    steps_per_epoch = run.data.train_loader.steps_per_epoch
+    if steps_per_epoch is None or run.plan.total_steps - run.plan.steps_before <= steps_per_epoch:
         return 10
     return steps_per_epoch
 
@@ -152,18 +152,18 @@ def open_epoch(run: "Run") -> "Batches | None":
     """
     progress = run.state.progress
     run.ranks.heartbeat.enter("data")
-    batches = run.train_loader.epoch(progress.epoch, progress.samples_in_epoch)
+    batches = run.data.train_loader.epoch(progress.epoch, progress.samples_in_epoch)
     ended, _ = run.agreement.ended(batches)
     if not ended:
         return batches
     if not progress.samples_in_epoch:
-        where = f" on rank {first_few(ended)}" if run.train_loader.is_divided else ""
+        where = f" on rank {first_few(ended)}" if run.data.train_loader.is_divided else ""
         raise UserError(
             f"the training data of epoch {progress.epoch} ends within its first global batch of "
-            f"{run.settings.global_batch_size} samples{where}; lower train.global_batch_size, or look at the "
-            "stream, with data.sharded at its shortest shard"
+            f"{run.config.train.global_batch_size} samples{where}; lower train.global_batch_size, or look at "
+            "the stream, with data.sharded at its shortest shard"
         )
-    with run.snapshot.held():
+    with run.guards.snapshot.held():
         progress.end_epoch()
     return None
 
@@ -176,7 +176,7 @@ def warn_if_uneven(run: "Run", batches: "Batches", epoch: int, num_samples: int)
             "epoch %d ended after %s samples, because the stream ended on rank %s. At least %s more samples "
             "of rank %s are not used. Give every rank the same number of samples, or have the stream repeat "
             "endlessly, and set train.max_steps",
-            *(epoch, f"{num_samples:,}", first_few(ended), run.split.local_size, first_few(having)),
+            *(epoch, f"{num_samples:,}", first_few(ended), run.data.split.local_size, first_few(having)),
         )
     return bool(having)
 
@@ -184,16 +184,16 @@ def warn_if_uneven(run: "Run", batches: "Batches", epoch: int, num_samples: int)
 def save(run: "Run") -> None:
     """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
     refuse_changed_by_loss(run)
-    run.checkpointer.unsaved = run.checks.unsaved.look_at_save()
-    run.checks.replicas.check(run.state)
+    run.checkpointer.unsaved = run.guards.unsaved.look_at_save()
+    run.guards.replicas.check(run.state)
     with run.strategy.gathered(run.state):
-        run.checkpointer.save(run.state, run.train_loader.state_dict())
+        run.checkpointer.save(run.state, run.data.train_loader.state_dict())
 
 
 def evaluation_due(run: "Run") -> bool:
     """Whether to evaluate now: at the end of the run, and after an epoch or a step as the settings say."""
-    progress, settings = run.state.progress, run.settings
-    if run.eval_loader is None:
+    progress, settings = run.state.progress, run.config.train
+    if run.data.eval_loader is None:
         return False
     if settings.eval_every_steps is not None and progress.step % settings.eval_every_steps == 0:
         return True
@@ -210,18 +210,18 @@ def evaluate_now(run: "Run") -> tuple[dict[str, float], bool]:
     """
     progress = run.state.progress
     metrics: dict[str, float] = {}
-    has_average, instead = run.state.average is not None, run.ema.evaluate == "instead"
-    assert run.eval_loader is not None
+    has_average, instead = run.state.average is not None, run.config.ema.evaluate == "instead"
+    assert run.data.eval_loader is not None
     if not (has_average and instead):
-        metrics |= evaluate_as(run, run.eval_loader, "eval/", shows=not has_average)
+        metrics |= evaluate_as(run, run.data.eval_loader, "eval/", shows=not has_average)
     if has_average:
         with averages_in_place(run):
-            metrics |= evaluate_as(run, run.eval_loader, "eval/" if instead else "eval/ema/", shows=True)
-    run.run_log.scalars(metrics, progress.step)
+            metrics |= evaluate_as(run, run.data.eval_loader, "eval/" if instead else "eval/ema/", shows=True)
+    run.report.run_log.scalars(metrics, progress.step)
     words = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
-    run.run_log.progress.line(f"eval at step {progress.step}  {words}")
+    run.report.run_log.progress.line(f"eval at step {progress.step}  {words}")
     is_best = run.checkpointer.record_evaluation(progress.step, metrics)
-    with run.snapshot.held():
+    with run.guards.snapshot.held():
         run.state.after_evaluation(metrics)
     return metrics, is_best
 
@@ -231,10 +231,10 @@ def evaluate_as(run: "Run", loader: "EvalLoader", prefix: str, shows: bool) -> d
 
     The metrics' names begin with `prefix`.
     """
-    evaluation = evaluate(run, loader)
-    check_metrics(run.as_built, evaluation.metrics)
+    evaluation = evaluate(run.context, loader)
+    check_metrics(run.config, evaluation.metrics)
     if shows:
-        show(run, evaluation, run.run_log, run.state.progress.step, at_end=is_over(run))
+        show(run.context, evaluation, run.report.run_log, run.state.progress.step, at_end=is_over(run))
     return {f"{prefix}{name}": value for name, value in evaluation.metrics.items()}
 
 
@@ -242,7 +242,7 @@ def evaluate_as(run: "Run", loader: "EvalLoader", prefix: str, shows: bool) -> d
 def averages_in_place(run: "Run") -> Iterator[None]:
     """Within, the model has its moving averages in place of its weights."""
     assert run.state.average is not None
-    with run.snapshot.held(), run.state.average.in_place():
+    with run.guards.snapshot.held(), run.state.average.in_place():
         run.strategy.weights_changed(run.model)
         yield
     run.strategy.weights_changed(run.model)

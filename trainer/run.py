@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.build import (
-    Data,
+    LoadedData,
     as_built,
     build_task,
     build_to_device,
@@ -65,7 +65,7 @@ from trainer.strategies.placement import devices_of
 from trainer.tasks import Task
 from trainer.tensors.generators import seed_everything
 from trainer.training import run_hash
-from trainer.training.context import Checks, Run
+from trainer.training.context import Guards, Run, RunData, RunPlan, RunReport
 from trainer.training.evaluation_dry_run import check_metrics_of_task
 from trainer.training.failure_snapshot import build_snapshot
 from trainer.training.meter import Meter
@@ -103,7 +103,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _close(run_: Run) -> None:
-    for end in (run_.profile.close, run_.strategy.close, run_.run_log.close):
+    for end in (run_.report.profile.close, run_.strategy.close, run_.report.run_log.close):
         with suppress(Exception):  # of what other ranks, or the disk, have broken
             end()
 
@@ -136,13 +136,13 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, begun: l
             if claimed.used:  # a refusal before this line leaves the former run unchanged
                 on_main(take_over, ranks)
                 watch.ending.writes_to(run_dir)
-            on_main(partial(_write_settings, run_.as_built, run_dir), ranks)
-            run_.run_log.open()
-            resources.callback(run_.run_log.progress.close)
+            on_main(partial(_write_settings, run_.config, run_dir), ranks)
+            run_.report.run_log.open()
+            resources.callback(run_.report.run_log.progress.close)
             _log_start(config, run_)
             with causes_named(config.train), gathering(_why_no_gather(config, run_)):
                 metrics = fit(run_)
-            run_.run_log.plots(run_.strategy.report.plots, run_.state.progress.step, at_end=True)
+            run_.report.run_log.plots(run_.strategy.report.plots, run_.state.progress.step, at_end=True)
             result = _result(config, run_, metrics)
             run_.checkpointer.saving.done()
             if summary := run_.strategy.report.summary():
@@ -150,10 +150,10 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, begun: l
             run_.agreement.close()
             run_.strategy.close()
             if ranks.is_main:
-                write_result(run_dir, result, made_steps=run_.state.progress.step > run_.steps_before)
-            run_.run_log.close()  # last, so that a failing logger loses nothing else
+                write_result(run_dir, result, made_steps=run_.state.progress.step > run_.plan.steps_before)
+            run_.report.run_log.close()  # last, so that a failing logger loses nothing else
             run_.checkpointer.finish_remote()
-            log.info("%s  ->  %s", run_dir, run_.run_log.look)
+            log.info("%s  ->  %s", run_dir, run_.report.run_log.look)
     return result
 
 
@@ -173,7 +173,7 @@ def _result(config: Config, run_: Run, metrics: Mapping[str, float]) -> dict[str
         "world_size": run_.ranks.world_size,
         **{name: None if math.isnan(value) else value for name, value in metrics.items()},
         **strategy.report.measured(),
-        **({"exact": run_.exact} if run_.exact else {}),
+        **({"exact": run_.plan.exact} if run_.plan.exact else {}),
         **({"ended_by": ended_by} if ended_by else {}),
         "param_sha256": run_hash.parameters_sha256(run_.state.model),
     }
@@ -219,42 +219,41 @@ def assemble(
     kept_buffers, snapshot = build_snapshot(
         config, state, checkpointer, data.train_loader, strategy, ranks, failure_save
     )
-    checks = _checks(strategy, task, state, train, ranks)
+    loaders, first = (data.train_loader, data.eval_loader), split.first_micro_batch(strategy.replica)
+    step, timeout_s = state.progress.step, config.distributed.timeout_s
     return Run(
+        config=as_built(config, data.train_set),
         ranks=ranks,
         strategy=strategy,
         task=task,
         model=wrapped,
-        to_device=build_to_device(config, strategy.device, data.train_set),
-        seed=config.seed,
         state=state,
-        train_loader=data.train_loader,
-        eval_loader=data.eval_loader,
-        settings=train,
-        as_built=as_built(config, data.train_set),
-        ema=config.ema,
-        split=split,
-        first_micro_batch=split.first_micro_batch(strategy.replica),
-        num_parameters=num_parameters,
-        steps_before=state.progress.step,
-        total_steps=total_steps,
-        exact=exact,
+        data=RunData(*loaders, split, first, build_to_device(config, strategy.device, data.train_set)),
+        plan=RunPlan(step, total_steps, num_parameters, exact),
         checkpointer=checkpointer,
-        run_log=RunLog(ranks, config, run_id, total_steps, state.progress.step),
-        weight_statistics=WeightStatistics(state.model, ranks, train.histograms_every),
-        agreement=StepAgreement(ranks, strategy.order, rows_of_host(ranks, config.distributed.timeout_s)),
-        checks=checks,
-        meter=Meter(ranks, flops, strategy.order, strategy.num_replicas),
-        profile=Profile(train.profile, run_dir, ranks, state.progress.step, total_steps),
+        agreement=StepAgreement(ranks, strategy.order, rows_of_host(ranks, timeout_s)),
+        guards=Guards(
+            replicas=ReplicaCheck(
+                ranks, strategy.replica_groups(), train.check_replicas_every, strategy.replicated
+            ),
+            unsaved=UnsavedState(state.model, task, state.optimizer, strategy.replica == 0),
+            buffers=BufferCheck(state.model, ranks, strategy.order.by_leaves),
+            snapshot=snapshot,
+            kept_buffers=kept_buffers,
+        ),
+        report=RunReport(
+            run_log=RunLog(ranks, config, run_id, total_steps, step),
+            meter=Meter(ranks, flops, strategy.order, strategy.num_replicas),
+            profile=Profile(train.profile, run_dir, ranks, step, total_steps),
+            weight_statistics=WeightStatistics(state.model, ranks, train.histograms_every),
+        ),
         stop_request=stop_request,
-        kept_buffers=kept_buffers,
-        snapshot=snapshot,
     )
 
 
 def _model(
     config: Config,
-    data: Data,
+    data: LoadedData,
     task: Task,
     split: BatchSplit,
     strategy: Strategy,
@@ -334,18 +333,9 @@ def _state(
     return state
 
 
-def _checks(strategy: Strategy, task: Task, state: TrainState, train: TrainConfig, ranks: Ranks) -> Checks:
-    groups, every = strategy.replica_groups(), train.check_replicas_every
-    return Checks(
-        replicas=ReplicaCheck(ranks, groups, every, strategy.replicated),
-        unsaved=UnsavedState(state.model, task, state.optimizer, strategy.replica == 0),
-        buffers=BufferCheck(state.model, ranks, strategy.order.by_leaves),
-    )
-
-
 def _log_start(config: Config, run_: Run) -> None:
     if run_.ranks.is_main:  # writing all settings takes longer than a step of a small model
-        run_.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, run_.steps_before)
+        run_.report.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, run_.plan.steps_before)
     log.info("%s", start_table(config, run_))
     for note in run_.strategy.notes:
         log.info("%s", note)
@@ -355,12 +345,12 @@ def _why_no_gather(config: Config, run_: Run) -> str | None:
     """Why no loss can be over the outputs of all ranks, in words."""
     if config.train.exact is not None:
         return f"train.exact={config.train.exact} computes each part of a batch alone; set it to null"
-    if run_.split.num_micro_batches > run_.split.num_replicas:
+    if run_.data.split.num_micro_batches > run_.data.split.num_replicas:
         return (
             f"a step of train.global_batch_size={config.train.global_batch_size} has "
-            f"{run_.split.accumulation} micro-batches on each rank, each of which would be compared with a "
-            "part of the batch alone; set train.micro_batch_size=null, and a smaller global batch if memory "
-            "is short"
+            f"{run_.data.split.accumulation} micro-batches on each rank, each of which would be compared "
+            "with a part of the batch alone; set train.micro_batch_size=null, and a smaller global batch if "
+            "memory is short"
         )
     if run_.strategy.num_replicas < run_.ranks.world_size:
         return f"strategy={config.strategy.name} has ranks without samples; use ddp or fsdp"

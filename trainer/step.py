@@ -43,15 +43,15 @@ def train_step(run: "Run", batches: "Batches") -> Step:
     step = heartbeat.step = state.progress.step + 1
 
     heartbeat.enter("data")
-    with run.meter.reading():
+    with run.report.meter.reading():
         micro_batches = batches.take()  # none on a rank that only serves parameters
-    counts = [count_labels(run.task, batch, run.split) for batch in micro_batches]
+    counts = [count_labels(run.task, batch, run.data.split) for batch in micro_batches]
     other_trained = begin_step_of_task(run, step)
     run.agreement.start(counts, run.asked(), batches.data_left, other_trained)
 
     if other_trained:
         run.agreement.finish()  # raises if only some ranks train others
-        with run.meter.resting():
+        with run.report.meter.resting():
             if follow_begin_step(run):
                 make_dry_run(run, micro_batches)
     strategy.begin_step(run.model)
@@ -59,16 +59,16 @@ def train_step(run: "Run", batches: "Batches") -> Step:
         add_gradients(run, batch, count, step, number)
         for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True))
     ]
-    heartbeat.skip(("forward", "backward"), run.split.fewer)
+    heartbeat.skip(("forward", "backward"), run.data.split.fewer)
     heartbeat.enter("data")
-    if step < run.total_steps:
-        with run.meter.reading():
-            run.to_device.ahead(batches.ahead())  # while a GPU still computes
+    if step < run.plan.total_steps:
+        with run.report.meter.reading():
+            run.data.to_device.ahead(batches.ahead())  # while a GPU still computes
 
     heartbeat.enter("optimizer")
     strategy.aggregate(run.model)
-    if run.settings.logs(step):
-        run.checks.buffers.compare([run.checks.buffers.hashes()] if losses else [])
+    if run.config.train.logs(step):
+        run.guards.buffers.compare([run.guards.buffers.hashes()] if losses else [])
     strategy.share_buffers(run.model)
     agreed = run.agreement.finish()
     state.take_gradients()
@@ -92,7 +92,7 @@ def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number:
         # The labels of a mean replica if gradients are averaged over replicas, of all if they are added up.
         all_labels = run.agreement.finish().num_labels / strategy.order.mean_over(strategy.num_replicas)
         loss = divided(loss, all_labels, label_count)
-        run.meter.count_batch(run.task, batch, parts, all_labels, label_count)
+        run.report.meter.count_batch(run.task, batch, parts, all_labels, label_count)
         enter("backward")
         scaled = run.state.scaler.scale(loss)
         loss_of_step = loss.detach()
@@ -100,9 +100,9 @@ def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number:
 
     strategy = run.strategy
     enter("forward")
-    seed_micro_batch(run.seed, step, run.first_micro_batch + number, strategy.devices)
-    is_last = number + 1 == run.split.accumulation
-    forward_backward(strategy, run.task, run.model, run.to_device(batch), between, label_count, is_last)
+    seed_micro_batch(run.seed, step, run.data.first_micro_batch + number, strategy.devices)
+    is_last = number + 1 == run.data.split.accumulation
+    forward_backward(strategy, run.task, run.model, run.data.to_device(batch), between, label_count, is_last)
     made = loss_of_step if loss_of_step.dtype == torch.float64 else loss_of_step.float()
     # A replayed graph writes the next loss in the place of this one.
-    return made.clone() if run.settings.compile_mode == "reduce-overhead" else made
+    return made.clone() if run.config.train.compile_mode == "reduce-overhead" else made

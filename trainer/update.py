@@ -51,19 +51,19 @@ def apply_update(run: "Run", step: int, norm: Tensor, losses: Sequence[Tensor]) 
     Raises:
         NonFiniteError: on every rank; no parameter has changed.
     """
-    state, strategy, settings = run.state, run.strategy, run.settings
-    with run.snapshot.update(step):
+    state, strategy, settings = run.state, run.strategy, run.config.train
+    with run.guards.snapshot.update(step):
         on_host, copied = norm.to("cpu", non_blocking=True), accelerator.event(norm.device)
         copied.record()
 
         def check() -> Update:
-            with run.snapshot.waiting():
+            with run.guards.snapshot.waiting():
                 copied.synchronize()
             return Update.MADE if math.isfinite(on_host) else _skip(run, step, losses)
 
         waits_later = _may_wait_later(run, norm)
         update = Update.MADE if waits_later else check()
-        with run.weight_statistics.around_update(step, settings.logs(step)):
+        with run.report.weight_statistics.around_update(step, settings.logs(step)):
             if update is Update.MADE:
                 if settings.clip_grad_norm is not None:
                     nn.utils.clip_grads_with_norm_(state.trained.own.values(), settings.clip_grad_norm, norm)
@@ -81,8 +81,8 @@ def apply_update(run: "Run", step: int, norm: Tensor, losses: Sequence[Tensor]) 
         state.count_update(is_made)
         if is_made:
             end_step_of_task(run, step)
-        if run.kept_buffers is not None:
-            run.kept_buffers.keep()
+        if run.guards.kept_buffers is not None:
+            run.guards.kept_buffers.keep()
         data_left = run.agreement.finish().data_left
         state.progress.advance(settings.global_batch_size, data_left, is_made)
     return update
@@ -90,7 +90,7 @@ def apply_update(run: "Run", step: int, norm: Tensor, losses: Sequence[Tensor]) 
 
 def _skip(run: "Run", step: int, losses: Sequence[Tensor]) -> Update:
     """Skip the update, or raise if that happens too often in a row (a collective)."""
-    progress, max_skipped = run.state.progress, run.settings.skip_nonfinite
+    progress, max_skipped = run.state.progress, run.config.train.skip_nonfinite
     in_a_row = progress.skipped_in_a_row + 1
     if run.state.scaler.is_enabled():
         if in_a_row >= _MAX_OVERFLOWS:
@@ -103,8 +103,8 @@ def _skip(run: "Run", step: int, losses: Sequence[Tensor]) -> Update:
     error = non_finite_error(run, step, losses)
     if in_a_row > max_skipped:
         raise error
-    if run.kept_buffers is not None:
-        run.kept_buffers.restore()  # running statistics would stay NaN
+    if run.guards.kept_buffers is not None:
+        run.guards.kept_buffers.restore()  # running statistics would stay NaN
     if run.ranks.is_main:
         log.warning(
             "step %d is skipped, %d in a row of at most train.skip_nonfinite=%d: %s",
@@ -115,7 +115,7 @@ def _skip(run: "Run", step: int, losses: Sequence[Tensor]) -> Update:
 
 def _may_wait_later(run: "Run", norm: Tensor) -> bool:
     """Return whether every step makes an update, and the optimizer itself reads a flag on the GPU."""
-    if norm.is_cpu or run.settings.skip_nonfinite or run.state.scaler.is_enabled():
+    if norm.is_cpu or run.config.train.skip_nonfinite or run.state.scaler.is_enabled():
         return False
     is_on_one_device = len(run.strategy.devices) == 1
     return is_on_one_device and getattr(run.state.optimizer, "_step_supports_amp_scaling", False)

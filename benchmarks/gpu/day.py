@@ -85,8 +85,8 @@ def contexts() -> Iterator[Callable[..., Any]]:
                 config = replace(config, run_dir=run_dir)
             Path(config.run_dir).mkdir(parents=True, exist_ok=True)
             made = assemble(config, "gpu-day", ranks, stop_request)
-            made.run_log.open()
-            stack.callback(made.run_log.close)
+            made.report.run_log.open()
+            stack.callback(made.report.run_log.close)
             return made
 
         yield context

@@ -77,7 +77,7 @@ def run(
     run_dir.mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop_request:
         context = assemble(config, "tests", ranks, stop_request)
-        context.run_log.open()
+        context.report.run_log.open()
         begin = _everything(context)
         recorder = Recorder(context.task, named)
         if save_at is not None:  # at each step, saving would be half of such a run
@@ -86,7 +86,7 @@ def run(
     context.checkpointer.saving.done()
     end = _everything(context)
     context.strategy.close()
-    context.run_log.close()
+    context.report.run_log.close()
     return {
         "begin": begin,
         "end": end,

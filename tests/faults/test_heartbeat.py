@@ -93,11 +93,11 @@ def told(run_dir: Path) -> list[tuple[int, str]]:
     with StopRequest() as stop_request, process_group(config.distributed) as ranks:
         played = Played(ranks.heartbeat)
         context = assemble(config, "tests", dataclasses.replace(ranks, heartbeat=played), stop_request)
-        context.run_log.open()
+        context.report.run_log.open()
         fit(context)
         context.checkpointer.saving.done()
         context.strategy.close()
-        context.run_log.close()
+        context.report.run_log.close()
     return played.told
 
 

@@ -71,8 +71,8 @@ def counted(way: Iterator[None], steps: int = 2) -> dict[str, Any]:
 
 def plain_loop(run: Any) -> Iterator[None]:
     """The same model, task and optimizer in the loop that torch's tutorials have."""
-    for batch in run.train_loader.epoch(0):
-        run.task.loss(run.model, run.to_device(batch)).backward()
+    for batch in run.data.train_loader.epoch(0):
+        run.task.loss(run.model, run.data.to_device(batch)).backward()
         run.state.optimizer.step()
         run.state.optimizer.zero_grad(set_to_none=True)
         yield
@@ -148,7 +148,7 @@ def saved_at_a_fault(folder: Path, when: str) -> tuple[str, bool]:
     said = []
     failure_snapshot._UPDATE_S = 0.2
     with context_of(*QUIET, f"run_dir={folder}") as run:
-        snapshot: Any = run.snapshot
+        snapshot: Any = run.guards.snapshot
         for _ in itertools.islice(way := steps_of(run), 3):
             pass
         before, streams = [parameter.cpu() for parameter in run.state.model.parameters()], len(SIM.streams)
@@ -227,9 +227,9 @@ def readings(folder: Path) -> dict[str, Any]:
         next(steps_of(run))
         check, device = ReplicaCheck(run.ranks, [(0,)], 1), run.ranks.device
         part = torch.ones((), device=device)
-        run.meter.parts.add({"part": part}, 1, 1)
+        run.report.meter.parts.add({"part": part}, 1, 1)
         part.add_(1)  # as the replay of a CUDA graph
-        found["part"] = run.meter.parts._of_step.pop()[1].item()
+        found["part"] = run.report.meter.parts._of_step.pop()[1].item()
         norms = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(5))).to(device)
         buffers, rows = LeafBuffers(norms, 1), torch.ones(3, 4, device=device)
 
@@ -240,7 +240,7 @@ def readings(folder: Path) -> dict[str, Any]:
             buffers.finish()
 
         actions: dict[str, Callable[[], object]] = {
-            "evaluation": lambda: evaluate(run, run.eval_loader),  # type: ignore[arg-type]
+            "evaluation": lambda: evaluate(run.context, run.data.eval_loader),  # type: ignore[arg-type]
             "replicas": lambda: check.check(run.state),
             "log": lambda: log_step(run, torch.ones((), device=device)),
             "histograms": lambda: histograms(run.state.model.named_parameters(), device),

@@ -47,7 +47,7 @@ def _evaluated(run_dir: str) -> dict[str, Any]:
     """The metrics, scores and labels of an untrained model; on rank 0 the rows, too."""
     words = ("strategy=ddp", "train.max_steps=4", "train.global_batch_size=48", f"run_dir={run_dir}")
     with context_of(*MULTI_LABEL, *words) as context:
-        found = evaluate(context, context.eval_loader)
+        found = evaluate(context.context, context.data.eval_loader)
         return {"metrics": found.metrics, "rows": found.rows}
 
 
@@ -106,7 +106,7 @@ class WithFiller(list[Any]):
 def _counted(run_dir: str) -> float:
     words = (f"data.task._target_={__name__}.Counts", "~data.task.label_smoothing", "strategy=single")
     with context_of(*words, f"run_dir={run_dir}") as context:
-        batch = next(iter(context.eval_loader))[0]
+        batch = next(iter(context.data.eval_loader))[0]
         numbers = [*range(len(batch[1]))]
         evaluate(context, WithFiller([(batch, numbers), (batch, [])]))  # type: ignore[arg-type]
         return context.task.seen.item() / len(batch[1])

@@ -65,7 +65,7 @@ def overflow_here(context: Run) -> None:
 def overflow(strategy: str, run_dir: Path) -> dict[str, Any]:
     options = (f"strategy={strategy}", "train.precision=fp16", f"run_dir={run_dir}", *QUICK)
     with warnings.catch_warnings(record=True) as caught, context_of(*options) as context:
-        batches = context.train_loader.epoch(0)
+        batches = context.data.train_loader.epoch(0)
         before = [parameter.detach().clone() for parameter in context.model.parameters()]
         scaler = context.state.scaler
         scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**17})

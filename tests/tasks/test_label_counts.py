@@ -110,7 +110,7 @@ def by_hand(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
         of_last_epoch = 0
         for epoch in range(9):
             of_last_epoch = len(losses)
-            for inputs, labels in context.train_loader.epoch(epoch):
+            for inputs, labels in context.data.train_loader.epoch(epoch):
                 if len(losses) == STEPS:
                     break
                 logits = model(inputs).movedim(-1, 1)
@@ -126,7 +126,7 @@ def by_hand(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
                 break
         assert {0.0} < set(losses), f"some step has no label, and most have: {losses}"
         mean = sum(losses[of_last_epoch:]) / len(losses[of_last_epoch:])
-        return {"train/loss": mean} | held_out(model, context.eval_loader), model.state_dict()
+        return {"train/loss": mean} | held_out(model, context.data.eval_loader), model.state_dict()
 
 
 @torch.no_grad()

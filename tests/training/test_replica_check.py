@@ -38,7 +38,7 @@ def found(context: Run) -> dict[str, Any] | None:
     """The result of a check now; the steps are made up, since each step is checked only once."""
     context.state.progress.step += 1
     try:
-        context.checks.replicas.check(context.state)
+        context.guards.replicas.check(context.state)
     except ReplicasDifferError as error:
         return {"ranks": error.ranks, "message": str(error), "status": error.exit_code}
     return None

@@ -34,7 +34,7 @@ def seen(run_dir: Path, *overrides: str) -> dict[str, Any]:
     run_dir /= f"{dist.get_rank() if dist.is_initialized() else 0}"
     with context_of(*SHORT, "train.histograms_every=3", f"run_dir={run_dir}", *overrides) as context:
         fit(context)
-        return {"histograms": context.weight_statistics.histograms, "scalars": read_metrics(run_dir)}
+        return {"histograms": context.report.weight_statistics.histograms, "scalars": read_metrics(run_dir)}
 
 
 @pytest.mark.slow

@@ -84,8 +84,8 @@ def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = F
             buffers = list[Tensor]()
             for number, batch in enumerate(own):
                 _make_pass(run, batch, number, number + 1 == len(own), gathered)
-                buffers.append(run.checks.buffers.hashes())
-            heartbeat.skip(("forward", "backward"), run.split.fewer if is_exact else 1 - len(own))
+                buffers.append(run.guards.buffers.hashes())
+            heartbeat.skip(("forward", "backward"), run.data.split.fewer if is_exact else 1 - len(own))
             changed = _changed(model, weights, versions)
             made = [name for name, _ in model.named_parameters() if weights and name not in weights]
             _refuse_what_is_lost(run, changed + made)
@@ -95,7 +95,7 @@ def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = F
             if strategy.uses == "all" and own and idle and not is_exact:
                 raise UserError(f"strategy=ddp: the loss used {not_all(idle)}")
             strategy.aggregate(run.model)
-            run.checks.buffers.compare(buffers)
+            run.guards.buffers.compare(buffers)
     has_gradients = any(p.grad is not None for p in trained.values())
     if not any(gather_objects(has_gradients) if run.ranks.world_size > 1 else [has_gradients]):
         raise UserError(f"the first backward pass gave no parameter a gradient. {_no_gradients(is_sharded)}")
@@ -103,7 +103,7 @@ def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = F
         gathered.close()
     run.state.check_gradients()
     _drop_gradients(model)
-    run.snapshot.changed_weights = changed
+    run.guards.snapshot.changed_weights = changed
 
 
 def _compare_data(run: "Run", first: Mapping[int, int]) -> None:
@@ -120,7 +120,7 @@ def _compare_data(run: "Run", first: Mapping[int, int]) -> None:
             if value == expected:
                 continue
             reads = f"{run.ranks.describe(rank)} reads another sample {number} of the training"
-            if not run.train_loader.is_stream:
+            if not run.data.train_loader.is_stream:
                 if run.ranks.is_main:
                     log.warning(
                         "%s data than rank %d. If the dataset divides itself by rank, leave that out: ranks "
@@ -149,10 +149,12 @@ def _make_pass(
         enter("backward")
         return loss
 
-    strategy, count = run.strategy, count_labels(run.task, batch, run.split)
+    strategy, count = run.strategy, count_labels(run.task, batch, run.data.split)
     enter("forward")
-    seed_micro_batch(run.seed, run.state.progress.step + 1, run.first_micro_batch + number, strategy.devices)
-    forward_backward(strategy, run.task, run.model, run.to_device(batch), between, count, last)
+    seed_micro_batch(
+        run.seed, run.state.progress.step + 1, run.data.first_micro_batch + number, strategy.devices
+    )
+    forward_backward(strategy, run.task, run.model, run.data.to_device(batch), between, count, last)
 
 
 @contextmanager

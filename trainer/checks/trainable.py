@@ -46,10 +46,10 @@ def refuse_changed_by_loss(run: "Run") -> None:
 
 
 def _follow(run: "Run") -> None:
-    with run.snapshot.held():
+    with run.guards.snapshot.held():
         new = run.state.follow_trainable()
     run.checkpointer.refuse_left_out(new)
-    run.checks.unsaved.optimizer = run.state.optimizer
+    run.guards.unsaved.optimizer = run.state.optimizer
     follow_frozen_statistics(run.state.model)
     if new:
         log.info("from step %d on, %s are trained, too", run.ranks.heartbeat.step, first_few(new))

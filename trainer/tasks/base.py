@@ -156,8 +156,8 @@ def begin_step_of_task(run: "Run", step: int) -> bool:
     seed_micro_batch(run.seed, step, _BEGIN, run.strategy.devices)
     before = dict(vars(task))
     run.strategy.weights_changed(run.model)  # so that parameters are the shards, and not copies of the whole
-    call_begin_step(task, step, run.total_steps, run.state.model)
-    run.checks.unsaved.leave_out(name for name, now in vars(task).items() if now is not before.get(name, ...))
+    call_begin_step(task, step, run.plan.total_steps, run.state.model)
+    run.guards.unsaved.leave_out(name for name, now in vars(task).items() if now is not before.get(name, ...))
     return run.state.trained.has_changed()
 
 

@@ -4,17 +4,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checks.buffers import BufferCheck
 from trainer.checks.replicas import ReplicaCheck
 from trainer.checks.unsaved import UnsavedState
-from trainer.config import Config, EmaConfig, TrainConfig
+from trainer.config import Config
+from trainer.data.device import ToDevice
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import EvalLoader, TrainLoader
+from trainer.distributed.ranks import Ranks
 from trainer.inference.evaluation import ModelContext
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.optim.train_state import TrainState
+from trainer.strategies.base import Strategy
+from trainer.tasks import Task
 from trainer.training.failure_snapshot import NoSnapshot
 from trainer.training.kept_buffers import KeptBuffers
 from trainer.training.meter import Meter
@@ -23,40 +29,72 @@ from trainer.training.step_agreement import AfterStep, StepAgreement
 from trainer.training.weight_statistics import WeightStatistics
 
 
-class Checks(NamedTuple):
-    """What looks for wrong results while a run trains."""
+class RunData(NamedTuple):
+    """The data of this process, and how it reaches the model."""
 
-    replicas: ReplicaCheck
-    unsaved: UnsavedState
-    buffers: BufferCheck
-
-
-@dataclass(frozen=True)
-class Run(ModelContext):
-    """All of one process's parts of a run."""
-
-    settings: TrainConfig
-    as_built: Config  # all settings, with what was taken from the training data
-    ema: EmaConfig
-    state: TrainState  # of the module that the strategy owns
     train_loader: TrainLoader
     eval_loader: EvalLoader | None  # None: never evaluate
     split: BatchSplit
     first_micro_batch: int  # of this rank: its number within a step, over all replicas
-    num_parameters: int  # of the whole model
+    to_device: ToDevice
+
+
+class RunPlan(NamedTuple):
+    """What this process is about to do."""
+
     steps_before: int  # made before this process began; 0 in a new run
     total_steps: int  # an upper limit: a stream may end before
+    num_parameters: int  # of the whole model
     exact: Mapping[str, Any] | None  # of an exact run: what decides its bits, as in result.json
-    checkpointer: Checkpointer
-    run_log: RunLog
-    weight_statistics: WeightStatistics
-    agreement: StepAgreement
-    checks: Checks
-    meter: Meter
-    profile: Profile
-    stop_request: StopRequest
+
+
+class Guards(NamedTuple):
+    """What looks for wrong results while a run trains, and what keeps a state to go back to."""
+
+    replicas: ReplicaCheck
+    unsaved: UnsavedState
+    buffers: BufferCheck
     snapshot: NoSnapshot  # a `FailureSnapshot`, if a survivor of a failure may save
     kept_buffers: KeptBuffers | None  # after the last step, for the snapshot or a step that is skipped
+
+
+class RunReport(NamedTuple):
+    """What measures a run, and what tells of it."""
+
+    run_log: RunLog
+    meter: Meter
+    profile: Profile
+    weight_statistics: WeightStatistics
+
+
+@dataclass(frozen=True)
+class Run:
+    """All of one process's parts of a run."""
+
+    config: Config  # with what was taken from the training data
+    ranks: Ranks
+    strategy: Strategy
+    task: Task
+    model: nn.Module  # wrapped by the strategy
+    state: TrainState  # of the module that the strategy owns
+    data: RunData
+    plan: RunPlan
+    checkpointer: Checkpointer
+    agreement: StepAgreement
+    guards: Guards
+    report: RunReport
+    stop_request: StopRequest
+
+    @property
+    def seed(self) -> int:
+        assert self.config.seed is not None
+        return self.config.seed
+
+    @property
+    def context(self) -> ModelContext:
+        """What an evaluation needs."""
+        parts = self.ranks, self.strategy, self.task, self.model
+        return ModelContext(*parts, self.data.to_device, self.seed)
 
     def asked(self) -> AfterStep:
         """What this rank asks of all after the step; of the time only rank 0, since clocks differ."""

@@ -35,15 +35,15 @@ def dry_run_of_evaluation(run: "Run") -> None:
     Raises:
         UserError: the evaluation fails, or lacks a metric that a setting names.
     """
-    if run.eval_loader is None or (task := independent_copy(run.task)) is run.task:
+    if run.data.eval_loader is None or (task := independent_copy(run.task)) is run.task:
         return
     begin, failed = time.perf_counter(), list[str]()
     with generators_kept(), traceless(run.state.model):
-        first = run.eval_loader.first()
+        first = run.data.eval_loader.first()
         for method in ("summarise", "summarise_rows"):
             if (summarise := getattr(task, method, None)) is not None:
                 setattr(task, method, _lenient(summarise, failed))
-        context = ModelContext(run.ranks, run.strategy, task, run.model, run.to_device, run.seed)
+        context = ModelContext(run.ranks, run.strategy, task, run.model, run.data.to_device, run.seed)
         try:
             metrics = evaluate(context, [first]).metrics
         except Exception as error:
@@ -62,7 +62,7 @@ def dry_run_of_evaluation(run: "Run") -> None:
             words,
         )
     if not failed and not _listed(run.task):
-        check_metrics(run.as_built, metrics)
+        check_metrics(run.config, metrics)
     log.info("dry run of one evaluation batch: ok, %.2f s", time.perf_counter() - begin)
 
 

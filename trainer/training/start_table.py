@@ -11,7 +11,7 @@ from trainer.training.context import Run
 
 
 def start_table(config: Config, run: Run) -> str:
-    ranks, train_loader, held_out = run.ranks, run.train_loader, run.eval_loader
+    ranks, train_loader, held_out = run.ranks, run.data.train_loader, run.data.eval_loader
     steps_per_epoch = "an unknown number" if (steps := train_loader.steps_per_epoch) is None else f"{steps:,}"
     processes = f"{layout(ranks.hosts)} processes"
     return table(
@@ -19,14 +19,14 @@ def start_table(config: Config, run: Run) -> str:
             "strategy": f"{config.strategy.name}, comm {run.strategy.algorithm}",
             "hosts": f"{processes} on {ranks.device.type}, {ranks.backend}",
             "precision": backend_flags.described(config.train, ranks.device),
-            "model": f"{config.model['_target_']}, {run.num_parameters:,} parameters",
+            "model": f"{config.model['_target_']}, {run.plan.num_parameters:,} parameters",
             "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
             + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),
             "optim": _optimizer_words(config, run),
             **described(run.state.optimizer, run.state.trained),
-            "batch": str(run.split),
+            "batch": str(run.data.split),
             **_leaves(run),
-            "steps": f"{run.total_steps:,}, {steps_per_epoch} an epoch, from {run.steps_before:,}",
+            "steps": f"{run.plan.total_steps:,}, {steps_per_epoch} an epoch, from {run.plan.steps_before:,}",
             "seed": str(config.seed),
             "run": str(config.run_dir),
         }
@@ -41,16 +41,16 @@ def layout(hosts: Sequence[int]) -> str:
 
 
 def _leaves(run: Run) -> dict[str, str]:
-    if (exact := run.exact) is None:
+    if (exact := run.plan.exact) is None:
         return {}
-    each, more = divmod(exact["leaves"], run.split.num_replicas)
+    each, more = divmod(exact["leaves"], run.data.split.num_replicas)
     words = f"{exact['leaves']} leaves, {each}{f' or {each + 1}' if more else ''} a rank"
     return {"exact": words + (f", since step {exact['since']:,}" if exact["since"] else "")}
 
 
 def _optimizer_words(config: Config, run: Run) -> str:
     trained = sum(parameter.numel() for parameter in run.state.trained.whole.values())
-    frozen = run.num_parameters - trained
+    frozen = run.plan.num_parameters - trained
     return f"{config.optim['_target_']}{f', {frozen:,} parameters frozen' * (frozen > 0)}"
 
 
