@@ -102,11 +102,12 @@ def test_the_last_collectives_are_kept_beside_the_stacks(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_running_statistics_are_those_of_rank_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "phase"), [(1, "optimizer"), (0, "data")])
+def test_running_statistics_are_those_of_rank_0(rank: int, phase: str, tmp_path: Path) -> None:
+    """Of step 7: rank 0 has made the forward pass of step 8, or has died before it."""
     normed = ("model._target_=tests.user_parts.Normed",)
-    # Rank 0 has made the forward pass of step 8 when rank 1 dies: its statistics are those of step 7.
     run_dir = tmp_path / "run"
-    start(2, run_dir, *normed, *fault("kill", 1, 8, "optimizer"))
+    start(2, run_dir, *normed, *fault("kill", rank, 8, phase))
     again = start(2, run_dir, *normed)
     assert "resumed from" in again[0].output, message(run_dir)
     assert hash_of(run_dir) == undisturbed(2, tmp_path, *normed)
