@@ -114,15 +114,15 @@ def context_of(*overrides: str) -> Iterator[Run]:
 @contextmanager
 def job_as(config: config.Config) -> Iterator[Run]:
     """`job_of` with settings that are composed already."""
-    from trainer.distributed.process_group import process_group
+    from trainer.distributed.process_group import watched_process_group
     from trainer.launch.signals import StopRequest
     from trainer.run import assemble
 
     torch.set_num_threads(1)
     if config.run_dir is not None:  # `run` claims it; a test only needs it to be there
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-    with StopRequest() as stop_request, process_group(config.distributed) as ranks:
-        context = assemble(config, "tests", ranks, stop_request)
+    with StopRequest() as stop_request, watched_process_group(config.distributed) as (ranks, watch):
+        context = assemble(config, "tests", ranks, stop_request, watch.ending.save)
         context.report.run_log.open()
         yield context
         context.checkpointer.saving.done()

@@ -18,19 +18,19 @@ def run_of(state: TrainState, device: str = "cpu") -> Any:
     ranks: Any = SimpleNamespace(
         rank=0, world_size=1, is_main=True, device=there, describe=lambda rank: "here"
     )
+    train = SimpleNamespace(
+        clip_grad_norm=None, skip_nonfinite=0, global_batch_size=1, logs=lambda step: False
+    )
     return SimpleNamespace(
         ranks=ranks,
         state=state,
         task=None,
         strategy=Strategy(there, Computing()),
-        settings=SimpleNamespace(
-            clip_grad_norm=None, skip_nonfinite=0, global_batch_size=1, logs=lambda step: False
-        ),
-        train_loader=SimpleNamespace(not_finite=lambda *begin: None),
+        config=SimpleNamespace(train=train),
+        data=SimpleNamespace(train_loader=SimpleNamespace(not_finite=lambda *begin: None)),
         agreement=SimpleNamespace(finish=lambda: SimpleNamespace(data_left=True)),
-        weight_statistics=WeightStatistics(state.model, ranks, None),
-        snapshot=NoSnapshot(),
-        kept_buffers=None,
+        report=SimpleNamespace(weight_statistics=WeightStatistics(state.model, ranks, None)),
+        guards=SimpleNamespace(snapshot=NoSnapshot(), kept_buffers=None),
     )
 
 
