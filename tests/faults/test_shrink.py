@@ -128,7 +128,8 @@ def test_only_the_connections_of_groups_are_cut() -> None:
 class Part:
     """In place of a run's parts, none of which can be closed."""
 
-    profile = strategy = run_log = SimpleNamespace(close=lambda: 1 / 0)
+    strategy = SimpleNamespace(close=lambda: 1 / 0)
+    report = SimpleNamespace(profile=strategy, run_log=strategy)
 
 
 def test_nothing_of_the_run_before_is_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def _counted(run_dir: str) -> float:
     with context_of(*words, f"run_dir={run_dir}") as context:
         batch = next(iter(context.data.eval_loader))[0]
         numbers = [*range(len(batch[1]))]
-        evaluate(context, WithFiller([(batch, numbers), (batch, [])]))  # type: ignore[arg-type]
+        evaluate(context.context, WithFiller([(batch, numbers), (batch, [])]))  # type: ignore[arg-type]
         return context.task.seen.item() / len(batch[1])
 
 
