@@ -39,6 +39,7 @@ def forward_backward(
         with strategy.gradient_sync(model, enabled=is_last):
             with strategy.autocast():
                 loss, parts = loss_of(task, model, batch, label_count)
+            del batch  # what the backward pass needs of it is in the graph
             loss = between(loss, parts)
             phase = "backward"
             # The gradient of the loss is 1, or NaN for a loss of NaN or Inf: then all ranks get NaN.

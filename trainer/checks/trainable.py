@@ -34,11 +34,15 @@ def follow_begin_step(run: "Run") -> bool:
 
 
 def refuse_changed_by_loss(run: "Run") -> None:
-    """Raise UserError if `loss` has frozen parameters, or made some trainable: the step is already prepared.
+    """Raise UserError if `loss` made parameters trainable that this step does not train or average.
 
-    Called after a loss in the dry run, and before each save.
+    Called after a loss in the dry run, and before each save. A loss that only freezes parameters may do so.
     """
-    if changed := run.state.trained.changed():
+    trained = run.state.trained
+    if not (changed := trained.changed()):
+        return
+    trainable = trained.trainable()
+    if not trainable.keys() <= trained.whole.keys() or not run.strategy.is_ready_for({*trainable.values()}):
         raise UserError(
             f"the loss changed requires_grad of {first_few(changed)}, but the step was already prepared for "
             "the parameters that it trains; change it in the task's begin_step(step, last_step, model)"
