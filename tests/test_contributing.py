@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from planner.proof import simulate
+from tests.comm.proof import simulate
 from tests.ranks import run_ranks
 from tests.runs import trained
 from trainer.comm.algorithms import all_reduce

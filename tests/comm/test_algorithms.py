@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from planner.formulas import CLASSIC
-from planner.proof import ScheduleError, simulate
 from planner.traffic import count_traffic
+from tests.comm.proof import ScheduleError, simulate
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, Kind, Op, Phase, Schedule, build
 from trainer.comm.algorithms.pipeline import IN_FLIGHT, sweeps
 from trainer.config.overrides import CONF
