@@ -75,8 +75,9 @@ def switch_watch(is_on: threading.Event) -> None:
 def switch_snapshot(is_on: threading.Event) -> None:
     from trainer.training.failure_snapshot import FailureSnapshot, NoSnapshot
 
-    on, off = FailureSnapshot.update, NoSnapshot.update
-    FailureSnapshot.update = _one_of(is_on, on, off)  # type: ignore[method-assign]
+    for name in ("update", "waiting"):
+        on, off = getattr(FailureSnapshot, name), getattr(NoSnapshot, name)
+        setattr(FailureSnapshot, name, _one_of(is_on, on, off))
 
 
 def _one_of(is_on: threading.Event, on: Callable[..., Any], off: Callable[..., Any]) -> Callable[..., Any]:

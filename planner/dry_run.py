@@ -207,9 +207,8 @@ class Stage:
 
         try:
             for micro_step in range(accumulation if self.trains else 0):
-                on_device, is_last = self._to_device(batch), micro_step == accumulation - 1
-                forward_backward(strategy, self._dry_run.task, module, on_device, scaled, is_last=is_last)
-                del on_device
+                is_last, task = micro_step == accumulation - 1, self._dry_run.task
+                forward_backward(strategy, task, module, self._to_device(batch), scaled, is_last=is_last)
         except (RuntimeError, ValueError) as error:  # of torch, for an operator without a fake result
             reason = first_line(error)
             raise UserError(f"the model cannot be measured without its numbers: {reason}") from error

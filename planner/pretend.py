@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -35,13 +35,13 @@ class DryRunWorld:
 
 @contextmanager
 def as_rank_of(world: DryRunWorld) -> Iterator[Ranks]:
-    torch_dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
+    dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
     try:
         hosts = tuple(rank // world.per_host for rank in range(world.size))
         local = min(world.per_host, world.size)
         yield Ranks(world.rank, world.rank % world.per_host, world.size, local, hosts, CPU, "fake")
     finally:
-        torch_dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def without_values(model: InitialModel, placed: PlacedStrategy) -> InitialModel:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -46,11 +45,6 @@ class Host:
         # `ip netns exec` replaces itself by the command: the pid is the command's own.
         command = ["ip", "netns", "exec", self.name, *command]
         return subprocess.Popen(command, env={**os.environ, **(env or {})}, **kwargs)
-
-    def counters(self) -> tuple[int, int]:
-        """Bytes (sent, received) by this host over its link so far, headers included."""
-        link = json.loads(_run("ip", "-n", self.name, "-s", "-j", "link", "show", "dev", self.interface))[0]
-        return link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"]
 
     def link_down(self) -> None:
         """Pull the cable: packets vanish and no error tells the host, as when a switch dies."""

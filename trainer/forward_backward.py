@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.strategies.base import Phase, Strategy
+from trainer.strategies.base import Strategy
 from trainer.tasks import Task
 from trainer.tasks.label_counts import loss_of
 
@@ -34,17 +34,11 @@ def forward_backward(
     Raises:
         UserError: an error of torch whose cause `strategy` knows.
     """
-    phase: Phase = "forward"
-    try:
-        with strategy.gradient_sync(model, enabled=is_last):
-            with strategy.autocast():
-                loss, parts = loss_of(task, model, batch, label_count)
-            del batch  # what the backward pass needs of it is in the graph
-            loss = between(loss, parts)
-            phase = "backward"
+    with strategy.gradient_sync(model, enabled=is_last):
+        with strategy.autocast(), strategy.explaining("forward"):
+            loss, parts = loss_of(task, model, batch, label_count)
+        del batch  # what the backward pass needs of it is in the graph
+        loss = between(loss, parts)
+        with strategy.explaining("backward"):
             # The gradient of the loss is 1, or NaN for a loss of NaN or Inf: then all ranks get NaN.
             loss.backward(torch.rsub(loss.detach(), 1, alpha=0))  # 1 - 0 * loss, in one kernel
-    except (RuntimeError, AttributeError, TypeError) as error:
-        if (explained := strategy.explain(error, phase)) is not None:
-            raise explained from error
-        raise

@@ -53,9 +53,9 @@ def fit(run: "Run") -> dict[str, float]:
             epoch_first_sample = progress.samples_seen - progress.samples_in_epoch
             epoch, batches = progress.epoch, open_epoch(run)
             if batches is not None and not is_dry_run_made:
-                dry_run(run, batches)
+                changed_weights = dry_run(run, batches)
                 dry_run_of_evaluation(run)
-                run.checkpointer.check(run.state, run.guards.snapshot.changed_weights)
+                run.checkpointer.check(run.state, changed_weights)
                 run.guards.unsaved.begin(run.checkpointer.restored_unsaved)
                 is_dry_run_made = True
             epoch_begin = meter.begin_window()
@@ -231,10 +231,10 @@ def evaluate_as(run: "Run", loader: "EvalLoader", prefix: str, shows: bool) -> d
 
     The metrics' names begin with `prefix`.
     """
-    evaluation = evaluate(run.context, loader)
+    evaluation = evaluate(run.model_context, loader)
     check_metrics(run.config, evaluation.metrics)
     if shows:
-        show(run.context, evaluation, run.report.run_log, run.state.progress.step, at_end=is_over(run))
+        show(run.model_context, evaluation, run.report.run_log, run.state.progress.step, at_end=is_over(run))
     return {f"{prefix}{name}": value for name, value in evaluation.metrics.items()}
 
 

@@ -122,18 +122,18 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, begun: l
         ranks, watch = joined
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
         compare_across_ranks(shared, ranks)
-        claimed, seed, former_size = on_main(lambda: _claim(config, resources), ranks)
+        claimed, seed, previous_size = on_main(lambda: _claim(config, resources), ranks)
         run_dir = claimed.path
         config = dataclasses.replace(config, run_dir=str(run_dir), seed=seed)
         watch.ending.writes_to(run_dir, refusals=not claimed.used)
         with messages(ranks, run_dir) as open_log:
-            config = with_micro_batch_size(config, former_size, ranks)
+            config = with_micro_batch_size(config, previous_size, ranks)
             take_over = partial(_take_over, config, run_dir, open_log)
             if not claimed.used:
                 on_main(take_over, ranks)
             run_ = assemble(config, claimed.run_id, ranks, stop_request, watch.ending.save)
             begun.append(run_)
-            if claimed.used:  # a refusal before this line leaves the former run unchanged
+            if claimed.used:  # a refusal before this line leaves the previous run unchanged
                 on_main(take_over, ranks)
                 watch.ending.writes_to(run_dir)
             on_main(partial(_write_settings, run_.config, run_dir), ranks)

@@ -50,7 +50,7 @@ def train_step(run: "Run", batches: "Batches") -> Step:
     run.agreement.start(counts, run.asked(), batches.data_left, other_trained)
 
     if other_trained:
-        run.agreement.finish()  # raises if only some ranks train others
+        run.agreement.finish()  # raises if only some ranks changed what they train
         with run.report.meter.resting():
             if follow_begin_step(run):
                 make_dry_run(run, micro_batches)

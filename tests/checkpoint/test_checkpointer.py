@@ -25,13 +25,13 @@ def _saves_alone(run_dir: Path) -> list[tuple[bool, int]]:
     for _ in range(3):
         tiny.train(state, 1)
         checkpointer.save(state)
-    assert not checkpointer.save_alone(state, {}, {}), "it is saved already"
+    assert not checkpointer.save_alone(state, {}, {}, lambda: None), "it is saved already"
     again, resumed = tiny.checkpointer(run_dir, keep_last=9), tiny.train_state(seed=9)
     assert tiny.restore(again, resumed, str(run_dir / "checkpoints" / "step_00000002"))
     found = []
     for steps in (0, 1, 0):
         tiny.train(resumed, steps)
-        found.append((again.save_alone(resumed, {}, {}), resumed.progress.step))
+        found.append((again.save_alone(resumed, {}, {}, lambda: None), resumed.progress.step))
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as torch_dist
+import torch.distributed as dist
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
@@ -24,7 +24,7 @@ TENSORS = "model-00000-of-00001.safetensors"
 
 def _fill_the_disk(run_dir: Path, sharded: bool, async_: bool) -> dict[str, Any]:
     """Save, then fail to save because the disk is full, then make room and save again."""
-    rank = torch_dist.get_rank()
+    rank = dist.get_rank()
     state = tiny.train_state(sharded)
     checkpointer = tiny.checkpointer(run_dir, async_=async_, state=state)
     tiny.train(state, 1)
@@ -42,14 +42,14 @@ def _fill_the_disk(run_dir: Path, sharded: bool, async_: bool) -> dict[str, Any]
     with pytest.raises(Fault) as failure:
         checkpointer.save(state)
         checkpointer.saving.done()
-    torch_dist.barrier()
+    dist.barrier()
     entries = sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
     fresh = tiny.train_state(sharded, seed=8)
     assert tiny.restore(tiny.checkpointer(run_dir), fresh, "auto")
     tiny.assert_same(tiny.everything(fresh), saved)
     if rank == 0:
         ballast.unlink()
-    torch_dist.barrier()
+    dist.barrier()
     tiny.train(state, 1)
     checkpointer.save(state)
     checkpointer.saving.done()
@@ -170,7 +170,7 @@ def test_checkpoints_of_another_run_are_neither_pruned_nor_replaced_nor_resumed(
 
 def _save_on_separate_disks(root: Path) -> str:
     state = tiny.train_state(sharded=True)
-    checkpointer = tiny.checkpointer(root / str(torch_dist.get_rank()), state=state)
+    checkpointer = tiny.checkpointer(root / str(dist.get_rank()), state=state)
     with pytest.raises(UserError) as refused:
         checkpointer.check(state)
     return str(refused.value)

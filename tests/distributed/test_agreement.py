@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as torch_dist
+import torch.distributed as dist
 
 from tests.ranks import RankFailure, run_ranks
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
@@ -20,12 +20,12 @@ def told(action: object, kind: type[Exception] = UserError) -> str:
     return str(raised.value)
 
 
-def dist_here() -> Ranks:
-    return Ranks(torch_dist.get_rank(), 0, 2, 2, (0, 0), torch.device("cpu"), "gloo")
+def ranks_here() -> Ranks:
+    return Ranks(dist.get_rank(), 0, 2, 2, (0, 0), torch.device("cpu"), "gloo")
 
 
 def heard() -> dict[str, object]:
-    ranks = dist_here()
+    ranks = ranks_here()
     files, here = Agreement(ranks, 60), f"rank {ranks.rank}"
     return {
         "one acts": on_main(lambda: here, ranks),
@@ -62,7 +62,7 @@ def test_every_rank_hears_how_an_action_ended() -> None:
 
 
 def raises_a_fault() -> None:
-    on_main(lambda: fail(ZeroDivisionError("of the user's code")), dist_here())
+    on_main(lambda: fail(ZeroDivisionError("of the user's code")), ranks_here())
 
 
 def test_a_fault_of_rank_0_keeps_its_traceback() -> None:

@@ -222,12 +222,12 @@ def test_a_host_saves_if_it_is_the_one_to_save() -> None:
     heartbeat, own = Heartbeat(), Here(2)
     own.records = Records(heartbeat._memory)
     heartbeat.step = 9
-    save, waits = FaultSave(heartbeat, 2, {2: own}), list[float]()  # type: ignore[dict-item]
+    save, wait = FaultSave(heartbeat, 2, {2: own}), lambda seconds: None  # type: ignore[dict-item]
     save.last_step = Kept()
     asked = Verdict((3,), "died", 1, "", saving_host=0)
-    assert save.lead(asked, waits.append) == "host 0 saves the last step" and not save.has_begun
-    assert save.lead(replace(asked, saving_host=None), waits.append) == ""
-    words = save.lead(replace(asked, saving_host=1), waits.append)
+    assert save.lead(asked, wait) == "host 0 saves the last step" and not save.has_begun
+    assert save.lead(replace(asked, saving_host=None), wait) == ""
+    words = save.lead(replace(asked, saving_host=1), wait)
     assert words.startswith("step 8 is saved, by rank 2") and save.has_begun
 
 

@@ -68,7 +68,7 @@ def test_who_dies_while_the_step_is_saved_is_left_out(monkeypatch: pytest.Monkey
     ending = Ending(
         Heartbeat(), 0, [RankIdentity(each, 0, "h", each, 0, 0, 0) for each in here], here, None, 5
     )
-    ending.going_on.allow(lambda: None)
+    ending.going_on.allow(lambda: None, lambda num_ranks: None)
     ending.save.is_saved = True
     goes_on: list[Verdict] = []
     monkeypatch.setattr(ending, "_let_go_on", goes_on.append)

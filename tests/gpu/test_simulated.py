@@ -240,7 +240,7 @@ def readings(folder: Path) -> dict[str, Any]:
             buffers.finish()
 
         actions: dict[str, Callable[[], object]] = {
-            "evaluation": lambda: evaluate(run.context, run.data.eval_loader),  # type: ignore[arg-type]
+            "evaluation": lambda: evaluate(run.model_context, run.data.eval_loader),  # type: ignore[arg-type]
             "replicas": lambda: check.check(run.state),
             "log": lambda: log_step(run, torch.ones((), device=device)),
             "histograms": lambda: histograms(run.state.model.named_parameters(), device),

@@ -47,7 +47,7 @@ def _evaluated(run_dir: str) -> dict[str, Any]:
     """The metrics, scores and labels of an untrained model; on rank 0 the rows, too."""
     words = ("strategy=ddp", "train.max_steps=4", "train.global_batch_size=48", f"run_dir={run_dir}")
     with context_of(*MULTI_LABEL, *words) as context:
-        found = evaluate(context.context, context.data.eval_loader)
+        found = evaluate(context.model_context, context.data.eval_loader)
         return {"metrics": found.metrics, "rows": found.rows}
 
 
@@ -108,7 +108,7 @@ def _counted(run_dir: str) -> float:
     with context_of(*words, f"run_dir={run_dir}") as context:
         batch = next(iter(context.data.eval_loader))[0]
         numbers = [*range(len(batch[1]))]
-        evaluate(context.context, WithFiller([(batch, numbers), (batch, [])]))  # type: ignore[arg-type]
+        evaluate(context.model_context, WithFiller([(batch, numbers), (batch, [])]))  # type: ignore[arg-type]
         return context.task.seen.item() / len(batch[1])
 
 

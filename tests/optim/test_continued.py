@@ -96,7 +96,7 @@ def _train(state: TrainState, steps: int) -> list[Any]:
             parameter.grad = torch.ones_like(parameter)
         seen.append({key: value for key, value in state.optimizer.param_groups[0].items() if key != "params"})
         state.optimizer.step()
-        state.count_update()
+        state.count_update(True)
         state.progress.advance(1, 99)
     return seen
 

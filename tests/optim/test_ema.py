@@ -68,7 +68,7 @@ def _by_hand(root: Path, options: tuple[str, ...]) -> dict[str, Any]:
                 }[name]
                 own.copy_(value)
         context.strategy.weights_changed(context.model)
-        written = evaluate(context.context, context.data.eval_loader).metrics
+        written = evaluate(context.model_context, context.data.eval_loader).metrics
     return {
         "apart": apart,
         "names": sorted(expected),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as torch_dist
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.faults.test_ends import refusals
@@ -27,7 +27,7 @@ class Chosen(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
 
     def forward(self, rows: Tensor) -> Tensor:
-        rank = torch_dist.get_rank()
+        rank = dist.get_rank()
         used = {"first on all": [0], "one each": [rank], "fewer": [0, 1][: 2 - rank]}.get(self.rule, [0, 1])
         for number in used:
             rows = self.layers[number](rows).tanh()
@@ -46,7 +46,7 @@ class Parts(nn.Module):
 
     def forward(self, rows: Tensor) -> Any:
         rows = self.chosen(rows)
-        left_out = torch_dist.get_rank() if self.rule == "a block each" else None
+        left_out = dist.get_rank() if self.rule == "a block each" else None
         for number, block in enumerate(self.blocks):
             if number != left_out:
                 rows = block(rows).tanh()

@@ -120,7 +120,7 @@ def _generated(run_dir: str, strategy: str) -> list[Any]:
     told = _told(run_dir, *words)
     with context_of(*PARTS, *words, *[gathers] * (strategy == "fsdp"), f"run_dir={run_dir}") as run:
         assert run.data.eval_loader is not None
-        metrics = [evaluate(run.context, run.data.eval_loader).metrics for _ in range(2)]
+        metrics = [evaluate(run.model_context, run.data.eval_loader).metrics for _ in range(2)]
         assert metrics[0] == metrics[1]
         assert strategy != "fsdp" or all(is_dtensor(parameter) for parameter in run.model.parameters())
     return [told, metrics[0]["loss"]]

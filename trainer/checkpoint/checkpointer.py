@@ -100,7 +100,7 @@ class Checkpointer:
         self._opened: OpenCheckpoint | None = None
         self._savable: Savable  # from `bind` on
         self._changing: set[str] = set()  # parameters that a forward pass changes
-        self._plan: tuple[Any, Plan] | None = None  # what it is for, and that of the last save
+        self._plan: tuple[Any, Plan] | None = None  # key and plan of the last save
         self._last_saved: int | None = None
         self._branch, self._origin = "", State("", 0)  # of the run; and what it resumed from, if it did
         self._saved: set[State] = set()  # by this run: what keep_best may compare an evaluation with
@@ -189,8 +189,8 @@ class Checkpointer:
         evaluations = Evaluations(run_dir)
         if source is not None:
             evaluations.merge(Evaluations.read(run_dir))
-            # Of another run, perhaps, or at an address.
-            evaluations.merge(Evaluations.read(source.directory.parent.parent))
+            if (origin := source.directory.parent.parent) != run_dir:  # of another run, or at an address
+                evaluations.merge(Evaluations.read(origin))
         if source is not None and self._settings.keep_best is not None:
             found = all_found(self._store, self._settings.remote)
             saved = {each.manifest.state for each in found if each.manifest is not None}
@@ -228,7 +228,7 @@ class Checkpointer:
         return data_states
 
     def check(self, state: TrainState, changed: Sequence[str] = ()) -> None:
-        """Called after the dry run, which shows what forward passes make: could a resume load a save?
+        """Check, after the dry run, that a resume could load what a save would write (a collective).
 
         Args:
             changed: parameters that the dry run changed on this rank. After a resume the model is read
@@ -280,7 +280,10 @@ class Checkpointer:
         return end_of_epoch and every_epochs is not None and progress.epoch % every_epochs == 0
 
     def minutes_are_over(self) -> bool:
-        """Whether `checkpoint.every_minutes` asks for one. Asked on one rank alone: clocks differ."""
+        """Return whether `checkpoint.every_minutes` asks for a save.
+
+        Call on rank 0 only, because clocks differ between ranks.
+        """
         every = self._settings.every_minutes
         return every is not None and time.monotonic() - self._last_save_s >= 60 * every
 
@@ -442,9 +445,9 @@ class Checkpointer:
         state: TrainState,
         data_state: Mapping[str, Any],
         kept: Mapping[str, Any],
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None],
     ) -> bool:
-        """`save` without any other rank, after a fault. ``state`` must be whole here.
+        """`save` without any other rank, after a failure. ``state`` must be whole here.
 
         ``kept``, by names in the model's state, is saved in place of its own values there. Other ranks' data
         states are left out: what of a stream they read is read again on resume, and dropped. ``check`` is

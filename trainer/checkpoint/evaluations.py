@@ -30,7 +30,7 @@ class State(NamedTuple):
 
 
 class Evaluations:
-    """The record in `run_dir`, the same on every rank, and empty until `merge`. Only rank 0 writes it."""
+    """The evaluations of a run, the same on every rank. A new record is empty; only rank 0 writes it."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE

@@ -4,11 +4,11 @@ import logging
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as torch_dist
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.distributed.ranks import Ranks
-from trainer.errors import first_few
+from trainer.errors import UserError, first_few
 from trainer.optim.plain_names import places_of_buffers
 from trainer.strategies.sharding import BATCH_NORMS
 from trainer.tensors.bits import bit_hashes
@@ -51,6 +51,10 @@ class BufferCheck:
     def compare(self, passes: Sequence[Tensor]) -> None:
         """Warn of buffers that differ (a collective).
 
+        Raises:
+            UserError: on every rank, for a buffer of whole numbers in an exact step.
+
+
         Args:
             passes: `hashes` after each pass of this rank, or after the last one; none if it made no pass.
         """
@@ -58,9 +62,15 @@ class BufferCheck:
             return
         least = torch.full((2, len(self._places)), torch.iinfo(torch.int64).min)
         most = torch.stack([least, *passes]).amax(0).to(self._ranks.device)
-        torch_dist.all_reduce(most, torch_dist.ReduceOp.MAX)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
         differ = (most[0] != ~most[1]).tolist()  # the largest complement belongs to the smallest hash
         found = [name for name, differs in zip(self._places, differ, strict=True) if differs]
+        for name in found if self._is_exact else ():
+            if not (buffer := getattr(*self._places[name])).is_floating_point():
+                raise UserError(
+                    f"train.exact: passes leave different values in {name}, a buffer of {buffer.dtype}, and "
+                    "whole numbers have no mean; set train.exact=null"
+                )
         if (new := [name for name in found if name not in self._warned]) and self._ranks.is_main:
             where, what_follows = _OF_PASSES if self._is_exact else _OF_RANKS
             log.warning(

@@ -1,4 +1,6 @@
-"""The dry run: a forward and backward pass before the first step, the only one that looks at user code.
+"""The dry run: a forward and backward pass before the first step, which checks user code.
+
+A step repeats it when the parameters that it trains have changed, and torch must lay out its buckets again.
 
 It leaves no trace: buffers, extra state, global random generators and gradients are as before. DDP lays out
 its buckets after it, in the order in which the pass filled them, in new and in resumed runs alike: the place
@@ -41,10 +43,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def dry_run(run: "Run", batches: "Batches") -> None:
+def dry_run(run: "Run", batches: "Batches") -> list[str]:
     """Compute gradients of the first micro-batch of the next step of `batches` (a collective).
 
     With train.exact it is all of its micro-batches, since leaves of all ranks are averaged.
+
+    Returns:
+        The parameters that a forward or backward pass changes on this rank.
 
     Raises:
         UserError: something in the model, the task or the loss cannot be trained as it is; most errors on
@@ -53,13 +58,17 @@ def dry_run(run: "Run", batches: "Batches") -> None:
     begin, micro_batches = time.perf_counter(), batches.ahead()
     _compare_data(run, batches.first_read())
     run.ranks.heartbeat.step = run.state.progress.step + 1
-    make_dry_run(run, micro_batches, begins_step=True)
+    changed = make_dry_run(run, micro_batches, begins_step=True)
     run.strategy.prepare(run.state)
     log.info("dry run of one step: ok, %.2f s", time.perf_counter() - begin)
+    return changed
 
 
-def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = False) -> None:
+def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = False) -> list[str]:
     """Compute gradients of the first of these micro-batches, and drop them (a collective).
+
+    Returns:
+        As `dry_run`.
 
     Args:
         begins_step: whether to call the task's `begin_step`; otherwise the step has already called it.
@@ -103,7 +112,8 @@ def make_dry_run(run: "Run", micro_batches: Sequence[Any], begins_step: bool = F
         gathered.close()
     run.state.check_gradients()
     _drop_gradients(model)
-    run.guards.snapshot.changed_weights = changed
+    run.guards.snapshot.note_changed_weights(changed)
+    return changed
 
 
 def _compare_data(run: "Run", first: Mapping[int, int]) -> None:

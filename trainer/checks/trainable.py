@@ -29,7 +29,13 @@ def follow_begin_step(run: "Run") -> bool:
     compare_across_ranks(flags, run.ranks, f"let begin_step() do the same on every rank (step {step})")
     if not trainable:
         raise UserError(f"the task's begin_step() leaves no parameter to train in step {step}")
-    _follow(run)
+    with run.guards.snapshot.held():
+        new = run.state.follow_trainable()
+    run.checkpointer.refuse_left_out(new)
+    run.guards.unsaved.optimizer = run.state.optimizer
+    follow_frozen_statistics(run.state.model)
+    if new:
+        log.info("from step %d on, %s are trained as well", step, first_few(new))
     return not run.strategy.is_ready_for({*trainable.values()}) and run.strategy.follow_trainable(run.model)
 
 
@@ -42,18 +48,9 @@ def refuse_changed_by_loss(run: "Run") -> None:
     if not (changed := trained.changed()):
         return
     trainable = trained.trainable()
-    if not trainable.keys() <= trained.whole.keys() or not run.strategy.is_ready_for({*trainable.values()}):
+    new = [name for name in trainable if name not in trained.whole]
+    if new or not run.strategy.is_ready_for({*trainable.values()}):
         raise UserError(
-            f"the loss changed requires_grad of {first_few(changed)}, but the step was already prepared for "
-            "the parameters that it trains; change it in the task's begin_step(step, last_step, model)"
+            f"the loss changed requires_grad of {first_few(new or changed)}, but the step was already "
+            "prepared for the parameters that it trains; change it in the task's begin_step(step, last_step, model)"
         )
-
-
-def _follow(run: "Run") -> None:
-    with run.guards.snapshot.held():
-        new = run.state.follow_trainable()
-    run.checkpointer.refuse_left_out(new)
-    run.guards.unsaved.optimizer = run.state.optimizer
-    follow_frozen_statistics(run.state.model)
-    if new:
-        log.info("from step %d on, %s are trained, too", run.ranks.heartbeat.step, first_few(new))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-import torch.distributed as torch_dist
+import torch.distributed as dist
 
 from trainer.distributed.collectives import gloo_group
 from trainer.errors import Fault, NonFiniteError, RunEndError, UserError, kind_of
@@ -44,10 +44,10 @@ def compare_across_ranks(
                 )
 
 
-def gather_objects(value: _T, group: torch_dist.ProcessGroup | None = None) -> list[_T]:
+def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """Every rank's `value`, by rank, on every rank (a collective of `group`, or of all)."""
-    gathered: list[Any] = [None] * torch_dist.get_world_size(group)
-    torch_dist.all_gather_object(gathered, value, group=group)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
@@ -74,10 +74,10 @@ class Agreement:
 
     def __init__(self, ranks: "Ranks", timeout_s: float | None = None, in_time: bool = False) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        self.group: torch_dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
         if timeout_s is not None:
             # Creating the group may wait for `timeout_s`, too: first check that all ranks are there.
-            torch_dist.barrier()
+            dist.barrier()
             self.group = gloo_group(timeout_s, in_time)
 
     def gather(self, value: _T) -> list[_T]:
@@ -101,7 +101,7 @@ class Agreement:
         """
         own, failure, cause = _attempt(report, (Exception,))
         gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        torch_dist.gather_object((own, failure), gathered, dst=0, group=self.group)
+        dist.gather_object((own, failure), gathered, dst=0, group=self.group)
 
         def decision() -> _T:
             assert gathered is not None
@@ -139,7 +139,7 @@ def _from_main(
     action: Callable[[], _T],
     expected: tuple[type[Exception], ...],
     rank: int,
-    group: torch_dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None,
     cause: Exception | None = None,
 ) -> _T:
     """Rank 0's result of `action` on every rank, or its error, if that is `expected` (a collective).
@@ -151,7 +151,7 @@ def _from_main(
     if rank == 0:
         value, failure, cause = _attempt(action, expected)
         box = [(value, failure)]
-    torch_dist.broadcast_object_list(box, src=0, group=group)
+    dist.broadcast_object_list(box, src=0, group=group)
     assert box[0] is not None
     value, failure = box[0]
     if failure is not None:

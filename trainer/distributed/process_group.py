@@ -59,15 +59,15 @@ def watched_process_group(
     Args:
         is_stopped: whether a signal asked for a stop before this call.
         here: the place of this process, if it is another than its launcher has told.
-        check_shares: raises UserError if a batch can't be divided among a number of ranks; these then do not
-            go on without others.
+        check_shares: raises UserError if the batch can't be divided among that many ranks; the run then ends
+            instead of continuing without the lost ranks.
 
     Yields:
         Which of all processes this one is; and what watches the others.
 
     Raises:
         UserError: a device or backend is not available on this machine or in this torch; or ranks contradict
-            each other or have no place to meet.
+            each other or have no rendezvous address.
         Fault: ranks did not arrive within `distributed.timeout_s`; the message names them.
         Shrunk: other ranks died or hang, and this one goes on without them.
     """

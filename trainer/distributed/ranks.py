@@ -1,4 +1,4 @@
-"""Which of all processes of a run this one is, and where."""
+"""The rank, host and device of this process."""
 
 from dataclasses import dataclass, field
 

@@ -91,15 +91,15 @@ class LeafBuffers:
     def _set_means(self, names: list[str], made: list[dict[str, Tensor]]) -> None:
         """Set the means over all ranks' leaves, of which this rank has made these (a collective).
 
-        Whole numbers of other ranks' leaves are compared by BufferCheck.
+        BufferCheck compares whole numbers with those of other ranks.
         """
         wholes = [name for name in names if not self._buffer(name).is_floating_point()]
         differ = [(torch.stack([leaf[name] for leaf in made]) != made[0][name]).any() for name in wholes]
         if differ and torch.stack(differ).any():  # read once, since a GPU is waited for
             name = next(name for name, differs in zip(wholes, differ, strict=True) if differs)
             raise UserError(
-                f"train.exact: leaves leave {name}, a buffer of {self._buffer(name).dtype}, with other "
-                "values, and whole numbers have no mean; set train.exact=null"
+                f"train.exact: passes leave different values in {name}, a buffer of "
+                f"{self._buffer(name).dtype}, and whole numbers have no mean; set train.exact=null"
             )
         if not (floats := [name for name in names if name not in wholes]):
             return

@@ -57,9 +57,7 @@ class GoingOn:
         self._cut: Callable[[], None] | None = None
         self._check_shares: Callable[[int], object] = lambda num_ranks: None
 
-    def allow(
-        self, cut: Callable[[], None], check_shares: Callable[[int], object] = lambda num_ranks: None
-    ) -> None:
+    def allow(self, cut: Callable[[], None], check_shares: Callable[[int], object]) -> None:
         """Let ranks go on without others; without this call, none does.
 
         Args:

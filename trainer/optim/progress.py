@@ -108,7 +108,7 @@ class EarlyEnd:
             self._best, self._best_step, self._waited = value, step, 0
 
     def time_is_up(self) -> bool:
-        """Asked on one rank alone: clocks differ."""
+        """Return whether `max_hours` is over. Call on rank 0 only, because clocks differ between ranks."""
         return self._max_hours is not None and self.hours() >= self._max_hours
 
     def end(self) -> None:

@@ -110,7 +110,7 @@ class TrainState:
         self.trained.take_gradients()
         self.scaler.unscale_(self.optimizer)  # a fused step would, but sees only this rank's overflows
 
-    def count_update(self, is_made: bool = True) -> None:
+    def count_update(self, is_made: bool) -> None:
         """Record the learning rates of a step, advance the schedule and, after an update, the average."""
         self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # + 0 copies a tensor's rate
         after_step(self.schedule)
@@ -153,7 +153,8 @@ class TrainState:
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
         """What replicas of a model share, live: parameters, the optimizer's tensors and averages.
 
-        Of sharded ones this rank's part. Buffers are not included: running statistics differ between ranks.
+        For sharded tensors, this rank's shard. Buffers are not included, because running statistics differ
+        between ranks.
         """
         yield from parameter_names(self.model)
         for name, own in self.trained.own.items():

@@ -33,7 +33,7 @@ class InitialModel:
     """
 
     def __init__(self, module: nn.Module, seed: int, ranks: Ranks | None = None, *notes: str) -> None:
-        """`ranks`: of ranks that get their values from rank 0; None if each has, or draws, its own."""
+        """`ranks`: if given, rank 0 sends its values to the others; None: each rank has or draws its own."""
         self.module, self.notes, self._seed, self._ranks = module, notes, seed, ranks
         self.loaded: dict[int, Tensor] = {}
         tensors = [(id(tensor), name) for name, tensor in named_tensors(module) if _is_plain(tensor)]
@@ -92,7 +92,7 @@ def constructed(build: Callable[[], nn.Module], seed: int, ranks: Ranks | None) 
 
     Args:
         build: called once, or with `ranks` twice; deterministic, except for random generators.
-        dist: of ranks that need no whole model, since the strategy fills one unit after another.
+        ranks: if given, only rank 0 needs the whole model, because the strategy fills one unit after another.
 
     Raises:
         UserError: a cache has kept a tensor without memory from the first call.

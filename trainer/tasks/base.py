@@ -78,7 +78,8 @@ class Task(Protocol):
     def end_step(self, model: nn.Module, step: int) -> None:
         """Called after the update of each step, on every rank: for a teacher that follows its student.
 
-        Runs without gradients. A step that `train.skip_nonfinite` leaves out has no update.
+        Runs without gradients. Not called for a step without an update, which `train.skip_nonfinite` or an
+        overflow in fp16 skips.
 
         Args:
             model: unwrapped, without gradients. Under fsdp its parameters are sharded: treat them element by

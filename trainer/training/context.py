@@ -40,7 +40,7 @@ class RunData(NamedTuple):
 
 
 class RunPlan(NamedTuple):
-    """What this process is about to do."""
+    """Numbers that are fixed once the run is built."""
 
     steps_before: int  # made before this process began; 0 in a new run
     total_steps: int  # an upper limit: a stream may end before
@@ -49,7 +49,7 @@ class RunPlan(NamedTuple):
 
 
 class Guards(NamedTuple):
-    """What looks for wrong results while a run trains, and what keeps a state to go back to."""
+    """Checks for wrong results, and copies for a failure or a skipped step."""
 
     replicas: ReplicaCheck
     unsaved: UnsavedState
@@ -59,7 +59,7 @@ class Guards(NamedTuple):
 
 
 class RunReport(NamedTuple):
-    """What measures a run, and what tells of it."""
+    """The meters and loggers of a run."""
 
     run_log: RunLog
     meter: Meter
@@ -91,7 +91,7 @@ class Run:
         return self.config.seed
 
     @property
-    def context(self) -> ModelContext:
+    def model_context(self) -> ModelContext:
         """What an evaluation needs."""
         parts = self.ranks, self.strategy, self.task, self.model
         return ModelContext(*parts, self.data.to_device, self.seed)

@@ -28,8 +28,8 @@ _UPDATE_S = 10.0  # for an update that has begun when a rank fails
 class NoSnapshot:
     """Stands in for `FailureSnapshot` in a run that saves nothing at a failure."""
 
-    changed_weights: Sequence[str] = ()
-    """Names of parameters that a forward pass changes, as the dry run found; no copy of them is kept."""
+    def note_changed_weights(self, names: Sequence[str]) -> None:
+        """Called after a dry run, with the parameters that a forward pass changes: no copy of them is kept."""
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
@@ -76,8 +76,12 @@ class FailureSnapshot(NoSnapshot):
         self._copied = accelerator.event(ranks.device)
         self._gradients_came, self._is_queued = accelerator.event(ranks.device), False
         self._lock, self._frozen = threading.Lock(), False
+        self._changed_weights: Sequence[str] = ()
 
     # ---- called by the main thread
+
+    def note_changed_weights(self, names: Sequence[str]) -> None:
+        self._changed_weights = names
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
@@ -116,9 +120,10 @@ class FailureSnapshot(NoSnapshot):
             if time.monotonic() > deadline:
                 raise UserError(f"{self._ranks.device} has not finished step {step}")
             time.sleep(0.01)
-        if self.changed_weights:
-            name = self.changed_weights[0]
-            raise UserError(f"a forward pass changes {name}, and no copy is kept of weights")
+        if self._changed_weights:
+            raise UserError(
+                f"a forward pass changes {self._changed_weights[0]}, and no copy is kept of weights"
+            )
         return step
 
     def save(self) -> bool:
@@ -178,7 +183,10 @@ def build_snapshot(
     if at_failure is not None:
         at_failure.why_not = strategy.not_whole
     if at_failure is None or strategy.not_whole is not None:
-        return KeptBuffers(state.model) if config.train.skip_nonfinite else None, NoSnapshot()
+        restores = (
+            config.train.skip_nonfinite and config.train.precision != "fp16"
+        )  # whose overflows keep buffers
+        return KeptBuffers(state.model) if restores else None, NoSnapshot()
     buffers = KeptBuffers(state.model)
     at_failure.last_step = snapshot = FailureSnapshot(ranks, state, buffers, checkpointer, loader)
     if config.distributed.shrink:  # a rank may die before the next step, too

@@ -15,7 +15,8 @@ def log_step(run: "Run", grad_norm: Tensor) -> None:
     """Log the steps since the last time (a collective)."""
     progress, devices, data = run.state.progress, run.strategy.devices, run.data
     train, steps_before = run.config.train, run.plan.steps_before
-    run_log, meter, _, weight_statistics = run.report
+    report = run.report
+    run_log, meter, weight_statistics = report.run_log, report.meter, report.weight_statistics
     parts = meter.parts.means()
     values: dict[str, float] = {
         **{f"train/{name}": value for name, value in parts.items()},

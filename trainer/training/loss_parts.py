@@ -56,7 +56,7 @@ class LossParts:
             self._of_step.append((name, divided(value, all_labels, label_count), share))
 
     def end_step(self, made: bool) -> None:
-        """Count what was added since the last step; not so if the step was left out."""
+        """Count what was added since the last step, unless the step was skipped."""
         if not self._of_step:  # as of most tasks, in each step
             return
         if made:

@@ -28,7 +28,7 @@ class Mark:
     """The totals of a meter at one moment."""
 
     steps: int
-    left_out: int  # of the steps: without a loss
+    skipped: int  # of the steps: without a loss
     sums: Tensor
     total_s: float
     data_s: float
@@ -54,7 +54,7 @@ class Meter:
         self._ranks, self._flops = ranks, flops
         num_replicas = num_replicas or ranks.world_size
         self._order, self._mean_over = order, order.mean_over(num_replicas)
-        self.steps = self._left_out = 0
+        self.steps = self._skipped = 0
         self.data_s = 0.0  # waiting for batches
         self.rest_s = 0.0  # logging
         self._sums = order.sum_of([torch.zeros(3, device=ranks.device, dtype=torch.float64)])  # of this rank
@@ -116,7 +116,7 @@ class Meter:
         self.steps += 1
         self.parts.end_step(made=update is not Update.SKIPPED)
         if update is Update.SKIPPED:
-            self._left_out += 1
+            self._skipped += 1
         else:
             self._pending[0].extend(losses)
             self._pending[1].extend(self._plain_of_step)
@@ -135,7 +135,7 @@ class Meter:
     def mark(self) -> Mark:
         self._add_pending()
         now = (self._now_s(), self.data_s, self.rest_s)
-        return Mark(self.steps, self._left_out, self._sums.clone(), *now)
+        return Mark(self.steps, self._skipped, self._sums.clone(), *now)
 
     def begin_window(self) -> Mark:
         """Called when an epoch begins, and after each line of the log: the next one is of what follows."""
@@ -176,7 +176,7 @@ class Meter:
         """Loss, plain loss and tokens, each the sum over all ranks; NaN when no step was made."""
         self._add_pending()
         total, steps = self._order.over_ranks(self._sums - since.sums).tolist(), self.steps - since.steps
-        with_loss = steps - (self._left_out - since.left_out)
+        with_loss = steps - (self._skipped - since.skipped)
         counts = (with_loss, with_loss, steps)
         return [value / count if count else float("nan") for value, count in zip(total, counts, strict=True)]
 

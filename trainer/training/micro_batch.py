@@ -45,10 +45,10 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "could not 
 _AUTO = "train.micro_batch_size=auto"
 
 
-def with_micro_batch_size(config: Config, former: int | None, ranks: Ranks) -> Config:
+def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) -> Config:
     """`config` with a number for train.micro_batch_size, if it is `auto` (a collective).
 
-    A resumed run keeps its `former` number, if that still divides what a rank has. Otherwise all samples of a
+    A resumed run keeps its `previous` number, if that still divides what a rank has. Otherwise all samples of a
     rank are tried and, while any rank lacks memory, half as many.
 
     Raises:
@@ -60,7 +60,7 @@ def with_micro_batch_size(config: Config, former: int | None, ranks: Ranks) -> C
     replicas = build_strategy(config, ranks).num_replicas
     most = split_batch(train.global_batch_size, None, replicas).local_size
     sizes, told = [size for size in range(most, 0, -1) if most % size == 0], ""
-    size = former if former in sizes else None
+    size = previous if previous in sizes else None
     while size is None:
         smaller = next((each for each in sizes if each <= sizes[0] // 2), None)
         rank = _first_without_memory(config, ranks, sizes[0], most, smaller or 1)

@@ -1,6 +1,6 @@
 """An all-reduce as data: what one rank sends, receives, adds and copies, round by round.
 
-A schedule contains no tensors and no network. The executor runs it, the simulator proves it, the traffic
+A schedule contains no tensors and no network. The executor runs it, a test proves it, the traffic
 counter and the cost model read it. Four rules make a family of schedules (one per rank) valid:
 
 - a message sent in round k is received in round k, so every rank's schedule has the same number of rounds;
