@@ -228,7 +228,7 @@ VERBS = (
     " accumulates adds allows asks changes chooses compares compiles computes continues copies crops "
     " downloads drops ends evaluates frees freezes gathers gives has holds keeps lays leaves limits "
     " loads logs makes measures mirrors moves multiplies names pads prints promises puts reads "
-    " recomputes repeats requeues restarts runs saves says seeds sends sets shards shows spreads "
+    " recomputes repeats requeues restarts runs saves says seeds sends sets shards shows skips spreads "
     " starts takes traces turns waits "
 )
 

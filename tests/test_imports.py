@@ -211,7 +211,7 @@ def reached_from(file: Path) -> set[Path]:
 
 
 def test_the_core_is_read_in_one_sitting() -> None:
-    assert len(reached_from(HOUSE / "loop.py")) <= 52
+    assert len(reached_from(HOUSE / "loop.py")) <= 53
     assert len(reached_from(HOUSE / "strategies/base.py")) <= 25
     assert len((HOUSE / "step.py").read_text().splitlines()) <= 120
 

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import trainer
 from tests.ranks import run_ranks
 from tests.runs import TORCH_2_14, context_of, train
+from trainer.errors import UserError
 from trainer.loop import fit
 
 DTYPES = [
@@ -94,9 +95,9 @@ def test_all_ranks_have_those_of_rank_0(tmp_path: Path) -> None:
 class Centred(nn.Module):
     """Forward subtracts a running mean, and updates it: by its rank's rows, or by all."""
 
-    def __init__(self, gathers: bool = False, begins: int = 1) -> None:
+    def __init__(self, gathers: bool = False, begins: int = 1, counts: bool = False) -> None:
         super().__init__()
-        self.gathers, self.begins = gathers, begins
+        self.gathers, self.begins, self.counts = gathers, begins, counts
         self.layer, self.norm = spectral_norm(nn.Linear(6, 2)), nn.BatchNorm1d(2)
         self.register_buffer("mean", torch.zeros(6))
         self.register_buffer("passes", torch.tensor(0))
@@ -104,7 +105,7 @@ class Centred(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         centred = rows - self.mean
-        self.passes += self.training
+        self.passes += (rows > 0).sum() if self.counts else self.training
         if self.training and self.passes >= self.begins:
             of_all = trainer.gather(rows)[0] if self.gathers else rows
             self.mean.lerp_(of_all.mean(0), 0.5)
@@ -125,6 +126,20 @@ def of_ways(root: Path, ways: dict[str, tuple[str, ...]]) -> dict[str, tuple[lis
         said = (root / str(number) / "train.log").read_text().splitlines()
         found[name] = losses, [line for line in said if "leaves different values" in line]
     return found
+
+
+def refused_count(root: Path) -> str:
+    count = ("+model.counts=true", "strategy=ddp", "train.exact=2")
+    with pytest.raises(UserError) as error:
+        train(*COMMON, *CENTRED, *count, f"run_dir={root}")
+    return str(error.value)
+
+
+def test_a_count_that_differs_between_the_ranks_of_an_exact_run_is_refused(tmp_path: Path) -> None:
+    for message in run_ranks(refused_count, 2, tmp_path, init=False):
+        assert (
+            "different values in passes, a buffer of torch.int64, and whole numbers have no mean" in message
+        )
 
 
 @pytest.mark.slow

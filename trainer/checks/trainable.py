@@ -52,5 +52,6 @@ def refuse_changed_by_loss(run: "Run") -> None:
     if new or not run.strategy.is_ready_for({*trainable.values()}):
         raise UserError(
             f"the loss changed requires_grad of {first_few(new or changed)}, but the step was already "
-            "prepared for the parameters that it trains; change it in the task's begin_step(step, last_step, model)"
+            "prepared for the parameters that it trains; change it in the task's "
+            "begin_step(step, last_step, model)"
         )

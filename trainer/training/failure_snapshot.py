@@ -29,7 +29,7 @@ class NoSnapshot:
     """Stands in for `FailureSnapshot` in a run that saves nothing at a failure."""
 
     def note_changed_weights(self, names: Sequence[str]) -> None:
-        """Called after a dry run, with the parameters that a forward pass changes: no copy of them is kept."""
+        """Called after a dry run with the parameters that a forward pass changes: no copy is kept of them."""
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:

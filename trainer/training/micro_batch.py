@@ -48,8 +48,8 @@ _AUTO = "train.micro_batch_size=auto"
 def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) -> Config:
     """`config` with a number for train.micro_batch_size, if it is `auto` (a collective).
 
-    A resumed run keeps its `previous` number, if that still divides what a rank has. Otherwise all samples of a
-    rank are tried and, while any rank lacks memory, half as many.
+    A resumed run keeps its `previous` number, if that still divides what a rank has. Otherwise all samples of
+    a rank are tried and, while any rank lacks memory, half as many.
 
     Raises:
         UserError: not even one sample fits; or, under fsdp, ranks ran out of memory at different points.
