@@ -58,7 +58,7 @@ def test_a_resumed_run_is_the_same_run_wherever_it_stopped(tmp_path: Path, name:
 
 
 def _without_dry_run(root: Path, overrides: tuple[str, ...]) -> list[str]:
-    loop.dry_run = lambda run, micro_batches: None
+    loop.dry_run = lambda run, micro_batches: frozenset()
     return stopped_and_resumed(root, 2, overrides)
 
 
