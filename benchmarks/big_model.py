@@ -22,7 +22,7 @@ RANKS = 4
 def train(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> dict[str, Any]:
     """GB above rest on this rank: of two steps, then of hashing and of saving."""
     from trainer.loop import fit, save
-    from trainer.training.run_hash import parameters_sha256
+    from trainer.report.run_hash import parameters_sha256
 
     return_freed_memory()
     with context_of(*small, f"run_dir={run_dir / 'small'}") as context:
@@ -49,7 +49,7 @@ def train(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> dict
 
 
 def hash_at_start(run_dir: Path, large: tuple[str, ...]) -> str:
-    from trainer.training.run_hash import parameters_sha256
+    from trainer.report.run_hash import parameters_sha256
 
     with context_of(*large, f"run_dir={run_dir}") as context:
         return parameters_sha256(context.state.model)

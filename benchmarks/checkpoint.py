@@ -31,8 +31,8 @@ from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
 from trainer.distributed.ranks import Ranks
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
+from trainer.model.trained import Trained
+from trainer.state.train_state import Progress, TrainState
 
 WIDTH, BATCH = 2048, 256
 

@@ -25,12 +25,12 @@ from torch.optim.lr_scheduler import ConstantLR
 from tests.ranks import run_ranks
 from trainer.checkpoint.tree import put_together, take_apart
 from trainer.errors import UserError
+from trainer.model.trained import Trained
 from trainer.optim.optimizers import check_optimizer
 from trainer.optim.param_groups import build_optimizer
-from trainer.optim.progress import Progress
-from trainer.optim.train_state import TrainState
-from trainer.optim.trained import Trained
 from trainer.optim.whole_tensors import whole_parts
+from trainer.state.progress import Progress
+from trainer.state.train_state import TrainState
 
 STEPS, SAVED_AT = 20, 10
 OTHERS = {

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from trainer.model.trained import Trained
 from trainer.optim.param_groups import build_optimizer
-from trainer.optim.trained import Trained
 
 _STEPS = 5
 

@@ -48,7 +48,7 @@ WORDS = (
 def visit(strategy: str, resume: bool, folder: Path, answers: Answers, kind: str) -> None:
     from trainer.errors import UserError
     from trainer.loop import fit
-    from trainer.training.run_hash import parameters_sha256
+    from trainer.report.run_hash import parameters_sha256
 
     words = ["strategy.servers=all"] * (strategy == "parameter_server")
     source = saved_by(folder, kind)
@@ -85,7 +85,7 @@ def saved_by(folder: Path, kind: str) -> Path:
 def unsaved_state_told() -> Iterator[list[str]]:
     """The warnings of state that no checkpoint holds, on this rank."""
     told: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("trainer.checks.unsaved")
+    handler, log = logging.Handler(), logging.getLogger("trainer.guards.unsaved")
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     try:

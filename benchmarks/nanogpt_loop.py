@@ -115,9 +115,9 @@ def plain_loop(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def our_loop(overrides: Sequence[str]) -> Iterator[Iterator[None]]:
     from tests.runs import steps_of
+    from trainer.assemble import assemble
     from trainer.distributed.process_group import process_group
     from trainer.launch.signals import StopRequest
-    from trainer.run import assemble
 
     with contextlib.ExitStack() as stack:
         stop_request = stack.enter_context(StopRequest())

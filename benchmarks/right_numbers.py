@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from tests import runs
 from tests.ranks import run_ranks
 from trainer import load_model
-from trainer.training.run_hash import parameters_sha256
+from trainer.report.run_hash import parameters_sha256
 
 LABELS = {  # of which -100 does not count
     "gradient": [0, *[-100] * 9, *[1] * 9, -100],  # each rank has half of them: one that counts, and nine

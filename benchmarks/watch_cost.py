@@ -73,7 +73,7 @@ def switch_watch(is_on: threading.Event) -> None:
 
 
 def switch_snapshot(is_on: threading.Event) -> None:
-    from trainer.training.failure_snapshot import FailureSnapshot, NoSnapshot
+    from trainer.guards.failure_snapshot import FailureSnapshot, NoSnapshot
 
     for name in ("update", "waiting"):
         on, off = getattr(FailureSnapshot, name), getattr(NoSnapshot, name)

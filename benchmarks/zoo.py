@@ -86,8 +86,8 @@ def configured(name: str, strategy: str, run_dir: Path, resume: str | None = Non
 def trained(config: Any, compared: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
     """The hash of the model in the end, and begin and end of each parameter; or how far off it is."""
     from trainer.loop import fit
-    from trainer.optim.plain_names import parameter_names
-    from trainer.training.run_hash import parameters_sha256
+    from trainer.model.plain_names import parameter_names
+    from trainer.report.run_hash import parameters_sha256
 
     with job_as(config) as context:
         begin = {name: _whole(value) for name, value in parameter_names(context.state.model)}

@@ -19,7 +19,7 @@ TASKS = ("Classification", "MultiLabel", "Regression", "LanguageModelling", "Own
 SCHEDULES = ("constant", "cosine", "linear", "wsd", "Plateau")
 PARTS = {
     "Run": ["trainer.train", "trainer.open", "trainer.load_model", "trainer.gather", "trainer.cli.main"],
-    "A trained run": ["trainer.inference.trained.TrainedRun"],
+    "A trained run": ["trainer.inference.trained_run.TrainedRun"],
     "Errors": [f"trainer.errors.{name}" for name in ("UserError", "NonFiniteError", "StoppedBySignal")],
     "Your own task": ["trainer.tasks.Task", "trainer.tasks.Evaluation", "trainer.tasks.Shown"],
     "Tasks": [f"trainer.tasks.{name}" for name in TASKS],

@@ -18,26 +18,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from planner.ledger import MemoryLedger
 from planner.pretend import DryRunWorld, FusedAttention, as_rank_of, repeated, without_values
 from planner.simulated import CPU, PlacedStrategy, simulated_strategy
-from trainer.build import (
-    build_collate,
-    build_dataset,
-    build_task,
-    build_to_device,
-    initial_model,
-    wrap_model,
-)
-from trainer.comm.shard_sums import own_parameters, units_of
+from trainer.build.data import build_collate, build_dataset, build_to_device
+from trainer.build.model import initial_model, wrap_model
+from trainer.build.task import build_task
 from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import train_loader
 from trainer.data.loading.reader import Share
 from trainer.errors import UserError, first_line
+from trainer.exact.shard_sums import own_parameters, units_of
 from trainer.forward_backward import forward_backward
+from trainer.model.trained import Trained
 from trainer.optim.optimizers import sparse_weights
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import constant
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
+from trainer.state.train_state import Progress, TrainState
 from trainer.strategies.base import grad_scaler, parameter_count
 from trainer.tasks import offers
 from trainer.tasks.base import call_begin_step

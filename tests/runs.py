@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from trainer import config
 
 if TYPE_CHECKING:
-    from trainer.training.context import Run
+    from trainer.context import Run
 
 _T = TypeVar("_T")
 # An override of a value that Hydra's grammar reads in the same way at any position.
@@ -114,9 +114,9 @@ def context_of(*overrides: str) -> Iterator[Run]:
 @contextmanager
 def job_as(config: config.Config) -> Iterator[Run]:
     """`job_of` with settings that are composed already."""
+    from trainer.assemble import assemble
     from trainer.distributed.process_group import watched_process_group
     from trainer.launch.signals import StopRequest
-    from trainer.run import assemble
 
     torch.set_num_threads(1)
     if config.run_dir is not None:  # `run` claims it; a test only needs it to be there
@@ -133,7 +133,7 @@ def job_as(config: config.Config) -> Iterator[Run]:
 
 def steps_of(run: Run) -> Iterator[None]:
     """The steps of the loop without what comes between them, to the end of the run; yields after each."""
-    from trainer.checks.dry_run import dry_run
+    from trainer.dry_run.step import dry_run
     from trainer.loop import is_over, make_step, open_epoch
 
     progress, batches = run.state.progress, open_epoch(run)

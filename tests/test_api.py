@@ -21,7 +21,7 @@ from trainer.data.digits import Digits
 from trainer.data.images import ImagesInMemory
 from trainer.errors import NonFiniteError, UserError
 from trainer.predict import predict as write_predictions
-from trainer.training import run_hash
+from trainer.report import run_hash
 
 ROOT = Path(__file__).parents[1]
 TINY = [

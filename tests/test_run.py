@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from trainer.errors import UserError
 from trainer.loop import fit
-from trainer.training.start_table import layout
+from trainer.start_table import layout
 
 METRICS = {"strategy", "comm", "world_size", "steps", "epochs", "samples_seen", "train/loss", "eval/loss"}
 METRICS |= {"eval/accuracy", "samples_per_second", "ms_per_step", "peak_memory_bytes", "param_sha256"}

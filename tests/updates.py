@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from trainer.optim.train_state import TrainState
+from trainer.guards.failure_snapshot import NoSnapshot
+from trainer.report.weight_statistics import WeightStatistics
+from trainer.state.progress import Update
+from trainer.state.train_state import TrainState
 from trainer.strategies.base import Computing, Strategy
-from trainer.training.failure_snapshot import NoSnapshot
-from trainer.training.weight_statistics import WeightStatistics
-from trainer.update import Update, apply_update
+from trainer.update import apply_update
 
 
 def run_of(state: TrainState, device: str = "cpu") -> Any:

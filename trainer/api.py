@@ -23,7 +23,7 @@ from trainer.files.address import location
 from trainer.files.untrusted import load_json
 from trainer.files.writing import new_run_dir
 from trainer.inference.restore import restored_model
-from trainer.inference.trained import TrainedRun
+from trainer.inference.trained_run import TrainedRun
 from trainer.launch.fresh import launched_by
 from trainer.run import run
 

@@ -34,8 +34,8 @@ def evaluate(config: Config, checkpoint: str = "newest") -> dict[str, Any] | Non
     Raises:
         UserError: the checkpoint or held-out data does not exist; or settings do not fit.
     """
+    from trainer import evaluation
     from trainer.distributed.agreement import on_main
-    from trainer.inference import evaluation  # loads torch only after the settings are checked
     from trainer.inference.restore import evaluates_ema, held_out, restored_run, with_progress
 
     config.train.eval_every_epochs = config.train.eval_every_epochs or 1  # so that the task must evaluate

@@ -4,22 +4,19 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from trainer.accelerator import peak_memory_bytes
-from trainer.checks.dry_run import dry_run
-from trainer.checks.trainable import refuse_changed_by_loss
+from trainer.context import Run
+from trainer.data.loading.loaders import Batches, EvalLoader
+from trainer.dry_run.evaluation import check_metrics, dry_run_of_evaluation, metrics_in_use
+from trainer.dry_run.step import dry_run
 from trainer.errors import StoppedBySignal, UserError, first_few
-from trainer.inference.evaluation import evaluate, show
+from trainer.evaluation import evaluate, show
+from trainer.log_step import log_first_step, log_step
+from trainer.state.progress import Update
 from trainer.step import train_step
-from trainer.training.evaluation_dry_run import check_metrics, dry_run_of_evaluation, metrics_in_use
-from trainer.training.log_step import log_first_step, log_step
-from trainer.training.step_agreement import AfterStep
-from trainer.update import Update
-
-if TYPE_CHECKING:
-    from trainer.data.loading.loaders import Batches, EvalLoader
-    from trainer.training.context import Run
+from trainer.step_agreement import AfterStep
+from trainer.task_hooks import refuse_changed_by_loss
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +24,7 @@ log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
 
-def fit(run: "Run") -> dict[str, float]:
+def fit(run: Run) -> dict[str, float]:
     """Train to the last step and return the run's metrics by their names in result.json.
 
     Raises:
@@ -102,7 +99,7 @@ def fit(run: "Run") -> dict[str, float]:
     }
 
 
-def make_step(run: "Run", batches: "Batches") -> AfterStep:
+def make_step(run: Run, batches: Batches) -> AfterStep:
     """Make the next step, count it, look at what it left, and log if that is due (a collective)."""
     progress, meter = run.state.progress, run.report.meter
     meter.start()
@@ -130,13 +127,13 @@ def make_step(run: "Run", batches: "Batches") -> AfterStep:
     return step.after
 
 
-def is_over(run: "Run") -> bool:
+def is_over(run: Run) -> bool:
     progress, early_end = run.state.progress, run.state.early_end
     at_end = progress.step >= run.plan.total_steps or progress.epoch >= run.config.train.epochs
     return at_end or early_end.setting is not None
 
 
-def unsteady_steps(run: "Run") -> int:
+def unsteady_steps(run: Run) -> int:
     """How many steps of this process the measured speed leaves out: an epoch, if more follow, or 10."""
     steps_per_epoch = run.data.train_loader.steps_per_epoch
     if steps_per_epoch is None or run.plan.total_steps - run.plan.steps_before <= steps_per_epoch:
@@ -144,7 +141,7 @@ def unsteady_steps(run: "Run") -> int:
     return steps_per_epoch
 
 
-def open_epoch(run: "Run") -> "Batches | None":
+def open_epoch(run: Run) -> Batches | None:
     """The batches left of this epoch (a collective); None if they are less than a step: it is ended.
 
     Raises:
@@ -168,7 +165,7 @@ def open_epoch(run: "Run") -> "Batches | None":
     return None
 
 
-def warn_if_uneven(run: "Run", batches: "Batches", epoch: int, num_samples: int) -> bool:
+def warn_if_uneven(run: Run, batches: Batches, epoch: int, num_samples: int) -> bool:
     """Warn if the epoch ended while some ranks had data for another step; return whether (a collective)."""
     ended, having = run.agreement.ended(batches)
     if having and run.ranks.is_main:
@@ -181,7 +178,7 @@ def warn_if_uneven(run: "Run", batches: "Batches", epoch: int, num_samples: int)
     return bool(having)
 
 
-def save(run: "Run") -> None:
+def save(run: Run) -> None:
     """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
     refuse_changed_by_loss(run)
     run.checkpointer.unsaved = run.guards.unsaved.look_at_save()
@@ -190,7 +187,7 @@ def save(run: "Run") -> None:
         run.checkpointer.save(run.state, run.data.train_loader.state_dict())
 
 
-def evaluation_due(run: "Run") -> bool:
+def evaluation_due(run: Run) -> bool:
     """Whether to evaluate now: at the end of the run, and after an epoch or a step as the settings say."""
     progress, settings = run.state.progress, run.config.train
     if run.data.eval_loader is None:
@@ -202,7 +199,7 @@ def evaluation_due(run: "Run") -> bool:
     return end_of_epoch or is_over(run)
 
 
-def evaluate_now(run: "Run") -> tuple[dict[str, float], bool]:
+def evaluate_now(run: Run) -> tuple[dict[str, float], bool]:
     """Evaluate, log and record the metrics, and pass them to the schedule (a collective).
 
     Returns:
@@ -226,7 +223,7 @@ def evaluate_now(run: "Run") -> tuple[dict[str, float], bool]:
     return metrics, is_best
 
 
-def evaluate_as(run: "Run", loader: "EvalLoader", prefix: str, shows: bool) -> dict[str, float]:
+def evaluate_as(run: Run, loader: EvalLoader, prefix: str, shows: bool) -> dict[str, float]:
     """Evaluate the weights that the model has now, and perhaps show what they do.
 
     The metrics' names begin with `prefix`.
@@ -239,7 +236,7 @@ def evaluate_as(run: "Run", loader: "EvalLoader", prefix: str, shows: bool) -> d
 
 
 @contextmanager
-def averages_in_place(run: "Run") -> Iterator[None]:
+def averages_in_place(run: Run) -> Iterator[None]:
     """Within, the model has its moving averages in place of its weights."""
     assert run.state.average is not None
     with run.guards.snapshot.held(), run.state.average.in_place():

@@ -42,7 +42,7 @@ def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
         check_free(out)
     import torch  # loaded only after the settings are checked
 
-    from trainer.inference import evaluation
+    from trainer import evaluation
     from trainer.inference.prediction_file import writer_for
     from trainer.inference.restore import held_out, restored_run, with_progress
     from trainer.tasks import offers

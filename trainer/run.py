@@ -5,76 +5,34 @@ import gc
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-
-from trainer.build import (
-    LoadedData,
-    as_built,
-    build_task,
-    build_to_device,
-    initial_model,
-    load_data,
-    split_for,
-    wrap_model,
-)
-from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.assemble import assemble
 from trainer.checkpoint.finding import saved_settings_of
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint
-from trainer.checkpoint.restoring import frozen_digests
-from trainer.checks.buffers import BufferCheck
-from trainer.checks.replicas import ReplicaCheck
-from trainer.checks.unsaved import UnsavedState
-from trainer.comm.shared_memory import rows_of_host
 from trainer.config import Config, TrainConfig, flatten, to_yaml
-from trainer.data.loading.batch import BatchSplit, split_batch
-from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
+from trainer.context import Run
+from trainer.data.loading.batch import split_batch
+from trainer.distributed.agreement import compare_across_ranks, on_main
 from trainer.distributed.gather_samples import gathering
 from trainer.distributed.process_group import watched_process_group
-from trainer.distributed.ranks import Ranks
 from trainer.distributed.shrink import Shrunk
-from trainer.errors import UserError, writing
-from trainer.exact.environment import exact_facts
-from trainer.faults.fault_save import FaultSave
+from trainer.errors import writing
 from trainer.files import failure
 from trainer.files.writing import atomic_file
 from trainer.launch.fresh import is_watched
 from trainer.launch.place import Place, place, publish
 from trainer.launch.signals import StopRequest
-from trainer.loggers import RunLog
 from trainer.loop import fit
-from trainer.optim.param_groups import build_optimizer
-from trainer.optim.progress import EarlyEnd, planned_steps
-from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule, settings_of
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
-from trainer.optim.whole_tensors import whole_parts
+from trainer.micro_batch import with_micro_batch_size
+from trainer.report import run_hash
 from trainer.run_dir.claim import RunDir, claim
 from trainer.run_dir.console import messages
 from trainer.run_dir.metrics_file import write_result
-from trainer.strategies.base import Strategy, grad_scaler, parameter_count
-from trainer.strategies.build import build_strategy
-from trainer.strategies.placement import devices_of
-from trainer.tasks import Task
-from trainer.tensors.generators import seed_everything
-from trainer.training import run_hash
-from trainer.training.context import Guards, Run, RunData, RunPlan, RunReport
-from trainer.training.evaluation_dry_run import check_metrics_of_task
-from trainer.training.failure_snapshot import build_snapshot
-from trainer.training.meter import Meter
-from trainer.training.mfu import ModelFlops, model_flops
-from trainer.training.micro_batch import with_micro_batch_size
-from trainer.training.profiler import Profile
-from trainer.training.start_table import start_table
-from trainer.training.step_agreement import StepAgreement
-from trainer.training.weight_statistics import WeightStatistics
+from trainer.start_table import start_table
 from trainer.troubleshooting import causes_named
 
 log = logging.getLogger(__name__)
@@ -179,182 +137,12 @@ def _result(config: Config, run_: Run, metrics: Mapping[str, float]) -> dict[str
     }
 
 
-def assemble(
-    config: Config,
-    run_id: str,
-    ranks: Ranks,
-    stop_request: StopRequest,
-    failure_save: FaultSave | None = None,
-) -> Run:
-    """Build the parts of a run, up to the step at which it begins or resumes (a collective).
-
-    `config.run_dir`, `config.seed` and `run_id` must be this run's, and the same on every rank.
-    `failure_save` saves this process's state if others fail; None: nothing does.
-    """
-    assert config.run_dir is not None and config.seed is not None
-    run_dir, train = Path(config.run_dir), config.train
-    strategy = build_strategy(config, ranks)
-    split = split_for(train, strategy)
-    task = build_task(config)
-    check_metrics_of_task(config, task)
-    data = load_data(config, split, strategy, ranks)
-    num_samples = data.train_loader.num_samples
-
-    checkpointer = Checkpointer(config.checkpoint, run_dir, ranks, run_id, num_samples, flatten(config))
-    checkpoint = checkpointer.open(config.resume)
-    progress = checkpoint.progress if checkpoint else Progress()
-    total_steps = planned_steps(progress, train, num_samples)
-
-    wrapped, num_parameters, flops, frozen = _model(config, data, task, split, strategy, ranks, checkpoint)
-    earlier = checkpoint.trained if checkpoint else ()
-    state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch, earlier)
-    saved = checkpoint.facts.get("exact") if checkpoint else None
-    exact = exact_facts(train.exact, ranks, saved, progress.step)
-    data_states = checkpointer.bind(state, exact, frozen)
-    if checkpoint is not None:
-        data.train_loader.resume(data_states)
-        if num_samples is not None:
-            state.progress.skip_short_rest(train.global_batch_size, num_samples)
-
-    kept_buffers, snapshot = build_snapshot(
-        config, state, checkpointer, data.train_loader, strategy, ranks, failure_save
-    )
-    loaders, first = (data.train_loader, data.eval_loader), split.first_micro_batch(strategy.replica)
-    step, timeout_s = state.progress.step, config.distributed.timeout_s
-    return Run(
-        config=as_built(config, data.train_set),
-        ranks=ranks,
-        strategy=strategy,
-        task=task,
-        model=wrapped,
-        state=state,
-        data=RunData(*loaders, split, first, build_to_device(config, strategy.device, data.train_set)),
-        plan=RunPlan(step, total_steps, num_parameters, exact),
-        checkpointer=checkpointer,
-        agreement=StepAgreement(ranks, strategy.order, rows_of_host(ranks, timeout_s)),
-        guards=Guards(
-            replicas=ReplicaCheck(
-                ranks, strategy.replica_groups(), train.check_replicas_every, strategy.replicated
-            ),
-            unsaved=UnsavedState(state.model, task, state.optimizer, strategy.replica == 0),
-            buffers=BufferCheck(state.model, ranks, strategy.order.by_leaves),
-            snapshot=snapshot,
-            kept_buffers=kept_buffers,
-        ),
-        report=RunReport(
-            run_log=RunLog(ranks, config, run_id, total_steps, step),
-            meter=Meter(ranks, flops, strategy.order, strategy.num_replicas),
-            profile=Profile(train.profile, run_dir, ranks, step, total_steps),
-            weight_statistics=WeightStatistics(state.model, ranks, train.histograms_every),
-        ),
-        stop_request=stop_request,
-    )
-
-
-def _model(
-    config: Config,
-    data: LoadedData,
-    task: Task,
-    split: BatchSplit,
-    strategy: Strategy,
-    ranks: Ranks,
-    checkpoint: OpenCheckpoint | None,
-) -> tuple[nn.Module, int, ModelFlops | None, dict[str, str]]:
-    """The model, wrapped; the number of its parameters; what counts its FLOPs; and its `frozen_digests`.
-
-    They are needed if the checkpoint to read or to save leaves out frozen parameters.
-    """
-    assert config.seed is not None
-    leaves_out = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
-    needs_initial = checkpoint is None or leaves_out  # a whole checkpoint replaces all initial weights
-    agreement = Agreement(ranks)
-    read_by = (agreement, ranks.local_rank) if needs_initial else None
-    model = initial_model(config, data.train_set, ranks if strategy.fills_by_unit else None, read_by)
-    compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), ranks)
-    num_parameters = parameter_count(model.module.parameters())
-    frozen = agreement.on_main(lambda: frozen_digests(model.module, model.loaded)) if leaves_out else {}
-    if not config.checkpoint.frozen and not frozen:
-        raise UserError(
-            "checkpoint.frozen=false leaves out frozen parameters that came from model.init_from, and this "
-            "model has none: set checkpoint.frozen=true, or model.init_from and model.freeze"
-        )
-    devices = max(strategy.devices, devices_of(model.module), key=len)
-    flops = model_flops(model.module, task, config.train, split, devices, ranks)
-    wrapped = wrap_model(config, model, strategy)
-    strategy.share_buffers(wrapped)
-    seed_everything(config.seed, strategy.replica)
-    return wrapped, num_parameters, flops, frozen
-
-
-def _state(
-    config: Config,
-    strategy: Strategy,
-    wrapped: nn.Module,
-    total_steps: int,
-    steps_per_epoch: int | None,
-    earlier: Collection[str],
-) -> TrainState:
-    """The state that training changes, before the first step.
-
-    Args:
-        earlier: names of parameters that the run trained before this resume.
-    """
-    fused_on_cpu = config.train.exact is None and config.train.precision != "fp16"
-    facts = ScheduleFacts(total_steps, steps_per_epoch)
-    of_schedule = facts.in_steps(config.schedule)
-
-    def build(trained: Trained) -> tuple[Optimizer, LRScheduler]:
-        optimizer = build_optimizer(trained, config.optim, fused_on_cpu)
-        schedule = build_schedule(of_schedule, optimizer, facts)
-        check_schedule(schedule, evaluates=config.train.evaluates)
-        strategy.order.check(optimizer, strategy.gradients_differ)
-        return optimizer, schedule
-
-    trained = Trained(strategy.unwrap(wrapped), earlier)
-    optimizer, schedule = build(trained)
-    strategy.notes += [
-        f"fsdp: {type(part.optimizer).__name__} needs whole tensors: one rank gathers and updates each "
-        "tensor, which is slower than updating shards"
-        for part in whole_parts(optimizer)
-    ]
-    early_end = EarlyEnd(config.train.stop, config.train.max_hours)
-    state = TrainState(
-        trained,
-        optimizer,
-        schedule,
-        grad_scaler(strategy),
-        Progress(),
-        settings_of(of_schedule, facts),
-        early_end=early_end,
-        build=build,
-    )
-    if config.ema.decay is not None:
-        state.keep_average(config.ema.decay, config.ema.warmup)
-    return state
-
-
 def _log_start(config: Config, run_: Run) -> None:
     if run_.ranks.is_main:  # writing all settings takes longer than a step of a small model
         run_.report.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, run_.plan.steps_before)
     log.info("%s", start_table(config, run_))
     for note in run_.strategy.notes:
         log.info("%s", note)
-
-
-def _why_no_gather(config: Config, run_: Run) -> str | None:
-    """Why no loss can be over the outputs of all ranks, in words."""
-    if config.train.exact is not None:
-        return f"train.exact={config.train.exact} computes each part of a batch alone; set it to null"
-    if run_.data.split.num_micro_batches > run_.data.split.num_replicas:
-        return (
-            f"a step of train.global_batch_size={config.train.global_batch_size} has "
-            f"{run_.data.split.accumulation} micro-batches on each rank, each of which would be compared "
-            "with a part of the batch alone; set train.micro_batch_size=null, and a smaller global batch if "
-            "memory is short"
-        )
-    if run_.strategy.num_replicas < run_.ranks.world_size:
-        return f"strategy={config.strategy.name} has ranks without samples; use ddp or fsdp"
-    return None
 
 
 def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int, int | None]:
@@ -378,3 +166,19 @@ def _take_over(config: Config, run_dir: Path, open_log: Callable[[], None]) -> N
 def _write_settings(config: Config, run_dir: Path) -> None:
     with writing(run_dir), atomic_file(run_dir / "config.yaml") as file:
         file.write(to_yaml(config).encode())
+
+
+def _why_no_gather(config: Config, run_: Run) -> str | None:
+    """Why no loss can be over the outputs of all ranks, in words."""
+    if config.train.exact is not None:
+        return f"train.exact={config.train.exact} computes each part of a batch alone; set it to null"
+    if run_.data.split.num_micro_batches > run_.data.split.num_replicas:
+        return (
+            f"a step of train.global_batch_size={config.train.global_batch_size} has "
+            f"{run_.data.split.accumulation} micro-batches on each rank, each of which would be compared "
+            "with a part of the batch alone; set train.micro_batch_size=null, and a smaller global batch if "
+            "memory is short"
+        )
+    if run_.strategy.num_replicas < run_.ranks.world_size:
+        return f"strategy={config.strategy.name} has ranks without samples; use ddp or fsdp"
+    return None

@@ -1,23 +1,21 @@
 """One optimizer step: gradients of the micro-batches, their mean over ranks, an update."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer.checks.dry_run import make_dry_run
-from trainer.checks.trainable import follow_begin_step
+from trainer.context import Run
+from trainer.data.loading.loaders import Batches
+from trainer.dry_run.step import make_dry_run
 from trainer.forward_backward import forward_backward
-from trainer.tasks.base import begin_step_of_task
+from trainer.state.progress import Update
+from trainer.step_agreement import AfterStep
+from trainer.task_hooks import begin_step_of_task, follow_begin_step
 from trainer.tasks.label_counts import count_labels, divided
 from trainer.tensors.generators import seed_micro_batch
-from trainer.update import Update, apply_update
-
-if TYPE_CHECKING:
-    from trainer.data.loading.loaders import Batches
-    from trainer.training.context import Run
-    from trainer.training.step_agreement import AfterStep
+from trainer.update import apply_update
 
 
 class Step(NamedTuple):
@@ -28,11 +26,11 @@ class Step(NamedTuple):
     grad_norm: Tensor
     """The norm of the gradients of the whole model."""
     update: Update
-    after: "AfterStep"
+    after: AfterStep
     """What all ranks do after the step."""
 
 
-def train_step(run: "Run", batches: "Batches") -> Step:
+def train_step(run: Run, batches: Batches) -> Step:
     """Make the step after `run.state.progress` (a collective).
 
     Raises:
@@ -78,7 +76,7 @@ def train_step(run: "Run", batches: "Batches") -> Step:
     return Step(losses, norm, update, agreed.after)
 
 
-def add_gradients(run: "Run", batch: Any, label_count: float, step: int, number: int) -> Tensor:
+def add_gradients(run: Run, batch: Any, label_count: float, step: int, number: int) -> Tensor:
     """Forward and backward of one micro-batch of this rank, the `number`-th of a step.
 
     Returns:

@@ -6,10 +6,8 @@ By words, because an error may come as text from another rank, a library or a ve
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from trainer.config import TrainConfig
+from trainer.config import TrainConfig
 
 PAGE = "docs/howto/troubleshooting.md"
 # The anchor of each entry, and its heading: the words of the message, with dots for what differs.
@@ -83,7 +81,7 @@ def see(message: str) -> str:
 
 
 @contextlib.contextmanager
-def causes_named(train: "TrainConfig") -> Iterator[None]:
+def causes_named(train: TrainConfig) -> Iterator[None]:
     """Within, a known error of torch gets a note that names the settings that its cause may have."""
     try:
         yield

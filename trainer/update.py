@@ -4,37 +4,25 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer import accelerator
-from trainer.checks.gradients import non_finite_error
+from trainer.context import Run
 from trainer.errors import NonFiniteError
-from trainer.tasks.base import end_step_of_task
+from trainer.non_finite import non_finite_error
+from trainer.state.progress import Update
+from trainer.task_hooks import end_step_of_task
 from trainer.tensors.generators import seed_micro_batch
-
-if TYPE_CHECKING:
-    from trainer.training.context import Run
 
 log = logging.getLogger(__name__)
 
 _MAX_OVERFLOWS = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
 
 
-class Update(Enum):
-    """What became of the update of a step; the same on every rank."""
-
-    MADE = 0
-    SKIPPED = 1
-    """A loss or a gradient is NaN or Inf, which `train.skip_nonfinite` permits."""
-    OVERFLOW = 2
-    """A gradient is NaN or Inf in fp16; the loss scale is lower from now on."""
-
-
-def apply_update(run: "Run", step: int, norm: Tensor, losses: Sequence[Tensor]) -> Update:
+def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) -> Update:
     """Check the gradients, clip them, step the optimizer, and advance schedule, average and counters.
 
     Call on every rank, when the gradients of `step` are complete (a collective). A loss that is NaN or Inf
@@ -88,7 +76,7 @@ def apply_update(run: "Run", step: int, norm: Tensor, losses: Sequence[Tensor]) 
     return update
 
 
-def _skip(run: "Run", step: int, losses: Sequence[Tensor]) -> Update:
+def _skip(run: Run, step: int, losses: Sequence[Tensor]) -> Update:
     """Skip the update, or raise if that happens too often in a row (a collective)."""
     progress, max_skipped = run.state.progress, run.config.train.skip_nonfinite
     in_a_row = progress.skipped_in_a_row + 1
@@ -113,7 +101,7 @@ def _skip(run: "Run", step: int, losses: Sequence[Tensor]) -> Update:
     return Update.SKIPPED
 
 
-def _may_wait_later(run: "Run", norm: Tensor) -> bool:
+def _may_wait_later(run: Run, norm: Tensor) -> bool:
     """Return whether every step makes an update, and the optimizer itself reads a flag on the GPU."""
     if norm.is_cpu or run.config.train.skip_nonfinite or run.state.scaler.is_enabled():
         return False

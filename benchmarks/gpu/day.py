@@ -70,9 +70,9 @@ def settings(*overrides: str) -> Any:
 @contextmanager
 def contexts() -> Iterator[Callable[..., Any]]:
     """A function from overrides to a context, ready to train; all share a process group of one."""
+    from trainer.assemble import assemble
     from trainer.distributed.process_group import process_group
     from trainer.launch.signals import StopRequest
-    from trainer.run import assemble
 
     with ExitStack() as stack:
         stop_request = stack.enter_context(StopRequest())

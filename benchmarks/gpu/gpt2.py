@@ -105,7 +105,7 @@ def tokens_file(folder: Path, count: int) -> Path:
 
 
 def measure(day: Day) -> list[Row]:
-    from trainer.training.mfu import peak_tflops
+    from trainer.report.mfu import peak_tflops
 
     block, batch_size = day.size((1024, 32), (32, 2))
     width, depth, heads = sizes = day.size((768, 12, 12), (32, 1, 2))

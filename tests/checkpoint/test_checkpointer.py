@@ -15,7 +15,7 @@ from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint.open_checkpoint import verified
 from trainer.errors import Fault, UserError
-from trainer.optim.train_state import TrainState
+from trainer.state.train_state import TrainState
 
 
 def _saves_alone(run_dir: Path) -> list[tuple[bool, int]]:

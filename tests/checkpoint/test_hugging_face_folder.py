@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint.__main__ import main
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
+from trainer.model.trained import Trained
+from trainer.state.train_state import Progress, TrainState
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="pip install 'ringmaster-trainer[transformers]'"

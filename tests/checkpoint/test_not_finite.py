@@ -11,7 +11,7 @@ from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint.savable import not_finite
 from trainer.errors import NonFiniteError
-from trainer.optim.train_state import TrainState
+from trainer.state.train_state import TrainState
 from trainer.tensors.local_shard import to_local
 
 NAN, INF = float("nan"), float("inf")

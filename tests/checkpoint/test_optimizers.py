@@ -13,11 +13,11 @@ from tests.checkpoint.whole_runs import SINGLE, differences, run
 from tests.faults.test_ends import TINY, refusals
 from tests.ranks import run_ranks
 from trainer.checkpoint.tree import take_apart
-from trainer.checks.replicas import ReplicaCheck
 from trainer.distributed.process_group import process_group
 from trainer.errors import UserError
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
+from trainer.guards.replicas import ReplicaCheck
+from trainer.model.trained import Trained
+from trainer.state.train_state import Progress, TrainState
 from trainer.tensors.bits import same_bits
 
 STOP = 4  # within the second epoch

@@ -16,8 +16,8 @@ from trainer.checkpoint.tree import take_apart
 from trainer.checkpoint.weights import weights_for
 from trainer.config import CheckpointConfig
 from trainer.distributed.ranks import Ranks
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
+from trainer.model.trained import Trained
+from trainer.state.train_state import Progress, TrainState
 from trainer.tensors.generators import seed_micro_batch
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from tests import runs
 from tests.checkpoint import tiny
 from trainer import loop
+from trainer.assemble import assemble
 from trainer.checkpoint.tree import take_apart
 from trainer.distributed.ranks import Ranks
 from trainer.launch.signals import StopRequest
-from trainer.run import assemble
 
 LAST_STEP = 8
 SETTINGS = (

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.runs import train
-from trainer.checks.unsaved import UnsavedState, _is_users
-from trainer.optim.optimizers import CombinedOptimizer
+from trainer.guards.unsaved import UnsavedState, _is_users
+from trainer.optim.combined import CombinedOptimizer
 
 
 class Helper:

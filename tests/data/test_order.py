@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from tests.data.settings import train_loader
 from tests.runs import settings
-from trainer.build import build_dataset
+from trainer.build.data import build_dataset
 from trainer.config.instantiate import instantiate
 from trainer.data import Mixture
 from trainer.data.digits import Digits

@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 
 from tests.data.settings import CPU, train_loader
 from tests.runs import settings
-from trainer.build import build_dataset, build_to_device
+from trainer.build.data import build_dataset, build_to_device
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.images import ImagesInMemory
 from trainer.data.transforms import Transformed

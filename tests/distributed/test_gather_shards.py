@@ -16,10 +16,10 @@ from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.distributed.gather_shards import gather_shards_to_rank0
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
+from trainer.model.trained import Trained
+from trainer.report.run_hash import parameters_sha256
+from trainer.state.train_state import Progress, TrainState
 from trainer.tensors.local_shard import own_rows
-from trainer.training.run_hash import parameters_sha256
 
 WIDTH, DEPTH = 1024, 16  # 64 MB of parameters
 

@@ -20,8 +20,8 @@ from trainer.data.loading.batch import split_leaves
 from trainer.errors import NonFiniteError, UserError
 from trainer.exact.environment import exact_facts
 from trainer.loop import fit
+from trainer.report import run_hash
 from trainer.strategies import build
-from trainer.training import run_hash
 
 MLP = (*MODELS["mlp"], *OPTIMIZERS["sgd"])
 

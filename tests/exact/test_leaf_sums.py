@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.comm.leaf_sums import Encoder, LeafSums, decode
 from trainer.errors import UserError
 from trainer.exact.buffers import LeafBuffers
+from trainer.exact.leaf_sums import Encoder, LeafSums, decode
 
 
 def _sum(*gradients: Tensor, num_leaves: int = 9) -> Tensor:

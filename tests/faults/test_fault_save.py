@@ -21,7 +21,7 @@ from tests.runs import train
 from trainer.faults.fault_save import FaultSave, savers, saving_host
 from trainer.faults.heartbeat import Heartbeat, Records
 from trainer.faults.verdict import Observed, Verdict
-from trainer.training.kept_buffers import KeptBuffers
+from trainer.guards.kept_buffers import KeptBuffers
 
 RUN = (*TINY, "checkpoint.every_epochs=null", "resume=auto", "distributed.timeout_s=20")
 

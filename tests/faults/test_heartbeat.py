@@ -83,10 +83,10 @@ class Played(Heartbeat):
 
 
 def told(run_dir: Path) -> list[tuple[int, str]]:
+    from trainer.assemble import assemble
     from trainer.distributed.process_group import process_group
     from trainer.launch.signals import StopRequest
     from trainer.loop import fit
-    from trainer.run import assemble
 
     sizes = ("train.global_batch_size=720", "train.epochs=1", "model.hidden=[32]")
     config = settings("comm=ring", f"run_dir={run_dir}", "train.log_every_steps=1", *sizes)

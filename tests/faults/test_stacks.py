@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch.futures import Future
 
-from trainer import accelerator, step
-from trainer.checks import gradients
+from trainer import accelerator, step, step_agreement
+from trainer import non_finite as gradients
 from trainer.faults import stacks as watched
 from trainer.faults.stacks import STACK_SIGNAL, StackReader, Stacks, ask, frames_of, waits
-from trainer.training import step_agreement
 
 
 def test_a_process_that_comes_or_goes_is_not_killed_by_the_question() -> None:

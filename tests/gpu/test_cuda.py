@@ -25,9 +25,9 @@ from trainer.comm.overlap import SideStream
 from trainer.comm.timeline import BucketRecord, GpuClock
 from trainer.data.device import Normalise, ToDevice
 from trainer.errors import NonFiniteError
+from trainer.model.trained import Trained
 from trainer.optim.param_groups import build_optimizer
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
+from trainer.state.train_state import Progress, TrainState
 
 pytestmark = [
     pytest.mark.cuda,

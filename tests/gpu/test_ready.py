@@ -20,14 +20,14 @@ from trainer.distributed.backend_flags import described, set_backend_flags, set_
 from trainer.distributed.collectives import broadcast_tensors
 from trainer.distributed.process_group import _join
 from trainer.errors import UserError
+from trainer.model.trained import Trained
 from trainer.optim import param_groups
 from trainer.optim.schedules import constant
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
+from trainer.report.mfu import peak_tflops
+from trainer.state.train_state import Progress, TrainState
 from trainer.strategies import ddp
 from trainer.strategies.base import Computing, Strategy
 from trainer.strategies.data_parallel import GpuReplica
-from trainer.training.mfu import peak_tflops
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

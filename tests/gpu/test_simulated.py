@@ -15,16 +15,16 @@ from torch import nn
 from tests.gpu.simulated import CAN_SIMULATE, MAIN, SIM, Hangs, simulated
 from tests.ranks import run_ranks
 from tests.runs import context_of, steps_of
-from trainer.checks.replicas import ReplicaCheck
 from trainer.distributed.collectives import broadcast_tensors
 from trainer.errors import UserError
+from trainer.evaluation import evaluate
 from trainer.exact.buffers import LeafBuffers
 from trainer.faults.heartbeat import Heartbeat
-from trainer.inference.evaluation import evaluate
+from trainer.guards import failure_snapshot
+from trainer.guards.replicas import ReplicaCheck
+from trainer.log_step import log_step
 from trainer.loop import fit
-from trainer.training import failure_snapshot
-from trainer.training.log_step import log_step
-from trainer.training.weight_statistics import histograms
+from trainer.report.weight_statistics import histograms
 
 pytestmark = pytest.mark.skipif(not CAN_SIMULATE, reason="this torch takes no device written in Python")
 QUIET = (

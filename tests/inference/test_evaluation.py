@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from tests.runs import context_of
+from trainer import evaluation
 from trainer.data.digits import Digits
 from trainer.errors import UserError
-from trainer.inference import evaluation
-from trainer.inference.evaluation import _of_rank_0, evaluate, independent_copy
+from trainer.evaluation import _of_rank_0, evaluate, independent_copy
 from trainer.tasks import Classification, Evaluation, LanguageModelling, MultiLabel, Regression
 from trainer.tasks.ranking import auc
 

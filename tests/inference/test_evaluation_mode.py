@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests import runs
 from trainer import api
-from trainer.inference.evaluation import evaluation_mode
+from trainer.evaluation import evaluation_mode
 
 
 class Merging(nn.Module):

@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from models.gpt import GPT
 from models.packed import takes_varlen
 from tests.runs import settings
-from trainer.build import build_model
+from trainer.build.model import build_model
 from trainer.data.text.in_memory import Text
 from trainer.data.text.tokens import Tokens
 from trainer.data.text.windows import Windows

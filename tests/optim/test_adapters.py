@@ -14,7 +14,7 @@ from tests.runs import train
 from trainer import api
 from trainer.checkpoint.__main__ import main
 from trainer.errors import UserError
-from trainer.optim.adapters import add_adapters
+from trainer.model.adapters import add_adapters
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 16}

@@ -16,10 +16,10 @@ from tests.ranks import run_ranks
 from trainer.distributed.agreement import gather_objects
 from trainer.errors import UserError
 from trainer.loop import fit
-from trainer.optim.optimizers import CombinedOptimizer, parts_of
+from trainer.model.trained import Trained
+from trainer.optim.combined import CombinedOptimizer, parts_of
 from trainer.optim.param_groups import build_optimizer, described
 from trainer.optim.schedules import ScheduleFacts, build_schedule
-from trainer.optim.trained import Trained
 
 MUON = {"_target_": "torch.optim.Muon", "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}
 OPTIM = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.5, "undecayed": {"below_dims": 2}}

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.errors import UserError
+from trainer.model.trained import Trained
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import ScheduleFacts, build_schedule, settings_of
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
+from trainer.state.train_state import Progress, TrainState
 
 TORCH = "torch.optim.lr_scheduler."
 

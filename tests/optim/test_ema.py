@@ -13,9 +13,9 @@ from tests import runs
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint.__main__ import main
-from trainer.inference.evaluation import evaluate
+from trainer.evaluation import evaluate
 from trainer.loop import evaluate_now, fit, save
-from trainer.optim.ema import MovingAverage
+from trainer.state.average import MovingAverage
 
 COMMON = (
     "logger=jsonl",

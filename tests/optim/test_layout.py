@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trainer.model.trained import Trained
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import constant
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
+from trainer.state.train_state import Progress, TrainState
 
 LAST = torch.channels_last
 

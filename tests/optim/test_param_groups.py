@@ -14,10 +14,10 @@ from tests.ranks import run_ranks
 from trainer.config import load
 from trainer.errors import UserError
 from trainer.loop import fit
-from trainer.optim.frozen_statistics import follow_frozen_statistics, keep_frozen_statistics
+from trainer.model.frozen_statistics import follow_frozen_statistics, keep_frozen_statistics
+from trainer.model.trained import Trained
 from trainer.optim.param_groups import build_optimizer, freeze, parameter_sets
 from trainer.optim.schedules import ScheduleFacts, build_schedule
-from trainer.optim.trained import Trained
 from trainer.run_dir.metrics_file import read_metrics
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.5}

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tests.checkpoint import tiny
 from tests.updates import run_of, update
 from trainer.checkpoint.tree import put_together, take_apart
-from trainer.optim.plain_names import load_model_state, model_state, parameter_names
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
-from trainer.update import Update
+from trainer.model.plain_names import load_model_state, model_state, parameter_names
+from trainer.model.trained import Trained
+from trainer.state.progress import Update
+from trainer.state.train_state import Progress, TrainState
 
 
 def test_progress_counts_steps_epochs_and_samples() -> None:

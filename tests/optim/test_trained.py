@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.ranks import run_ranks
-from trainer.optim.trained import Trained
+from trainer.model.trained import Trained
 
 
 class Rows(nn.Module):

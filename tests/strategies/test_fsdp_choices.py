@@ -20,7 +20,7 @@ from tests.runs import TORCH_2_14
 from tests.strategies.test_fsdp import plain_fsdp
 from trainer.config import FsdpConfig, UnitsConfig
 from trainer.errors import UserError
-from trainer.optim.trained import Trained
+from trainer.model.trained import Trained
 from trainer.strategies.base import Computing
 from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.units import checkpoint_activations, named_units

@@ -14,8 +14,8 @@ from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from tests.strategies.test_ddp import QUICK as SMALL
+from trainer.context import Run
 from trainer.step import train_step
-from trainer.training.context import Run
 
 QUICK = (
     "logger=jsonl",

@@ -20,9 +20,9 @@ from models.gpt import GPT
 from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import context_of
-from trainer.checks.dry_run import _check_loss
 from trainer.data.digits import Digits
 from trainer.data.text.in_memory import Text
+from trainer.dry_run.step import _check_loss
 from trainer.errors import UserError
 from trainer.tasks import Classification, LanguageModelling
 from trainer.tasks.cross_entropy import IGNORED

@@ -10,8 +10,8 @@ import pytest
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import train
 from trainer.config import StopConfig
-from trainer.optim.progress import EarlyEnd
 from trainer.run_dir.metrics_file import read_metrics
+from trainer.state.early_end import EarlyEnd
 
 QUICK = ("logger=jsonl", "model.hidden=[8]", "train.global_batch_size=256", "checkpoint.keep_last=9")
 # No evaluation is that much better than the first: the run ends with the third, in mid-epoch.

@@ -11,11 +11,11 @@ from torch import Tensor
 from tests.ranks import run_ranks
 from tests.runs import context_of
 from tests.user_parts import Normed, Stripes
+from trainer.dry_run import evaluation as tried
 from trainer.errors import UserError
-from trainer.inference.evaluation import evaluate
+from trainer.evaluation import evaluate
 from trainer.tasks import Classification
 from trainer.tensors.local_shard import is_dtensor
-from trainer.training import evaluation_dry_run as tried
 
 PARTS = (
     *(f"model._target_={__name__}.Generates", "~model.input_shape", "~model.hidden", "~model.num_classes"),

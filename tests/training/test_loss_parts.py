@@ -14,8 +14,8 @@ from tests.ranks import run_ranks
 from tests.runs import train
 from trainer.errors import UserError
 from trainer.exact.sum_order import SumOrder
+from trainer.report.loss_parts import LossParts
 from trainer.tasks import Classification
-from trainer.training.loss_parts import LossParts
 
 
 class Alone(SumOrder):

@@ -13,9 +13,9 @@ import yaml
 
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import settings
+from trainer import micro_batch
 from trainer.errors import UserError
 from trainer.run import run
-from trainer.training import micro_batch
 
 SIZE = "train.micro_batch_size"
 LITTLE, MUCH = 900 << 20, 10 << 30  # bytes that a rank may take; a sample takes 64 MiB

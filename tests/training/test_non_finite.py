@@ -14,8 +14,8 @@ from tests.strategies.test_comm_hook import POWERSGD
 from tests.updates import run_of, update
 from trainer.errors import NonFiniteError
 from trainer.loop import fit
-from trainer.optim.train_state import Progress, TrainState
-from trainer.optim.trained import Trained
+from trainer.model.trained import Trained
+from trainer.state.train_state import Progress, TrainState
 
 # The third loss of the last rank is finite, and its slope NaN.
 SLOPE = (

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from tests.fault_parts import flip
 from tests.ranks import run_ranks
 from tests.runs import context_of
+from trainer.context import Run
 from trainer.errors import ReplicasDifferError
 from trainer.tensors.bits import bit_hashes, words_of
-from trainer.training.context import Run
 
 QUICK = (
     "logger=jsonl",

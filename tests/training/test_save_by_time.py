@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.training.step_agreement import AfterStep, Agreed, StepAgreement
+from trainer.step_agreement import AfterStep, Agreed, StepAgreement
 
 
 def _asked_by_the_clock(run_dir: Path) -> list[Agreed]:

@@ -117,7 +117,7 @@ def followed(folder: Path, *overrides: str) -> list[Any]:
         for _ in steps_of(context):
             pairs = zip(model.teacher.parameters(), model.student.parameters(), strict=True)
             off.append(max(float((to_local(a) - to_local(b)).abs().max()) for a, b in pairs))
-        from trainer.training.run_hash import parameters_sha256
+        from trainer.report.run_hash import parameters_sha256
 
         told = [context.task.begun, context.task.ended]  # type: ignore[attr-defined]
         return [*told, min(off) > 0, first["param_sha256"] == parameters_sha256(model)]

@@ -15,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from trainer.distributed.ranks import Ranks
+from trainer.report.meter import Meter
+from trainer.report.mfu import ModelFlops
+from trainer.report.weight_statistics import histograms
 from trainer.run_dir.metrics_file import read_metrics
+from trainer.state.progress import Update
 from trainer.tasks import Classification, LanguageModelling
-from trainer.training.meter import Meter
-from trainer.training.mfu import ModelFlops
-from trainer.training.weight_statistics import histograms
-from trainer.update import Update
 
 CPU = torch.device("cpu")
 SHORT = ("train.max_steps=6", "train.log_every_steps=3", "model.hidden=[300]", "checkpoint.every_epochs=null")

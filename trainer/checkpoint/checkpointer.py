@@ -39,8 +39,8 @@ from trainer.errors import Fault, UserError, kind_of, writing
 from trainer.faults.heartbeat import at_disk
 from trainer.files.address import Address
 from trainer.files.untrusted import first_five
-from trainer.optim.plain_names import buffer_names
-from trainer.optim.train_state import Progress, TrainState
+from trainer.model.plain_names import buffer_names
+from trainer.state.train_state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 _UNSAVED = "unsaved"  # the key of `Checkpointer.unsaved` in a checkpoint

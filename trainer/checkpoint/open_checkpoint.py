@@ -19,7 +19,7 @@ from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
 from trainer.files.address import Location
 from trainer.files.untrusted import first_five, printable, read_json
-from trainer.optim.train_state import Progress
+from trainer.state.train_state import Progress
 from trainer.tensors.bits import as_bytes
 from trainer.tensors.local_shard import num_rows, own_rows, to_local
 

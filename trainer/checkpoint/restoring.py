@@ -20,9 +20,7 @@ from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
 from trainer.files.address import Location
 from trainer.files.untrusted import first_five
-from trainer.optim.continued import OF_SCHEDULES
-from trainer.optim.optimizers import has_user_part
-from trainer.optim.plain_names import (
+from trainer.model.plain_names import (
     buffers_outside,
     every_parameter,
     load_model_state,
@@ -30,8 +28,10 @@ from trainer.optim.plain_names import (
     named_buffers,
     named_modules,
 )
-from trainer.optim.train_state import TrainState
-from trainer.optim.trained import Trained
+from trainer.model.trained import Trained
+from trainer.optim.combined import has_user_part
+from trainer.optim.continued import OF_SCHEDULES
+from trainer.state.train_state import TrainState
 from trainer.tensors.bits import as_bytes, same_bits
 from trainer.tensors.local_shard import is_dtensor
 
@@ -205,7 +205,7 @@ def frozen_digests(model: nn.Module, initial: Mapping[int, Tensor]) -> dict[str,
     Called when parameters have their final names and are frozen; before the model is sharded.
 
     Args:
-        initial: by the id of a parameter, the tensor that `trainer.build.begin` found for it.
+        initial: by the id of a parameter, the tensor that `trainer.build.model.begin` found for it.
     """
     return {
         name: hashlib.sha256(as_bytes(initial[id(parameter)].to(parameter.dtype))).hexdigest()

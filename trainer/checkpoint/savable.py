@@ -12,9 +12,9 @@ from trainer.checkpoint.open_checkpoint import HELD_BY
 from trainer.checkpoint.tree import is_extra_state, take_apart
 from trainer.errors import NonFiniteError, UserError, first_few, on_one_line
 from trainer.files.untrusted import first_five, printable
-from trainer.optim.adapters import adapters_of
-from trainer.optim.plain_names import every_parameter, load_model_state, model_state, named_buffers
-from trainer.optim.train_state import TrainState
+from trainer.model.adapters import adapters_of
+from trainer.model.plain_names import every_parameter, load_model_state, model_state, named_buffers
+from trainer.state.train_state import TrainState
 from trainer.tensors.bits import bit_sums, changed_bits
 from trainer.tensors.local_shard import is_dtensor, to_local
 

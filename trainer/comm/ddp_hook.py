@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer import accelerator
 from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.executor import Executor
-from trainer.comm.leaf_sums import LeafSums, Message
 from trainer.comm.overlap import SideStream, Worker
 from trainer.comm.timeline import BucketRecord, GpuClock, Timeline
+from trainer.exact.leaf_sums import LeafSums, Message
 
 WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of chunks as sent; fp32 means uncompressed, in the dtype of the data."""

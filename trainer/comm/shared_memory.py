@@ -20,7 +20,6 @@ import socket
 import struct
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,9 +29,7 @@ from trainer.comm.algorithms.program import Move, chunks_in_flight, largest_chun
 from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import backstop
-
-if TYPE_CHECKING:
-    from trainer.distributed.ranks import Ranks
+from trainer.distributed.ranks import Ranks
 
 _PAGE = 4096
 _RANK = struct.Struct("=I")
@@ -240,7 +237,7 @@ class HostRows:
         self._memory.close()
 
 
-def rows_of_host(ranks: "Ranks", timeout_s: float) -> HostRows | None:
+def rows_of_host(ranks: Ranks, timeout_s: float) -> HostRows | None:
     """For ranks on the CPUs of one host; None for others (a collective). Waits end as `backstop` says."""
     group, on_cpus = dist.group.WORLD, ranks.device.type == "cpu"
     if ranks.world_size == 1 or not on_cpus or group is None or ranks.num_hosts > 1:

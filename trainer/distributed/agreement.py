@@ -1,16 +1,14 @@
 """How ranks act together: an error of one rank is sent to all before any raises it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
 from trainer.distributed.collectives import gloo_group
+from trainer.distributed.ranks import Ranks
 from trainer.errors import Fault, NonFiniteError, RunEndError, UserError, kind_of
 from trainer.files.untrusted import reason
-
-if TYPE_CHECKING:
-    from trainer.distributed.ranks import Ranks
 
 _T = TypeVar("_T")
 _Report = TypeVar("_Report")
@@ -26,7 +24,7 @@ class _Failure(NamedTuple):
 
 def compare_across_ranks(
     facts: Mapping[str, Any],
-    ranks: "Ranks",
+    ranks: Ranks,
     way_out: str = "start every host with the same command, code and data",
 ) -> None:
     """Raise if `facts` (name to printable value) differ between ranks (a collective).
@@ -51,7 +49,7 @@ def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T
     return gathered
 
 
-def on_main(action: Callable[[], _T], ranks: "Ranks") -> _T:
+def on_main(action: Callable[[], _T], ranks: Ranks) -> _T:
     """Call `action` on rank 0 only, and return its result on every rank (a collective).
 
     Raises:
@@ -72,7 +70,7 @@ class Agreement:
         Fault: any other error, of a disk, a store or unknown: it may pass.
     """
 
-    def __init__(self, ranks: "Ranks", timeout_s: float | None = None, in_time: bool = False) -> None:
+    def __init__(self, ranks: Ranks, timeout_s: float | None = None, in_time: bool = False) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.group: dist.ProcessGroup | None = None
         if timeout_s is not None:

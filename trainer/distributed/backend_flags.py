@@ -4,14 +4,11 @@ import ctypes
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from trainer import accelerator
-
-if TYPE_CHECKING:
-    from trainer.config import TrainConfig
+from trainer.config import TrainConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By their names in settings and commands."""
@@ -19,7 +16,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
-def set_backend_flags(train: "TrainConfig", device: torch.device) -> None:
+def set_backend_flags(train: TrainConfig, device: torch.device) -> None:
     """Set the flags for what the process computes afterwards; a CPU has none."""
     if device.type != "cuda":
         return
@@ -84,7 +81,7 @@ def write_memory_history(device: torch.device, file: Path) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def described(train: "TrainConfig", device: torch.device) -> str:
+def described(train: TrainConfig, device: torch.device) -> str:
     """The precision and the means of a step's computation, for the table at the start."""
     words = train.precision
     if device.type == "cuda":

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -12,11 +12,9 @@ from torch.nn import functional as F
 
 from trainer.distributed.agreement import compare_across_ranks
 from trainer.distributed.collectives import all_gather_single
+from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 from trainer.tensors.bits import bytes_of
-
-if TYPE_CHECKING:
-    from trainer.distributed.ranks import Ranks
 
 Rows = dict[str, Tensor]
 IN_EVALUATION = (
@@ -37,7 +35,7 @@ class SampleGather:
         source: what produced the rows, for messages.
     """
 
-    def __init__(self, ranks: "Ranks", source: str) -> None:
+    def __init__(self, ranks: Ranks, source: str) -> None:
         self._ranks, self._source = ranks, source
         self._layout: dict[str, str] = {}
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trainer.distributed.collectives import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.digits import from_digits, to_digits
-from trainer.optim.plain_names import named_buffers, places_of_buffers
+from trainer.model.plain_names import named_buffers, places_of_buffers
 from trainer.tensors.bits import same_bits
 
 _CHUNK = 1 << 12  # numbers of all leaves at once, since each takes some 50 times its memory

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.exact.digits import from_digits, to_digits
-from trainer.optim.trained import Trained
+from trainer.model.trained import Trained
 from trainer.tensors.local_shard import num_rows
 
 

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from trainer.comm.leaf_sums import LeafSums, limit
-from trainer.comm.shard_sums import ShardSums
 from trainer.errors import UserError
 from trainer.exact.buffers import LeafBuffers
 from trainer.exact.digits import from_digits, to_digits
 from trainer.exact.environment import NUM_THREADS
+from trainer.exact.leaf_sums import LeafSums, limit
 from trainer.exact.norm import exact_norm
+from trainer.exact.shard_sums import ShardSums
 from trainer.exact.sum_order import SumOrder
-from trainer.optim.optimizers import parts_of
-from trainer.optim.trained import Trained
+from trainer.model.trained import Trained
+from trainer.optim.combined import parts_of
 from trainer.optim.whole_tensors import whole_parts
 
 _ELEMENTWISE = (AdamW, Adam, SGD, RMSprop, NAdam)  # compared bit by bit, in shards cut anywhere

@@ -3,18 +3,15 @@
 import math
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.distributed.collectives import sum_over_ranks
-
-if TYPE_CHECKING:
-    from trainer.comm.leaf_sums import LeafSums
-    from trainer.comm.shard_sums import ShardSums
-    from trainer.optim.trained import Trained
+from trainer.exact.leaf_sums import LeafSums
+from trainer.exact.shard_sums import ShardSums
+from trainer.model.trained import Trained
 
 
 class SumOrder:
@@ -30,7 +27,7 @@ class SumOrder:
     by_leaves = False
     num_leaves = 1
     limit = math.inf
-    sums: "LeafSums | None" = None
+    sums: LeafSums | None = None
 
     def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
         """The sum of `numbers`, of one shape, in a form to be added to others, and by `over_ranks`."""
@@ -48,7 +45,7 @@ class SumOrder:
         """The number by which the sum over ranks, of losses and gradients, is divided afterwards."""
         return num_replicas
 
-    def attach(self, model: nn.Module, shards: "Sequence[ShardSums]" = (), reduces: bool = False) -> None:
+    def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:
         """Called once, with the unwrapped model, when its parameters and buffers are where they stay.
 
         Args:
@@ -80,7 +77,7 @@ class SumOrder:
     def finish(self) -> None:
         """Called after the last backward pass of a step (a collective): the gradients are complete."""
 
-    def norm(self, trained: "Trained") -> Tensor:
+    def norm(self, trained: Trained) -> Tensor:
         """The norm of all gradients, a scalar (a collective over the ranks of sharded ones, if any)."""
         return trained.gradient_norm()
 

@@ -13,14 +13,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from trainer.build import (
-    build_dataset,
-    build_task,
-    build_to_device,
-    initial_model,
-    load_held_out,
-    split_for,
-)
+from trainer.build.data import build_dataset, build_to_device, load_held_out, split_for
+from trainer.build.model import initial_model
+from trainer.build.task import build_task
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.restoring import frozen_digests, read_averages, read_model
 from trainer.config import Config, TrainConfig, flatten
@@ -31,8 +26,8 @@ from trainer.distributed.agreement import Agreement, Alone, compare_across_ranks
 from trainer.distributed.process_group import process_group
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
+from trainer.evaluation import ModelContext
 from trainer.files.address import location
-from trainer.inference.evaluation import ModelContext
 from trainer.run_dir.claim import run_id_of
 from trainer.run_dir.console import terminal
 from trainer.strategies.base import Strategy

@@ -1,1 +1,1 @@
-"""What training changes: parameters in groups, their schedule, their averages, and the state of all."""
+"""Optimizers, parameters in groups, and schedules."""

@@ -14,15 +14,11 @@ from trainer.accelerator import FUSED
 from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
-from trainer.optim.optimizers import (
-    CombinedOptimizer,
-    check_optimizer,
-    parts_of,
-    sparse_weights,
-)
-from trainer.optim.plain_names import parameter_names
+from trainer.model.plain_names import parameter_names
+from trainer.model.trained import Trained
+from trainer.optim.combined import CombinedOptimizer, parts_of
+from trainer.optim.optimizers import check_optimizer, sparse_weights
 from trainer.optim.shard_trial import needs_whole_tensors
-from trainer.optim.trained import Trained
 from trainer.optim.whole_tensors import WholeTensors
 
 _FUSED = (Adam, AdamW, SGD)  # torch's optimizers with one kernel for a step

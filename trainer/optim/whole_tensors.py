@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.optim.trained import Trained
+from trainer.model.trained import Trained
 from trainer.tensors.bits import bytes_of
 from trainer.tensors.local_shard import rows_of_shard
 

@@ -16,14 +16,12 @@ from trainer.distributed.backend_flags import DTYPES
 from trainer.distributed.collectives import broadcast_buffers
 from trainer.errors import UserError
 from trainer.exact.sum_order import AS_THEY_COME, SumOrder
+from trainer.model.trained import Trained
+from trainer.state.train_state import TrainState
 from trainer.strategies.placement import devices_of, lay_out_channels_last, refuse_shared_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from trainer.optim.train_state import TrainState
-    from trainer.optim.trained import Trained
-
 Phase = Literal["forward", "backward", "evaluation"]
 
 Fill = Callable[[nn.Module], None]
@@ -77,7 +75,7 @@ class Strategy:
         not_whole: why this process alone cannot save the run, in a phrase; None if it holds all.
         fills_by_unit: whether `wrap` fills the model one unit after another, and shards each.
         uses: which parameters a step must use on each rank: "all", the "same" on each, or "any".
-        num_dry_runs: passes until torch has laid out its buckets; see `checks.dry_run`.
+        num_dry_runs: passes until torch has laid out its buckets; see `trainer.dry_run`.
         copies_gradients: whether gradients are copied into buckets, which take memory of their own.
     """
 
@@ -133,7 +131,7 @@ class Strategy:
         """Return the user's module within `model`: no prefix in its parameter names, no collective."""
         return model
 
-    def prepare(self, state: "TrainState") -> None:
+    def prepare(self, state: TrainState) -> None:
         """Called after the dry run, before the first step, with all that training changes."""
 
     def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
@@ -180,14 +178,14 @@ class Strategy:
         """Wait until the parameters that this process updates hold the mean of all replicas' gradients."""
         self.order.finish()
 
-    def grad_norm(self, trained: "Trained") -> Tensor:
+    def grad_norm(self, trained: Trained) -> Tensor:
         """The norm of all gradients, a scalar, the same on every rank (a collective)."""
         return self.order.norm(trained)
 
     def share_updates(self) -> None:
         """Give every rank the parameters that other ranks have just updated (a collective)."""
 
-    def gathered(self, state: "TrainState") -> AbstractContextManager:
+    def gathered(self, state: TrainState) -> AbstractContextManager:
         """The context of a save: rank 0 has the state that only other ranks had (a collective)."""
         return nullcontext()
 
@@ -198,7 +196,7 @@ class Strategy:
         """Return the groups of ranks that have the same bits of what `replicated` yields; [] without any."""
         return []
 
-    def replicated(self, state: "TrainState") -> Iterator[tuple[str, Tensor]]:
+    def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
         """Yield what the ranks of a group of `replica_groups` share, live, by name."""
         return state.replicated()
 

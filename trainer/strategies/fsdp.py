@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from trainer.comm.shard_sums import add_by_leaves
 from trainer.config import FsdpConfig
 from trainer.distributed.backend_flags import DTYPES, return_large_blocks
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
+from trainer.exact.shard_sums import add_by_leaves
+from trainer.state.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Phase, Strategy
 from trainer.strategies.sharding import (
     StaleReferenceCheck,
@@ -34,9 +35,6 @@ from trainer.strategies.sharding import (
 )
 from trainer.strategies.units import named_units, units_by_size
 from trainer.tensors.local_shard import is_dtensor
-
-if TYPE_CHECKING:
-    from trainer.optim.train_state import TrainState
 
 
 class Fsdp(Strategy):
@@ -123,7 +121,7 @@ class Fsdp(Strategy):
             return MixedPrecisionPolicy(reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype)
         return MixedPrecisionPolicy(self.param_dtype, reduce_dtype, torch.float32 if is_root else None)
 
-    def prepare(self, state: "TrainState") -> None:
+    def prepare(self, state: TrainState) -> None:
         if self.settings.find_unused_parameters:
             self._used = UsedParameters(state.model, self.device)
 

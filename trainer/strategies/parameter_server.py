@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,13 @@ from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import broadcast_buffers, broadcast_tensors, gloo_group
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
-from trainer.optim.optimizers import has_user_part
-from trainer.optim.plain_names import keepers_of_extra_state, parameter_names
+from trainer.model.plain_names import keepers_of_extra_state, parameter_names
+from trainer.model.trained import Trained
+from trainer.optim.combined import has_user_part
+from trainer.state.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Report, Strategy
 from trainer.strategies.placement import refuse_several_devices
 from trainer.tensors.nested import mapped
-
-if TYPE_CHECKING:
-    from trainer.optim.train_state import TrainState
-    from trainer.optim.trained import Trained
 
 
 class ParameterServer(Strategy):
@@ -74,7 +72,7 @@ class ParameterServer(Strategy):
         bucket_bytes = int(self.settings.bucket_mb * 2**20)
         return Exchange(parameters, self.servers, self.workers, self.ranks.rank, self._group, bucket_bytes)
 
-    def prepare(self, state: "TrainState") -> None:
+    def prepare(self, state: TrainState) -> None:
         """Drop others' state of the optimizer, which a checkpoint gave to every rank."""
         self.exchange.begin_counting()
         own = set(self.exchange.owned.get(self.ranks.rank, ()))
@@ -89,7 +87,7 @@ class ParameterServer(Strategy):
     def aggregate(self, model: nn.Module) -> None:
         self.exchange.push()
 
-    def grad_norm(self, trained: "Trained") -> Tensor:
+    def grad_norm(self, trained: Trained) -> Tensor:
         # A rank that owns nothing has a norm of another dtype; the squares of doubles are added as such.
         square = super().grad_norm(trained).to(self.device, torch.float64) ** 2
         dist.all_reduce(square)
@@ -99,7 +97,7 @@ class ParameterServer(Strategy):
         self.exchange.pull()
 
     @contextmanager
-    def gathered(self, state: "TrainState") -> Iterator[None]:
+    def gathered(self, state: TrainState) -> Iterator[None]:
         """Rank 0 has, meanwhile, each server's state of the optimizer, and the first worker's extra state."""
         of_optimizer, borrowed = state.optimizer.state, list[Tensor]()
         for server, parameters in self.exchange.owned.items():
@@ -129,7 +127,7 @@ class ParameterServer(Strategy):
     def replica_groups(self) -> list[tuple[int, ...]]:
         return [tuple(range(self.ranks.world_size))]
 
-    def replicated(self, state: "TrainState") -> Iterator[tuple[str, Tensor]]:
+    def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
         return parameter_names(state.model)  # each server has its own optimizer state
 
 

@@ -6,19 +6,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.tensors.generators import seed_micro_batch
 from trainer.tensors.nested import leaves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from trainer.training.context import Run
-
-_BEGIN, _END = -(1 << 32), -(1 << 32) - 1  # in place of a micro-batch's number: random numbers of their own
 
 
 @dataclass(frozen=True)
@@ -142,26 +136,6 @@ def refuse_own_parameters(task: Task, known: Collection[int] = ()) -> None:
                 )
 
 
-def begin_step_of_task(run: "Run", step: int) -> bool:
-    """Called before the first micro-batch of `step`, and in the dry run.
-
-    What the method sets on the task is no state that a checkpoint should hold: each step sets it again.
-
-    Returns:
-        Whether it has frozen parameters of the model, or made some trainable.
-    """
-    task = run.task
-    if getattr(task, "begin_step", None) is None:
-        return False
-    run.ranks.heartbeat.enter("forward")
-    seed_micro_batch(run.seed, step, _BEGIN, run.strategy.devices)
-    before = dict(vars(task))
-    run.strategy.weights_changed(run.model)  # so that parameters are the shards, and not copies of the whole
-    call_begin_step(task, step, run.plan.total_steps, run.state.model)
-    run.guards.unsaved.leave_out(name for name, now in vars(task).items() if now is not before.get(name, ...))
-    return run.state.trained.has_changed()
-
-
 def call_begin_step(task: Any, step: int, last_step: int, model: nn.Module) -> None:
     """Call the task's `begin_step`, with the model if it has that parameter."""
     takes_model = _takes_model(getattr(task.begin_step, "__func__", task.begin_step))
@@ -171,13 +145,3 @@ def call_begin_step(task: Any, step: int, last_step: int, model: nn.Module) -> N
 @functools.cache
 def _takes_model(begin_step: Callable[..., None]) -> bool:
     return "model" in inspect.signature(begin_step).parameters
-
-
-def end_step_of_task(run: "Run", step: int) -> None:
-    """Called after the update of `step`, on every rank with the same random numbers."""
-    if getattr(run.task, "end_step", None) is None:
-        return
-    seed_micro_batch(run.seed, step, _END, run.strategy.devices)
-    run.strategy.weights_changed(run.model)  # so that parameters are the shards, and not copies of the whole
-    with torch.no_grad():
-        run.task.end_step(run.state.model, step)

@@ -3,23 +3,21 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainer.data.loading.batch import BatchSplit
 from trainer.errors import UserError
 from trainer.tasks import Task
 from trainer.tasks.cross_entropy import IGNORED
 from trainer.tensors.nested import leaves
 
-if TYPE_CHECKING:
-    from trainer.data.loading.batch import BatchSplit
-
 _LEAST, _MOST = 1e-30, 1e30  # ranks compare counts in fp32, where others become 0 or infinite
 
 
-def count_labels(task: Task, batch: Any, split: "BatchSplit") -> float:
+def count_labels(task: Task, batch: Any, split: BatchSplit) -> float:
     """The number of counted labels of a micro-batch, by the task's `weight`; of its samples without one.
 
     Called before the batch is moved to the device.

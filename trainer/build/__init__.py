@@ -1,0 +1,1 @@
+"""Builds data, task and model from the settings, in the same way for training and after it."""

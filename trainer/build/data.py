@@ -1,0 +1,137 @@
+"""Builds datasets, loaders and what moves batches to the device."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import default_collate
+
+from trainer.config import Config, DataConfig, TrainConfig
+from trainer.config.instantiate import filled, instantiate
+from trainer.data.device import Normalise, ToDevice
+from trainer.data.loading.batch import BatchSplit, split_batch, split_leaves
+from trainer.data.loading.loaders import EvalLoader, TrainLoader, eval_loader, train_loader
+from trainer.data.loading.reader import Collate, Share
+from trainer.data.order import shuffled
+from trainer.data.transforms import Transformed
+from trainer.distributed.ranks import Ranks
+from trainer.errors import UserError
+from trainer.strategies.base import Strategy
+
+
+class LoadedData(NamedTuple):
+    """The training data, and the loaders of this process's part of training and held-out data."""
+
+    train_set: Any
+    train_loader: TrainLoader
+    eval_loader: EvalLoader | None  # None: never evaluate
+
+
+def split_for(train: TrainConfig, strategy: Strategy) -> BatchSplit:
+    """How a global batch is split over the replicas of `strategy`.
+
+    Raises:
+        UserError: a size does not divide evenly.
+    """
+    size, micro, replicas = train.global_batch_size, train.known_micro_batch_size, strategy.num_replicas
+    if train.exact is None:
+        share = split_batch(size, micro, replicas)
+        return share if strategy.replica < replicas else dataclasses.replace(share, accumulation=0)
+    return split_leaves(size, micro, train.exact, replicas, train.own_leaves(replicas, strategy.replica))
+
+
+def load_data(config: Config, batch: BatchSplit, strategy: Strategy, ranks: Ranks) -> LoadedData:
+    """Build the datasets and loaders that `config` asks for."""
+    train_set = build_dataset(config.data, "train")
+    share = _share(config, ranks, strategy.replica)
+    order = _callable("data.order", config.data.order, shuffled)
+    to_train = train_loader(train_set, config.data, batch, share, order)
+    if not config.train.evaluates:
+        return LoadedData(train_set, to_train, None)
+    return LoadedData(train_set, to_train, load_held_out(config, batch, ranks)[1])
+
+
+def load_held_out(config: Config, batch: BatchSplit, ranks: Ranks) -> tuple[Any, EvalLoader]:
+    """The held-out data, and the loader of this process's part of it."""
+    eval_set = build_dataset(config.data, "eval")
+    every_rank = dataclasses.replace(
+        batch, num_replicas=ranks.world_size
+    )  # also one without a training share
+    return eval_set, eval_loader(eval_set, config.data, every_rank, _share(config, ranks, ranks.rank))
+
+
+def _share(config: Config, ranks: Ranks, replica: int) -> Share:
+    assert config.seed is not None
+    timeout_s, collate = config.distributed.timeout_s, build_collate(config.data)
+    return Share(replica, config.seed, ranks.device, timeout_s, ranks.heartbeat, collate)
+
+
+def build_collate(data: DataConfig) -> Collate:
+    return _callable("data.collate", data.collate, default_collate)
+
+
+def _callable(name: str, node: dict[str, Any] | None, default: Callable[..., Any]) -> Callable[..., Any]:
+    if node is None:
+        return default
+    found = instantiate(name, node)
+    if not callable(found):
+        raise UserError(
+            f"{name}: {node['_target_']} gives a {type(found).__name__}, but must give a callable; a "
+            "function takes _partial_: true"
+        )
+    return found
+
+
+def build_dataset(data: DataConfig, split: str) -> Any:
+    """The dataset, with the transforms of the settings."""
+    dataset = instantiate("data.dataset", data.dataset, split=split)
+    setting = f"{split}_transforms"
+    if nodes := getattr(data, setting):
+        transforms = [instantiate(f"data.{setting}[{number}]", node) for number, node in enumerate(nodes)]
+        return Transformed(dataset, transforms, f"data.{setting}")
+    return dataset
+
+
+def as_built(config: Config, train_set: Any) -> Config:
+    """`config` with what is taken from the training data, so that the model can be used without these.
+
+    An `auto` whose value has no form in YAML stays.
+    """
+    model = _without_auto(config.model, filled("model", config.model, train_set))
+    given = _normalisation(config, train_set)
+    images = dataclasses.replace(config.data.images, mean=given["mean"], std=given["std"])
+    return dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, images=images))
+
+
+def _without_auto(node: dict[str, Any], built: dict[str, Any]) -> dict[str, Any]:
+    found = dict(node)
+    for name, value in node.items():
+        if isinstance(value, dict):
+            found[name] = _without_auto(value, built[name])
+        elif value == "auto":
+            with contextlib.suppress(TypeError):
+                found[name] = json.loads(json.dumps(built[name]))
+    return found
+
+
+def build_to_device(config: Config, device: torch.device, train_set: Any = None) -> ToDevice:
+    """Moves batches to the device; images are normalised by the settings, or else by the dataset's values."""
+    given = _normalisation(config, train_set)
+    normalise = Normalise(given["mean"], given["std"], device) if given["mean"] and given["std"] else None
+    return ToDevice(device, config.train.channels_last, normalise)
+
+
+def _normalisation(config: Config, train_set: Any) -> dict[str, list[float]]:
+    """mean and std of the settings, or else of the dataset; [] without any."""
+    images = config.data.images
+    given = {
+        "mean": getattr(train_set, "mean", None) if images.mean is None else images.mean,
+        "std": getattr(train_set, "std", None) if images.std is None else images.std,
+    }
+    return {
+        name: [] if values is None else torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
+        for name, values in given.items()
+    }

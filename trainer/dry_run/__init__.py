@@ -1,0 +1,1 @@
+"""One step and one evaluation before the first step, to find mistakes early."""

@@ -1,0 +1,82 @@
+"""Copies of a model's buffers, which forward passes change."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.model.plain_names import named_buffers, places_of_buffers
+from trainer.tensors.bits import same_bits
+
+_SMALL_BYTES = 1 << 20
+
+
+class KeptBuffers:
+    """Copies of a model's buffers as they were after the last step.
+
+    All small ones are copied after each step, and large ones, such as masks, if torch has counted a change.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._places = places_of_buffers(model)
+        live = {name: self._buffer(name) for name in self._places}
+        self._large = {name: buffer for name, buffer in live.items() if buffer.nbytes > _SMALL_BYTES}
+        self._versions = {name: buffer._version for name, buffer in self._large.items()}
+        self._large = {name: buffer.detach().clone() for name, buffer in self._large.items()}
+        small = [name for name in live if name not in self._large]
+        kinds = {(live[name].device, live[name].dtype) for name in small}
+        self._kinds = [
+            [name for name in small if (live[name].device, live[name].dtype) == kind] for kind in kinds
+        ]
+        self._small = self._packed()
+
+    def keep(self) -> None:
+        if self._kinds:
+            self._small = self._packed()
+        for name, kept in self._large.items():
+            buffer = self._buffer(name)
+            if buffer._version != self._versions[name]:
+                self._versions[name] = buffer._version
+                kept.copy_(buffer.detach())
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """By name in the model.
+
+        Raises:
+            UserError: a large one has changed without a count, as by numpy(): its former value is lost; or a
+                forward pass has made another buffer, which has no copy.
+        """
+        if {name for name, _ in named_buffers(self._model)} != self._places.keys():
+            raise UserError("a forward pass has made or removed buffers")
+        for name, kept in self._large.items():
+            buffer = self._buffer(name)
+            if buffer._version == self._versions[name] and not same_bits(buffer.detach(), kept):
+                raise UserError(f"{name} is changed in a way that torch does not count")
+        found = dict(self._large)
+        for names, packed in zip(self._kinds, self._small, strict=True):
+            live = [self._buffer(name) for name in names]
+            parts = packed.split([buffer.numel() for buffer in live])
+            found |= {name: part.view(b.shape) for name, part, b in zip(names, parts, live, strict=True)}
+        return found
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the copies back.
+
+        Raises:
+            UserError: as from `kept`.
+        """
+        for name, value in self.kept().items():
+            self._buffer(name).copy_(value)
+
+    def _packed(self) -> list[Tensor]:
+        """Copies of the small buffers, those of a dtype and device in one: a model may have hundreds."""
+        return [
+            torch.cat([self._buffer(name).detach().reshape(-1) for name in names]) for names in self._kinds
+        ]
+
+    def _buffer(self, name: str) -> Tensor:
+        buffer: Tensor = getattr(*self._places[name])
+        return buffer

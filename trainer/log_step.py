@@ -1,0 +1,62 @@
+"""Logs the steps since the last time: metrics, histograms and a line."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from trainer.accelerator import peak_memory_bytes
+from trainer.context import Run
+
+
+def log_step(run: Run, grad_norm: Tensor) -> None:
+    """Log the steps since the last time (a collective)."""
+    progress, devices, data = run.state.progress, run.strategy.devices, run.data
+    train, steps_before = run.config.train, run.plan.steps_before
+    report = run.report
+    run_log, meter, weight_statistics = report.run_log, report.meter, report.weight_statistics
+    parts = meter.parts.means()
+    values: dict[str, float] = {
+        **{f"train/{name}": value for name, value in parts.items()},
+        **meter.metrics(meter.window, train.global_batch_size),
+        **run.state.learning_rates(),
+        "train/grad_norm": grad_norm.item(),
+        "train/epoch": progress.epochs(data.train_loader.num_samples),
+        "train/update_to_weight": weight_statistics.update_to_weight(),
+        **{f"memory/peak_mib/{device}": size / 2**20 for device, size in peak_memory_bytes(devices).items()},
+        **run.strategy.report.metrics(),
+        **run.checkpointer.metrics(),
+    }
+    if meter.window.steps == 0 and steps_before and not train.logs(steps_before):
+        values["train/loss_steps"] = meter.steps  # the steps before the resume are not in this mean
+    if progress.skipped_steps:
+        values["train/skipped_steps"] = progress.skipped_steps
+    num_skipped = data.train_loader.num_skipped + (data.eval_loader.num_skipped if data.eval_loader else 0)
+    if num_skipped:
+        values["data/skipped_samples"] = num_skipped  # of this rank
+    run_log.scalars(values, progress.step)
+    run_log.histograms(weight_statistics.histograms, progress.step)
+    run_log.plots(run.strategy.report.plots, progress.step)
+    if data.train_loader.num_samples is None:
+        done = f"{progress.samples_seen:,} samples"
+    else:
+        done = f"epoch {values['train/epoch']:.2f}"
+    words = ", ".join(f"{name} {value:.4f}" for name, value in parts.items())
+    run_log.progress.step_line(
+        f"step {progress.step}/{run.plan.total_steps}  {done}  "
+        f"loss {values['train/loss']:.4f}{f' ({words})' if words else ''}  lr {values['train/lr']:.2e}  "
+        f"{values['speed/samples_per_second']:.0f} samples/s"
+    )
+
+
+def log_first_step(run: Run, losses: Sequence[Tensor]) -> None:
+    """Print the loss and the time of this process's first step, alone (a collective).
+
+    A slow run says early that it trains, and how fast. Nothing is logged, because the metrics of a log step
+    are means since the one before.
+    """
+    meter, step = run.report.meter, run.state.progress.step
+    loss = meter.mean_of_step(losses)
+    seconds = meter.ms_per_step(meter.window)["step"] / 1e3
+    run.report.run_log.progress.step_line(
+        f"step {step}/{run.plan.total_steps}  loss {loss:.4f}  {seconds:.2f} s"
+    )

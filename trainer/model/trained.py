@@ -1,0 +1,150 @@
+"""The parameters that a run trains, and what the optimizer updates of each: all, or this rank's rows."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.model.plain_names import parameter_names
+from trainer.tensors.local_shard import is_dtensor, tensors_within, to_local
+
+
+class Trained:
+    """The parameters of `model` that a run has trained so far, by their names in the plain module.
+
+    Those that FSDP sharded are DTensors. In their place the optimizer has plain parameters in the memory of
+    this rank's shards, because torch's first step of DTensors takes a time quadratic in their number, 8 s for
+    1,000, and each later one three times as long. A shard gets its gradient for the time of an update.
+
+    Args:
+        model: unwrapped; its parameters stay where they are.
+        also: names of frozen parameters to include: those that the run trained earlier.
+        owners: the `owners` of these.
+
+    Attributes:
+        whole: the model's own.
+        own: what the optimizer updates, in the same order; a shard may have no rows.
+        names: of each of `own`.
+        group: the ranks that together hold the rows of a parameter; None if each holds all of them.
+        owners: by the name of a sharded parameter that is updated as a whole, the rank of `group` that does
+            so, and alone has the optimizer's state of it.
+    """
+
+    def __init__(
+        self, model: nn.Module, also: Collection[str] = (), owners: Mapping[str, int] | None = None
+    ) -> None:
+        self.model = model
+        self._all = dict(parameter_names(model))
+        self._parameters = list(self._all.values())
+        self._flags = [p.requires_grad for p in self._parameters]
+        self.whole = {name: p for name, p in self._all.items() if p.requires_grad or name in also}
+        self.own = {n: nn.Parameter(to_local(p)) if is_dtensor(p) else p for n, p in self.whole.items()}
+        self.names = {own: name for name, own in self.own.items()}
+        pairs: Iterable[tuple[nn.Parameter, Any]] = zip(self.own.values(), self.whole.values(), strict=True)
+        self._shards = [(own, whole) for own, whole in pairs if own is not whole]
+        self.group: dist.ProcessGroup | None = None
+        self.owners = dict(owners or {})
+        if self._shards:
+            mesh = self._shards[0][1].device_mesh
+            self.group = mesh.get_group(mesh.ndim - 1)
+        self._knows_memory = False
+        self._is_of_one_kind = len({(own.device, own.dtype) for own in self.own.values()}) == 1
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.group is not None
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Return whether another rank has the optimizer's state of this parameter."""
+        return self.group is not None and self.owners.get(name, self.group.rank()) != self.group.rank()
+
+    def writer_of(self, name: str) -> int:
+        """Return the rank that saves the state of a parameter in `owners`: its owner in the first replica."""
+        whole = self.whole[name]
+        assert is_dtensor(whole)
+        mesh = whole.device_mesh.mesh
+        return int(mesh.reshape(-1, mesh.shape[-1])[0, self.owners[name]])
+
+    def has_changed(self) -> bool:
+        """Return whether `requires_grad` of any parameter has changed since the last `accept`."""
+        return [p.requires_grad for p in self._parameters] != self._flags
+
+    def changed(self) -> list[str]:
+        """Return the names of the parameters whose `requires_grad` has changed since the last `accept`."""
+        pairs = zip(self._all.items(), self._flags, strict=True)
+        return [name for (name, parameter), flag in pairs if parameter.requires_grad != flag]
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the model that require gradients now."""
+        return {name: parameter for name, parameter in self._all.items() if parameter.requires_grad}
+
+    def accept(self) -> list[str]:
+        """Remember the present `requires_grad` of all parameters; return the names of newly trained ones."""
+        self._flags = [p.requires_grad for p in self._parameters]
+        return [name for name in self.trainable() if name not in self.whole]
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Give the shards their gradients, not copied: after the last backward pass of a step."""
+        if not self._knows_memory:
+            self._find_memory()
+        for own, whole in self._shards:
+            gradient = whole.grad
+            own.grad = None if gradient is None else gradient.to_local()
+
+    def drop_gradients(self) -> None:
+        """Called after the update."""
+        for own in self.own.values():
+            own.grad = None
+        for _, whole in self._shards:
+            whole.grad = None
+
+    def _find_memory(self) -> None:
+        """Use the memory that shards have now: FSDP's first pass may pad them, or pin them for a GPU."""
+        for own, whole in self._shards:
+            if own.data_ptr() != (shard := to_local(whole)).data_ptr():
+                own.data = shard
+        self._knows_memory = True
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """The norm of all gradients, a scalar (of shards, a collective of `group`)."""
+        given = [own.grad for own in self.own.values() if own.grad is not None]
+        # torch 2.11 knows no norm of sparse gradients.
+        gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in given]
+        if self.group is None and self._is_of_one_kind and gradients:  # a third of the time of torch's own
+            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        if self.group is None or not gradients:
+            return nn.utils.get_total_norm(gradients)
+        squares = torch.stack(torch._foreach_norm(gradients)) ** 2
+        dist.all_reduce(squares, group=self.group)
+        return torch.linalg.vector_norm(squares**0.5)
+
+    def as_rows(self, name: str, value: Any) -> Any:
+        """`value` of the optimizer's state, not copied; as a DTensor if it has the shape of its shard.
+
+        So a checkpoint knows which rows of which tensor these are.
+        """
+        if not self.is_sharded or name not in self.own or name in self.owners:
+            return value
+        own = self.own[name]
+        if not isinstance(value, Tensor) or value.ndim == 0 or value.shape != own.shape:
+            return value
+        if tensors_within(value):
+            raise UserError(
+                f"optim: the state of {name} is a {type(value).__name__}, several tensors in one, which no "
+                "checkpoint can cut into shards; use strategy=ddp, or optim=adamw"
+            )
+        return self.sharded(name, value)
+
+    def sharded(self, name: str, rows: Tensor) -> Tensor:
+        """Return a DTensor whose local shard is `rows` (not copied), sharded like the parameter."""
+        from torch.distributed.tensor import DTensor
+
+        whole = self.whole[name]
+        assert is_dtensor(whole)
+        mesh, placements = whole.device_mesh, whole.placements
+        return DTensor.from_local(rows, mesh, placements, shape=whole.shape, stride=whole.stride())

@@ -1,0 +1,55 @@
+"""Hashes of a run: of the inputs on which all ranks must agree, and of the final model."""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.data.loading.loaders import EvalLoader, TrainLoader
+from trainer.distributed.gather_shards import gather_shards_to_rank0
+from trainer.faults.heartbeat import progress
+from trainer.model.plain_names import model_state
+from trainer.tensors.bits import as_bytes
+
+
+def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader | None) -> dict[str, Any]:
+    """Name to value of everything beside the settings that must be equal on all ranks."""
+    tensors: dict[str, Tensor] = {f"parameter {name}": value for name, value in model.named_parameters()}
+    tensors |= {f"buffer {name}": value for name, value in model.named_buffers()}
+    return {
+        "the torch version": torch.__version__,
+        "the length of the training data": train_loader.num_samples,
+        "the order of the training data": train_loader.order_hash(),
+        "the length of the evaluation data": eval_loader.num_samples if eval_loader else 0,
+        "torch.get_default_dtype()": str(torch.get_default_dtype()),
+        **{name: _described(value) for name, value in tensors.items()},
+    }
+
+
+def _described(tensor: Tensor) -> str:
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{tuple(tensor.shape)} {tensor.dtype}" + (", requires no gradient" if frozen else "")
+
+
+def parameters_sha256(model: nn.Module) -> str:
+    """Hash the whole, unsharded parameters and buffers in name order (a collective for a sharded model).
+
+    Equal hashes mean models that are equal to the last bit, except modules' extra state in plain
+    values. Shards are brought to rank 0 one by one; on other ranks the hash is that of nothing.
+
+    Args:
+        model: unwrapped; its state dict carries no prefix.
+    """
+    tensors = {name: value for name, value in model_state(model).items() if isinstance(value, Tensor)}
+    rank = dist.get_rank()
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if rank == 0:
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        for part in gather_shards_to_rank0(tensor):
+            digest.update(as_bytes(part))
+            progress()
+    return digest.hexdigest()

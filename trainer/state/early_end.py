@@ -1,0 +1,83 @@
+"""What ends a run before its last step: `train.stop` and `train.max_hours`."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config import StopConfig
+
+
+class EarlyEnd:
+    """Counts evaluations without a better metric, and the hours of a run over all its resumes.
+
+    Args:
+        stop: None: evaluations end nothing.
+        max_hours: None: the clock ends nothing.
+    """
+
+    def __init__(self, stop: StopConfig | None = None, max_hours: float | None = None) -> None:
+        self._stop, self._max_hours = stop, max_hours
+        self._best = -math.inf if stop is not None and stop.mode == "max" else math.inf
+        self._best_step = self._waited = 0
+        self._hours_before, self._began_s = 0.0, time.monotonic()
+        self._out_of_time = False
+
+    def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Count an evaluation; `metrics` are the same on every rank."""
+        if self._stop is None:
+            return
+        value = metrics[self._stop.metric]
+        gain = self._best - value if self._stop.mode == "min" else value - self._best
+        self._waited += 1
+        if gain > self._stop.min_delta:  # not so for NaN
+            self._best, self._best_step, self._waited = value, step, 0
+
+    def time_is_up(self) -> bool:
+        """Return whether `max_hours` is over. Call on rank 0 only, because clocks differ between ranks."""
+        return self._max_hours is not None and self.hours() >= self._max_hours
+
+    def end(self) -> None:
+        """Called on every rank at the same step, when `time_is_up` on one."""
+        self._out_of_time = True
+
+    @property
+    def setting(self) -> str | None:
+        """The setting that ends the run here; None: it goes on."""
+        if self._stop is not None and self._waited >= self._stop.patience:
+            return "train.stop"
+        return "train.max_hours" if self._out_of_time else None
+
+    def why(self) -> str:
+        """Why the run ends here, and how to go on, for people."""
+        if self._stop is None or self.setting != "train.stop":
+            return f"train.max_hours={self._max_hours:g} are over; a larger one, or null, continues from here"
+        gained = f" by more than {self._stop.min_delta:g}" if self._stop.min_delta else ""
+        return (
+            f"train.stop: {self._stop.metric} has not become better{gained} than {self._best:.6g}, of step "
+            f"{self._best_step}, in {self._waited} evaluations; a larger train.stop.patience, or "
+            "train.stop=null, continues from here"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, without the hours: they differ between runs that are otherwise equal."""
+        if self._stop is None:
+            return {}
+        found = {"best": self._best, "best_step": self._best_step, "waited": self._waited}
+        return found | {"metric": self._stop.metric, "mode": self._stop.mode}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `saved`, of which only what is set here counts; it may be of other settings."""
+        stop = self._stop
+        if stop is not None and (saved.get("metric"), saved.get("mode")) == (stop.metric, stop.mode):
+            self._best, self._best_step = saved["best"], saved["best_step"]
+            self._waited = saved["waited"]
+
+    def continue_after(self, hours: float) -> None:
+        """Continue a run that had taken this long, with or without `train.max_hours`."""
+        self._hours_before = hours
+        self._out_of_time = self._max_hours is not None and hours >= self._max_hours
+
+    def hours(self) -> float:
+        """Return how long the run has taken, over all its resumes."""
+        return self._hours_before + (time.monotonic() - self._began_s) / 3600

@@ -1,0 +1,278 @@
+"""The state of a run at a step boundary: its progress, and everything that training changes."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.model.plain_names import (
+    buffers_outside,
+    every_parameter,
+    load_model_state,
+    model_state,
+    parameter_names,
+    plain_name,
+)
+from trainer.model.trained import Trained
+from trainer.optim.attributes import OptimizerAttributes
+from trainer.optim.combined import has_user_part, parts_of
+from trainer.optim.continued import check_continued, continue_groups, initial_options
+from trainer.optim.optimizers import check_gradients
+from trainer.optim.schedules import after_evaluation, after_step
+from trainer.state.average import MovingAverage
+from trainer.state.early_end import EarlyEnd
+from trainer.state.progress import Progress
+from trainer.tensors.local_shard import is_dtensor, tensors_within, to_local
+from trainer.tensors.nested import mapped
+
+
+@dataclass
+class TrainState:
+    """Everything that training changes, except the random generators.
+
+    All names in a state dict are those of the plain module, so that any strategy can read it. Sharded tensors
+    are DTensors there, those of the optimizer too, though it has plain ones.
+    ``average`` is the moving average of the model's weights, if there is one. ``settings`` is what optimizer
+    and schedule were built with, by which a resume finds what has changed.
+    """
+
+    trained: Trained
+    optimizer: torch.optim.Optimizer  # of `trained.own`
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    scaler: torch.amp.GradScaler
+    progress: Progress
+    schedule_settings: Mapping[str, Any] = field(default_factory=dict)
+    average: MovingAverage | None = None
+    early_end: EarlyEnd = field(default_factory=EarlyEnd)
+    build: Callable[[Trained], tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]] | None = (
+        None
+    )
+    rates: list[Any] = field(default_factory=list)  # learning rates of the last update, by parameter group
+
+    def __post_init__(self) -> None:
+        self._note_settings()
+
+    def _note_settings(self) -> None:
+        self.settings = {"groups": initial_options(self.optimizer), "schedule": dict(self.schedule_settings)}
+        self._attributes = OptimizerAttributes(self.optimizer)
+
+    @property
+    def model(self) -> nn.Module:
+        """The plain module, without a wrapper; its parameters are tensors or, if sharded, DTensors."""
+        return self.trained.model
+
+    @cached_property
+    def update_may_draw(self) -> bool:
+        """Whether an update may draw random numbers; none of torch's optimizers does."""
+        return has_user_part(self.optimizer)
+
+    def keep_average(self, decay: float, warmup: bool) -> None:
+        """Start a moving average of the trained parameters, and of floating-point buffers."""
+        trained = set(self.trained.whole.values())
+        parameters = {name: p for name, p in every_parameter(self.model) if p in trained}
+        in_state = model_state(self.model).keys()
+        buffers = {
+            plain_name(name): (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, buffer in self.model.named_buffers()
+            if plain_name(name) in in_state
+            and buffer.is_floating_point()
+            and buffer.itemsize > 1
+            # The average of a mask of -inf would be NaN.
+            and buffer.isfinite().all()
+        }
+        self.average = MovingAverage(parameters, buffers, decay, warmup)
+
+    def follow_trainable(self) -> list[str]:
+        """Follow what has been frozen or made trainable; return the names of newly trained parameters.
+
+        For these, optimizer and schedule are built again and continue as at a resume. A frozen parameter has
+        no gradient, so the optimizer skips it and keeps its state.
+        """
+        if new := self.trained.accept():
+            assert self.build is not None
+            saved = self.state_dict()
+            self.trained = Trained(self.model, also=self.trained.whole, owners=self.trained.owners)
+            self.optimizer, self.schedule = self.build(self.trained)
+            self._note_settings()
+            self._load_optimizer_and_schedule(saved)
+            if self.average is not None:
+                added = {self.trained.whole[name] for name in new}
+                self.average.add({name: p for name, p in every_parameter(self.model) if p in added})
+        return new
+
+    def check_gradients(self) -> None:
+        """Called in the dry run: raise UserError if the optimizer would fail with gradients of this kind."""
+        check_gradients(self.optimizer)
+
+    def take_gradients(self) -> None:
+        """Give the optimizer the gradients of a step, complete and unscaled (in fp16, collective)."""
+        self.trained.take_gradients()
+        self.scaler.unscale_(self.optimizer)  # a fused step would, but sees only this rank's overflows
+
+    def count_update(self, is_made: bool) -> None:
+        """Record the learning rates of a step, advance the schedule and, after an update, the average."""
+        self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # + 0 copies a tensor's rate
+        after_step(self.schedule)
+        if is_made:
+            self.update_average()
+
+    def learning_rates(self) -> dict[str, float]:
+        """Of the last update, by their names in the log: train/lr, and train/lr/<group>."""
+        both = list(zip(self.optimizer.param_groups, map(float, self.rates), strict=True))
+        named = {f"train/lr/{group['name']}": rate for group, rate in both if "name" in group}
+        return {"train/lr": both[0][1], **named}
+
+    def after_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Pass the metrics of an evaluation, the same on every rank, to what decides by them."""
+        after_evaluation(self.schedule, metrics)
+        self.early_end.after_evaluation(self.progress.step, metrics)
+        self.progress.evaluated_step = self.progress.step
+
+    def update_average(self) -> None:
+        """Add the present weights to the average, if there is one."""
+        if self.average is not None:
+            self.average.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested dicts and lists of plain values and of the live tensors, not copied."""
+        model = model_state(self.model)
+        return {
+            "model": model,
+            "buffers": buffers_outside(self.model, set(model)),
+            "optimizer": self._optimizer_state(),
+            "attributes": self._attributes.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "settings": self.settings,
+            "scaler": self.scaler.state_dict(),
+            "progress": asdict(self.progress),
+            "ema": self.average.state_dict() if self.average is not None else {},
+            "early_end": self.early_end.state_dict(),
+        }
+
+    def replicated(self) -> Iterator[tuple[str, Tensor]]:
+        """What replicas of a model share, live: parameters, the optimizer's tensors and averages.
+
+        For sharded tensors, this rank's shard. Buffers are not included, because running statistics differ
+        between ranks.
+        """
+        yield from parameter_names(self.model)
+        for name, own in self.trained.own.items():
+            for key, value in self.optimizer.state.get(own, {}).items():
+                if isinstance(value, Tensor):
+                    within = tensors_within(value).items()
+                    parts = {f"{key}.{part}": tensor for part, tensor in within} or {key: value}
+                    yield from ((f"{part} of {name}", tensor) for part, tensor in parts.items())
+        if self.average is not None:
+            yield from ((f"average of {name}", value) for name, value in self.average.named_parameters())
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Load a saved state; sharded tensors must be sharded as they are here."""
+        load_model_state(self.model, saved["model"])
+        buffers = buffers_outside(self.model, set(saved["model"]))
+        with torch.no_grad():
+            for name, value in saved.get("buffers", {}).items():  # there may be fewer, or none
+                buffers[name].copy_(value)
+        self._load_optimizer_and_schedule(saved)
+        # A disabled scaler saves nothing; one that is enabled in this run keeps its initial state.
+        if saved["scaler"]:
+            self.scaler.load_state_dict(saved["scaler"])
+        for name, value in saved["progress"].items():
+            setattr(self.progress, name, value)
+        self.early_end.load_state_dict(saved.get("early_end", {}))
+        if self.average is not None and saved.get("ema"):
+            self.average.load_state_dict(saved["ema"])
+        elif self.average is not None:
+            self.average.restart()
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state_dict with parameter names in place of their numbers.
+
+        torch.distributed.checkpoint.state_dict has this too, but takes a step with zero gradients to find
+        the layout, refuses SGD without momentum, and refuses a parameter that never had a gradient.
+        """
+        names = self._optimizer_names()
+        packed = self.optimizer.state_dict()
+        return packed | {  # which may have keys of a state_dict of its own
+            # A key other than a parameter's number is the optimizer's own, for state of all parameters.
+            "state": {
+                (name := names[key] if isinstance(key, int) else key): mapped(
+                    state, partial(self._as_saved, name)
+                )
+                for key, state in packed["state"].items()
+            },
+            "param_groups": [
+                group | {"params": [names[index] for index in group["params"]]}
+                for group in packed["param_groups"]
+            ],
+        }
+
+    def _as_saved(self, name: str, value: Any) -> Any:
+        """A value in the state of a parameter, for a checkpoint: SGD's momentum may be sparse."""
+        dense = value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
+        return self.trained.as_rows(name, dense)
+
+    def _load_optimizer_and_schedule(self, everything: Mapping[str, Any]) -> None:
+        optimizer, names, saved = self.optimizer, self._optimizer_names(), everything["optimizer"]
+        group_of = {name: index for index, of in enumerate(saved["param_groups"]) for name in of["params"]}
+        # A group of parameters that are trained for the first time continues the first group.
+        known = [
+            [group_of[name] for p in group["params"] if (name := self.trained.names[p]) in group_of]
+            for group in optimizer.param_groups
+        ]
+        earlier = [indices[0] if indices else 0 for indices in known]
+        step = everything["progress"]["step"]
+        groups, own = continue_groups(self.schedule, everything, self.settings, step, earlier)
+        state = mapped(saved["state"], lambda value: to_local(value) if is_dtensor(value) else value)
+        numbers = {name: index for index, name in enumerate(names)}
+        packed = optimizer.state_dict()["param_groups"]
+        initial = dict(optimizer.state)
+        optimizer.load_state_dict(
+            saved
+            | {
+                "state": {numbers.get(name, name): of_one for name, of_one in state.items()},
+                "param_groups": [
+                    group | {"params": here["params"]} for group, here in zip(groups, packed, strict=True)
+                ],
+            }
+        )
+        for parameter, fresh in initial.items():  # Adagrad makes its state when it is built
+            optimizer.state.setdefault(parameter, fresh)
+        for part, group, options in zip(parts_of(optimizer), optimizer.param_groups, own, strict=True):
+            check_continued(part, group, options, self.schedule)
+        # Torch casts state to the parameter's dtype, though it may be moments in fp32 of bfloat16 weights; an
+        # optimizer with a method of its own knows its state.
+        casts = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for name, parameter in zip(names, parameters, strict=True):
+            loaded = optimizer.state.get(parameter)
+            if not isinstance(loaded, dict) or name not in state:
+                continue
+            for key, value in loaded.items():
+                if casts and key != "step":  # whose dtype depends on the kernel
+                    value = _moved(state[name][key], parameter.device)
+                loaded[key] = _laid_out_as(parameter, value)
+        self._attributes.load_state_dict(everything.get("attributes", {}))
+
+    def _optimizer_names(self) -> list[str]:
+        groups = self.optimizer.param_groups
+        return [self.trained.names[parameter] for group in groups for parameter in group["params"]]
+
+
+def _moved(saved: Any, device: torch.device) -> Any:
+    return mapped(saved, lambda value: value.to(device) if isinstance(value, Tensor) else value)
+
+
+def _laid_out_as(parameter: Tensor, value: Any) -> Any:
+    """`value` in the layout of `parameter` if it is a tensor of its shape: fused steps do not look.
+
+    Not columns of a matrix, which an optimizer may keep for a square weight: `train.channels_last`, which a
+    resume may change, concerns images alone.
+    """
+    alike = isinstance(value, Tensor) and value.shape == parameter.shape and not tensors_within(value)
+    is_laid_out = is_dtensor(value) or not alike or value.stride() == parameter.stride()
+    if is_laid_out or (value.ndim < 4 and not value.is_contiguous()):
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
