@@ -47,14 +47,13 @@ def run(config: Config) -> dict[str, Any]:
     here: Place | None = None
     with StopRequest(is_watched(place(config.distributed))) as stop_request:
         while True:
-            begun: list[Run] = []
+            at_shrink = ExitStack()
             try:
-                return _run(config, here, stop_request, begun)
+                return _run(config, here, stop_request, at_shrink)
             except Shrunk as shrunk:
                 here, run_dir = shrunk.place, str(shrunk.run_dir)
                 shrunk.__context__ = None  # it would keep the run alive
-            while begun:
-                _close(begun.pop())
+            at_shrink.close()
             gc.collect()  # among others DataLoaders, which then end their workers
             publish(here)
             config = dataclasses.replace(config, run_dir=run_dir, resume="auto")
@@ -66,11 +65,14 @@ def _close(run_: Run) -> None:
             end()
 
 
-def _run(config: Config, here: Place | None, stop_request: StopRequest, begun: list[Run]) -> dict[str, Any]:
-    """`run`, to the end or until some of the ranks are gone; its `Run`, once it is built, is in `begun`.
+def _run(
+    config: Config, here: Place | None, stop_request: StopRequest, at_shrink: ExitStack
+) -> dict[str, Any]:
+    """`run`, to the end or until some of the ranks are gone.
 
     Args:
         here: the place of this process, if others are gone already.
+        at_shrink: gets what must be closed if the run goes on without some ranks.
     """
     check_shares = _check_shares(config.train)
     with (
@@ -90,18 +92,18 @@ def _run(config: Config, here: Place | None, stop_request: StopRequest, begun: l
             if not claimed.used:
                 on_main(take_over, ranks)
             run_ = assemble(config, claimed.run_id, ranks, stop_request, watch.ending.save)
-            begun.append(run_)
+            at_shrink.callback(_close, run_)
             if claimed.used:  # a refusal before this line leaves the previous run unchanged
                 on_main(take_over, ranks)
                 watch.ending.writes_to(run_dir)
             on_main(partial(_write_settings, run_.config, run_dir), ranks)
             run_.report.run_log.open()
             resources.callback(run_.report.run_log.progress.close)
-            _log_start(config, run_)
-            with causes_named(config.train), gathering(_why_no_gather(config, run_)):
+            _log_start(run_)
+            with causes_named(config.train), gathering(_why_no_gather(run_)):
                 metrics = fit(run_)
             run_.report.run_log.plots(run_.strategy.report.plots, run_.state.progress.step, at_end=True)
-            result = _result(config, run_, metrics)
+            result = _result(run_, metrics)
             run_.checkpointer.saving.done()
             if summary := run_.strategy.report.summary():
                 log.info("%s", summary)
@@ -122,12 +124,12 @@ def _check_shares(train: TrainConfig) -> Callable[[int], object]:
     return partial(split_batch, train.global_batch_size, train.known_micro_batch_size)
 
 
-def _result(config: Config, run_: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
+def _result(run_: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
     """The contents of result.json (a collective)."""
     strategy, ended_by = run_.strategy, run_.state.early_end.setting
     return {
-        "strategy": config.strategy.name,
-        "comm": run_.strategy.algorithm,
+        "strategy": strategy.name,
+        "comm": strategy.algorithm,
         "world_size": run_.ranks.world_size,
         **{name: None if math.isnan(value) else value for name, value in metrics.items()},
         **strategy.report.measured(),
@@ -137,10 +139,10 @@ def _result(config: Config, run_: Run, metrics: Mapping[str, float]) -> dict[str
     }
 
 
-def _log_start(config: Config, run_: Run) -> None:
+def _log_start(run_: Run) -> None:
     if run_.ranks.is_main:  # writing all settings takes longer than a step of a small model
-        run_.report.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, run_.plan.steps_before)
-    log.info("%s", start_table(config, run_))
+        run_.report.run_log.texts({"config": f"```yaml\n{to_yaml(run_.config)}\n```"}, run_.plan.steps_before)
+    log.info("%s", start_table(run_))
     for note in run_.strategy.notes:
         log.info("%s", note)
 
@@ -168,8 +170,9 @@ def _write_settings(config: Config, run_dir: Path) -> None:
         file.write(to_yaml(config).encode())
 
 
-def _why_no_gather(config: Config, run_: Run) -> str | None:
+def _why_no_gather(run_: Run) -> str | None:
     """Why no loss can be over the outputs of all ranks, in words."""
+    config = run_.config
     if config.train.exact is not None:
         return f"train.exact={config.train.exact} computes each part of a batch alone; set it to null"
     if run_.data.split.num_micro_batches > run_.data.split.num_replicas:

@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from trainer.config import Config
 from trainer.context import Run
 from trainer.distributed import backend_flags
 from trainer.optim.param_groups import described
 from trainer.run_dir.console import table
 
 
-def start_table(config: Config, run: Run) -> str:
+def start_table(run: Run) -> str:
+    config = run.config
     ranks, train_loader, held_out = run.ranks, run.data.train_loader, run.data.eval_loader
     steps_per_epoch = "an unknown number" if (steps := train_loader.steps_per_epoch) is None else f"{steps:,}"
     processes = f"{layout(ranks.hosts)} processes"
@@ -22,7 +22,7 @@ def start_table(config: Config, run: Run) -> str:
             "model": f"{config.model['_target_']}, {run.plan.num_parameters:,} parameters",
             "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
             + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),
-            "optim": _optimizer_words(config, run),
+            "optim": _optimizer_words(run),
             **described(run.state.optimizer, run.state.trained),
             "batch": str(run.data.split),
             **_leaves(run),
@@ -48,10 +48,10 @@ def _leaves(run: Run) -> dict[str, str]:
     return {"exact": words + (f", since step {exact['since']:,}" if exact["since"] else "")}
 
 
-def _optimizer_words(config: Config, run: Run) -> str:
+def _optimizer_words(run: Run) -> str:
     trained = sum(parameter.numel() for parameter in run.state.trained.whole.values())
     frozen = run.plan.num_parameters - trained
-    return f"{config.optim['_target_']}{f', {frozen:,} parameters frozen' * (frozen > 0)}"
+    return f"{run.config.optim['_target_']}{f', {frozen:,} parameters frozen' * (frozen > 0)}"
 
 
 def _samples(number: int | None) -> str:
