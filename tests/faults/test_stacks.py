@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.futures import Future
 
-from trainer import accelerator, step, step_agreement
-from trainer import non_finite as gradients
+from trainer import accelerator, non_finite, step, step_agreement
 from trainer.faults import stacks as watched
 from trainer.faults.stacks import STACK_SIGNAL, StackReader, Stacks, ask, frames_of, waits
 
@@ -104,7 +103,7 @@ def test_who_waits_for_what_a_thread_moves_waits_for_others() -> None:
 SEAM = (accelerator.__file__, "130", "read")
 
 
-@pytest.mark.parametrize("file", [step_agreement.__file__, gradients.__file__])
+@pytest.mark.parametrize("file", [step_agreement.__file__, non_finite.__file__])
 @pytest.mark.parametrize("inner", [[], [(torch.cuda.streams.__file__, "7", "synchronize")], [SEAM]])
 def test_who_waits_in_a_step_for_all_ranks_waits_for_others(
     file: str, inner: list[tuple[str, str, str]]
