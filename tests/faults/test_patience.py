@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.guards.test_replica_check import QUICK
 from tests.ranks import run_ranks
 from tests.runs import train
-from tests.training.test_replica_check import QUICK
 
 TIMEOUT_S, LONG_S = 3.0, 4.0
 

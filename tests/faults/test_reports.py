@@ -16,9 +16,9 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.fault_parts import fault
+from tests.guards.test_replica_check import QUICK
 from tests.ranks import RankFailure, free_port, run_ranks
 from tests.runs import train
-from tests.training.test_replica_check import QUICK
 from trainer.faults import exit_report, reports
 from trainer.faults.ending import Ending
 from trainer.faults.fault_save import LastStep

@@ -59,7 +59,7 @@ RUN = (
     *("logger=jsonl", "train.max_steps=12", "train.log_every_steps=6", "schedule=constant"),
     "optim.momentum=0",
     *("data.dataset._target_=tests.tasks.test_label_counts.Blanked", "train.eval_every_epochs=0"),
-    *("data.task._target_=tests.training.test_loss_parts.Two", "model.hidden=[8]"),
+    *("data.task._target_=tests.report.test_loss_parts.Two", "model.hidden=[8]"),
     "checkpoint.every_epochs=null",
 )
 WAYS = {
@@ -128,7 +128,7 @@ def test_losses_of_replayed_graphs_are_kept_until_they_are_added_up(tmp_path: Pa
     """Of micro-batches too: one that has all labels of its step is not divided."""
     common = ("strategy=single", "train.global_batch_size=16", "train.micro_batch_size=8")
     replays = (
-        "data.task._target_=tests.training.test_loss_parts.Replayed",
+        "data.task._target_=tests.report.test_loss_parts.Replayed",
         "train.compile_mode=reduce-overhead",
     )
     plain = run_ranks(logged, 1, tmp_path / "plain", *common, init=False)

@@ -182,7 +182,7 @@ def test_objects_of_libraries_are_not_looked_into() -> None:
 @pytest.mark.slow
 def test_a_run_says_so(tmp_path: Path) -> None:
     train(
-        "model._target_=tests.checks.test_unsaved.Keeper",
+        "model._target_=tests.guards.test_unsaved.Keeper",
         "+model.kept=passes",
         "~model.input_shape",
         "~model.num_classes",

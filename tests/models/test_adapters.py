@@ -55,7 +55,7 @@ def words(root: Path, kind: str, *more: str) -> tuple[str, ...]:
         *("model=own", "data=own", "optim=adamw", "schedule=constant", "optim.lr=0.01", "logger=jsonl"),
         f"model._target_=transformers.{name}",
         f"+model.config={{_target_:transformers.{config},{settings}}}",
-        *("data.dataset._target_=tests.optim.test_adapters.Rows", f"+data.dataset.classes={kind == 'bert'}"),
+        *("data.dataset._target_=tests.models.test_adapters.Rows", f"+data.dataset.classes={kind == 'bert'}"),
         *("data.task._target_=trainer.tasks.OwnLoss", f"+data.task.shifted={kind == 'llama'}"),
         *("train.global_batch_size=4", "train.eval_every_epochs=0", "train.max_steps=4"),
         *("checkpoint.every_steps=2", "checkpoint.frozen=false", f"model.init_from={root / 'base'}"),
@@ -96,7 +96,7 @@ STRATEGIES = {
     "single": (1, ("strategy=single",)),
     "ddp": (2, ("strategy=ddp",)),
     "fsdp": (2, ("strategy=fsdp", "strategy.unit_min_params=2000")),
-    "short": (2, ("strategy=fsdp", "model._target_=tests.optim.test_adapters.short_llama")),
+    "short": (2, ("strategy=fsdp", "model._target_=tests.models.test_adapters.short_llama")),
 }
 
 
