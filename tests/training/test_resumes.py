@@ -7,9 +7,9 @@ import pytest
 
 from tests.distributed import test_trainer_gather
 from tests.ranks import run_ranks
+from tests.report import test_loss_parts
 from tests.runs import whole_and_resumed
 from tests.strategies import test_used
-from tests.training import test_loss_parts
 from trainer.data.tokenize import main
 
 SAVES = ("checkpoint.every_steps=2", "checkpoint.every_epochs=null", "checkpoint=sharded")
