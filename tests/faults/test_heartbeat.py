@@ -13,6 +13,8 @@ import pytest
 from tests.ranks import run_ranks
 from tests.runs import settings
 from trainer.faults.heartbeat import Heartbeat, Records
+from trainer.faults.neighbour import Neighbour, RankIdentity, introduction
+from trainer.faults.stacks import Stacks
 
 
 def test_what_was_entered_is_read() -> None:
@@ -34,6 +36,21 @@ def test_a_word_of_any_letters_fits() -> None:
     heartbeat, error = Heartbeat(), "\U0001f4a5\udc80" * 500
     heartbeat.note({"status": 1, "error": error})
     assert Records(heartbeat._memory).note() == {"status": 1, "error": error}
+
+
+@pytest.mark.parametrize(
+    ("phase", "is_silent"), [("forward", True), ("evaluate", True), ("checkpoint", False)]
+)
+def test_the_disk_makes_progress_for_a_rank_that_waits_for_it(phase: str, is_silent: bool) -> None:
+    """While a checkpoint is written beside the steps, a rank that hangs in one is silent."""
+    heartbeat, stacks = Heartbeat(), Stacks()
+    neighbour = Neighbour(RankIdentity(host=0, address=None, door=0, **introduction(0, heartbeat, stacks)))
+    heartbeat.enter(phase)
+    time.sleep(0.2)
+    with heartbeat.at_disk():
+        silent_s = neighbour.observe().silent_s
+    assert (silent_s >= 0.2) == is_silent
+    neighbour.close()
 
 
 def in_child(action: Callable[[], Any]) -> int:

@@ -54,6 +54,20 @@ def test_the_question_is_answered_by_the_main_thread_alone() -> None:
     reader.close()
 
 
+def test_a_crash_is_found_after_thousands_of_answers() -> None:
+    stacks = Stacks()
+    answer = "Stack of process 1 (most recent call first):\n" + '  File "a", line 1 in b\n' * 100 + "\n"
+    os.write(stacks.fd, answer.encode() * 1000)
+    os.write(
+        stacks.fd,
+        b'Fatal Python error: Aborted\n\nCurrent thread 0x2 (most recent call first):\n  File "c", line 2 in d\n',
+    )
+    reader = StackReader(os.getpid(), stacks.fd)
+    assert reader.size() > 2 << 20
+    assert frames_of(reader.read()) == [("c", "2", "d")]
+    reader.close()
+
+
 @pytest.mark.parametrize("is_in_python", [True, False])
 def test_only_a_process_that_is_in_c_code_gets_the_signal_that_c_code_answers(is_in_python: bool) -> None:
     """In a main thread that executes Python, the handler may walk a frame that is being freed: SIGSEGV."""

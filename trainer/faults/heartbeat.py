@@ -39,7 +39,7 @@ _FAULT_SAVE = _NOTE + _NOTE_BYTES  # what it does to save a step at a fault
 _SIZE = _FAULT_SAVE + _NOTE_BYTES
 # Words of a record, int64 each: after the first those of a Beat, in its order.
 _KIND, _PID, _POSITION, _PHASE, _STEP, _BUCKET, _BUCKETS, _INDEX, _PROGRESS, _TICK = range(10)
-_AT_DISK, _DISK_NS, _FINISHED, _RESUMED = range(10, 14)
+_AT_DISK, _DISK_NS, _FINISHED, _RESUMED, _DISK_PROGRESS = range(10, 15)
 _PAUSE_NS = 2_000_000_000  # without a tick for longer, the process was suspended, or blocked
 _NONE = -1
 _NAMES = list(PHASES)
@@ -56,12 +56,14 @@ class Beat:
         step: the current optimizer step, counted from 1; 0 before the first.
         bucket: the last bucket of gradients sent in this phase, if any; `buckets` counts them all.
         index: the sample being read, or the first one of the batch; None between batches.
-        progress_ns: the last progress: the phase, a bucket, a sample, bytes of a checkpoint.
+        progress_ns: the last progress: the phase, a bucket, a sample.
         tick_ns: when the process's own watch was last awake; 0 if it has none.
         at_disk: the number of threads that wait for the disk.
         disk_ns: how long they may.
         finished: the last step whose state is whole in memory; 0 if that is not known.
         resumed_ns: when its watch was awake again after a pause; 0 if it has had none.
+        disk_progress_ns: when a thread last began or ended an operation of the disk; 0 before the first. It
+            is no progress of a step beside which a checkpoint is written.
     """
 
     pid: int
@@ -77,6 +79,7 @@ class Beat:
     disk_ns: int
     finished: int
     resumed_ns: int
+    disk_progress_ns: int
 
     PLACE: ClassVar = ("phase", "step", "position", "bucket", "buckets", "finished")
 
@@ -176,7 +179,7 @@ class Heartbeat:
     def _count_at_disk(self, change: int) -> None:
         with self._counting:
             self._words[_AT_DISK] += change
-            self.progress()
+            self._words[_DISK_PROGRESS] = time.monotonic_ns()
 
     def tick(self) -> None:
         now, words = time.monotonic_ns(), self._words
@@ -252,7 +255,7 @@ def _words(memory: mmap.mmap, slot: int) -> memoryview:
 
 
 def _beat(words: memoryview) -> Beat:
-    values: list[Any] = words[_PID : _RESUMED + 1].tolist()
+    values: list[Any] = words[_PID : _DISK_PROGRESS + 1].tolist()
     values[_PHASE - 1] = _NAMES[values[_PHASE - 1]]
     for word in (_BUCKET, _INDEX):
         values[word - 1] = None if values[word - 1] == _NONE else values[word - 1]

@@ -101,8 +101,12 @@ class Neighbour:
             frames = stacks.frames_of(text) if crash else None
         elif now - beat.tick_ns > 2e9 * TICK_S:
             state = processes.state(member.pid)
+        waits_for_disk = beat.phase in _MAY_WRITE
         progress_ns = max(
-            [beat.progress_ns, *(worker.progress_ns for worker in self.busy_workers(beat)), since_ns]
+            beat.progress_ns,
+            beat.disk_progress_ns if waits_for_disk or beat.phase == "fault_save" else 0,
+            *(worker.progress_ns for worker in self.busy_workers(beat)),
+            since_ns,
         )
         waits = stacks.waits(frames or [])
         ended_at_ns = note.get("at_ns") or self.died_at_ns
@@ -120,7 +124,7 @@ class Neighbour:
             waits=waits,
             waited_s=now / 1e9 - self.frames_since_s if waits else 0.0,
             worker=note.get("worker") or self.worker_words,
-            patience_s=beat.disk_ns / 1e9 if beat.at_disk and beat.phase in _MAY_WRITE else 0.0,
+            patience_s=beat.disk_ns / 1e9 if beat.at_disk and waits_for_disk else 0.0,
         )
 
     def busy_workers(self, beat: Beat, blamed: str = "") -> list[Beat]:

@@ -27,6 +27,7 @@ _QUESTION = signal.SIGURG  # answered by Python code; by default a process ignor
 _HEADERS = re.compile(r"^(?=Stack |Thread 0x|Current thread )", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+|\?\?\?) in (.+)$', re.MULTILINE)
 _ROOT = str(Path(__file__).parents[1]) + os.sep
+_MOST_BYTES = 1 << 20  # read at once
 _INSTALLED = {"site-packages", "dist-packages"}  # in any of several environments
 # Their frames wait for what their caller has launched.
 _CALLED: tuple[tuple[str, ...], ...] = (
@@ -98,8 +99,10 @@ class StackReader:
     def __init__(self, pid: int, fd: int) -> None:
         self._fd = os.open(place_of(pid, fd), os.O_RDONLY)
 
-    def read(self, begin: int = 0) -> str:
-        return os.pread(self._fd, 1 << 20, begin).decode(errors="replace")
+    def read(self, begin: int | None = None) -> str:
+        """Up to 1 MiB from `begin` on; None: the last MiB, since the file grows with each answer."""
+        begin = max(0, self.size() - _MOST_BYTES) if begin is None else begin
+        return os.pread(self._fd, _MOST_BYTES, begin).decode(errors="replace")
 
     def close(self) -> None:
         os.close(self._fd)
