@@ -36,6 +36,10 @@ class UserError(RunEndError, ValueError):
     exit_code = 2
 
 
+class NoAccessError(UserError):
+    """There is no right to read or write something, so what is there is not known."""
+
+
 class Fault(RunEndError):  # noqa: N818, it is one
     """A disk, a network or a store has failed, told in a line: it may pass, so a restart is tried."""
 
@@ -130,6 +134,8 @@ def kind_of(error: BaseException) -> "type[UserError] | type[Fault]":
 
     For an OSError that is a path or its rights.
     """
+    if isinstance(error, PermissionError | NoAccessError):
+        return NoAccessError
     refused = error.errno in _REFUSALS if isinstance(error, OSError) else isinstance(error, UserError)
     return UserError if refused else Fault
 

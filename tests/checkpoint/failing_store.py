@@ -12,11 +12,13 @@ class FailingStore(LocalFileSystem):
 
     Attributes:
         failures: by method and part of a path, how many more calls of such a path fail.
+        error: with which error.
     """
 
     protocol = "failing"
     cachable = False
     failures: ClassVar[dict[tuple[str, str], int]] = {}
+    error: ClassVar[OSError] = OSError("500 Internal Server Error")
     isdir = AbstractFileSystem.isdir
 
     def __init__(self, **options: Any) -> None:
@@ -43,7 +45,7 @@ class FailingStore(LocalFileSystem):
         for (of, part), left in self.failures.items():
             if of == method and part in str(path) and left:
                 self.failures[of, part] -= 1
-                raise OSError("500 Internal Server Error")
+                raise self.error
 
 
 fsspec.register_implementation("failing", FailingStore, clobber=True)

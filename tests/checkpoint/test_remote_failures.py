@@ -11,12 +11,15 @@ from tests.checkpoint.failing_store import FailingStore
 from tests.checkpoint.test_remote import _claimed, _save, _steps_there, _wait, remote_of
 from trainer.checkpoint.listing import all_found
 from trainer.checkpoint.manifest import verify, write_text
+from trainer.checkpoint.open_checkpoint import first_intact
 from trainer.checkpoint.remote import Remote
 from trainer.checkpoint.store import Store
-from trainer.errors import UserError
+from trainer.distributed.agreement import Alone
+from trainer.errors import NoAccessError, UserError
 from trainer.files.address import Address, UnreachableError
 
 QUESTIONS = (("info", "checkpoints"), ("ls", "checkpoints"), ("info", "20/manifest.json"))
+FORBIDDEN = PermissionError("403 Forbidden")
 READS = (("info", "20/a.txt"), ("cat_file", "20/manifest.json"), ("cat_file", "20/a.txt"))
 
 
@@ -47,11 +50,15 @@ def _copied(root: Path, *steps: int) -> tuple[Store, Remote]:
     return here, remote
 
 
+@pytest.mark.parametrize("error", [FailingStore.error, FORBIDDEN], ids=str)
 @pytest.mark.parametrize("call", [*QUESTIONS, *READS])
-def test_the_newest_is_found_though_a_call_fails_thrice(tmp_path: Path, call: tuple[str, str]) -> None:
+def test_the_newest_is_found_though_a_call_fails_thrice(
+    tmp_path: Path, call: tuple[str, str], error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _copied(tmp_path, 10, 20)
     elsewhere, remote = _run(tmp_path, "elsewhere")
     FailingStore.failures[call] = 3
+    monkeypatch.setattr(FailingStore, "error", error)
     newest = all_found(elsewhere, str(remote._address))[0].path
     verify(newest)
     assert newest.name == "step_00000020"
@@ -73,6 +80,21 @@ def test_no_answer_is_not_taken_for_nothing(
         all_found(elsewhere, str(remote._address))
     assert [each.path.name[-2:] for each in all_found(here, str(remote._address))] == ["20", "10"]
     assert "500 Internal Server Error; going by what is in" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "call", [("cat_file", "20/manifest"), ("info", "20/a.txt"), ("cat_file", "20/a.txt")]
+)
+def test_a_refusal_is_no_damage(
+    tmp_path: Path, call: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else resume=auto would go on from an older checkpoint, because of rights that come back."""
+    _copied(tmp_path, 10, 20)
+    elsewhere, remote = _run(tmp_path, "elsewhere")
+    monkeypatch.setattr(FailingStore, "error", FORBIDDEN)
+    FailingStore.failures[call] = 1000
+    with pytest.raises(NoAccessError, match="cannot be reached: PermissionError: 403"):
+        first_intact([each.path for each in all_found(elsewhere, str(remote._address))], Alone())
 
 
 def test_a_store_that_does_not_answer_loses_no_checkpoint(tmp_path: Path) -> None:

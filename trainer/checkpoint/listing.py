@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_of
 from trainer.config import CheckpointConfig, KeepBest
-from trainer.errors import Fault, UserError, kind_of
+from trainer.errors import Fault, NoAccessError, UserError, kind_of
 from trainer.files.address import Address, Location, UnreachableError
 from trainer.files.untrusted import printable
 
@@ -71,13 +71,14 @@ class Listing(Generic[P]):
         older.
 
         Raises:
-            Fault: a disk or an address does not answer; which is the newest there is not known.
+            Fault, NoAccessError: a disk or an address does not answer, or refuses to; which is the newest
+                there is not known.
         """
         found: list[Found[P]] = []
         for path in self.directories():
             try:
                 manifest = self.manifest(path)
-            except UnreachableError:
+            except (UnreachableError, NoAccessError):
                 raise
             except UserError:
                 with contextlib.suppress(FileNotFoundError):  # its run has just deleted it

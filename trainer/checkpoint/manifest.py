@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from trainer.checkpoint.evaluations import State
 from trainer.checkpoint.reading import MissingFileError, PlainFile, opened
-from trainer.errors import UserError
+from trainer.errors import NoAccessError, UserError
 from trainer.faults.heartbeat import at_disk
 from trainer.files.address import Location, UnreachableError
 from trainer.files.untrusted import printable, read_json
@@ -241,7 +241,7 @@ def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile
     """
     try:
         file = opened(directory / name)
-    except UnreachableError:
+    except (UnreachableError, NoAccessError):
         raise
     except UserError as error:
         raise UserError(f"{printable(directory)} is damaged: {error}") from error

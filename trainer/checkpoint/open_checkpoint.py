@@ -16,7 +16,7 @@ from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import Stored, as_tensor, read_header, stored_as
 from trainer.checkpoint.tree import is_extra_state, put_together
 from trainer.distributed.agreement import Agreement
-from trainer.errors import UserError
+from trainer.errors import NoAccessError, UserError
 from trainer.files.address import Location
 from trainer.files.untrusted import first_five, printable, read_json
 from trainer.state.train_state import Progress
@@ -229,15 +229,18 @@ def verified_by_all(directory: Location, agreement: Agreement) -> OpenCheckpoint
 
 
 def first_intact(found: Sequence[Location], agreement: Agreement, more: str = "") -> OpenCheckpoint:
-    """The first of ``found`` that verifies (a collective).
+    """The first of ``found`` that verifies (a collective); damaged ones are passed over.
 
     Raises:
         UserError: there is none; with ``more`` at the end.
+        NoAccessError, Fault: one cannot be read now.
     """
     reasons: list[str] = []
     for directory in found:
         try:
             return verified_by_all(directory, agreement)
+        except NoAccessError:  # it may be whole, so an older one would be the wrong one
+            raise
         except UserError as error:
             reasons.append(str(error))
             if agreement.rank == 0:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, TypeAlias, TypeVar
 
-from trainer.errors import Fault, UserError
+from trainer.errors import Fault, NoAccessError, UserError
 from trainer.files.untrusted import printable, reason
 
 _T = TypeVar("_T")
@@ -18,14 +18,14 @@ _T = TypeVar("_T")
 # Stores without folders. Making one there could create a bucket.
 _FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
 _PAUSES_S = (1.0, 2.0, 4.0)  # between the tries of a question
-_FINAL = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)  # the same at each try
+_FINAL = (NotImplementedError, ImportError, TypeError, ValueError)  # the same at each try
 
 
 class UnreachableError(Fault):
     """The store gave no answer: what is there is not known."""
 
 
-class NoAccessError(UnreachableError, UserError):
+class RefusedError(UnreachableError, NoAccessError):
     """It never will: no right, no such store, or its library is missing."""
 
     exit_code = UserError.exit_code
@@ -72,7 +72,8 @@ class Address:
             raise FileNotFoundError(str(self)) from error
         except Exception as error:  # each store has its own
             words = f"{printable(self)} cannot be reached: {type(error).__name__}: {reason(error)}"
-            raise (NoAccessError if isinstance(error, _FINAL) else UnreachableError)(words) from error
+            is_refused = isinstance(error, (PermissionError, *_FINAL))
+            raise (RefusedError if is_refused else UnreachableError)(words) from error
 
     def _ask(self, question: Callable[[Any, str], _T]) -> _T:
         """The answer of the store to a question about the path, which changes nothing there."""
@@ -81,7 +82,7 @@ class Address:
                 with self._refusals():
                     return question(*self._store)
             except UnreachableError as error:
-                if pause_s is None or isinstance(error, NoAccessError):
+                if pause_s is None or isinstance(error.__cause__, _FINAL):
                     raise
                 time.sleep(pause_s)
         raise AssertionError("unreachable")
