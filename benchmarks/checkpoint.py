@@ -94,7 +94,7 @@ def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]
         """The time that training waits: for the call, and before the update for the rest of the copy."""
         seconds = timed(lambda: in_background.save(state))
         compute(state)
-        return seconds + timed(in_background.saving.copied)
+        return seconds + timed(in_background.saving.wait_until_copied)
 
     ways: dict[str, Callable[[], float]] = {
         "torch.save + fsync": lambda: timed(lambda: torch_save(state, torch_file)),

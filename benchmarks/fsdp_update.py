@@ -27,7 +27,7 @@ def ours(model: nn.Module) -> Callable[[], None]:
     optimizer = build_optimizer(trained, {"_target_": "torch.optim.AdamW", "lr": 1e-3})
 
     def update() -> None:
-        trained.take_gradients()
+        trained.attach_gradients()
         optimizer.step()
         trained.drop_gradients()
 

@@ -47,7 +47,7 @@ def save_forever(rank: int, root: Path, way: str, gigabytes: float, done: Any) -
     state = build_state(gigabytes, lambda model: fully_shard(model, mesh=mesh))
     checkpointer = tiny.checkpointer(root, keep_last=1, state=state, **WAYS[way])
     for step in itertools.count(1):
-        checkpointer.saving.copied()
+        checkpointer.saving.wait_until_copied()
         with torch.no_grad():
             for tensor in take_apart(state.state_dict())[0].values():
                 to_local(tensor).fill_(step)

@@ -73,10 +73,10 @@ def switch_watch(is_on: threading.Event) -> None:
 
 
 def switch_snapshot(is_on: threading.Event) -> None:
-    from trainer.guards.failure_snapshot import FailureSnapshot, NoSnapshot
+    from trainer.guards.failure_snapshot import FailureSnapshot, Snapshot
 
     for name in ("update", "waiting"):
-        on, off = getattr(FailureSnapshot, name), getattr(NoSnapshot, name)
+        on, off = getattr(FailureSnapshot, name), getattr(Snapshot, name)
         setattr(FailureSnapshot, name, _one_of(is_on, on, off))
 
 

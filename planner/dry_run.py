@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.ledger import MemoryLedger
 from planner.pretend import DryRunWorld, FusedAttention, as_rank_of, repeated, without_values
@@ -37,6 +36,7 @@ from trainer.strategies.base import grad_scaler, parameter_count
 from trainer.tasks import offers
 from trainer.tasks.base import call_begin_step
 from trainer.tensors.local_shard import to_local
+from trainer.torch_private import fake_tensor_mode
 
 STATE = ("parameters", "optimizer", "averages")
 
@@ -98,7 +98,7 @@ class DryRun:
             placed = simulated_strategy(config, ranks, world.per_host)
             to_device = self.to_device(placed.device)
             numberless = without_values(model, placed)
-            fakes = FakeTensorMode(allow_non_fake_inputs=True)
+            fakes = fake_tensor_mode()
             # for outputs that are views; more are with fake tensors
             quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
             with quiet, fakes, FusedAttention(), MemoryLedger() as ledger:
@@ -210,7 +210,7 @@ class Stage:
         self._name_gradients(module)
         strategy.aggregate(module)
         self._name_gradients(self._plain)
-        state.trained.take_gradients()
+        state.trained.attach_gradients()
         if self._config.train.clip_grad_norm is not None:
             strategy.grad_norm(state.trained)
         state.optimizer.step()

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.tensors.local_shard import to_local
 from trainer.tensors.nested import leaves
+from trainer.torch_private import TorchDispatchMode
 
 KINDS = ("parameters", "gradients", "optimizer", "averages", "communication", "activations")
 _REST, _COMMUNICATION = "activations", "communication"

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed import fake_pg
 
 from planner.ledger import parts
 from planner.simulated import CPU, PlacedStrategy
 from trainer.distributed.ranks import Ranks
 from trainer.strategies.meta_init import InitialModel, named_tensors, replace
 from trainer.tensors.nested import leaves, mapped
+from trainer.torch_private import fake_store, is_fake
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class DryRunWorld:
 
 @contextmanager
 def as_rank_of(world: DryRunWorld) -> Iterator[Ranks]:
-    dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
+    dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_store())
     try:
         hosts = tuple(rank // world.per_host for rank in range(world.size))
         local = min(world.per_host, world.size)
@@ -50,7 +49,7 @@ def without_values(model: InitialModel, placed: PlacedStrategy) -> InitialModel:
     sparse = {id(t): parts(t) for _, t in named_tensors(model.module) if t.layout != torch.strided}
 
     def fake(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor | DTensor):
+        if isinstance(tensor, DTensor) or is_fake(tensor):
             return tensor
         device = placed.device
         if tensor.layout == torch.strided:

@@ -73,7 +73,7 @@ def test_a_task() -> None:
 def trained_plainly(*overrides: str) -> dict[str, torch.Tensor]:
     plain = names("trainer/strategies/plain.py")["Plain"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.run.build_strategy", lambda config, ranks: plain(ranks, _computing()))
+        patch.setattr("trainer.assemble.build_strategy", lambda config, ranks: plain(ranks, _computing()))
         return trained(*overrides)
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from trainer.guards.failure_snapshot import NoSnapshot
+from tests.runs import settings
+from trainer.guards.failure_snapshot import Snapshot
 from trainer.report.weight_statistics import WeightStatistics
 from trainer.state.progress import Update
 from trainer.state.train_state import TrainState
@@ -19,9 +20,7 @@ def run_of(state: TrainState, device: str = "cpu") -> Any:
     ranks: Any = SimpleNamespace(
         rank=0, world_size=1, is_main=True, device=there, describe=lambda rank: "here"
     )
-    train = SimpleNamespace(
-        clip_grad_norm=None, skip_nonfinite=0, global_batch_size=1, logs=lambda step: False
-    )
+    train = settings("train.global_batch_size=1", "train.log_every_steps=null").train
     return SimpleNamespace(
         ranks=ranks,
         state=state,
@@ -29,13 +28,13 @@ def run_of(state: TrainState, device: str = "cpu") -> Any:
         strategy=Strategy(there, Computing()),
         config=SimpleNamespace(train=train),
         data=SimpleNamespace(train_loader=SimpleNamespace(not_finite=lambda *begin: None)),
-        agreement=SimpleNamespace(finish=lambda: SimpleNamespace(data_left=True)),
+        agreement=SimpleNamespace(result=lambda: SimpleNamespace(data_left=True)),
         report=SimpleNamespace(weight_statistics=WeightStatistics(state.model, ranks, None)),
-        guards=SimpleNamespace(snapshot=NoSnapshot(), kept_buffers=None),
+        guards=SimpleNamespace(snapshot=Snapshot(), kept_buffers=None),
     )
 
 
 def update(run: Any, step: int = 1) -> Update:
     """Update the parameters of `run` from their gradients."""
-    run.state.take_gradients()
+    run.state.attach_gradients()
     return apply_update(run, step, run.state.trained.gradient_norm(), ())

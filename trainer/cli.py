@@ -8,7 +8,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import hydra
@@ -127,10 +126,11 @@ def loaded_run() -> Callable[[config.Config], dict[str, Any]]:
     """
     gc.disable()
     from trainer.run import run
+    from trainer.torch_private import load_compiler
 
     gc.freeze()
     # As an optimizer, DDP and DTensor would later: as many objects as torch itself. They are not frozen:
     # Triton is among them, and would report leaks at the end.
-    import_module("torch._dynamo")
+    load_compiler()
     gc.enable()
     return run

@@ -1,4 +1,4 @@
-"""The parts of a run: created by `run`, used by the loop."""
+"""The parts of a run: built by `assemble`, used by the loop."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from trainer.data.loading.loaders import EvalLoader, TrainLoader
 from trainer.distributed.ranks import Ranks
 from trainer.evaluation import ModelContext
 from trainer.guards.buffers import BufferCheck
-from trainer.guards.failure_snapshot import NoSnapshot
+from trainer.guards.failure_snapshot import Snapshot
 from trainer.guards.kept_buffers import KeptBuffers
 from trainer.guards.replicas import ReplicaCheck
 from trainer.guards.unsaved import UnsavedState
@@ -54,7 +54,7 @@ class Guards(NamedTuple):
     replicas: ReplicaCheck
     unsaved: UnsavedState
     buffers: BufferCheck
-    snapshot: NoSnapshot  # a `FailureSnapshot`, if a survivor of a failure may save
+    snapshot: Snapshot  # a `FailureSnapshot`, if a survivor of a failure may save
     kept_buffers: KeptBuffers | None  # after the last step, for the snapshot or a step that is skipped
 
 

@@ -31,6 +31,7 @@ from trainer.strategies.build import build_strategy
 from trainer.tasks import offers
 from trainer.tasks.base import call_begin_step
 from trainer.tensors.generators import generators_kept
+from trainer.torch_private import num_collectives
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def _first_without_memory(config: Config, ranks: Ranks, size: int, most: int, sm
     gc.collect()
     if is_accelerator(ranks.device):
         torch.accelerator.empty_cache()
-    mine = fits, [group._get_sequence_number_for_group() for group in groups]  # type: ignore[attr-defined]
+    mine = fits, [num_collectives(group) for group in groups]
     try:
         found = agreement.gather(mine) if agreement is not None else gather_objects(mine)
     except RuntimeError:
@@ -145,7 +146,7 @@ def _make_steps(
             is_last = number == num_micro_batches
             forward_backward(strategy, task, module, to_device(batch), scaled, is_last=is_last)
         strategy.aggregate(module)
-        trained.take_gradients()
+        trained.attach_gradients()
         optimizer.step()
         trained.drop_gradients()
     del beside

@@ -48,7 +48,7 @@ def train_step(run: Run, batches: Batches) -> Step:
     run.agreement.start(counts, run.asked(), batches.data_left, other_trained)
 
     if other_trained:
-        run.agreement.finish()  # raises if only some ranks changed what they train
+        run.agreement.result()  # raises if only some ranks changed what they train
         with run.report.meter.resting():
             if follow_begin_step(run):
                 make_dry_run(run, micro_batches)
@@ -68,10 +68,10 @@ def train_step(run: Run, batches: Batches) -> Step:
     if run.config.train.logs(step):
         run.guards.buffers.compare([run.guards.buffers.hashes()] if losses else [])
     strategy.share_buffers(run.model)
-    agreed = run.agreement.finish()
-    state.take_gradients()
+    agreed = run.agreement.result()
+    state.attach_gradients()
     norm = strategy.grad_norm(state.trained)
-    run.checkpointer.saving.copied()
+    run.checkpointer.saving.wait_until_copied()  # of an asynchronous save, before the weights change
     update = apply_update(run, step, norm, losses)
     return Step(losses, norm, update, agreed.after)
 
@@ -87,8 +87,9 @@ def add_gradients(run: Run, batch: Any, label_count: float, step: int, number: i
 
     def between(loss: Tensor, parts: Mapping[str, Any] | None) -> Tensor:
         nonlocal loss_of_step
-        # The labels of a mean replica if gradients are averaged over replicas, of all if they are added up.
-        all_labels = run.agreement.finish().num_labels / strategy.order.mean_over(strategy.num_replicas)
+        # DDP and FSDP divide the sum of gradients by the number of replicas, so the loss is divided by the
+        # mean number of labels of a replica; with train.exact nothing is divided later, so by that of all.
+        all_labels = run.agreement.result().num_labels / strategy.order.mean_over(strategy.num_replicas)
         loss = divided(loss, all_labels, label_count)
         run.report.meter.count_batch(run.task, batch, parts, all_labels, label_count)
         enter("backward")

@@ -43,7 +43,7 @@ class Agreed(NamedTuple):
 class StepAgreement:
     """One sum over ranks, of six numbers, in each step.
 
-    `start` is called when the micro-batches of a step have been read, and `finish` when its first loss is
+    `start` is called when the micro-batches of a step have been read, and `result` when its first loss is
     computed: the numbers travel meanwhile. Because of them, every rank leaves the loop after the same step.
     """
 
@@ -96,7 +96,7 @@ class StepAgreement:
             self._sums.copy_(there, non_blocking=True)
             self._done.record()
 
-    def finish(self) -> Agreed:
+    def result(self) -> Agreed:
         """Wait for the numbers of all ranks; after the first call in a step, return them again.
 
         Raises:

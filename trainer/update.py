@@ -2,12 +2,12 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer import accelerator
 from trainer.context import Run
@@ -16,6 +16,7 @@ from trainer.non_finite import non_finite_error
 from trainer.state.progress import Update
 from trainer.task_hooks import end_step_of_task
 from trainer.tensors.generators import seed_micro_batch
+from trainer.torch_private import skipped_on_device, skips_on_device
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
     """Check the gradients, clip them, step the optimizer, and advance schedule, average and counters.
 
     Call on every rank, when the gradients of `step` are complete (a collective). A loss that is NaN or Inf
-    makes the gradients of all ranks NaN (`step.add_gradients`), so the norm tells each rank the same.
+    makes the gradients of all ranks NaN (see `forward_backward`), so the norm tells each rank the same.
 
     On a GPU the host waits for the norm. If the optimizer reads on the device whether to change anything, the
     host launches the update before it waits, so that the GPU's queue does not run dry. It waits first if
@@ -40,7 +41,8 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
         NonFiniteError: on every rank; no parameter has changed.
     """
     state, strategy, settings = run.state, run.strategy, run.config.train
-    with run.guards.snapshot.update(step):
+    statistics = run.report.weight_statistics.around_update(step, settings.logs(step))
+    with statistics, run.guards.snapshot.update(step):  # within the snapshot, ddp waits for no rank
         on_host, copied = norm.to("cpu", non_blocking=True), accelerator.event(norm.device)
         copied.record()
 
@@ -51,16 +53,15 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
 
         waits_later = _may_wait_later(run, norm)
         update = Update.MADE if waits_later else check()
-        with run.report.weight_statistics.around_update(step, settings.logs(step)):
-            if update is Update.MADE:
-                if settings.clip_grad_norm is not None:
-                    nn.utils.clip_grads_with_norm_(state.trained.own.values(), settings.clip_grad_norm, norm)
-                if state.update_may_draw:  # the same numbers on replicas, others where ranks update shards
-                    updater = run.ranks.rank if strategy.gradients_differ else 0
-                    seed_micro_batch(run.seed, step, -1 - updater, strategy.devices)
-                with _skipped_on_device(state.optimizer, norm) if waits_later else nullcontext():
-                    state.optimizer.step()
-                strategy.share_updates()
+        if update is Update.MADE:
+            if settings.clip_grad_norm is not None:
+                nn.utils.clip_grads_with_norm_(state.trained.own.values(), settings.clip_grad_norm, norm)
+            if state.update_may_draw:  # the same numbers on replicas, others where ranks update shards
+                updater = run.ranks.rank if strategy.gradients_differ else 0
+                seed_micro_batch(run.seed, step, -1 - updater, strategy.devices)
+            with _skipped_unless_finite(state.optimizer, norm) if waits_later else nullcontext():
+                state.optimizer.step()
+            strategy.share_updates()
         if waits_later:
             update = check()
         is_made = update is Update.MADE
@@ -71,7 +72,7 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
             end_step_of_task(run, step)
         if run.guards.kept_buffers is not None:
             run.guards.kept_buffers.keep()
-        data_left = run.agreement.finish().data_left
+        data_left = run.agreement.result().data_left
         state.progress.advance(settings.global_batch_size, data_left, is_made)
     return update
 
@@ -105,15 +106,11 @@ def _may_wait_later(run: Run, norm: Tensor) -> bool:
     """Return whether every step makes an update, and the optimizer itself reads a flag on the GPU."""
     if norm.is_cpu or run.config.train.skip_nonfinite or run.state.scaler.is_enabled():
         return False
-    is_on_one_device = len(run.strategy.devices) == 1
-    return is_on_one_device and getattr(run.state.optimizer, "_step_supports_amp_scaling", False)
+    return len(run.strategy.devices) == 1 and skips_on_device(run.state.optimizer)
 
 
-@contextmanager
-def _skipped_on_device(optimizer: Any, norm: Tensor) -> Iterator[None]:
-    """Within, a step of `optimizer` changes nothing if `norm` is NaN or Inf: by the flag of GradScaler."""
+def _skipped_unless_finite(optimizer: Optimizer, norm: Tensor) -> AbstractContextManager:
+    """Within, a step of `optimizer` changes nothing if `norm` is NaN or Inf."""
     found = norm.new_empty((), dtype=torch.float32)
     torch.ne(norm - norm, 0, out=found)  # NaN unless it is finite; isfinite() launches six kernels
-    optimizer.found_inf, optimizer.grad_scale = found, None
-    yield
-    del optimizer.found_inf, optimizer.grad_scale
+    return skipped_on_device(optimizer, found)

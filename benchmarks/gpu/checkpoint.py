@@ -30,7 +30,7 @@ def measure(day: Day) -> Iterator[Row]:
                     pass
                 day.finish()
                 called = _seconds(lambda made=made: save(made))
-                copied = _seconds(made.checkpointer.saving.copied)
+                copied = _seconds(made.checkpointer.saving.wait_until_copied)
                 waited.append(called + copied)
                 written = _seconds(made.checkpointer.saving.done)
             note = f"the first {waited[0]:.2f} s; then {written:.2f} s more in the background" * in_background

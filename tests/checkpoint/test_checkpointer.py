@@ -137,7 +137,7 @@ def _fail_to_copy(run_dir: Path, sharded: bool) -> list[str]:
         state.progress.step += 1
         checkpointer._stage = failing if tiny.facts().rank == 1 else stage
         saving = checkpointer.save(state)
-        saving.copied()
+        saving.wait_until_copied()
         with pytest.raises(Fault) as fault:
             saving.done()
         messages.append(str(fault.value))
@@ -173,7 +173,7 @@ def _gpu_cpu_gpu(run_dir: Path, format: str, async_: bool) -> None:
     tiny.train(on_gpu, 2)
     checkpointer = tiny.checkpointer(run_dir / "gpu", device, format=format, async_=async_, state=on_gpu)
     checkpointer.save(on_gpu)
-    tiny.train(on_gpu, 1, before_update=checkpointer.saving.copied)
+    tiny.train(on_gpu, 1, before_update=checkpointer.saving.wait_until_copied)
     checkpointer.saving.done()
     on_cpu = tiny.train_state(seed=3)
     assert tiny.restore(tiny.checkpointer(run_dir / "gpu"), on_cpu, "auto")

@@ -59,7 +59,7 @@ def _refused(run_dir: Path, sharded: bool, async_: bool) -> list[str]:
         tiny.train(state, 1)
         state.update_average()
         checkpointer.save(state)
-        tiny.train(state, 1, before_update=checkpointer.saving.copied)
+        tiny.train(state, 1, before_update=checkpointer.saving.wait_until_copied)
         _poison(state, what, value)
         with pytest.raises(NonFiniteError) as refusal:
             checkpointer.save(state)

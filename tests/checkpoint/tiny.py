@@ -136,7 +136,7 @@ def train(state: TrainState, steps: int, before_update: Callable[[], None] = lam
             if parameter.grad is not None and parameter.is_cpu and not isinstance(parameter, DTensor):
                 torch_dist.all_reduce(parameter.grad, torch_dist.ReduceOp.SUM)
         before_update()
-        state.trained.take_gradients()
+        state.trained.attach_gradients()
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.schedule.step()

@@ -135,11 +135,13 @@ class Part:
 def test_nothing_of_the_run_before_is_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     before: list[weakref.ref[Part]] = []
 
-    def shrinks_once(config: object, here: Place | None, stop: object, parts: list[Part]) -> dict[str, Any]:
+    def shrinks_once(
+        config: object, here: Place | None, stop: object, at_shrink: contextlib.ExitStack
+    ) -> dict[str, Any]:
         if here is not None:
             return {"kept": before[0]()}
-        parts.append(Part())
-        before.append(weakref.ref(parts[0]))
+        at_shrink.callback(run._close, part := Part())
+        before.append(weakref.ref(part))
         raise shrink.Shrunk(Place(0, 1, 0, 1, 0, None, None), Path("run"))
 
     monkeypatch.setattr(run, "_run", shrinks_once)

@@ -79,7 +79,7 @@ def broken(*overrides: str) -> None:
         raise RuntimeError("the set-up is broken")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.run.build_task", build_task)
+        patch.setattr("trainer.assemble.build_task", build_task)
         train(*TINY, *overrides)
 
 

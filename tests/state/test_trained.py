@@ -41,7 +41,7 @@ def _norms(hybrid: bool) -> dict[str, Any]:
         )
         whole.grad = distribute_tensor(gradients[-1], whole.device_mesh, whole.placements)
     theirs = nn.utils.get_total_norm([whole.grad for whole in trained.whole.values()])  # type: ignore[misc]
-    trained.take_gradients()
+    trained.attach_gradients()
     norm = trained.gradient_norm()
     nn.utils.clip_grads_with_norm_(trained.own.values(), 1.0, norm)
     clipped = [whole.grad.full_tensor() for whole in trained.whole.values()]  # type: ignore[union-attr]
@@ -62,7 +62,7 @@ def _steps(moves: bool) -> list[Tensor]:
     optimizer = torch.optim.AdamW(trained.own.values(), lr=0.1, fused=True)
     for step in range(3):
         model(torch.full((2, 3), 1.0 + step)).backward()
-        trained.take_gradients()
+        trained.attach_gradients()
         optimizer.step()
         trained.drop_gradients()
     return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]

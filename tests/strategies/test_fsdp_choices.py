@@ -80,7 +80,7 @@ def _accumulated(
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
         else:
             trained = Trained(model)
-            trained.take_gradients()
+            trained.attach_gradients()
             norm = strategy.grad_norm(trained)
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     whole = {name: grad.full_tensor() if strategy else grad for name, grad in found.items()}  # type: ignore

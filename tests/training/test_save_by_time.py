@@ -15,7 +15,7 @@ def _asked_by_the_clock(run_dir: Path) -> list[Agreed]:
         checkpointer._last_save_s -= 60 * minutes
         is_due = ranks.is_main and checkpointer.minutes_are_over()
         agreement.start((1.0,), AfterStep.SAVE if is_due else AfterStep.CONTINUE, True)
-        found.append(agreement.finish())
+        found.append(agreement.result())
         state.progress.step += 1
         if found[-1].after is AfterStep.SAVE:
             checkpointer.save(state)

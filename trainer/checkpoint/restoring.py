@@ -30,7 +30,7 @@ from trainer.model.plain_names import (
 )
 from trainer.model.trained import Trained
 from trainer.optim.combined import has_user_part
-from trainer.optim.continued import OF_SCHEDULES
+from trainer.optim.resumed import OF_SCHEDULES
 from trainer.state.train_state import TrainState
 from trainer.tensors.bits import as_bytes, same_bits
 from trainer.tensors.local_shard import is_dtensor

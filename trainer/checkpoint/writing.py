@@ -161,7 +161,7 @@ class Saving:
             self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
             self._thread.start()
 
-    def copied(self) -> None:
+    def wait_until_copied(self) -> None:
         """Wait until the state is copied; called before it changes. `done` raises if the copy failed."""
         if self._copy is not None:
             wait([self._copy])

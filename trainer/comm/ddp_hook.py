@@ -24,6 +24,7 @@ from trainer.comm.executor import Executor
 from trainer.comm.overlap import SideStream, Worker
 from trainer.comm.timeline import BucketRecord, GpuClock, Timeline
 from trainer.exact.leaf_sums import LeafSums, Message
+from trainer.torch_private import profiler_enabled
 
 WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of chunks as sent; fp32 means uncompressed, in the dtype of the data."""
@@ -57,7 +58,7 @@ class CommHook:
         self._enter("all_reduce", bucket.index())
         sent = bucket if self._leaf_sums is None else self._leaf_sums.message(bucket)
         record = self.timeline.arrive(bucket.index(), sent.buffer().nbytes, bucket.is_last())
-        if not torch.autograd._profiler_enabled():  # a range costs 30 us, and only the profiler sees it
+        if not profiler_enabled():  # a range costs 30 us, and only the profiler sees it
             return self._reduced(sent, record)
         with record_function(f"all-reduce {record.label}") as profiled:
             # The range must begin here, on a thread that the profiler watches, and end when the bucket is

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trainer import accelerator
+from trainer import accelerator, torch_private
 from trainer.config import TrainConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,16 +69,16 @@ def peak_is_tf32(device: torch.device) -> bool:
 
 
 def record_memory_history(device: torch.device) -> None:
-    """Note each allocation from now on, on CUDA; documented by torch, in spite of the underscores."""
+    """Note each allocation from now on, on CUDA."""
     if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=200_000)
+        torch_private.record_memory_history(max_entries=200_000)
 
 
 def write_memory_history(device: torch.device, file: Path) -> None:
     """Write what was noted, and note no more."""
     if device.type == "cuda":
-        torch.cuda.memory._dump_snapshot(str(file))
-        torch.cuda.memory._record_memory_history(enabled=None)
+        torch_private.write_memory_history(file)
+        torch_private.record_memory_history(max_entries=None)
 
 
 def described(train: TrainConfig, device: torch.device) -> str:

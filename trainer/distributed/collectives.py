@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.distributed.shrink import connecting
 from trainer.tensors.bits import bytes_of
+from trainer.torch_private import foreach_copy
 
 _TOGETHER_BYTES = 1 << 24
 _RENAMED = hasattr(dist, "all_gather_single")  # torch 2.14 warns of the former names
@@ -69,7 +70,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
         parts = zip(together, message.split([tensor.nbytes for tensor in together]), strict=True)
         for _, alike in groupby(parts, key=lambda pair: pair[0].dtype):  # of one dtype: copied by one kernel
             pairs = [(own, part.view(own.dtype).view(own.shape)) for own, part in alike]
-            torch._foreach_copy_([own for own, _ in pairs], [value for _, value in pairs])
+            foreach_copy([own for own, _ in pairs], [value for _, value in pairs])
 
 
 def broadcast_buffers(module: nn.Module, src: int) -> None:

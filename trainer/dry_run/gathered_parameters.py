@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer.errors import UserError, first_few
 from trainer.tensors.bits import same_bits
 from trainer.tensors.local_shard import is_dtensor, own_rows, to_local
+from trainer.torch_private import version_of
 
 
 class GatheredParameters:
@@ -64,7 +65,7 @@ class GatheredParameters:
     def _begin(self, prefix: str, module: nn.Module, *_: Any) -> None:
         for name, parameter in _gathered(prefix, module):
             if parameter not in self.names:
-                self.names[parameter], self._versions[parameter] = name, parameter._version
+                self.names[parameter], self._versions[parameter] = name, version_of(parameter)
 
     @torch.no_grad()
     def _end(self, prefix: str, module: nn.Module, *_: Any) -> None:
@@ -76,7 +77,7 @@ class GatheredParameters:
                 )
             is_same = now in self.names and now.requires_grad == shard.requires_grad
             # Also where the values are the same by chance, as a teacher's that is still equal to its student.
-            is_same = is_same and now._version == self._versions[now]
+            is_same = is_same and version_of(now) == self._versions[now]
             rows = now.detach()[slice(*own_rows(shard))]
             if not is_same or not same_bits(rows, to_local(shard).to(rows.device, rows.dtype)):
                 self._changed.add(name)

@@ -34,6 +34,7 @@ from trainer.tasks.base import refuse_own_parameters
 from trainer.tasks.label_counts import count_labels, described
 from trainer.tensors.bits import bit_sums, changed_bits, same_bits
 from trainer.tensors.generators import generators_kept, seed_micro_batch
+from trainer.torch_private import version_of
 
 log = logging.getLogger(__name__)
 
@@ -245,7 +246,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 def _versions(model: nn.Module) -> dict[str, int]:
     """How often each parameter was written; that shows a teacher which still equals its student, too."""
-    return {name: 0 if p.is_inference() else p._version for name, p in model.named_parameters()}
+    return {name: 0 if p.is_inference() else version_of(p) for name, p in model.named_parameters()}
 
 
 def _changed(model: nn.Module, weights: Mapping[str, int], versions: Mapping[str, int]) -> list[str]:

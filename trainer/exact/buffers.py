@@ -11,6 +11,7 @@ from trainer.errors import UserError
 from trainer.exact.digits import from_digits, to_digits
 from trainer.model.plain_names import named_buffers, places_of_buffers
 from trainer.tensors.bits import same_bits
+from trainer.torch_private import version_of
 
 _CHUNK = 1 << 12  # numbers of all leaves at once, since each takes some 50 times its memory
 
@@ -44,13 +45,13 @@ class LeafBuffers:
             with torch.no_grad():
                 for name, value in self._begin.items():
                     self._buffer(name).copy_(value)
-        self._seen = {name: (now := self._buffer(name), now._version) for name in self._names}
+        self._seen = {name: (now := self._buffer(name), version_of(now)) for name in self._names}
 
     def end_leaf(self) -> None:
         """Called after each leaf's backward pass, which may compute the forward pass again."""
         for name, (before, version) in self._seen.items():
             now = self._buffer(name)
-            if now is not before or now._version != version:
+            if now is not before or version_of(now) != version:
                 self._changed.add(name)
         if self._changing is None:
             self._changed |= {n for n, begin in self._begin.items() if not same_bits(self._buffer(n), begin)}

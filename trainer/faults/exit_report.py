@@ -6,11 +6,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch._C import _distributed_c10d
-
 from trainer.errors import which_try
 from trainer.faults.verdict import Verdict
 from trainer.files.untrusted import printable
+from trainer.torch_private import flight_recorder
 from trainer.troubleshooting import see
 
 _LONGEST = 4000  # characters of a line
@@ -58,12 +57,12 @@ def keep_collectives(run_dir: Path | None, rank: int) -> None:
 
     `TORCH_FR_BUFFER_SIZE=N` in the environment of every rank has gloo and NCCL keep the last N.
     """
-    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)  # before torch 2.14 of NCCL alone
-    if dump is None or run_dir is None or os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
+    if run_dir is None or os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
         return
     with contextlib.suppress(OSError, RuntimeError):
-        (run_dir / "stacks").mkdir(exist_ok=True)
-        (run_dir / "stacks" / f"rank{rank}.collectives.json").write_bytes(dump())
+        if (record := flight_recorder()) is not None:
+            (run_dir / "stacks").mkdir(exist_ok=True)
+            (run_dir / "stacks" / f"rank{rank}.collectives.json").write_bytes(record)
 
 
 def leave(status: int) -> None:

@@ -25,8 +25,8 @@ from trainer.tensors.nested import mapped
 _UPDATE_S = 10.0  # for an update that has begun when a rank fails
 
 
-class NoSnapshot:
-    """Stands in for `FailureSnapshot` in a run that saves nothing at a failure."""
+class Snapshot:
+    """What a run calls around changes of its state; it keeps nothing, where a failure saves nothing."""
 
     def note_changed_weights(self, names: Sequence[str]) -> None:
         """Called after a dry run with the parameters that a forward pass changes: no copy is kept of them."""
@@ -50,13 +50,13 @@ class NoSnapshot:
         yield
 
 
-class FailureSnapshot(NoSnapshot):
+class FailureSnapshot(Snapshot):
     """The state after the last finished step: the `faults.fault_save.LastStep` that the watch saves.
 
     The watch's thread saves while the main thread may still be running. It takes the lock and never gives it
     back, so that no update begins while it reads. It waits for an update that has begun. That wait is short,
-    because an update waits for no other rank. On a GPU an update may be queued behind the gradients of other
-    ranks: until these arrive, the state is that of the previous step.
+    because within `update` no rank waits for another, where each has the whole state. On a GPU an update may
+    be queued behind the gradients of other ranks: until these arrive, the state is that of the previous step.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ def build_snapshot(
     strategy: Strategy,
     ranks: Ranks,
     failure_save: FaultSave | None,
-) -> tuple[KeptBuffers | None, NoSnapshot]:
+) -> tuple[KeptBuffers | None, Snapshot]:
     """Return copies of the buffers, if the run needs them, and the snapshot, which the watch saves."""
     at_failure = failure_save if config.checkpoint.at_fault else None
     if at_failure is not None:
@@ -186,7 +186,7 @@ def build_snapshot(
         restores = (
             config.train.skip_nonfinite and config.train.precision != "fp16"
         )  # whose overflows keep buffers
-        return KeptBuffers(state.model) if restores else None, NoSnapshot()
+        return KeptBuffers(state.model) if restores else None, Snapshot()
     buffers = KeptBuffers(state.model)
     at_failure.last_step = snapshot = FailureSnapshot(ranks, state, buffers, checkpointer, loader)
     if config.distributed.shrink:  # a rank may die before the next step, too

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 from trainer.model.plain_names import named_buffers, places_of_buffers
 from trainer.tensors.bits import same_bits
+from trainer.torch_private import version_of
 
 _SMALL_BYTES = 1 << 20
 
@@ -23,7 +24,7 @@ class KeptBuffers:
         self._places = places_of_buffers(model)
         live = {name: self._buffer(name) for name in self._places}
         self._large = {name: buffer for name, buffer in live.items() if buffer.nbytes > _SMALL_BYTES}
-        self._versions = {name: buffer._version for name, buffer in self._large.items()}
+        self._versions = {name: version_of(buffer) for name, buffer in self._large.items()}
         self._large = {name: buffer.detach().clone() for name, buffer in self._large.items()}
         small = [name for name in live if name not in self._large]
         kinds = {(live[name].device, live[name].dtype) for name in small}
@@ -37,8 +38,8 @@ class KeptBuffers:
             self._small = self._packed()
         for name, kept in self._large.items():
             buffer = self._buffer(name)
-            if buffer._version != self._versions[name]:
-                self._versions[name] = buffer._version
+            if version_of(buffer) != self._versions[name]:
+                self._versions[name] = version_of(buffer)
                 kept.copy_(buffer.detach())
 
     def kept(self) -> Mapping[str, Tensor]:
@@ -52,7 +53,7 @@ class KeptBuffers:
             raise UserError("a forward pass has made or removed buffers")
         for name, kept in self._large.items():
             buffer = self._buffer(name)
-            if buffer._version == self._versions[name] and not same_bits(buffer.detach(), kept):
+            if version_of(buffer) == self._versions[name] and not same_bits(buffer.detach(), kept):
                 raise UserError(f"{name} is changed in a way that torch does not count")
         found = dict(self._large)
         for names, packed in zip(self._kinds, self._small, strict=True):

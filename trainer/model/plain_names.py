@@ -1,11 +1,12 @@
 """What a model holds, by the names of the plain module, without the prefixes of wrappers."""
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from trainer.torch_private import with_versions
 
 # Prefixes that torch.compile and activation checkpointing add to parameter names.
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -29,9 +30,8 @@ def load_model_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
         RuntimeError: names or shapes differ from those of `model`.
     """
     names = {plain_name(name): name for name in model.state_dict()}
-    versioned: Any = OrderedDict((names.get(name, name), value) for name, value in saved.items())
-    versioned._metadata = {name: {"version": module._version} for name, module in model.named_modules()}
-    model.load_state_dict(versioned)
+    by_own_names = {names.get(name, name): value for name, value in saved.items()}
+    model.load_state_dict(with_versions(by_own_names, model))
 
 
 def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 from trainer.model.plain_names import parameter_names
 from trainer.tensors.local_shard import is_dtensor, tensors_within, to_local
+from trainer.torch_private import foreach_norm
 
 
 class Trained:
@@ -87,7 +88,7 @@ class Trained:
         return [name for name in self.trainable() if name not in self.whole]
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
+    def attach_gradients(self) -> None:
         """Give the shards their gradients, not copied: after the last backward pass of a step."""
         if not self._knows_memory:
             self._find_memory()
@@ -116,10 +117,10 @@ class Trained:
         # torch 2.11 knows no norm of sparse gradients.
         gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in given]
         if self.group is None and self._is_of_one_kind and gradients:  # a third of the time of torch's own
-            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+            return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
         if self.group is None or not gradients:
             return nn.utils.get_total_norm(gradients)
-        squares = torch.stack(torch._foreach_norm(gradients)) ** 2
+        squares = torch.stack(foreach_norm(gradients)) ** 2
         dist.all_reduce(squares, group=self.group)
         return torch.linalg.vector_norm(squares**0.5)
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer import accelerator
 from trainer.errors import UserError, class_and_line
@@ -20,6 +19,7 @@ from trainer.optim.whole_tensors import update_only
 from trainer.tensors.generators import generators_kept
 from trainer.tensors.local_shard import rows_of_shard, tensors_within
 from trainer.tensors.nested import leaves
+from trainer.torch_private import TorchDispatchMode
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]
 """A function that builds an optimizer, with all its options, from parameter groups."""

@@ -25,6 +25,7 @@ from trainer.strategies.base import Computing, Strategy
 from trainer.tasks import Task
 from trainer.tensors.generators import generators_kept
 from trainer.tensors.nested import mapped
+from trainer.torch_private import fake_tensor_mode
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +95,7 @@ class ModelFlops:
     def __init__(
         self, model: nn.Module, task: Task, micro_batches: int, peak: float, device: torch.device
     ) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        self._fakes, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
+        self._fakes, self._device = fake_tensor_mode(), device
         memo: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             with self._fakes:

@@ -19,8 +19,8 @@ from trainer.model.plain_names import (
 from trainer.model.trained import Trained
 from trainer.optim.attributes import OptimizerAttributes
 from trainer.optim.combined import has_user_part, parts_of
-from trainer.optim.continued import check_continued, continue_groups, initial_options
 from trainer.optim.optimizers import check_gradients
+from trainer.optim.resumed import check_continued, continue_groups, initial_options
 from trainer.optim.schedules import after_evaluation, after_step
 from trainer.state.average import MovingAverage
 from trainer.state.early_end import EarlyEnd
@@ -107,9 +107,9 @@ class TrainState:
         """Called in the dry run: raise UserError if the optimizer would fail with gradients of this kind."""
         check_gradients(self.optimizer)
 
-    def take_gradients(self) -> None:
+    def attach_gradients(self) -> None:
         """Give the optimizer the gradients of a step, complete and unscaled (in fp16, collective)."""
-        self.trained.take_gradients()
+        self.trained.attach_gradients()
         self.scaler.unscale_(self.optimizer)  # a fused step would, but sees only this rank's overflows
 
     def count_update(self, is_made: bool) -> None:

@@ -19,6 +19,7 @@ from trainer.errors import UserError, first_line
 from trainer.tensors.generators import mixed_seed, seed_everything
 from trainer.tensors.local_shard import storage_of
 from trainer.tensors.nested import leaves
+from trainer.torch_private import own_tensors
 
 _OF_MODULES = vars(nn.Module()).keys()  # attributes of every module
 
@@ -188,8 +189,8 @@ def _alive() -> dict[int, Tensor]:
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, buffers, and tensors under other attributes, alone or in lists and dicts."""
     for prefix, part in module.named_modules():
-        held = {**part._parameters, **part._buffers}
-        held |= {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
+        others = {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
+        held = own_tensors(part) | others
         for key, value in held.items():
             name = f"{prefix}.{key}" if prefix else key
             yield from ((name, leaf) for leaf in leaves(value) if isinstance(leaf, Tensor))
@@ -205,7 +206,7 @@ def replace(module: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         except RuntimeError:  # it has weak references, or is in an autograd graph, as by the old weight_norm
             others[id(old)] = old, new
     for part in module.modules() if others else ():  # nn.LSTM creates weak references; setattr updates it
-        for name, tensor in [*part._parameters.items(), *part._buffers.items(), *vars(part).items()]:
+        for name, tensor in [*own_tensors(part).items(), *vars(part).items()]:
             if id(tensor) in others:
                 setattr(part, name, others[id(tensor)][1])
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import UnitsConfig
 from trainer.errors import UserError
 from trainer.strategies.base import parameter_count
+from trainer.torch_private import OpOverload
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # read weights of parts, without calling these

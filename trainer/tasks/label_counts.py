@@ -1,4 +1,4 @@
-"""How many labels of each micro-batch count, and its part of the loss of a step that follows from it."""
+"""Counts the labels of each micro-batch, and weights its loss by them."""
 
 import math
 from collections.abc import Iterator, Mapping

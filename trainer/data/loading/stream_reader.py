@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.utils.data._utils.worker as torch_worker
-
 from trainer.data.loading.reader import (
     BROKEN_DATA,
     Answer,
@@ -22,6 +20,7 @@ from trainer.data.loading.reader import (
 from trainer.data.stream import has_state
 from trainer.errors import UserError, may_pass
 from trainer.tensors.generators import generators_kept
+from trainer.torch_private import outside_data_worker
 
 _NUM_COMPARED = 8  # samples of a stream, by all ranks that read them
 
@@ -204,13 +203,10 @@ class StreamReader(Reader):
 
     @contextmanager
     def _reading_alone(self) -> Iterator[None]:
-        """Turn broken data into one message, and hide the data worker: a stream that sees it splits itself.
-
-        torch has no public way to do this: datasets ask get_worker_info(), which returns this variable.
-        """
-        torch_worker._worker_info, info = None, torch_worker._worker_info
+        """Turn broken data into one message, and hide the data worker from the stream."""
         try:
-            yield
+            with outside_data_worker():
+                yield
         except BROKEN_DATA as error:
             if isinstance(error, UserError) or may_pass(error):
                 raise
@@ -218,8 +214,6 @@ class StreamReader(Reader):
                 f"sample {self._number} of {type(self.dataset).__name__} cannot be read: {error}; fix it, or "
                 "have the stream leave it out"
             ) from error
-        finally:
-            torch_worker._worker_info = info
 
 
 class TrainStreamReader(StreamReader):

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer.errors import UserError
 from trainer.optim.schedules import after_step
+from trainer.torch_private import set_last_lr
 
 _MOVED = ("momentum", "betas")  # by some schedules, beside the rate
 OF_SCHEDULES = frozenset(
@@ -69,7 +70,7 @@ def continue_groups(
         for group, was in zip(groups, were, strict=True):
             share = float(was["lr"] / was["initial_lr"]) if was["initial_lr"] else 1.0
             set_rate(group, group["initial_lr"] * share)
-        schedule._last_lr = [group["lr"] + 0 for group in groups]
+        set_last_lr(schedule, [group["lr"] + 0 for group in groups])
     scheduled = set() if same_schedule else OF_SCHEDULES
     own = [
         {key: value for key, value in group.items() if key in keys | scheduled and key != "params"}
