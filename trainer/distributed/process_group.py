@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
-_GLOO_WORDS = ("gloo/", "pair closure")
+# Of gloo; and of the NCCL backend that torch 2.15 makes the default (pytorch PR 192281).
+_WORDS = ("gloo/", "pair closure", "NCCLException", "NCCL operation timed out")
 
 
 @contextmanager
@@ -168,10 +169,10 @@ def _in_mid_run(error: BaseException) -> BaseException:
 
 
 def _is_of_communication(error: BaseException) -> bool:
-    """Whether another rank may have caused `error`; gloo raises plain RuntimeErrors, known by their text."""
+    """Whether another rank may have caused `error`: a backend's plain RuntimeError is known by its text."""
     seen: BaseException | None = error
     while seen is not None:
-        in_words = any(words in str(seen) for words in _GLOO_WORDS)
+        in_words = any(words in str(seen) for words in _WORDS)
         if in_words or isinstance(seen, dist.DistError):
             return True
         seen = seen.__cause__

@@ -1,0 +1,24 @@
+"""Which errors another rank may have caused: the one that gets them is not the one that failed."""
+
+import pytest
+import torch.distributed as dist
+
+from trainer.distributed.process_group import _is_of_communication
+
+OF_OTHERS = (
+    RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+    RuntimeError("NCCLException: remote process exited or there was a network error"),
+    RuntimeError("NCCL operation timed out"),
+    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690"),
+)
+
+
+@pytest.mark.parametrize("error", OF_OTHERS, ids=str)
+def test_an_error_of_communication_is_known_also_as_a_cause(error: RuntimeError) -> None:
+    wrapped = ValueError("the loss failed")
+    wrapped.__cause__ = error
+    assert _is_of_communication(error) and _is_of_communication(wrapped)
+
+
+def test_an_error_of_this_rank_is_its_own() -> None:
+    assert not _is_of_communication(RuntimeError("CUDA error: an illegal memory access was encountered"))
