@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trainer.context import Run
 from trainer.data.loading.loaders import Batches
-from trainer.distributed.agreement import gather_objects
+from trainer.distributed.agreement import differs, gather_objects
 from trainer.dry_run.gathered_parameters import GatheredParameters
 from trainer.errors import UserError, first_few
 from trainer.forward_backward import forward_backward
@@ -214,11 +214,12 @@ def _compare_use(run: Run, loss: Tensor, names: dict[Tensor, str]) -> None:
     which reduces all gradients of a unit as one row, would add unrelated ones.
     """
     strategy = run.strategy
-    everyones = gather_objects({names[leaf] for leaf in _leaves(loss) if leaf in names})
+    own = {names[leaf] for leaf in _leaves(loss) if leaf in names}
+    if not differs(sorted(own)):
+        return
+    everyones = gather_objects(own)
     num_users = Counter(name for used in everyones for name in used)
     differ = [name for name in dict.fromkeys(names.values()) if 0 < num_users[name] < len(everyones)]
-    if not differ:
-        return
     uses, others = (
         ", ".join(str(rank) for rank, used in enumerate(everyones) if (differ[0] in used) is is_used)
         for is_used in (True, False)
