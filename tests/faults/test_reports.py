@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,11 +36,11 @@ MISTAKE = Observed(1, 1, "there", 7, status=2, orderly=True, error="UserError: n
 class Held:
     """The part of a store that is needed, perhaps with a report of host 1."""
 
-    def __init__(self, report: str | None = None) -> None:
-        self.held: dict[str, bytes] = {} if report is None else {"report/1": report.encode()}
+    def __init__(self, report: bytes | None = None) -> None:
+        self.held: dict[str, bytes] = {} if report is None else {"report/1": report}
 
-    def set(self, key: str, value: str) -> None:
-        self.held[key] = value.encode()
+    def set(self, key: str, value: bytes) -> None:
+        self.held[key] = value
 
     def get(self, key: str) -> bytes:
         return self.held[key]
@@ -84,7 +84,7 @@ def test_a_host_leaves_its_last_report_and_stays_while_the_others_read_it(
     one.close()
     well = Reports(lambda: store, 1, [HERE])  # type: ignore[arg-type, return-value]
     well.close([Observed(1, 1, "there", 7, status=0)])  # at once: nobody misses it
-    assert json.loads(store.held["ended/1"])["ranks"][0]["status"] == 0
+    assert reports._opened(store.held["ended/1"])[1][0].status == 0
 
 
 def raised_on_rank_0(run_dir: Path, port: int) -> None:
@@ -134,7 +134,7 @@ def test_a_fault_of_one_rank_costs_no_step_and_torchrun_explains_any_end_that_it
 def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts read each other's reports only on a suspicion: then all of them are old."""
     then = Observed(1, 1, "there", 7)
-    store = Held(json.dumps({"id": "7/3", "ranks": [asdict(then)]}))
+    store = Held(reports._report("7/3", [then]))
     there = Reports(lambda: store, 0, [then])  # type: ignore[arg-type, return-value]
     there.tell([then], eager=False)
     there._heard_at[1] -= 6000.0
