@@ -2,8 +2,10 @@
 
 import heapq
 import json
-from collections.abc import Collection, Mapping
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -49,15 +51,61 @@ class IndexEntry:
 
     dtype: torch.dtype
     shape: torch.Size
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
+
+    def overlapping(self, begin: int, end: int) -> Iterator[Chunk]:
+        """The chunks that hold any of the rows [begin, end)."""
+        first = max(0, bisect_right(self.chunks, begin, key=attrgetter("begin")) - 1)
+        for number in range(first, len(self.chunks)):
+            chunk = self.chunks[number]
+            if chunk.begin >= end:
+                return
+            if begin < chunk.begin + num_rows(chunk.shape):
+                yield chunk
 
 
 Index = Mapping[str, IndexEntry]
 """By the name of a tensor in the state."""
 
 
-def index_from_json(tensors: Mapping[str, Any]) -> dict[str, IndexEntry]:
+class WrittenChunks(Sequence[Chunk]):
+    """The chunks of a tensor that each of ``writers`` wrote a shard of, made as they are asked for.
+
+    Args:
+        name: of the tensor.
+        num_writers: all ranks that wrote files.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], writers: Sequence[int], num_writers: int) -> None:
+        self._name, self._shape, self._writers, self._num_writers = name, shape, writers, num_writers
+        rows = num_rows(shape)
+        each = rows_of_shard(rows, 0, len(writers))[1]
+        self._len = max(1, -(-rows // max(1, each)))  # the last writers may have had no rows
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, part: Any) -> Any:
+        if not 0 <= part < self._len:
+            raise IndexError(part)
+        begin, end = rows_of_shard(num_rows(self._shape), part, len(self._writers))
+        sizes = (end - begin, *self._shape[1:]) if self._shape else ()
+        file = file_of(self._name, self._writers[part], self._num_writers)
+        return Chunk(file, key_of(self._name), begin, sizes)
+
+
+def index_from_json(written: Mapping[str, Any]) -> dict[str, IndexEntry]:
     """The index, whose JSON is `Plan.index`."""
+    groups, num_writers = written["groups"], written["num_writers"]
+    index = {}
+    for name, (dtype, shape, group, written_as) in written["tensors"].items():
+        chunks = WrittenChunks(written_as or name, tuple(shape), groups[group], num_writers)
+        index[name] = IndexEntry(DTYPES[dtype], torch.Size(shape), chunks)
+    return index
+
+
+def index_of_version_4(tensors: Mapping[str, Any]) -> dict[str, IndexEntry]:
+    """The index of a checkpoint that was written before Ringmaster 0.2, which lists each chunk."""
     return {
         name: IndexEntry(
             DTYPES[entry["dtype"]],
@@ -95,24 +143,33 @@ class Plan:
         return {name: tensors[name] for name, ranks in self.writers.items() if rank in ranks}
 
     def file_of(self, name: str, rank: int) -> str:
-        """The file to which ``rank`` writes a tensor; weights have files of their own, for other programs."""
-        kind = "model" if _is_weight(name) else "optim"
-        return f"{kind}-{rank:05d}-of-{self.num_writers:05d}.safetensors"
+        """The file to which ``rank`` writes a tensor."""
+        return file_of(name, rank, self.num_writers)
 
-    def entry(self, name: str, tensor: Tensor) -> dict[str, Any]:
-        """What the index says of a tensor."""
-        shape, writers = tuple(tensor.shape), self.writers[name]
-        chunks = []
-        for part, rank in enumerate(writers):
-            begin, end = rows_of_shard(num_rows(shape), part, len(writers))
-            if begin < end or part == 0:
-                sizes = (end - begin, *shape[1:]) if shape else ()
-                chunks.append(Chunk(self.file_of(name, rank), key_of(name), begin, sizes))
-        return {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": shape,
-            "chunks": [*map(vars, chunks)],
+    def indexed(self, tensors: Mapping[str, Tensor]) -> "Plan":
+        """This plan with its ``index``: dtype and shape of each tensor, and the number of a group of ranks.
+
+        Where its rows are follows from these, so that the size doesn't grow with tensors times ranks.
+        """
+        different = dict.fromkeys(map(tuple, self.writers.values()))
+        groups = {writers: number for number, writers in enumerate(different)}
+        entries = {
+            name: (
+                str(tensors[name].dtype).removeprefix("torch."),
+                tuple(tensors[name].shape),
+                groups[tuple(self.writers[first])],
+                first if first != name else None,
+            )
+            for name, first in (dict(zip(self.writers, self.writers, strict=True)) | self.aliases).items()
         }
+        written = {"num_writers": self.num_writers, "groups": list(groups), "tensors": entries}
+        return replace(self, index=json.dumps(written))
+
+
+def file_of(name: str, rank: int, num_writers: int) -> str:
+    """The file to which ``rank`` writes a tensor; weights have files of their own, for other programs."""
+    kind = "model" if _is_weight(name) else "optim"
+    return f"{kind}-{rank:05d}-of-{num_writers:05d}.safetensors"
 
 
 def _is_weight(name: str) -> bool:
@@ -162,11 +219,7 @@ def plan_save(
             written, of = plain[0]
             heapq.heapreplace(plain, (written + num_bytes, of))
             writers[name] = [of]
-    if rank != 0:
-        return plan
-    entries = {name: plan.entry(name, tensors[name]) for name in writers}
-    entries |= {alias: entries[name] for alias, name in aliases.items()}
-    return replace(plan, index=json.dumps(entries))
+    return plan.indexed(tensors) if rank == 0 else plan
 
 
 def _in_order(tensors: Mapping[str, Tensor], aliases: Collection[str]) -> list[str]:

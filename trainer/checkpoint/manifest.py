@@ -161,7 +161,8 @@ def fsync_directory(path: Path) -> None:
 
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
+READ_VERSIONS = (4, 5)  # 4 differs in the index of tensors: see `layout.index_of_version_4`
 _OWN = ', "sha256": "'  # before the hash of all that stands before it
 _STEP_NAME = re.compile(r"step_([0-9]{8,})(?:-[0-9]+)?")  # -2: beside another of this step
 _RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
@@ -209,10 +210,11 @@ def read_manifest(directory: Location) -> Manifest:
         way = "; a run has its own in its folder checkpoints"
         raise UserError(f"{printable(directory)} is not a checkpoint: it has no {MANIFEST}{way}") from error
     values = read_json(path, text)
-    if (version := values.get("format_version")) != FORMAT_VERSION:
+    if (version := values.get("format_version")) not in READ_VERSIONS:
         raise UserError(
-            f"{printable(directory)} has format version {printable(version)}; {FORMAT_VERSION} is read here: "
-            "continue with the version of this program that saved it, or start from weights that it exports"
+            f"{printable(directory)} has format version {printable(version)}; "
+            f"{READ_VERSIONS[0]} to {FORMAT_VERSION} are read here: continue with the version of this "
+            "program that saved it, or start from weights that it exports"
         )
     content = text.rpartition(_OWN.encode())[0]
     if values.pop("sha256", None) != hashlib.sha256(content).hexdigest():

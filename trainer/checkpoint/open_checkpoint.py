@@ -3,14 +3,13 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.layout import Index, Shapes, index_from_json
+from trainer.checkpoint.layout import Chunk, Index, Shapes, index_from_json, index_of_version_4
 from trainer.checkpoint.manifest import Manifest, check_blocks, open_listed, read_manifest, verify
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import Stored, as_tensor, read_header, stored_as
@@ -32,6 +31,7 @@ HELD_BY = "held_by"  # alone in it: the class that holds one under names that ar
 ADAPTERS = "adapters"  # of peft: their configuration, and by their names in its files those in this one
 DATA_STATES = "places"  # where the data of each rank stands
 LEFT_OUT = "left_out"  # the sha256 of parameters that are not in it, by their names
+COMPACT_INDEX = 5  # the first format version whose index names no chunks
 _NUM_THREADS = 4
 _BUFFER_BYTES = 1 << 25
 
@@ -49,14 +49,15 @@ class OpenCheckpoint:
     manifest: Manifest
     facts: dict[str, Any]
     index: Index
-    _stored: Mapping[tuple[str, str], Stored]  # by file and key
+    _headers: dict[str, dict[str, Stored]] = field(default_factory=dict)  # by file, of those that were opened
 
     @classmethod
     def open(cls, directory: Location) -> "OpenCheckpoint":
         """Read all but the tensors.
 
         Raises:
-            UserError: ``directory`` cannot be read, or is not a checkpoint; a file or a tensor is missing.
+            UserError: ``directory`` cannot be read, or is not a checkpoint. Reading a tensor raises it if
+                that is missing.
         """
         manifest = read_manifest(directory)
         digest = manifest.files[STATE]
@@ -64,8 +65,10 @@ class OpenCheckpoint:
             check_blocks(file, digest, range(len(digest.sha256)))
             facts = read_json(directory / STATE, file.read())
         facts["state"]["model"] |= {name: {"$tensor": f"model.{name}"} for name in facts[LEFT_OUT]}
-        index = index_from_json(facts.pop("tensors"))
-        return cls(directory, manifest, facts, index, _stored_chunks(directory, manifest, index))
+        written = facts.pop("tensors")
+        is_compact = manifest.format_version >= COMPACT_INDEX
+        index = index_from_json(written) if is_compact else index_of_version_4(written)
+        return cls(directory, manifest, facts, index)
 
     @property
     def shapes(self) -> Shapes:
@@ -118,24 +121,21 @@ class OpenCheckpoint:
 
         Those that were left out keep their values.
         """
-        by_file: dict[str, list[tuple[str, int, Tensor]]] = {}
+        by_file: dict[str, list[tuple[str, Chunk, int, Tensor]]] = {}
         for name, target in targets.items():
             (begin, end), here = own_rows(target), to_local(target)
-            for chunk in self.index[name].chunks if name in self.index else ():
+            for chunk in self.index[name].overlapping(begin, end) if name in self.index else ():
                 first, last = max(begin, chunk.begin), min(end, chunk.begin + num_rows(chunk.shape))
-                if first < last:
-                    rows = here[first - begin : last - begin] if here.ndim else here
-                    stored = self._stored[chunk.file, chunk.key]
-                    row_bytes = (stored.end - stored.begin) // num_rows(chunk.shape)
-                    offset = stored.begin + (first - chunk.begin) * row_bytes
-                    by_file.setdefault(chunk.file, []).append((name, offset, rows))
+                rows = here[first - begin : last - begin] if here.ndim else here
+                by_file.setdefault(chunk.file, []).append((name, chunk, first - chunk.begin, rows))
         with torch.no_grad(), ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint") as threads:
-            for name, parts in by_file.items():
-                with open_listed(self.directory, self.manifest, name) as file:
-                    reads: list[Future[None]] = [
-                        threads.submit(_fill, file, offset, rows, self.index[of].dtype)
-                        for of, offset, rows in parts
-                    ]
+            for file_name, parts in by_file.items():
+                with open_listed(self.directory, self.manifest, file_name) as file:
+                    reads: list[Future[None]] = []
+                    for name, chunk, row, rows in parts:
+                        stored = self._stored(file, name, chunk)
+                        offset = stored.begin + row * ((stored.end - stored.begin) // num_rows(chunk.shape))
+                        reads.append(threads.submit(_fill, file, offset, rows, self.index[name].dtype))
                     for read in reads:
                         read.result()
 
@@ -149,25 +149,37 @@ class OpenCheckpoint:
 
     def read_named(self, names: list[str]) -> dict[str, Tensor]:
         """As `read`, but of the tensors of these full names."""
-        needed = sorted({chunk.file for name in names for chunk in self.index[name].chunks})
-        read: dict[tuple[str, str], Tensor] = {}  # a tensor with several names is read once
+        # And by key, so that a tensor with several names is read once.
+        by_file: dict[str, dict[str, tuple[str, Chunk]]] = {}
+        for name in names:
+            for chunk in self.index[name].chunks:
+                by_file.setdefault(chunk.file, {})[chunk.key] = name, chunk
+        parts: dict[tuple[str, str], Tensor] = {}
+        for file_name, needed in sorted(by_file.items()):
+            with open_listed(self.directory, self.manifest, file_name) as file:
+                for name, chunk in needed.values():
+                    stored, dtype = self._stored(file, name, chunk), self.index[name].dtype
+                    data = file.part(stored.begin, stored.end)
+                    parts[file_name, chunk.key] = as_tensor(data, dtype, chunk.shape)
+        whole: dict[tuple[str, str], Tensor] = {}
         found = {}
-        with ExitStack() as stack:
-            files = {
-                name: stack.enter_context(open_listed(self.directory, self.manifest, name)) for name in needed
-            }
-            for name in names:
-                entry = self.index[name]
-                first = entry.chunks[0]
-                if (first.file, first.key) not in read:
-                    stored = [self._stored[chunk.file, chunk.key] for chunk in entry.chunks]
-                    parts = [
-                        as_tensor(files[chunk.file].part(at.begin, at.end), entry.dtype, chunk.shape)
-                        for chunk, at in zip(entry.chunks, stored, strict=True)
-                    ]
-                    read[first.file, first.key] = torch.cat(parts) if len(parts) > 1 else parts[0]
-                found[name] = read[first.file, first.key]
+        for name in names:
+            chunks = self.index[name].chunks
+            first = chunks[0].file, chunks[0].key
+            if first not in whole:
+                of = [parts.pop((chunk.file, chunk.key)) for chunk in chunks]
+                whole[first] = torch.cat(of) if len(of) > 1 else of[0]
+            found[name] = whole[first]
         return found
+
+    def _stored(self, file: PlainFile, name: str, chunk: Chunk) -> Stored:
+        """Where a chunk of the tensor ``name`` is in ``file``. UserError if it is not as the index says."""
+        if (header := self._headers.get(chunk.file)) is None:
+            header = self._headers[chunk.file] = read_header(file)
+        stored = header.get(chunk.key)
+        if stored is None or (stored.dtype, stored.shape) != stored_as(self.index[name].dtype, chunk.shape):
+            raise UserError(f"{printable(chunk.file)} has not the {printable(name)} that {STATE} names")
+        return stored
 
     def weights(self, averaged: bool, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The model's state; with `averaged`, the moving averages that `ema.decay` kept in place of weights.
@@ -247,17 +259,3 @@ def first_intact(found: Sequence[Location], agreement: Agreement, more: str = ""
                 log.warning("passing over %s: %s", directory.name, error)
     where = printable(found[0].parent)
     raise UserError(f"none of the {len(found)} checkpoints in {where} is intact: {reasons[0]}{more}")
-
-
-def _stored_chunks(directory: Location, manifest: Manifest, index: Index) -> dict[tuple[str, str], Stored]:
-    """Where the chunks are. UserError if one is not there, or of another size."""
-    found: dict[tuple[str, str], Stored] = {}
-    for name in sorted({chunk.file for entry in index.values() for chunk in entry.chunks}):
-        with open_listed(directory, manifest, name) as file:
-            found |= {(name, key): stored for key, stored in read_header(file).items()}
-    for name, entry in index.items():
-        for chunk in entry.chunks:
-            stored = found.get((chunk.file, chunk.key))
-            if stored is None or (stored.dtype, stored.shape) != stored_as(entry.dtype, chunk.shape):
-                raise UserError(f"{printable(chunk.file)} has not the {printable(name)} that {STATE} names")
-    return found
