@@ -191,7 +191,7 @@ class Here:
     def look_for_death(self) -> bool:
         return self.died_at_ns is not None
 
-    def fault_save(self) -> dict[str, Any]:
+    def notes(self) -> dict[str, Any]:
         return self._said
 
 

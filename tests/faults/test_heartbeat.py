@@ -20,7 +20,7 @@ from trainer.faults.stacks import Stacks
 def test_what_was_entered_is_read() -> None:
     heartbeat = Heartbeat()
     records = Records.of(os.getpid(), heartbeat.fd)
-    assert (records.main().phase, records.main().position, records.note()) == ("set_up", 0, None)
+    assert (records.main().phase, records.main().position, records.notes()) == ("set_up", 0, {})
     heartbeat.step = 7
     before = time.monotonic_ns()
     heartbeat.enter("backward")
@@ -34,8 +34,9 @@ def test_what_was_entered_is_read() -> None:
 
 def test_a_word_of_any_letters_fits() -> None:
     heartbeat, error = Heartbeat(), "\U0001f4a5\udc80" * 500
-    heartbeat.note({"status": 1, "error": error})
-    assert Records(heartbeat._memory).note() == {"status": 1, "error": error}
+    heartbeat.note(status=1, error=error)
+    heartbeat.note(saver=3, status=2)
+    assert Records(heartbeat._memory).notes() == {"status": 2, "error": error, "saver": 3}
 
 
 @pytest.mark.parametrize(

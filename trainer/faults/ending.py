@@ -125,7 +125,7 @@ class Ending:
         exit_report.say(verdict, len(self._members), self._written_to)
         self._tell_torchrun(verdict, began)
         self.send_last_report()
-        self._heartbeat.note({"verdict": verdict.status, "status": verdict.status})
+        self._heartbeat.note(verdict=verdict.status, status=verdict.status)
         self._kill_stuck(verdict)
         exit_report.leave(verdict.status)
 
@@ -152,7 +152,7 @@ class Ending:
         _briefly(self._write, verdict, False)
         exit_report.print_line(f"\n{verdict.message}")
         self._kill_stuck(verdict)
-        self.save.tell(going_on=verdict.going_on)
+        self._heartbeat.note(going_on=verdict.going_on)
         self.going_on.begin(verdict.going_on, self.wait)
 
     def _with_save(self, verdict: Verdict) -> Verdict:
@@ -194,7 +194,7 @@ class Ending:
         if now - self._orphan_since > ALONE_S - 1:
             words = "the launcher of this host died, and there was no time to save"
             self._record_orderly((self._rank,), 1, words)
-            self._heartbeat.note({"verdict": 1, "status": 1})  # or neighbours take this for a death
+            self._heartbeat.note(verdict=1, status=1)  # or neighbours take this for a death
             exit_report.leave(1)
 
     def record_orderly(self, error: RunEndError) -> None:

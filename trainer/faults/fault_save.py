@@ -7,7 +7,7 @@ and that rank answers there.
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from trainer.errors import RunEndError, class_and_line
 from trainer.faults.heartbeat import Heartbeat
@@ -75,17 +75,16 @@ class FaultSave:
         self.last_step: LastStep | None = None
         self.why_not: str | None = None
         self.is_saved = False
-        self._said: dict[str, Any] = {}
         self._thread: threading.Thread | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether a rank of this host has asked one to save: none must end before that has."""
-        return any(neighbour.records.fault_save() for neighbour in self._here.values())
+        return any({"saver", "going_on"} & each.records.notes().keys() for each in self._here.values())
 
     def serve(self) -> None:
         """Begin to save if a leader of this host asks this rank to."""
-        asked = (neighbour.records.fault_save().get("saver") for neighbour in self._here.values())
+        asked = (neighbour.records.notes().get("saver") for neighbour in self._here.values())
         if self.last_step is not None and self._thread is None and self._rank in asked:
             self._thread = threading.Thread(target=self._save, name="fault save", daemon=True)
             self._thread.start()
@@ -117,10 +116,10 @@ class FaultSave:
 
     def _result_of(self, saver: int, until: float, wait: Callable[[float], None]) -> tuple[str, bool]:
         """Have `saver` save; return what became of it, in a phrase, and whether a step is saved."""
-        self.tell(saver=saver)
+        self._heartbeat.note(saver=saver)
         while time.monotonic() < until:
             self.serve()
-            said = self._here[saver].records.fault_save()
+            said = self._here[saver].records.notes()
             if "words" in said:
                 return str(said["words"]), bool(said["is_saved"])
             if self._here[saver].look_for_death():
@@ -132,16 +131,11 @@ class FaultSave:
         assert self.last_step is not None
         began = time.monotonic()
         try:
-            step = self.last_step.freeze(failed=self._here[self._rank].records.note() is not None)
+            step = self.last_step.freeze(failed="status" in self._here[self._rank].records.notes())
             is_new = self.last_step.save()
         except Exception as error:
             why = str(error) if isinstance(error, RunEndError) else class_and_line(error)
-            self.tell(words=f"{_NOTHING}: {why}", is_saved=False)
+            self._heartbeat.note(words=f"{_NOTHING}: {why}", is_saved=False)
         else:
             by = f", by rank {self._rank} in {time.monotonic() - began:.1f} s" if is_new else ""
-            self.tell(words=f"step {step} is saved{by}", is_saved=True)
-
-    def tell(self, **facts: Any) -> None:
-        """Record `facts` beside this rank's heartbeat, for the others of its host."""
-        self._said |= facts
-        self._heartbeat.note_fault_save(self._said)
+            self._heartbeat.note(words=f"step {step} is saved{by}", is_saved=True)

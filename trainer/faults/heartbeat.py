@@ -5,15 +5,14 @@ the clock. Times are nanoseconds of CLOCK_MONOTONIC, common to a host.
 """
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from operator import setitem
-from typing import Any, ClassVar
+from typing import Any
 
 from trainer.faults.processes import nameless_file, place_of
 
@@ -32,22 +31,13 @@ PHASES = {  # and how a verdict calls them
 ALL_REDUCE = "all_reduce"  # of one bucket, during the backward pass
 
 MAX_WORKERS = 255  # data workers of one rank with a record; further ones have none
-_MAGIC = 0x52494E47
-_RECORD_BYTES, _NOTE_BYTES = 128, 8192
-_NOTE = _RECORD_BYTES * (1 + MAX_WORKERS)  # where its end is recorded
-_FAULT_SAVE = _NOTE + _NOTE_BYTES  # what it does to save a step at a fault
-_SIZE = _FAULT_SAVE + _NOTE_BYTES
-# Words of a record, int64 each: after the first those of a Beat, in its order.
-_KIND, _PID, _POSITION, _PHASE, _STEP, _BUCKET, _BUCKETS, _INDEX, _PROGRESS, _TICK = range(10)
-_AT_DISK, _DISK_NS, _FINISHED, _RESUMED, _DISK_PROGRESS = range(10, 15)
 _PAUSE_NS = 2_000_000_000  # without a tick for longer, the process was suspended, or blocked
 _NONE = -1
 _NAMES = list(PHASES)
 
 
-@dataclass(frozen=True)
-class Beat:
-    """One record as read.
+class Beat(ctypes.Structure):
+    """One record, of whole numbers.
 
     Attributes:
         position: phases entered so far. All ranks enter the same ones in the same order, so the others wait
@@ -64,29 +54,41 @@ class Beat:
         resumed_ns: when its watch was awake again after a pause; 0 if it has had none.
         disk_progress_ns: when a thread last began or ended an operation of the disk; 0 before the first. It
             is no progress of a step beside which a checkpoint is written.
+        num_workers: the data workers that may have a record.
+        note_bytes: the length of all notes.
     """
 
-    pid: int
-    position: int
-    phase: str
-    step: int
-    bucket: int | None
-    buckets: int
-    index: int | None
-    progress_ns: int
-    tick_ns: int
-    at_disk: int
-    disk_ns: int
-    finished: int
-    resumed_ns: int
-    disk_progress_ns: int
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            *("pid", "position", "_phase", "step", "_bucket", "buckets", "_index", "progress_ns"),
+            *("tick_ns", "at_disk", "disk_ns", "finished", "resumed_ns", "disk_progress_ns", "num_workers"),
+            "note_bytes",
+        )
+    )
+    PLACE = ("phase", "step", "position", "bucket", "buckets", "finished")
 
-    PLACE: ClassVar = ("phase", "step", "position", "bucket", "buckets", "finished")
+    @property
+    def phase(self) -> str:
+        return _NAMES[self._phase]
+
+    @property
+    def bucket(self) -> int | None:
+        return None if self._bucket == _NONE else self._bucket
+
+    @property
+    def index(self) -> int | None:
+        return None if self._index == _NONE else self._index
 
 
-def _word(number: int) -> Any:
-    """The word of a record, as an attribute."""
-    return property(lambda self: self._words[number], lambda self, value: setitem(self._words, number, value))
+_RECORD_BYTES = ctypes.sizeof(Beat)
+_NOTES = _RECORD_BYTES * (1 + MAX_WORKERS)  # where they begin
+_SIZE = _NOTES + 16384
+
+
+def _number(name: str) -> Any:
+    """A number of this process's record, as an attribute."""
+    return property(lambda self: getattr(self._own, name), lambda self, new: setattr(self._own, name, new))
 
 
 class Heartbeat:
@@ -98,37 +100,34 @@ class Heartbeat:
         fd: the memory, which has no name; another process opens it as /proc/PID/fd/FD.
     """
 
-    step, finished = _word(_STEP), _word(_FINISHED)
+    step, finished = _number("step"), _number("finished")
 
     def __init__(self) -> None:
         self.fd = nameless_file("ringmaster-heartbeat")
         os.ftruncate(self.fd, _SIZE)
         self._memory = mmap.mmap(self.fd, _SIZE)
-        self._num_reserved = 0
-        self._counting = threading.Lock()
+        self._lock = threading.Lock()
         self._serve(0)
 
     def __del__(self) -> None:
         os.close(self.fd)
 
     def _serve(self, slot: int) -> None:
-        self._words = _words(self._memory, slot)
-        self._words[_PID] = os.getpid()
-        self._words[_PROGRESS] = time.monotonic_ns()
-        self._words[_BUCKET] = self._words[_INDEX] = _NONE
-        self._words[_KIND] = _MAGIC
+        self._own = Beat.from_buffer(self._memory, slot * _RECORD_BYTES)
+        self._own._bucket = self._own._index = _NONE
+        self.progress()
+        self._own.pid = os.getpid()
 
     def enter(self, phase: str, bucket: int = _NONE) -> None:
         """Record that this process begins `phase`, one of PHASES; or sends `bucket` to the all-reduce."""
-        words = self._words
-        words[_PROGRESS] = time.monotonic_ns()
+        own = self._own
+        own.progress_ns = time.monotonic_ns()
+        own._bucket = bucket
         if phase == ALL_REDUCE:
-            words[_BUCKET] = bucket
-            words[_BUCKETS] += 1
-            return
-        words[_PHASE] = _NAMES.index(phase)
-        words[_BUCKET] = _NONE
-        words[_POSITION] += 1
+            own.buckets += 1
+        else:
+            own._phase = _NAMES.index(phase)
+            own.position += 1
 
     def skip(self, phases: tuple[str, ...], times: int) -> None:
         """Pass phases that others enter `times` times, so that this rank, without work, is not behind."""
@@ -137,35 +136,33 @@ class Heartbeat:
 
     def read(self, index: int) -> None:
         """Record that this process begins to read sample `index`."""
-        self._words[_INDEX] = index
-        self._words[_PROGRESS] = time.monotonic_ns()
+        self._own._index = index
+        self.progress()
 
     def rest(self) -> None:
         """Record that a data worker's batch is complete."""
-        self._words[_INDEX] = _NONE
-        self._words[_PROGRESS] = time.monotonic_ns()
+        self.read(_NONE)
 
     def reserve(self, num_workers: int) -> int:
         """Reserve records for data workers that are forked later; return the number of the first."""
-        first = self._num_reserved + 1
-        self._num_reserved += num_workers
-        return first
+        self._own.num_workers += num_workers
+        return int(self._own.num_workers) - num_workers + 1
 
     def become_worker(self, number: int) -> None:
         """Called in a data worker: from now on this object writes the record `number`."""
         if number <= MAX_WORKERS:
             self._serve(number)
-            self._words[_PHASE] = _NAMES.index("data")
+            self._own._phase = _NAMES.index("data")
         else:
-            self._words = memoryview(bytearray(_RECORD_BYTES)).cast("q")
+            self._own = Beat()
 
     def progress(self) -> None:
         """Record progress within a phase that may take long, such as a written part of a file."""
-        self._words[_PROGRESS] = time.monotonic_ns()
+        self._own.progress_ns = time.monotonic_ns()
 
     def disk_may_take(self, seconds: float) -> None:
         """Allow this much silence within `at_disk`."""
-        self._words[_DISK_NS] = int(seconds * 1e9)
+        self._own.disk_ns = int(seconds * 1e9)
 
     @contextlib.contextmanager
     def at_disk(self) -> Iterator[None]:
@@ -177,30 +174,24 @@ class Heartbeat:
             self._count_at_disk(-1)
 
     def _count_at_disk(self, change: int) -> None:
-        with self._counting:
-            self._words[_AT_DISK] += change
-            self._words[_DISK_PROGRESS] = time.monotonic_ns()
+        with self._lock:
+            self._own.at_disk += change
+            self._own.disk_progress_ns = time.monotonic_ns()
 
     def tick(self) -> None:
-        now, words = time.monotonic_ns(), self._words
-        if words[_TICK] and now - words[_TICK] > _PAUSE_NS:
-            words[_RESUMED] = now
-        words[_TICK] = now
+        now, own = time.monotonic_ns(), self._own
+        if own.tick_ns and now - own.tick_ns > _PAUSE_NS:
+            own.resumed_ns = now
+        own.tick_ns = now
 
-    def note(self, facts: dict[str, Any]) -> None:
-        """Record how this process ends (plain values), for others to read afterwards."""
-        self._write(_NOTE, facts)
-
-    def note_fault_save(self, facts: dict[str, Any]) -> None:
-        """Record what this process asks for or does to save a step at a fault (plain values)."""
-        self._write(_FAULT_SAVE, facts)
-
-    def _write(self, begin: int, facts: dict[str, Any]) -> None:
-        text = json.dumps(facts, ensure_ascii=False).encode(errors="surrogatepass")
-        self._memory[begin : begin + 8] = bytes(8)
-        assert len(text) <= _NOTE_BYTES - 8, "the note is too long"
-        self._memory[begin + 8 : begin + 8 + len(text)] = text
-        self._memory[begin : begin + 8] = len(text).to_bytes(8, "little")  # last: a note is whole or absent
+    def note(self, **facts: Any) -> None:
+        """Add plain values to what others can read: how this process ends, or how it saves a step then."""
+        text = json.dumps(facts, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
+        with self._lock:
+            begin = _NOTES + self._own.note_bytes
+            assert begin + len(text) <= _SIZE, "the notes are too long"
+            self._memory[begin : begin + len(text)] = text
+            self._own.note_bytes += len(text)  # last: a note is whole or absent
 
 
 class Records:
@@ -226,40 +217,20 @@ class Records:
         return records
 
     def main(self) -> Beat:
-        return _beat(_words(self._memory, 0))
+        return self._record(0)
 
     def workers(self) -> dict[int, Beat]:
         """The records of the data workers that have started, by number."""
-        words = memoryview(self._memory)[: _RECORD_BYTES * (1 + MAX_WORKERS)].cast("q")
-        kinds = words[_KIND :: _RECORD_BYTES // 8].tolist()  # in one read: a watch asks five times a second
-        begun = [number for number, kind in enumerate(kinds) if number and kind == _MAGIC]
-        return {number: _beat(_words(self._memory, number)) for number in begun}
+        numbers = range(1, 1 + min(self.main().num_workers, MAX_WORKERS))
+        return {number: beat for number in numbers if (beat := self._record(number)).pid}
 
-    def note(self) -> dict[str, Any] | None:
-        """The recorded end of the process; None without one."""
-        return self._read(_NOTE)
+    def _record(self, number: int) -> Beat:
+        return Beat.from_buffer_copy(self._memory, number * _RECORD_BYTES)
 
-    def fault_save(self) -> dict[str, Any]:
-        """What it asked for or did to save a step at a fault; empty without a fault."""
-        return self._read(_FAULT_SAVE) or {}
-
-    def _read(self, begin: int) -> dict[str, Any] | None:
-        size = int.from_bytes(self._memory[begin : begin + 8], "little")
-        with contextlib.suppress(ValueError):  # one that is being replaced is absent for a moment
-            return json.loads(self._memory[begin + 8 : begin + 8 + size]) if size else None
-        return None
-
-
-def _words(memory: mmap.mmap, slot: int) -> memoryview:
-    return memoryview(memory)[slot * _RECORD_BYTES : (slot + 1) * _RECORD_BYTES].cast("q")
-
-
-def _beat(words: memoryview) -> Beat:
-    values: list[Any] = words[_PID : _DISK_PROGRESS + 1].tolist()
-    values[_PHASE - 1] = _NAMES[values[_PHASE - 1]]
-    for word in (_BUCKET, _INDEX):
-        values[word - 1] = None if values[word - 1] == _NONE else values[word - 1]
-    return Beat(*values)
+    def notes(self) -> dict[str, Any]:
+        """What the process has noted; with a `status` once it ends."""
+        lines = self._memory[_NOTES : _NOTES + self.main().note_bytes].splitlines()
+        return {name: value for line in lines for name, value in json.loads(line).items()}
 
 
 _of_this_process: Heartbeat | None = None

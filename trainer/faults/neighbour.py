@@ -90,7 +90,7 @@ class Neighbour:
         Args:
             since_ns: when all ranks of this host were awake again after a suspension: no silence is longer.
         """
-        beat, note, now = self.records.main(), self.records.note() or {}, time.monotonic_ns()
+        beat, note, now = self.records.main(), self.records.notes(), time.monotonic_ns()
         member, frames = self.member, None
         if self.frames is not None and self.frames[0] == beat.position:
             frames = self.frames[1]

@@ -83,7 +83,7 @@ class Watch:
 
     def ended_well(self) -> None:
         """Record that this rank is done, so that ranks still at work do not miss it."""
-        self._heartbeat.note({"status": 0, "at_ns": time.monotonic_ns()})
+        self._heartbeat.note(status=0, at_ns=time.monotonic_ns())
         self._stop_looking()
         # Only the last rank of a host sees that all have ended, and no other can report after it.
         is_last = all(neighbour.observe().status == 0 for neighbour in self._here.values())
@@ -117,8 +117,8 @@ class Watch:
             "worker": None if in_worker else self._here[self._rank].stuck_worker(str(error)),
             "at_ns": time.monotonic_ns(),
         }
-        self._heartbeat.note(note)
-        is_last = all(other.records.note() is not None for other in self._others_here())
+        self._heartbeat.note(**note)
+        is_last = all("status" in other.records.notes() for other in self._others_here())
         may_go_on = symptom or not isinstance(error, RunEndError)
         if note["symptom"] or (may_go_on and self.ending.going_on.ranks):
             self._closed.wait(_GRACE_S + ALONE_S)
@@ -165,10 +165,10 @@ class Watch:
         for neighbour in self._others_here():
             neighbour.look_for_death()
         for neighbour in self._others_here():
-            note = neighbour.records.note() or {}
-            if "verdict" in note:
-                self.ending.leave(int(note["verdict"]))
-            if ranks := neighbour.records.fault_save().get("going_on"):
+            notes = neighbour.records.notes()
+            if "verdict" in notes:
+                self.ending.leave(int(notes["verdict"]))
+            if ranks := notes.get("going_on"):
                 self.ending.going_on.begin(ranks, self.ending.wait)
                 return
         if self._closed.is_set():
@@ -194,8 +194,8 @@ class Watch:
 
     def _observe(self) -> list[Observed]:
         """The ranks of this host. Time in which none of them ran has not passed: a suspension."""
-        alive = [each for each in self._here.values() if each.died_at_ns is None and not each.records.note()]
-        since_ns = min((each.records.main().resumed_ns for each in alive), default=0)
+        alive = [each.records for each in self._here.values() if each.died_at_ns is None]
+        since_ns = min((own.main().resumed_ns for own in alive if "status" not in own.notes()), default=0)
         return [neighbour.observe(since_ns) for neighbour in self._here.values()]
 
     def _judge(self, here: list[Observed], elsewhere: list[Observed]) -> None:
@@ -230,8 +230,8 @@ class Watch:
                 return True
             beat = neighbour.records.main()
             awake = time.monotonic_ns() - beat.tick_ns < ASLEEP_S * 1e9
-            note = neighbour.records.note()
-            if awake and neighbour.died_at_ns is None and (note is None or note.get("symptom")):
+            notes = neighbour.records.notes()
+            if awake and neighbour.died_at_ns is None and ("status" not in notes or notes.get("symptom")):
                 return False
         return True
 
