@@ -130,7 +130,7 @@ def independent_copy(task: Task) -> Task:
 
 def _of_rank_0(own: dict[str, float], source: str, ranks: Ranks) -> dict[str, float]:
     """Rank 0's metrics on every rank, so that all decide by the same (a collective); tells which differ."""
-    everyones = gather_objects(own) if ranks.world_size > 1 else [own]
+    everyones = gather_objects(own)
     by_name = {name: [theirs.get(name) for theirs in everyones] for name in own}
     differ = {name: values for name, values in by_name.items() if len(set(map(str, values))) > 1}
     if differ and ranks.is_main:

@@ -18,7 +18,7 @@ def non_finite_error(run: Run, step: int, losses: Sequence[Tensor]) -> NonFinite
     bad = [name for name, gradient in named if gradient is not None and not _is_finite(gradient)]
     begin = state.progress.epoch, state.progress.samples_in_epoch
     own = bad_loss, bad, run.data.train_loader.not_finite(*begin) if bad_loss else None
-    everyones = gather_objects(own) if ranks.world_size > 1 else [own]
+    everyones = gather_objects(own)
     for rank, (is_bad, _, sample) in enumerate(everyones):
         if is_bad:
             look = "Lower optim.lr, set train.clip_grad_norm, or check the data of that rank"

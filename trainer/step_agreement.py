@@ -123,7 +123,7 @@ class StepAgreement:
     def ended(self, batches: Batches) -> tuple[list[int], list[int]]:
         """The ranks without data for another step of the epoch, and those with (a collective)."""
         own = batches.data_left if batches.accumulation else None  # of a rank that reads nothing
-        left = [own] if self._world_size == 1 else gather_objects(own)
+        left = gather_objects(own)
         without, having = ([rank for rank, its in enumerate(left) if its is one] for one in (False, True))
         return without, having
 

@@ -33,7 +33,7 @@ from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import is_extra_state, take_apart
 from trainer.checkpoint.writing import Contents, Saving, host_stager, write_checkpoint
 from trainer.config import CheckpointConfig
-from trainer.distributed.agreement import Agreement, Alone
+from trainer.distributed.agreement import Agreement
 from trainer.distributed.ranks import Ranks
 from trainer.errors import Fault, UserError, kind_of, writing
 from trainer.faults.heartbeat import at_disk
@@ -477,7 +477,7 @@ class Checkpointer:
             return False
         if newest == step + 1:  # behind a cut link: ranks are one step apart at most
             raise UserError(f"the last step here is {step}; another rank has saved step {newest}")
-        write_checkpoint(store, store.new_directory(step), contents, Alone(), check=check)
+        write_checkpoint(store, store.new_directory(step), contents, Agreement(), check=check)
         return True
 
     def metrics(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, ver
 from trainer.checkpoint.reading import PlainFile, opened
 from trainer.checkpoint.safetensors_files import INDEX, SINGLE, tensors_in
 from trainer.checkpoint.tree import is_extra_state
-from trainer.distributed.agreement import Alone
+from trainer.distributed.agreement import Agreement
 from trainer.errors import Fault, UserError, kind_of
 from trainer.files.address import Address, Location, location
 from trainer.files.untrusted import first_five, printable, read_json, reason
@@ -298,6 +298,6 @@ def _checkpoint_in(directory: Location) -> OpenCheckpoint:
     found = [] if (directory / MANIFEST).exists() else listing.newest_first()
     if not found:
         return verified(directory.resolve())
-    source = first_intact(found, Alone())
+    source = first_intact(found, Agreement())
     log.info("model.init_from=%s: from %s", directory, source.directory.name)
     return source

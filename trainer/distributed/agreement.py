@@ -52,6 +52,8 @@ def differs(value: Any) -> bool:
 
 def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """Every rank's `value`, by rank, on every rank (a collective of `group`, or of all)."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
@@ -63,13 +65,14 @@ def on_main(action: Callable[[], _T], ranks: Ranks) -> _T:
     Raises:
         UserError, Fault: the one that `action` raised, on every rank. Any other error is of rank 0 only.
     """
-    return _from_main(action, (UserError, Fault), ranks.rank, None)
+    return Agreement(ranks)._from_main(action, (UserError, Fault))
 
 
 class Agreement:
     """All ranks acting on files: what one raises, all raise. All methods are collectives.
 
     Args:
+        ranks: None in a process that acts without others.
         timeout_s: of a separate gloo group (see `gloo_group`), which a use in a thread needs; by default, the
             default group is used.
 
@@ -78,8 +81,10 @@ class Agreement:
         Fault: any other error, of a disk, a store or unknown: it may pass.
     """
 
-    def __init__(self, ranks: Ranks, timeout_s: float | None = None, in_time: bool = False) -> None:
-        self.rank, self.world_size = ranks.rank, ranks.world_size
+    def __init__(
+        self, ranks: Ranks | None = None, timeout_s: float | None = None, in_time: bool = False
+    ) -> None:
+        self.rank, self.world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
         self.group: dist.ProcessGroup | None = None
         if timeout_s is not None:
             # Creating the group may wait for `timeout_s`, too: first check that all ranks are there.
@@ -88,11 +93,11 @@ class Agreement:
 
     def gather(self, value: _T) -> list[_T]:
         """Every rank's `value`, by rank, on every rank."""
-        return gather_objects(value, self.group)
+        return [value] if self.world_size == 1 else gather_objects(value, self.group)
 
     def on_main(self, action: Callable[[], _T]) -> _T:
         """Rank 0's result of `action` on every rank, or its error."""
-        return _from_main(action, (Exception,), self.rank, self.group)
+        return self._from_main(action, (Exception,))
 
     def everywhere(self, action: Callable[[], _T]) -> _T:
         """This rank's result of `action`, once all have one, or the error of the first rank that has none."""
@@ -106,31 +111,34 @@ class Agreement:
         The error of a report is raised on every rank, too, and nothing is decided then.
         """
         own, failure, cause = _attempt(report, (Exception,))
-        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object((own, failure), gathered, dst=0, group=self.group)
+        gathered: list[Any] = [(own, failure)] * self.world_size
+        if self.world_size > 1:
+            dist.gather_object((own, failure), gathered if self.rank == 0 else None, dst=0, group=self.group)
 
         def decision() -> _T:
-            assert gathered is not None
             _raise_first([failure for _, failure in gathered], cause)
             return decide([own for own, _ in gathered])
 
-        return _from_main(decision, (Exception,), self.rank, self.group, cause)
+        return self._from_main(decision, (Exception,), cause)
 
+    def _from_main(
+        self, action: Callable[[], _T], expected: tuple[type[Exception], ...], cause: Exception | None = None
+    ) -> _T:
+        """Rank 0's result of `action` on every rank, or its error, if that is `expected` (a collective).
 
-class Alone(Agreement):
-    """A process without a process group."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size, self.group = 0, 1, None
-
-    def gather(self, value: _T) -> list[_T]:
-        return [value]
-
-    def on_main(self, action: Callable[[], _T]) -> _T:
-        return self.everywhere(action)
-
-    def decided(self, report: Callable[[], _Report], decide: Callable[[list[_Report]], _T]) -> _T:
-        return self.everywhere(lambda: decide([report()]))
+        Args:
+            cause: on ranks other than 0: what failed there, if `action` may raise an error because of it.
+        """
+        box: list[Any] = [None]
+        if self.rank == 0:
+            value, failure, cause = _attempt(action, expected)
+            box = [(value, failure)]
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        value, failure = box[0]
+        if failure is not None:
+            raise failure.kind(failure.message, failure.ranks) from cause
+        return cast(_T, value)
 
 
 def _raise_first(failures: Sequence[_Failure | None], cause: Exception | None) -> None:
@@ -139,30 +147,6 @@ def _raise_first(failures: Sequence[_Failure | None], cause: Exception | None) -
         if first is not None:
             message = first.message if all(other == first for other in failures) else None
             raise first.kind(message or f"rank {rank}: {first.message}", first.ranks) from cause
-
-
-def _from_main(
-    action: Callable[[], _T],
-    expected: tuple[type[Exception], ...],
-    rank: int,
-    group: dist.ProcessGroup | None,
-    cause: Exception | None = None,
-) -> _T:
-    """Rank 0's result of `action` on every rank, or its error, if that is `expected` (a collective).
-
-    Args:
-        cause: on ranks other than 0: what failed there, if `action` may raise an error because of it.
-    """
-    box: list[tuple[_T | None, _Failure | None] | None] = [None]
-    if rank == 0:
-        value, failure, cause = _attempt(action, expected)
-        box = [(value, failure)]
-    dist.broadcast_object_list(box, src=0, group=group)
-    assert box[0] is not None
-    value, failure = box[0]
-    if failure is not None:
-        raise failure.kind(failure.message, failure.ranks) from cause
-    return cast(_T, value)
 
 
 def _attempt(

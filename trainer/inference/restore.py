@@ -22,7 +22,7 @@ from trainer.config import Config, TrainConfig, flatten
 from trainer.config.overrides import leaves
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import EvalLoader
-from trainer.distributed.agreement import Agreement, Alone, compare_across_ranks
+from trainer.distributed.agreement import Agreement, compare_across_ranks
 from trainer.distributed.process_group import process_group
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
@@ -111,9 +111,9 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
         UserError: see `restored_run`.
     """
     with generators_kept():
-        model, frozen, _ = _initial(config, Alone(), local_rank=0, sharded_over=None)
+        model, frozen, _ = _initial(config, Agreement(), local_rank=0, sharded_over=None)
         model.fill(model.module)
-    _read(model.module, config, checkpoint, Alone(), torch.device("cpu"), frozen)
+    _read(model.module, config, checkpoint, Agreement(), torch.device("cpu"), frozen)
     model.module.eval()
     return model.module
 

@@ -76,7 +76,7 @@ class LossParts:
         """The mean of each part over all ranks (a collective): a rank, or a step, may have none."""
         self._add_pending()
         own = list(self._sums)
-        everyones = gather_objects(own) if self._ranks.world_size > 1 else [own]
+        everyones = gather_objects(own)
         names = list(dict.fromkeys(name for theirs in everyones for name in theirs))
         if not names:
             return {}
