@@ -29,7 +29,7 @@ from trainer.distributed import shrink
 from trainer.errors import UserError
 from trainer.faults import processes
 from trainer.faults.ending import Ending
-from trainer.faults.going_on import who_goes_on
+from trainer.faults.fault_save import who_goes_on
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import RankIdentity
 from trainer.faults.verdict import Observed, Verdict
@@ -68,7 +68,7 @@ def test_who_dies_while_the_step_is_saved_is_left_out(monkeypatch: pytest.Monkey
     ending = Ending(
         Heartbeat(), 0, [RankIdentity(each, 0, "h", each, 0, 0, 0) for each in here], here, None, 5
     )
-    ending.going_on.allow(lambda: None, lambda num_ranks: None)
+    ending.let_shrink(lambda: None, lambda num_ranks: None)
     ending.save.is_saved = True
     goes_on: list[Verdict] = []
     monkeypatch.setattr(ending, "_let_go_on", goes_on.append)

@@ -3,11 +3,10 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from trainer.launch.place import Place, place
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 _SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 # Of gloo; and of the NCCL backend that torch 2.15 makes the default (pytorch PR 192281).
 _WORDS = ("gloo/", "pair closure", "NCCLException", "NCCL operation timed out")
@@ -94,13 +92,20 @@ def watched_process_group(
     )
     watch.start()
     try:
-        choose_interface(here.rank, hosts, [member["address"] for member in members])
+        addresses = [member["address"] for member in members]
+        choose_interface(here.rank, hosts, addresses)
         with shrink.connecting():
             joined = _join(settings, here, hosts, store)
         if own_door is not None:
             if begins:  # the launcher of the one host that is left has left its ranks alone
                 shrink.refuse(here, joined.hosts)
-            _let_shrink(joined, [member["address"] for member in members], watch, check_shares)
+            why_not = shrink.why_not(joined.device, joined.backend, addresses)
+            if why_not is None:
+                watch.ending.let_shrink(shrink.cut, check_shares)
+            elif joined.is_main:
+                log.warning(
+                    "distributed.shrink=true: %s, so a death ends all, and a restart goes on", why_not
+                )
         yield replace(joined, heartbeat=heartbeat), watch
     except GeneratorExit:
         raise
@@ -120,20 +125,6 @@ def watched_process_group(
     dist.destroy_process_group()  # waits for nothing: their connections are cut
     assert own_door is not None and watch.ending.run_dir is not None
     raise Shrunk(shrink.place_among(going_on, here, identities, own_door), watch.ending.run_dir)
-
-
-def _let_shrink(
-    joined: Ranks,
-    addresses: Sequence[str | None],
-    watch: Watch,
-    check_shares: Callable[[int], object],
-) -> None:
-    """Have the watch let ranks go on without others, if they can."""
-    why_not = shrink.why_not(joined.device, joined.backend, addresses)
-    if why_not is None:
-        watch.ending.going_on.allow(shrink.cut, check_shares)
-    elif joined.is_main:
-        log.warning("distributed.shrink=true: %s, so a death ends all, and a restart goes on", why_not)
 
 
 def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dist.Store) -> Ranks:

@@ -13,16 +13,16 @@ from typing import Any
 
 from torch.distributed import Store
 
-from trainer.errors import Fault, RunEndError, tell_torchrun
+from trainer.errors import Fault, RunEndError, UserError, tell_torchrun
 from trainer.faults import exit_report
-from trainer.faults.fault_save import FaultSave, saving_host
-from trainer.faults.going_on import GoingOn
+from trainer.faults.fault_save import FaultSave, saving_host, who_goes_on
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour, RankIdentity
 from trainer.faults.reports import Reports
 from trainer.faults.verdict import ASLEEP_S, Observed, Verdict, judge
 from trainer.files import failure
 
+_DEAD_S = 5.0  # for the ranks of this host that do not go on to be dead
 ALONE_S = 5.0  # how long the others may take to end after a rank's orderly end, or their launcher's
 
 
@@ -38,7 +38,7 @@ class Ending:
     Attributes:
         reports: of this host and of the others.
         save: this rank's part in saving at a fault.
-        going_on: its part in going on without others.
+        survivors: the ranks that go on without the others, this one among them, once that is decided.
         run_dir: that of failure.json and stacks/; None before there is one.
     """
 
@@ -63,7 +63,9 @@ class Ending:
         first = [Observed(each.rank, each.host, each.hostname, each.pid, position=-1) for each in others]
         self.reports = Reports(connect, self._own.host, first)
         self.save = FaultSave(heartbeat, rank, here)
-        self.going_on = GoingOn(rank, here, self.save, by_host=self._own.error_file is not None)
+        self.survivors: tuple[int, ...] = ()
+        self._cut: Callable[[], None] | None = None
+        self._check_shares: Callable[[int], object] = lambda num_ranks: None
 
     def writes_to(self, run_dir: Path, refusals: bool = True) -> None:
         """Set the directory of failure.json and stacks/.
@@ -72,6 +74,15 @@ class Ending:
             refusals: whether to write an orderly end, too.
         """
         self.run_dir, self._refusals = run_dir, refusals
+
+    def let_shrink(self, cut: Callable[[], None], check_shares: Callable[[int], object]) -> None:
+        """Let ranks go on without others (distributed.shrink); without this call, none does.
+
+        Args:
+            cut: ends all waits of this process for other ranks.
+            check_shares: raises UserError if a batch can't be divided among a number of ranks.
+        """
+        self._cut, self._check_shares = cut, check_shares
 
     def send_last_report(self) -> None:
         """Send the other hosts a last report: no rank of this host can report later."""
@@ -89,7 +100,7 @@ class Ending:
         if self.prints_traceback(verdict):
             return
         verdict = replace(verdict, saving_host=saving_host(everyone, verdict.ranks))
-        self.end(self._agreed(self.going_on.decided(verdict, everyone)))
+        self.end(self._agreed(self._with_survivors(verdict, everyone)))
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """The first verdict that a host has given; if the store does not answer, this one.
@@ -117,7 +128,7 @@ class Ending:
         if verdict.going_on and len(self._here) == len(self._members):
             for neighbour in self._here.values():
                 neighbour.look_for_death()  # another may have died during the save
-            verdict = self.going_on.decided(verdict, self._observe())
+            verdict = self._with_survivors(verdict, self._observe())
         if verdict.going_on and self.save.is_saved:
             self._let_go_on(verdict)
             return
@@ -153,7 +164,33 @@ class Ending:
         exit_report.print_line(f"\n{verdict.message}")
         self._kill_stuck(verdict)
         self._heartbeat.note(going_on=verdict.going_on)
-        self.going_on.begin(verdict.going_on, self.wait)
+        self.go_on(verdict.going_on)
+
+    def _with_survivors(self, verdict: Verdict, everyone: Sequence[Observed]) -> Verdict:
+        """The verdict with the ranks that go on, or with a reason why none does."""
+        if self._cut is None:
+            return verdict
+        # torchrun ends its other ranks on a host when one dies.
+        ranks = who_goes_on(everyone, verdict, by_host=self._own.error_file is not None)
+        try:
+            self._check_shares(len(ranks) or 1)
+        except UserError as error:
+            return replace(verdict, going_on=()).followed_by(f"the others cannot go on: {error}")
+        return replace(verdict, going_on=ranks)
+
+    def go_on(self, ranks: Sequence[int]) -> None:
+        """Go on with `ranks`, or exit if this is none of them."""
+        if self._rank not in ranks:  # not by an exit, after which launch=local would end the others, too
+            os.kill(os.getpid(), signal.SIGKILL)
+        deadline = time.monotonic() + _DEAD_S
+        for neighbour in [each for rank, each in self._here.items() if rank not in ranks]:
+            while not neighbour.look_for_death() and time.monotonic() < deadline:
+                self.wait(0.01)  # rank 0 has the lock of run_dir
+        self.survivors = tuple(ranks)
+        if self.save.last_step is not None:
+            self.save.last_step.thaw()
+        assert self._cut is not None
+        self._cut()
 
     def _with_save(self, verdict: Verdict) -> Verdict:
         self.reports.tell(self._observe(), eager=True)

@@ -1,4 +1,4 @@
-"""At a verdict a survivor saves the last finished step; if it dies, too, the next on its host.
+"""At a verdict a survivor saves the last finished step, and perhaps goes on; if it dies, too, the next saves.
 
 No collective is left to agree with: the leader of a host writes which rank is to save beside its heartbeat,
 and that rank answers there.
@@ -12,7 +12,8 @@ from typing import Protocol
 from trainer.errors import RunEndError, class_and_line
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Neighbour
-from trainer.faults.verdict import Observed, Verdict, takes_part
+from trainer.faults.processes import EXITED
+from trainer.faults.verdict import UNHEARD_S, Observed, Verdict, takes_part
 
 SAVE_S = 25.0  # launchers kill what is left 30 s after the first end
 _LOOK_S = 0.02
@@ -56,6 +57,31 @@ def saving_host(ranks: Sequence[Observed], blamed: Sequence[int]) -> int | None:
     of them saves is known only there. A host with only ranks that are `blamed` saves if there is no other.
     """
     return next((rank.host for rank in savers(ranks, blamed)), None)
+
+
+def who_goes_on(ranks: Sequence[Observed], verdict: Verdict, by_host: bool) -> tuple[int, ...]:
+    """The ranks that can go on without those that the verdict is about, and without any other that is gone.
+
+    None after an exception of user code or an exit, which may come again; in the set-up; or at the end.
+    Behind a cut link, each side takes the other for lost: only the larger goes on, or of halves that with
+    rank 0.
+
+    Args:
+        by_host: whether the launcher of a host ends its other ranks when one dies.
+    """
+    gone = [rank for rank in ranks if rank.rank in verdict.ranks or not takes_part(rank)]
+    hosts = {rank.host for rank in gone} if by_host else set()
+    able = [rank for rank in ranks if rank not in gone and rank.host not in hosts]
+    if verdict.kind not in ("died", "stopped", "hangs", "lost") or not able:
+        return ()
+    if any(EXITED in (rank.death or "") for rank in gone):
+        return ()
+    if any(not rank.step or rank.phase == "end" for rank in able):
+        return ()
+    more = 2 * len(able) - len(ranks) + (ranks[0] in able) / 2
+    if more <= 0 and any(rank.heard_s >= UNHEARD_S for rank in gone):
+        return ()
+    return tuple(rank.rank for rank in able)
 
 
 class FaultSave:

@@ -120,11 +120,11 @@ class Watch:
         self._heartbeat.note(**note)
         is_last = all("status" in other.records.notes() for other in self._others_here())
         may_go_on = symptom or not isinstance(error, RunEndError)
-        if note["symptom"] or (may_go_on and self.ending.going_on.ranks):
+        if note["symptom"] or (may_go_on and self.ending.survivors):
             self._closed.wait(_GRACE_S + ALONE_S)
             if self.ending.save.has_begun:
                 self._closed.wait(SAVE_S)
-        going_on = self.ending.going_on.ranks if may_go_on else ()
+        going_on = self.ending.survivors if may_go_on else ()
         if not going_on and not note["symptom"]:  # with one, the watch itself has failed
             if isinstance(error, RunEndError):
                 self.ending.record_orderly(error)
@@ -153,7 +153,7 @@ class Watch:
             except Exception as error:  # a bug in here must not end a healthy run
                 exit_report.print_line(f"[rank {self._rank}] the watch cannot look: {error!r}")
                 time.sleep(ALONE_S)
-            if self.ending.going_on.ranks:
+            if self.ending.survivors:
                 self._closed.set()
             # Not before, since a rank that has looked counts as awake. C code that holds the interpreter lets
             # it go for a moment at each signal, such as a question for its stack.
@@ -169,7 +169,7 @@ class Watch:
             if "verdict" in notes:
                 self.ending.leave(int(notes["verdict"]))
             if ranks := notes.get("going_on"):
-                self.ending.going_on.begin(ranks, self.ending.wait)
+                self.ending.go_on(ranks)
                 return
         if self._closed.is_set():
             return
