@@ -8,15 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-
-
-def not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Those of `numbers` that nobody ignores: nohup ignores SIGHUP, a shell SIGINT for a job behind `&`."""
-    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
@@ -29,9 +22,8 @@ class StopRequest:
     launcher, if there is one; a second signal ends the process.
 
     The flag is local to this process: ranks agree on it in each step, by `StepAgreement`. Enter it in the
-    main thread, since Python delivers signals there. A signal that arrives ignored, as SIGHUP under nohup,
-    stays ignored. A handler only runs between two bytecodes, so a rank that waits inside a collective answers
-    when the collective returns.
+    main thread, since Python delivers signals there. A handler only runs between two bytecodes, so a rank
+    that waits inside a collective answers when the collective returns.
 
     Args:
         launched: by a process that this one must not outlive, such as torchrun's agent.
@@ -41,7 +33,6 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self._launched, self._parent = launched, os.getppid()
         self._first_at_s = 0.0
-        self._previous: dict[int, Any] = {}
 
     @property
     def is_set(self) -> bool:
@@ -52,26 +43,23 @@ class StopRequest:
         return self._launched and os.getppid() != self._parent
 
     def __enter__(self) -> "StopRequest":
-        heard = not_ignored(STOP_SIGNALS)
-        self._previous = {int(number): signal.signal(number, self._on_signal) for number in heard}
+        self._handlers = stop_signals_to(self._on_signal)
+        self._handlers.__enter__()
         if self._launched:
             signal_at_parents_death(signal.SIGTERM)
             if self._is_orphaned:  # since before the call
-                self._on_signal(signal.SIGTERM, None)
+                self._on_signal(signal.SIGTERM)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._launched:
             signal_at_parents_death()  # nothing is left to save
             if self._is_orphaned:  # end soon: nothing waits for the interpreter's teardown
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(1)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._handlers.__exit__(None, None, None)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int) -> None:
         now_s = time.monotonic()
         if self.signal is None:
             self.signal, self._first_at_s = signal.Signals(number), now_s
@@ -99,7 +87,9 @@ def stop_signals_to(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, lambda got, _: act(got)) for number in not_ignored(numbers)}
+    # nohup ignores SIGHUP, and a shell SIGINT for a job behind `&`.
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, lambda got, _: act(got)) for number in heard}
     try:
         yield
     finally:
