@@ -59,7 +59,7 @@ def follow_begin_step(run: Run) -> bool:
     follow_frozen_statistics(run.state.model)
     if new:
         log.info("from step %d on, %s are trained as well", step, first_few(new))
-    return not run.strategy.is_ready_for({*trainable.values()}) and run.strategy.follow_trainable(run.model)
+    return run.strategy.follow_trainable(run.model)
 
 
 def refuse_changed_by_loss(run: Run) -> None:
@@ -67,12 +67,9 @@ def refuse_changed_by_loss(run: Run) -> None:
 
     Called after a loss in the dry run, and before each save. A loss that only freezes parameters may do so.
     """
-    trained = run.state.trained
-    if not (changed := trained.changed()):
-        return
-    trainable = trained.trainable()
-    new = [name for name in trainable if name not in trained.whole]
-    if new or not run.strategy.is_ready_for({*trainable.values()}):
+    changed, trainable = run.state.trained.changed(), run.state.trained.trainable()
+    new = [name for name in changed if name in trainable]
+    if new or (changed and run.strategy.uses == "all"):
         raise UserError(
             f"the loss changed requires_grad of {first_few(new or changed)}, but the step was already "
             "prepared for the parameters that it trains; change it in the task's "

@@ -49,13 +49,13 @@ def sleep_before_backward(algorithm: str, hosts: list[int], sleeper: int) -> dic
         loss.backward()
         pass_ms = 1e3 * (time.perf_counter() - began)
         found.append(hook.timeline.metrics())
-    figure, text = hook.timeline.draw(), hook.timeline.summary()
+    (figure,), text = hook.timeline.plots().values(), hook.timeline.summary()
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     hook.close()
     return {
         "before": found[:3],
         "late": found[3],
-        "typical": hook.timeline.typical_pass()["buckets"],
+        "typical": hook.timeline.measured()["timeline"]["buckets"],
         "summary": text,
         "labels": labels,
         "pass_ms": pass_ms,

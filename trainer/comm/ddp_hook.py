@@ -137,7 +137,8 @@ def attach(
             return bucket.buffer()
 
         reduce = Worker(all_reduce, executor.close) if clock is None else SideStream(all_reduce, clock)
-    attached = CommHook(Timeline(clock), reduce, enter, leaf_sums)
+    facts = {"device": device.type, "hosts": list(hosts), "wire_dtype": wire_dtype}
+    attached = CommHook(Timeline(clock, facts if hook is None else None), reduce, enter, leaf_sums)
     model.register_comm_hook(None, attached.reduce)
     return attached
 
@@ -162,36 +163,23 @@ def _by_hook(hook: Hook, gpu_clock: GpuClock | None, one_at_a_time: bool) -> Red
     """
 
     def reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:
-        finish = _finisher(record, gpu_clock)
+        record.start = record.ready  # a Future of torch does not tell when torch began to move the bucket
+        ready = None if gpu_clock is None else gpu_clock.mark()
+
+        def finish(done: Future[torch.Tensor]) -> torch.Tensor:
+            if gpu_clock is None:
+                record.end = time.perf_counter()
+            else:
+                record.read_gpu = gpu_clock.times(ready, ready, gpu_clock.mark())
+            return done.value()
+
         future = hook(bucket)
         # After the last bucket DDP waits next. A callback would run on gloo's thread, which has to get the
         # interpreter first.
         if gpu_clock is None and (one_at_a_time or bucket.is_last()):
             future.wait()
-            finish()
+            finish(future)
             return future
-
-        def take(done: Future[torch.Tensor]) -> torch.Tensor:
-            finish()
-            return done.value()
-
-        return future.then(take)
+        return future.then(finish)
 
     return reduce
-
-
-def _finisher(record: BucketRecord, gpu_clock: GpuClock | None) -> Callable[[], None]:
-    """Called when a Future of torch is done, which does not tell when torch began to move the bucket."""
-    record.start = record.ready
-    if gpu_clock is None:
-
-        def finish() -> None:
-            record.end = time.perf_counter()
-
-        return finish
-    ready = gpu_clock.mark()
-
-    def finish_gpu() -> None:
-        record.read_gpu = gpu_clock.times(ready, ready, gpu_clock.mark())
-
-    return finish_gpu

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from trainer.distributed.agreement import gather_objects
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_KEPT = 100  # passes, for the medians of `Timeline.typical_pass`
+_KEPT = 100  # passes, for the medians of `Timeline.measured`
 _COLOURS = {"queued": "#d0d4da", "hidden": "#4c78a8", "exposed": "#e45756"}
 ReadGpu = Callable[[bool], tuple[float, ...] | None]
 
@@ -116,10 +116,11 @@ class Timeline:
 
     Args:
         gpu_clock: if buckets are on a GPU.
+        facts: added to `measured`; None for a user's hook, whose messages need not be its buckets.
     """
 
-    def __init__(self, gpu_clock: GpuClock | None = None) -> None:
-        self._gpu_clock, self._own = gpu_clock, dist.get_rank()
+    def __init__(self, gpu_clock: GpuClock | None, facts: Mapping[str, Any] | None) -> None:
+        self._gpu_clock, self._facts, self._own = gpu_clock, facts, dist.get_rank()
         self.num_passes = 0  # backward passes begun
         self.last_pass: list[BucketRecord] = []  # the last one finished and summed up
         self._kept: deque[list[BucketRecord]] = deque(maxlen=_KEPT)  # the newest passes
@@ -167,7 +168,7 @@ class Timeline:
         spread = waits.amax(0) - waits.amin(0)
         return int(waits[:, spread.argmax()].argmin()), float(spread.max())
 
-    def typical_pass(self) -> dict[str, Any]:
+    def measured(self) -> dict[str, Any]:
         """A typical backward pass on this rank, for result.json; {} if there was none.
 
         Medians over the newest passes: total, hidden and exposed communication; for each bucket in the order
@@ -176,7 +177,7 @@ class Timeline:
         self._sum_up(wait=True)
         layout = [(record.index, record.num_bytes) for record in self.last_pass]
         alike = [own for own in self._kept if [(r.index, r.num_bytes) for r in own] == layout]
-        if not alike:
+        if self._facts is None or not alike:
             return {}
         costs = []
         for records in alike:
@@ -191,7 +192,8 @@ class Timeline:
             }
             for same in zip(*alike, strict=True)
         ]
-        return {name: median(cost[name] for cost in costs) for name in costs[0]} | {"buckets": buckets}
+        medians = {name: median(cost[name] for cost in costs) for name in costs[0]}
+        return {"timeline": {**self._facts, **medians, "buckets": buckets}}
 
     def summary(self) -> str:
         """The whole run on this rank, in two lines; "" before the first pass."""
@@ -204,7 +206,7 @@ class Timeline:
             text += f"\nlast to be ready: rank {rank}, {times} of {self._times_last.total()} times measured"
         return text
 
-    def draw(self) -> Figure:
+    def plots(self) -> dict[str, Figure]:
         """The last backward pass of this rank, a row per bucket, milliseconds.
 
         Grey: ready and queued; blue: moving during computation; red: moving without computation. A mark shows
@@ -220,7 +222,7 @@ class Timeline:
         axes.set_yticks(range(len(records)), [record.label for record in records])
         axes.invert_yaxis()
         if not records:
-            return figure
+            return {"comm/buckets": figure}
         origin, last_ready = records[0].ready, max(record.ready for record in records)
         moments = [(r.ready, r.start, min(r.end, max(r.start, last_ready)), r.end) for r in records]
         for number, (name, colour) in enumerate(_COLOURS.items()):
@@ -234,7 +236,7 @@ class Timeline:
             label = f"ready on the last rank (rank {rank}, {1e3 * skew_s:.3g} ms late)"
             axes.scatter(last, range(len(records)), marker="|", s=120, color="black", zorder=3, label=label)
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
-        return figure
+        return {"comm/buckets": figure}
 
     def _sum_up(self, wait: bool) -> None:
         """Sum up the complete passes whose times are known; with `wait`, all of them, waiting for the GPU."""

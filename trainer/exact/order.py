@@ -1,6 +1,6 @@
 """Numbers of micro-batches are added by leaves, with equal bits anywhere."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -52,12 +52,10 @@ class ByLeaves(SumOrder):
         if not shards:
             self.sums = LeafSums(_trainable(model), self.num_leaves)
 
-    def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
-        return self.sums is None or trainable <= self.sums.parameters
-
     def follow_trainable(self, model: nn.Module) -> None:
-        if self.sums is not None:
-            self.sums.follow(_trainable(model))
+        trainable = _trainable(model)
+        if self.sums is not None and not {*trainable.values()} <= self.sums.parameters:
+            self.sums.follow(trainable)
 
     def check(self, optimizer: Optimizer, sharded: bool) -> None:
         on_cpu = any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])

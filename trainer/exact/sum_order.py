@@ -1,7 +1,7 @@
 """How numbers of micro-batches are added: here as they come; order.py adds them by leaves."""
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -52,10 +52,6 @@ class SumOrder:
             shards: what adds the units of FSDP, if a collective does.
             reduces: whether the strategy itself adds the last leaf of a step and those of other ranks (DDP).
         """
-
-    def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
-        """Return whether it already adds up the gradients of these parameters."""
-        return True
 
     def follow_trainable(self, model: nn.Module) -> None:
         """Add up the gradients of the parameters that now require gradients, from the next step on."""

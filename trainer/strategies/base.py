@@ -3,10 +3,10 @@
 The trainer calls these methods and never checks the class. Defaults: a whole model on one device.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,8 @@ class Computing:
     channels_last: bool = False  # weights of four dimensions have the memory format of images
 
 
-class Report:
-    """What a strategy tells of its communication."""
+class Report(Protocol):
+    """What a strategy reports of its communication: by default nothing."""
 
     def metrics(self) -> dict[str, float]:
         """The measurements since the last call, for the log (a collective)."""
@@ -56,6 +56,10 @@ class Report:
     def measured(self) -> dict[str, Any]:
         """For result.json: on rank 0 (a collective)."""
         return {}
+
+
+class NoReport(Report):
+    """Of a strategy that does not communicate, or does not measure it."""
 
 
 class Strategy:
@@ -95,7 +99,7 @@ class Strategy:
         self.device, self.devices = device, [device]
         self.computing = computing
         self.notes: list[str] = []
-        self.report = Report()
+        self.report: Report = NoReport()
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         """Return the module to call in training.
@@ -133,10 +137,6 @@ class Strategy:
 
     def prepare(self, state: TrainState) -> None:
         """Called after the dry run, before the first step, with all that training changes."""
-
-    def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
-        """Return whether a step that trains these parameters can be made without `follow_trainable`."""
-        return self.order.is_ready_for(trainable)
 
     def follow_trainable(self, model: nn.Module) -> bool:
         """Prepare for steps with the parameters that require gradients now (a collective).

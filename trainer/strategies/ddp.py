@@ -1,9 +1,9 @@
 """DistributedDataParallel: a whole model on every rank, gradients averaged bucket by bucket."""
 
 import inspect
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,19 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.accelerator import is_accelerator
 from trainer.comm.ddp_hook import CommHook, attach
-from trainer.comm.timeline import Timeline
 from trainer.config import AutoCommConfig, CommConfig, DdpConfig, HookCommConfig
 from trainer.distributed.collectives import broadcast_tensors
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.shrink import connecting
 from trainer.errors import UserError, first_few
 from trainer.optim.optimizers import sparse_weights
-from trainer.strategies.base import Computing, Fill, Phase, Report, Strategy
+from trainer.strategies.base import Computing, Fill, Phase, Strategy
 from trainer.strategies.ddp_comm import auto_choice, hook_options, users_hook
 from trainer.strategies.placement import not_all
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _SENDS_NO_BUFFERS: dict[str, Any] = {
@@ -89,9 +85,7 @@ class Ddp(Strategy):
                 options["leaf_sums"] = self.order.sums
                 with connecting():
                     self.hook = attach(model, self.comm.algorithm, **options)
-                # A user's hook has no wire dtype.
-                facts = {"hosts": list(self.hosts), "wire_dtype": options.get("wire_dtype")}
-                self.report = TimelineReport(self.hook.timeline, {"device": self.device.type, **facts})
+                self.report = self.hook.timeline
         else:
             self.order.attach(model)
         return model
@@ -108,21 +102,18 @@ class Ddp(Strategy):
             "bucket_cap_mb": None if self.settings.bucket_cap_mb == 25 else self.settings.bucket_cap_mb,
         }
 
-    def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
-        if self.num_replicas == 1:
-            return super().is_ready_for(trainable)
-        known = self._reduced_parameters
-        return trainable == known or (self.settings.find_unused_parameters and trainable < known)
-
     def follow_trainable(self, model: nn.Module) -> bool:
         super().follow_trainable(model)
         if not isinstance(model, DistributedDataParallel):
+            return False
+        trainable, known = _trainable(model.module), self._reduced_parameters
+        if trainable == known or (self.settings.find_unused_parameters and trainable < known):
             return False
         # In place: DDP registers parameters only in its constructor, and others refer to the wrapper.
         model.__init__(model.module, **self._options())  # type: ignore[misc]
         if self.hook is not None:
             model.register_comm_hook(None, self.hook.reduce)
-        self._reduced_parameters = _trainable(model.module)
+        self._reduced_parameters = trainable
         return True
 
     def _refuse_sparse(self, model: nn.Module) -> None:
@@ -190,27 +181,6 @@ class Ddp(Strategy):
     def close(self) -> None:
         if self.hook is not None:
             self.hook.close()
-
-
-class TimelineReport(Report):
-    """Of the all-reduces of backward passes; `facts` of them for result.json."""
-
-    def __init__(self, timeline: Timeline, facts: dict[str, Any]) -> None:
-        self._timeline, self._facts = timeline, facts
-
-    def metrics(self) -> dict[str, float]:
-        return self._timeline.metrics()
-
-    def plots(self) -> dict[str, "Figure"]:
-        return {"comm/buckets": self._timeline.draw()}
-
-    def summary(self) -> str:
-        return self._timeline.summary()
-
-    def measured(self) -> dict[str, Any]:
-        # The messages of a user's hook need not be its buckets.
-        typical = self._timeline.typical_pass() if self._facts["wire_dtype"] is not None else {}
-        return {"timeline": self._facts | typical} if typical else {}
 
 
 def device_ids(devices: Sequence[torch.device]) -> list[torch.device] | None:

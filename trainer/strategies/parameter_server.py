@@ -1,6 +1,6 @@
 """A parameter server: workers compute gradients; servers own parameters, add gradients, update and send."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,9 +58,6 @@ class ParameterServer(Strategy):
             + f"; a server receives and sends up to {busiest / 1e6:.3g} MB a step"
         )
         return model
-
-    def is_ready_for(self, trainable: Set[nn.Parameter]) -> bool:
-        return trainable <= {p for bucket in self.exchange.buckets for p in bucket.parameters}
 
     def follow_trainable(self, model: nn.Module) -> bool:
         self.exchange.follow_trainable()
