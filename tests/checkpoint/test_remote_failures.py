@@ -14,7 +14,7 @@ from trainer.checkpoint.manifest import verify, write_text
 from trainer.checkpoint.open_checkpoint import first_intact
 from trainer.checkpoint.remote import Remote
 from trainer.checkpoint.store import Store
-from trainer.distributed.agreement import Alone
+from trainer.distributed.agreement import Agreement
 from trainer.errors import NoAccessError, UserError
 from trainer.files.address import Address, UnreachableError
 
@@ -94,7 +94,7 @@ def test_a_refusal_is_no_damage(
     monkeypatch.setattr(FailingStore, "error", FORBIDDEN)
     FailingStore.failures[call] = 1000
     with pytest.raises(NoAccessError, match="cannot be reached: PermissionError: 403"):
-        first_intact([each.path for each in all_found(elsewhere, str(remote._address))], Alone())
+        first_intact([each.path for each in all_found(elsewhere, str(remote._address))], Agreement())
 
 
 def test_a_store_that_does_not_answer_loses_no_checkpoint(tmp_path: Path) -> None:

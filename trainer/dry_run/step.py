@@ -80,7 +80,7 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
     with generators_kept(), traceless(model):
         if begins_step:
             other_trained = begin_step_of_task(run, heartbeat.step)
-            if any(gather_objects(other_trained) if run.ranks.world_size > 1 else [other_trained]):
+            if any(gather_objects(other_trained)):
                 follow_begin_step(run)
         trained = run.state.trained.trainable()
         for _ in range(strategy.num_dry_runs):
@@ -92,8 +92,6 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
                 buffers.append(run.guards.buffers.hashes())
             heartbeat.skip(("forward", "backward"), run.data.split.fewer if is_exact else 1 - len(own))
             changed = _changed(model, weights, versions)
-            made = [name for name, _ in model.named_parameters() if weights and name not in weights]
-            _refuse_what_is_lost(run, changed + made)
             if is_exact:
                 _refuse_what_outlives_a_leaf(changed)
             idle = [name for name, parameter in trained.items() if parameter.grad is None]
@@ -102,7 +100,7 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
             strategy.aggregate(run.model)
             run.guards.buffers.compare(buffers)
     has_gradients = any(p.grad is not None for p in trained.values())
-    if not any(gather_objects(has_gradients) if run.ranks.world_size > 1 else [has_gradients]):
+    if not any(gather_objects(has_gradients)):
         raise UserError(f"the first backward pass gave no parameter a gradient. {_no_gradients(is_sharded)}")
     if gathered is not None:
         gathered.close()
@@ -120,7 +118,7 @@ def _compare_data(run: Run, first: Mapping[int, int]) -> None:
             stream the first ones, since each rank also reads those before its own.
     """
     known: dict[int, tuple[int, int]] = {}
-    for rank, theirs in enumerate(gather_objects(first) if run.ranks.world_size > 1 else []):
+    for rank, theirs in enumerate(gather_objects(first)):
         for number, value in theirs.items():
             before, expected = known.setdefault(number, (rank, value))
             if value == expected:
@@ -256,21 +254,6 @@ def _changed(model: nn.Module, weights: Mapping[str, int], versions: Mapping[str
         return []
     by_bits, now = changed_bits(weights, model.named_parameters()), _versions(model)
     return [name for name in weights if name in by_bits or now.get(name) != versions[name]]
-
-
-def _refuse_what_is_lost(run: Run, changed: list[str]) -> None:
-    """Refuse what a pass makes or changes where only some ranks make passes (a collective there)."""
-    if run.strategy.num_replicas == run.ranks.world_size:
-        return
-    buffers = {(name, str(b.dtype), tuple(b.shape)) for name, b in run.state.model.named_buffers()}
-    everyones = gather_objects((changed, buffers))
-    made = {name for _, theirs in everyones for name, *_ in theirs ^ everyones[0][1]}
-    if names := sorted(made.union(*(theirs for theirs, _ in everyones))):
-        raise UserError(
-            f"strategy={run.strategy.name}: a forward or backward pass or the loss makes or changes "
-            f"{first_few(names)}: no server would hold that, nor a checkpoint. Make it in __init__, in "
-            "its final size, and change no parameter; or use strategy=ddp"
-        )
 
 
 def _no_gradients(is_sharded: bool) -> str:
