@@ -131,6 +131,6 @@ def test_who_waits_in_a_step_for_all_ranks_waits_for_others(
 def test_what_waits_exists() -> None:
     """A module that moved would count as busy."""
     homes = {"torch": Path(torch.__file__).parents[1], "trainer": Path(watched.__file__).parents[2]}
-    for parts in watched._WAITS:
-        path = homes[parts[0]].joinpath(*parts)
+    for name in (*watched._WAITS, *watched._CALLED):
+        path = homes[name.split("/")[1]] / name[1:]
         assert path.exists(), path

@@ -1,7 +1,7 @@
-"""At a verdict a survivor saves the last finished step, and perhaps goes on; if it dies, too, the next saves.
+"""Which ranks save the last finished step and go on after a failure, and this rank's part in saving.
 
-No collective is left to agree with: the leader of a host writes which rank is to save beside its heartbeat,
-and that rank answers there.
+No collective is left to agree with: the leader of a host notes which rank is to save, and that rank answers
+in its own notes. If it dies, too, the next rank of the host saves.
 """
 
 import threading

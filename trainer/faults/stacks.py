@@ -30,20 +30,12 @@ _ROOT = str(Path(__file__).parents[1]) + os.sep
 _MOST_BYTES = 1 << 20  # read at once
 _INSTALLED = {"site-packages", "dist-packages"}  # in any of several environments
 # Their frames wait for what their caller has launched.
-_CALLED: tuple[tuple[str, ...], ...] = (
-    ("torch", "cuda"),
-    ("torch", "accelerator"),
-    ("trainer", "accelerator.py"),
-)
+_CALLED = ("/torch/cuda/", "/torch/accelerator/", "/trainer/accelerator.py")
 # A thread in one of these modules waits for another rank, or for the results of a backward pass.
-_WAITS: tuple[tuple[str, ...], ...] = (
-    ("torch", "distributed"),
-    ("torch", "autograd"),
-    ("torch", "futures"),
-    ("trainer", "step_agreement.py"),
-    ("trainer", "non_finite.py"),  # on a GPU, for what the all-reduce of gradients gives
-    ("trainer", "comm"),
-    ("trainer", "distributed", "process_group.py"),
+_WAITS = (
+    *("/torch/distributed/", "/torch/autograd/", "/torch/futures/"),
+    *("/trainer/step_agreement.py", "/trainer/comm/", "/trainer/distributed/process_group.py"),
+    "/trainer/non_finite.py",  # on a GPU, for what the all-reduce of gradients gives
 )
 
 Frame = tuple[str, str, str]  # file, line, function
@@ -188,15 +180,10 @@ def waits(frames: Sequence[Frame]) -> bool:
     """Whether the innermost relevant frame waits for other ranks."""
     for file, _, _ in frames:
         is_librarys = file.startswith(sys.prefix) and "torch" not in Path(file).parts
-        if is_librarys or any(_within(file, parts) for parts in _CALLED):
+        if is_librarys or any(path in file for path in _CALLED):
             continue
-        return any(_within(file, parts) for parts in _WAITS)
+        return any(path in file for path in _WAITS)
     return False
-
-
-def _within(file: str, parts: tuple[str, ...]) -> bool:
-    of_file = Path(file).parts
-    return any(of_file[at : at + len(parts)] == parts for at in range(len(of_file)))
 
 
 def _is_others(file: str) -> bool:
