@@ -45,13 +45,13 @@ class CommHook:
     def __init__(
         self,
         timeline: Timeline,
-        reduce: Reduce | Worker | SideStream,
+        reduce: Reduce,
+        mover: Worker | SideStream | None,
         enter: Enter,
-        leaf_sums: LeafSums | None = None,
+        leaf_sums: LeafSums | None,
     ) -> None:
         self.timeline, self._enter, self._leaf_sums = timeline, enter, leaf_sums
-        self._mover = reduce if isinstance(reduce, Worker | SideStream) else None
-        self._reduce = reduce.submit if isinstance(reduce, Worker | SideStream) else reduce
+        self._reduce, self._mover = reduce, mover
 
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Called by DDP when a bucket of gradients is complete."""
@@ -118,7 +118,7 @@ def attach(
     """
     device = next(model.parameters()).device
     clock = GpuClock(device) if accelerator.is_accelerator(device) else None
-    reduce: Reduce | Worker | SideStream
+    mover: Worker | SideStream | None = None
     if algorithm == "native":
         native = partial(_NATIVE[wire_dtype], model.process_group) if leaf_sums is None else _summed
         reduce = _by_hook(native, clock, one_at_a_time=False)
@@ -136,9 +136,10 @@ def attach(
             executor.run(bucket.buffer(), divisor)
             return bucket.buffer()
 
-        reduce = Worker(all_reduce, executor.close) if clock is None else SideStream(all_reduce, clock)
+        mover = Worker(all_reduce, executor.close) if clock is None else SideStream(all_reduce, clock)
+        reduce = mover.submit
     facts = {"device": device.type, "hosts": list(hosts), "wire_dtype": wire_dtype}
-    attached = CommHook(Timeline(clock, facts if hook is None else None), reduce, enter, leaf_sums)
+    attached = CommHook(Timeline(clock, facts if hook is None else None), reduce, mover, enter, leaf_sums)
     model.register_comm_hook(None, attached.reduce)
     return attached
 
