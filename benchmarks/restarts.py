@@ -101,9 +101,9 @@ def problems_of_logs(run_dir: Path, steps: int) -> list[str]:
     logged = [line["step"] for line in lines if "train/loss" in line]
     expected = [step for step in range(1, steps + 1) if step in logged or step not in saved_at_fault]
     found = []
-    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
     events.Reload()
-    for tag in ("1_loss/train", "3_train/lr", "4_speed/samples_per_second"):
+    for tag in ("train/loss", "train/lr", "speed/samples_per_second"):
         if (seen := [event.step for event in events.Scalars(tag)]) != expected:
             found.append(f"{tag}: {_difference(seen, expected)}")
     if logged != expected:

@@ -18,7 +18,7 @@ CHROMIUM = "/usr/bin/chromium"
 PORT = 6106
 
 
-PAGES = {"tensorboard": "", "tensorboard-speed": "4_speed", "tensorboard-comm": "6_comm"}  # tags of each
+PAGES = {"tensorboard": "", "tensorboard-speed": "^speed", "tensorboard-comm": "^comm"}  # tags of each
 
 
 def photograph(address: str) -> None:
@@ -48,8 +48,8 @@ if __name__ == "__main__":
         sys.executable,
         "-m",
         "tensorboard.main",
-        "--logdir_spec",
-        f"{run.name}:{run}/tensorboard",
+        "--logdir",
+        str(run.parent),
         "--port",
         str(PORT),
     ]

@@ -90,10 +90,10 @@ def _stop_and_finish(
             torch_dist.destroy_process_group()
     loop.train_step = train_step
     result = runs.train(*settings, "resume=auto")
-    events = EventAccumulator(str(root / "tensorboard"), size_guidance={"scalars": 0})
+    events = EventAccumulator(str(root), size_guidance={"scalars": 0})
     events.Reload()
-    names = {"train/loss": "1_loss/train", "train/lr": "3_train/lr", "eval/loss": "1_loss/eval"}
-    rows = {name: [(event.step, event.value) for event in events.Scalars(tag)] for name, tag in names.items()}
+    names = ("train/loss", "train/lr", "eval/loss")
+    rows = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
     return rows, result
 
 

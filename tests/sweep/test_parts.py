@@ -216,11 +216,11 @@ def test_tensorboard_is_told_once_in_the_trials_own_folder(tmp_path: Path) -> No
         for number, value in enumerate(("1.5", "null"))
     ]
     for trial in trials:
-        (tmp_path / trial.folder / "tensorboard").mkdir(parents=True)
+        (tmp_path / trial.folder).mkdir()
     for _ in range(2):  # a resumed sweep reports again
         results.write_hparams(tmp_path, trials, "eval/loss")
     for trial, expected in zip(trials, ("1.5", "null"), strict=True):
-        (file,) = (tmp_path / trial.folder / "tensorboard").iterdir()
+        (file,) = (tmp_path / trial.folder).iterdir()
         values = [value for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
         expected_tags = [metadata.EXPERIMENT_TAG, metadata.SESSION_START_INFO_TAG, "sweep/eval/loss"]
         assert [value.tag for value in values] == expected_tags

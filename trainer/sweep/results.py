@@ -103,7 +103,7 @@ def write_hparams(folder: Path, trials: Sequence[Trial], metric: str) -> None:
         hparams=[api.HParam(key) for key in settings], metrics=[api.Metric(tag, display_name=metric)]
     )
     for index, trial in enumerate(trials):
-        events = folder / trial.folder / "tensorboard"
+        events = folder / trial.folder
         if not events.is_dir():
             continue
         for old in events.glob(f"*{_HPARAMS}"):
