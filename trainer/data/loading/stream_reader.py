@@ -22,6 +22,7 @@ from trainer.errors import UserError, may_pass
 from trainer.tensors.generators import generators_kept
 from trainer.torch_private import outside_data_worker
 
+END: Any = object()  # in place of a sample
 _NUM_COMPARED = 8  # samples of a stream, by all ranks that read them
 
 
@@ -60,7 +61,7 @@ class Cursor:
     """A stream, or a shard of one, read forward in one epoch.
 
     Attributes:
-        position: how many samples of the epoch have been taken or dropped.
+        position: how many samples of the epoch were read.
         first: hashes of the first samples that were read, by their positions.
     """
 
@@ -75,40 +76,23 @@ class Cursor:
         if has_state(stream):
             stream.load_state_dict(copy.deepcopy(state))
         self._items = iter(stream)
-        self._next: list[Any] = []
+        self._last: Any = None
         self.first: dict[int, int] = {}
 
-    def reach(self, position: int) -> bool:
-        """Drop the samples before ``position``, and read the one there; False if there is none."""
-        while self._fill():
-            if self.position >= position:
-                return True
-            self.take()
-        return False
-
-    def _fill(self) -> bool:
-        if not self._next:
+    def read(self, position: int) -> Any:
+        """Read on to the sample at ``position``, and return the last one that was read; END without it."""
+        while self.position <= position:
             self._before_each(self.position)
-            try:
-                item = next(self._items)
-            except StopIteration:
-                return False
-            self._next.append(item)
+            if (item := next(self._items, END)) is END:
+                return END
             if len(self.first) < _NUM_COMPARED:
                 self.first[self.position] = checksum(item)
-        return True
-
-    def peek(self) -> Any:
-        """The sample that ``reach`` found."""
-        return self._next[0]
-
-    def take(self) -> Any:
-        self.position += 1
-        return self._next.pop()
+            self._last = item
+            self.position += 1
+        return self._last
 
     def state(self) -> tuple[int, Any]:
-        """Where the stream continues. Called when no sample is waiting to be taken."""
-        assert not self._next, "the stream's own state is beyond the sample that waits"
+        """Where the stream continues."""
         return self.position, copy.deepcopy(self._stream.state_dict())
 
 
@@ -172,10 +156,10 @@ class StreamReader(Reader):
         """The samples of the request, fewer at the end of the stream."""
         samples = []
         for number in request.numbers:
-            cursor = self._cursor(request, number % self.num_shards)
-            if not cursor.reach(number // self.num_shards):
+            item = self._cursor(request, number % self.num_shards).read(number // self.num_shards)
+            if item is END:
                 break
-            samples.append(self._decode(cursor.take()))
+            samples.append(self._decode(item))
         return samples
 
     def _decode(self, item: Any) -> Any:
@@ -230,17 +214,14 @@ class TrainStreamReader(StreamReader):
 class EvalStreamReader(StreamReader):
     """Answers with a batch and the numbers of its samples, or None if all replicas are at the end.
 
-    A replica without samples left gets the first one of the request as a filler, and no numbers.
+    A replica without samples left gets a filler, and no numbers.
     """
 
     def _read(self, request: Request) -> tuple[list[Any], list[int]] | None:
-        cursor = self._cursor(request, 0)
-        if cursor.position <= request.first:
-            if not cursor.reach(request.first):
-                return None
-            self._filler = cursor.peek()
+        if (filler := self._cursor(request, 0).read(request.first)) is END:
+            return None
         samples = self._samples(request)
-        return samples or [self._decode(self._filler)], list(request.numbers[: len(samples)])
+        return samples or [self._decode(filler)], list(request.numbers[: len(samples)])
 
 
 def _length(stream: Any) -> int | None:
