@@ -160,21 +160,3 @@ def test_mlflow_has_every_curve_and_goes_on_after_a_resume(tmp_path: Path) -> No
     assert run.info.status == "FINISHED" and run.data.params["optim.lr"] == "0.1"
     told = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
     assert told == read_metrics(tmp_path)["train/loss"]
-
-
-@pytest.mark.slow
-def test_trackio_has_every_curve_and_goes_on_after_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip("trackio")
-    for steps, resume in (4, "null"), (6, "auto"):
-        options = (f"train.max_steps={steps}", f"resume={resume}", f"run_dir={tmp_path / 'run'}")
-        run_ranks(
-            with_logger, 1, "trackio", *options, init=False, env={"TRACKIO_DIR": str(tmp_path / "trackio")}
-        )
-    from trackio.sqlite_storage import SQLiteStorage
-
-    rows = SQLiteStorage.get_logs("ringmaster", "run")
-    told = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
-    assert told == read_metrics(tmp_path / "run")["train/loss"]
