@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -15,6 +14,12 @@ from trainer.config.nodes import check_nodes
 from trainer.config.overrides import leaves, mapping_settings, no_value, not_a_setting, wrong_kind
 from trainer.config.schema import COMMS, GROUPS, LAUNCHES, STRATEGIES, Config, TrainConfig
 from trainer.errors import UserError, first_line
+
+_KINDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("strategy", "name", STRATEGIES),
+    ("comm", "algorithm", COMMS),
+    ("launch", "name", LAUNCHES),
+)
 
 
 def load(composed: DictConfig) -> Config:
@@ -28,13 +33,11 @@ def load(composed: DictConfig) -> Config:
         for name in GROUPS:
             if not OmegaConf.is_dict(composed[name]):
                 raise UserError(f"{name} is {composed[name]}, but must hold settings: {name}.NAME=VALUE")
-        _name("strategy.name", composed.strategy.name, STRATEGIES)
-        _name("comm.algorithm", composed.comm.algorithm, COMMS)
-        _name("launch.name", composed.launch.name, LAUNCHES)
         schema = OmegaConf.structured(Config)
-        schema.launch = OmegaConf.structured(LAUNCHES[composed.launch.name])
-        schema.strategy = OmegaConf.structured(STRATEGIES[composed.strategy.name])
-        schema.comm = OmegaConf.structured(COMMS[composed.comm.algorithm])
+        for group, key, known in _KINDS:
+            if (name := composed[group][key]) not in known:
+                raise UserError(f"{group}.{key} is {name}, but must be one of {', '.join(known)}")
+            schema[group] = OmegaConf.structured(known[name])
         given = copy.deepcopy(composed)
         with open_dict(given.checkpoint):
             if "async" in given.checkpoint:
@@ -79,8 +82,3 @@ def _as_dict(config: Config) -> dict[str, Any]:
     settings = dataclasses.asdict(config)
     settings["checkpoint"]["async"] = settings["checkpoint"].pop("async_")
     return settings
-
-
-def _name(name: str, value: Any, known: Iterable[str]) -> None:
-    if value not in known:
-        raise UserError(f"{name} is {value}, but must be one of {', '.join(known)}")

@@ -19,7 +19,6 @@ from trainer.config.schema import Config
 warnings.filterwarnings("ignore", message="The version_base parameter is deprecated")
 
 CONF = Path(__file__).parents[1] / "conf"
-_NEAR = 0.6  # difflib's ratio, 1 for equal texts
 EACH_TRIAL_LAUNCHES = (
     "each trial of a sweep is its own launch; leave it out, set launch=local launch.processes=N or "
     "launch=slurm, and hydra.sweeper.concurrent=N for several at a time"
@@ -140,22 +139,15 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _nearest(name: str, names: Iterable[str], group: str | None = None) -> str:
-    """The nearest of `names`, if one differs in its last word alone, or has the same one elsewhere."""
-    best = max(sorted(names), key=lambda each: _likeness(name, each), default="")
-    near = _likeness(name, best) >= _NEAR
-    return f"; did you mean {group + '=' if group else ''}{best}?" if near else ""
-
-
-def _likeness(name: str, other: str) -> float:
-    """From 0 to 1, which equal names have."""
-    (node, _, word), (its_node, _, its_word) = name.rpartition("."), other.rpartition(".")
-    if node not in ("", its_node):
-        if word != its_word:
-            return 0.0
-        return max(difflib.SequenceMatcher(None, name, other).ratio(), 0.0 if its_node else _NEAR)
-    if f"_{word}_" in f"_{its_word}_":
-        return 1.0 if word == its_word else 0.95  # batch_size: global_batch_size, not patch_size
-    return difflib.SequenceMatcher(None, word, its_word).ratio() - 0.1 * (node != its_node)
+    """The nearest of `names`: one with the same last word, one that contains it, or one spelled alike."""
+    node, _, word = name.rpartition(".")
+    last = {each: each.rpartition(".")[2] for each in sorted(names)}
+    same = [each for each in last if last[each] == word]
+    longer = [each for each in last if f"_{word}_" in f"_{last[each]}_" and each.startswith(node)]
+    known = {last[each]: each for each in reversed(last) if node in ("", each.rpartition(".")[0])}
+    alike = [known[each] for each in difflib.get_close_matches(word, known, 1)]
+    best = next(iter(same or longer or alike), None)
+    return f"; did you mean {group + '=' if group else ''}{best}?" if best else ""
 
 
 def _settings() -> dict[str, list[str]]:

@@ -3,13 +3,11 @@
 Each raises UserError if the data is missing, damaged, or cannot be downloaded.
 """
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torchvision import datasets
 
 from trainer.data.images import ImagesInMemory, check_split
@@ -33,7 +31,8 @@ def _load(
     check_split(split)
     folder = Path(root).resolve()
     if download:
-        with _alone_in(folder):  # the ranks of a host share the folder: the first downloads
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):  # the ranks of a host share the folder: the first downloads
             try:
                 source(folder, train=True, download=True)
             except (RuntimeError, OSError) as error:
@@ -48,12 +47,3 @@ def _load(
         ) from error
     images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2).contiguous()
     return ImagesInMemory(images, torch.as_tensor(data.targets), len(data.classes), mean, std)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel frees if its holder dies."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

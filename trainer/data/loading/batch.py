@@ -11,17 +11,20 @@ from trainer.errors import UserError
 class BatchSplit:
     """global_batch_size = num_replicas x micro_batch_size x accumulation; sizes in samples.
 
-    A rank that has no share of the batch, such as a parameter server, has an `accumulation` of 0.
+    With `leaves`, each micro-batch is one leaf of `train.exact`, consecutive samples, and a replica may have
+    one more or less than another. A rank that has no share of the batch, such as a parameter server, has an
+    `accumulation` of 0.
     """
 
     global_batch_size: int
     num_replicas: int
     micro_batch_size: int
     accumulation: int  # micro-batches whose gradients this process sums in a step
+    leaves: range | None = None  # those of this process
 
     @property
     def local_size(self) -> int:
-        """Samples of a global batch that a replica takes, or the most."""
+        """The largest number of samples of a global batch that a replica takes."""
         return self.micro_batch_size * self._most
 
     @property
@@ -39,61 +42,38 @@ class BatchSplit:
         return -(-self.num_micro_batches // self.num_replicas)
 
     def first_micro_batch(self, replica: int) -> int:
-        """The number within the step of the first micro-batch of `replica`."""
-        return replica * self.accumulation
+        """The number within the step of the first micro-batch of `replica`, which is this process's."""
+        return replica * self.accumulation if self.leaves is None else self.leaves.start
 
-    def micro_batches(self, first: int, replica: int) -> Iterator[tuple[int, range]]:
+    def micro_batches(self, first: int, replica: int, held_out: bool = False) -> Iterator[tuple[int, range]]:
         """For each micro-batch from sample `first` on: the first number of all replicas, and this one's.
 
-        Of each, replica r takes the items r::R, as torch's DistributedSampler does.
-        """
-        micro = self.micro_batch_size * self.num_replicas
-        for begin in itertools.count(first, micro):
-            yield begin, range(begin + replica, begin + micro, self.num_replicas)
+        Replica r takes the samples r::R, as torch's DistributedSampler does; or the next of its leaves.
 
-    def held_out(self, replica: int) -> Iterator[tuple[int, range]]:
-        """`micro_batches` for evaluation; each replica yields as many for each first number."""
-        return self.micro_batches(0, replica)
+        Args:
+            held_out: each replica yields the same number of micro-batches for each first number.
+        """
+        size = self.micro_batch_size
+        if self.leaves is None:
+            for begin in itertools.count(first, size * self.num_replicas):
+                yield begin, range(begin + replica, begin + size * self.num_replicas, self.num_replicas)
+        else:
+            own = [range(leaf * size, (leaf + 1) * size) for leaf in self.leaves]
+            own += [range(0)] * (self.fewer if held_out else 0)
+            for begin in itertools.count(first, self.global_batch_size):
+                for part in own:
+                    yield begin, range(begin + part.start, begin + part.stop) if part else part
 
     def __str__(self) -> str:
+        if self.leaves is not None:
+            return f"{self.global_batch_size} = {self.num_micro_batches} leaves x {self.micro_batch_size}"
         parts = f"{self.num_replicas} replicas x {self.micro_batch_size} x {self._most} accumulated"
         return f"{self.global_batch_size} = {parts}"
 
 
-@dataclass(frozen=True)
-class LeafSplit(BatchSplit):
-    """A global batch of `num_leaves` leaves of `micro_batch_size` consecutive samples, one micro-batch each.
-
-    `accumulation` and `first_leaf` are those of this process: another may have one leaf more or less.
-    """
-
-    num_leaves: int = 1
-    first_leaf: int = 0
-
-    def first_micro_batch(self, replica: int) -> int:
-        return self.first_leaf
-
-    def micro_batches(self, first: int, replica: int) -> Iterator[tuple[int, range]]:
-        for begin in itertools.count(first, self.global_batch_size):
-            for leaf in range(self.first_leaf, self.first_leaf + self.accumulation):
-                yield begin, self._samples(begin, leaf)
-
-    def held_out(self, replica: int) -> Iterator[tuple[int, range]]:
-        for begin in itertools.count(0, self.global_batch_size):
-            for number in range(self._most):
-                own = number < self.accumulation
-                yield begin, self._samples(begin, self.first_leaf + number) if own else range(0)
-
-    def _samples(self, begin: int, leaf: int) -> range:
-        return range(begin + leaf * self.micro_batch_size, begin + (leaf + 1) * self.micro_batch_size)
-
-    def __str__(self) -> str:
-        return f"{self.global_batch_size} = {self.num_leaves} leaves x {self.micro_batch_size}"
-
-
 def split_leaves(
     global_batch_size: int, micro_batch_size: int | None, num_leaves: int, num_replicas: int, own: range
-) -> LeafSplit:
+) -> BatchSplit:
     """Split into leaves, of which this process computes `own`.
 
     Raises:
@@ -115,7 +95,7 @@ def split_leaves(
             f"train.micro_batch_size is {micro_batch_size}, but train.exact={num_leaves} computes leaves of "
             f"{size} samples; set it to {size}, or null"
         )
-    return LeafSplit(global_batch_size, num_replicas, size, len(own), num_leaves, own.start)
+    return BatchSplit(global_batch_size, num_replicas, size, len(own), own)
 
 
 def split_batch(global_batch_size: int, micro_batch_size: int | None, num_replicas: int) -> BatchSplit:

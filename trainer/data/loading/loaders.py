@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainer.accelerator import can_pin
 from trainer.config import DataConfig
-from trainer.data.loading.batch import BatchSplit, LeafSplit
+from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.reader import (
     Answer,
     EvalReader,
@@ -205,7 +205,7 @@ class _StreamLoader(TrainLoader):
 
     def __init__(self, dataset: Any, settings: DataConfig, batch: BatchSplit, share: Share) -> None:
         own_of = batch.num_replicas if getattr(dataset, "divides_itself", False) else None
-        if own_of and (settings.sharded or isinstance(batch, LeafSplit)):
+        if own_of and (settings.sharded or batch.leaves is not None):
             setting = "data.sharded is true" if settings.sharded else "train.exact is set"
             raise UserError(
                 f"{setting}, but {type(dataset).__name__} divides itself by rank (divides_itself), so its "

@@ -40,8 +40,7 @@ class Requests(Sampler[Request]):
     def __iter__(self) -> Iterator[Request]:
         self._reading += 1
         epoch, reading = self.epoch, self._reading
-        held_out = self.batch.held_out(self.replica) if self._held_out else None
-        for first, numbers in held_out or self.batch.micro_batches(self.first_sample, self.replica):
+        for first, numbers in self.batch.micro_batches(self.first_sample, self.replica, self._held_out):
             yield Request(epoch, first, numbers, reading)
 
 
