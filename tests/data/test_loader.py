@@ -288,7 +288,7 @@ def test_evaluation_counts_every_sample_once(
 
 def test_an_empty_evaluation_set_is_refused() -> None:
     with pytest.raises(UserError, match="the evaluation data is empty"):
-        eval_loader(Noisy(0), 8)
+        list(eval_loader(Noisy(0), 8))
 
 
 def started_workers() -> Iterator[Any]:

@@ -37,7 +37,7 @@ def dry_run_of_evaluation(run: Run) -> None:
         return
     begin, failed = time.perf_counter(), list[str]()
     with generators_kept(), traceless(run.state.model):
-        first = run.data.eval_loader.first()
+        first = next(iter(run.data.eval_loader))
         for method in ("summarise", "summarise_rows"):
             if (summarise := getattr(task, method, None)) is not None:
                 setattr(task, method, _lenient(summarise, failed))

@@ -5,11 +5,10 @@ it is.
 """
 
 import copy
-import dataclasses
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -267,40 +266,17 @@ class EvalLoader(_Loader):
     """
 
     def __init__(self, reader: Reader, settings: DataConfig, batch: BatchSplit, share: Share) -> None:
-        self._requests = Requests(batch, share.replica, held_out=True)
-        self._settings, self._share = settings, share
-        super().__init__(reader, self._requests, settings, share)
+        super().__init__(reader, Requests(batch, share.replica, held_out=True), settings, share)
         self.batch_size = batch.micro_batch_size
-        if self.num_samples == 0:
-            raise _no_samples()
-
-    def first(self) -> tuple[Any, list[int]]:
-        """Return the first batch, which the next iteration yields again.
-
-        Raises:
-            UserError: there is none, or a sample cannot be read.
-        """
-        # A worker reads it if workers read the others: they would share a file that this process had opened.
-        num_workers = min(1, self._settings.num_workers)
-        settings = dataclasses.replace(self._settings, num_workers=num_workers, persistent_workers=False)
-        requests = itertools.islice(self._requests, 1)
-        answers = _Answers(self._reader, requests, settings, self._share)
-        if (answer := next(iter(answers), None)) is None:
-            raise _no_samples()
-        return answer.batch, answer.belonging
 
     def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
-        """Raises UserError if a sample cannot be read."""
+        """Begin again. Raises UserError if there is no sample, or one cannot be read."""
         is_empty = True
         for answer in self._answers:
             is_empty = False
             yield answer.batch, answer.belonging
         if is_empty:
-            raise _no_samples()
-
-
-def _no_samples() -> UserError:
-    return UserError("the evaluation data is empty; set train.eval_every_epochs=0 to train without it")
+            raise UserError("the evaluation data is empty; set train.eval_every_epochs=0 to train without it")
 
 
 def train_loader(
@@ -328,7 +304,7 @@ def train_loader(
 
 
 def eval_loader(dataset: Any, settings: DataConfig, batch: BatchSplit, share: Share) -> EvalLoader:
-    """As `train_loader`. Raises UserError: the data is empty, or a setting does not apply."""
+    """As `train_loader`."""
     _check_kind(dataset, settings)
     if is_stream(dataset):
         if getattr(dataset, "divides_itself", False):
@@ -357,7 +333,7 @@ class _Answers:
     """The answers of `reader` to `requests`, in order; each iteration begins the requests again."""
 
     def __init__(
-        self, reader: Reader, requests: Iterable[Request], settings: DataConfig, share: Share
+        self, reader: Reader, requests: Sampler[Request], settings: DataConfig, share: Share
     ) -> None:
         pins = can_pin(share.device) if settings.pin_memory is None else settings.pin_memory
         in_workers = settings.num_workers > 0
