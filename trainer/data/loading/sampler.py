@@ -83,13 +83,7 @@ class IndexRequests(Requests):
         with generators_kept(of_accelerators=False):  # an order may draw from them, too
             seed_generators(self.seed, epoch, self.num_samples)
             given = self._order(self._dataset, generator)
-        try:
-            order = torch.as_tensor(given)  # accepts a list or an array, too
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UserError(
-                f"the order of epoch {epoch} is a {type(given).__name__}, but must be a tensor, array "
-                f"or list of indices: {error}"
-            ) from error
+        order = torch.as_tensor(given)  # accepts a list or an array, too
         if order.shape != (self.num_samples,) or order.dtype != torch.int64:
             raise UserError(
                 f"the order of epoch {epoch} is {order.dtype} {tuple(order.shape)}, but must be a tensor of "

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -41,7 +40,8 @@ class Tokens(Windows):
     ) -> None:
         check_split(split)
         check_at_least_one(block_size=block_size, eval_windows=eval_windows)
-        facts = _facts(Path(path))
+        described = Path(path) / FACTS
+        facts = json.loads(described.read_text()) if described.exists() else {}
         size = vocab_size or facts.get("vocab_size")
         if size is None:
             raise UserError(
@@ -76,16 +76,3 @@ class Tokens(Windows):
         """
         name = self._tokenizer_name
         return None if name is None else tokenizer_named(name)
-
-
-def _facts(folder: Path) -> dict[str, Any]:
-    path = folder / FACTS
-    if not path.exists():
-        return {}
-    try:
-        facts = json.loads(path.read_text())
-        if facts["dtype"] not in ("uint16", "uint32") or not isinstance(facts["vocab_size"], int):
-            raise ValueError(f"dtype {facts['dtype']}, vocab_size {facts['vocab_size']}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} does not describe the tokens: {error}") from error
-    return facts
