@@ -16,14 +16,11 @@ from torch import Tensor, nn
 
 from planner.ledger import MemoryLedger
 from planner.pretend import DryRunWorld, FusedAttention, as_rank_of, repeated, without_values
-from planner.simulated import CPU, PlacedStrategy, simulated_strategy
-from trainer.build.data import build_collate, build_dataset, build_to_device
+from planner.simulated import PlacedStrategy, simulated_strategy
+from trainer.build.data import build_dataset, build_to_device, first_batch
 from trainer.build.model import initial_model, wrap_model
 from trainer.build.task import build_task
 from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
-from trainer.data.loading.batch import BatchSplit
-from trainer.data.loading.loaders import train_loader
-from trainer.data.loading.reader import Share
 from trainer.errors import UserError, first_line
 from trainer.exact.shard_sums import own_parameters, units_of
 from trainer.forward_backward import forward_backward
@@ -66,21 +63,13 @@ class DryRun:
     """
 
     def __init__(self, config: Config) -> None:
-        assert config.seed is not None
         self.task = build_task(config)
         train_set = build_dataset(config.data, "train")
         self._model = lambda config: initial_model(config, train_set, on_meta=True)
         self.to_device = lambda device: build_to_device(config, device, train_set)
-        data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
-        share = Share(0, config.seed, CPU, collate=build_collate(data))
-        self._loader = lambda size: train_loader(train_set, data, BatchSplit(size, 1, size, 1), share)
-        self.samples = self.batch(1), self.batch(2)
+        self.samples = first_batch(config, train_set, 1), first_batch(config, train_set, 2)
         model = self._model(config).module
         self.num_parameters = parameter_count(model.parameters())
-
-    def batch(self, size: int) -> Any:
-        """The first `size` samples of an epoch."""
-        return self._loader(size).epoch(0).ahead()[0]
 
     @contextmanager
     def under(self, config: Config, world: DryRunWorld) -> Iterator["Stage"]:

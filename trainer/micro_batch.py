@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from trainer.accelerator import is_accelerator
-from trainer.build.data import build_collate, build_dataset, build_to_device
+from trainer.build.data import build_dataset, build_to_device, first_batch
 from trainer.build.model import initial_model, wrap_model
 from trainer.build.task import build_task
 from trainer.config import Config
-from trainer.data.loading.batch import BatchSplit, split_batch
-from trainer.data.loading.loaders import train_loader
-from trainer.data.loading.reader import Share
+from trainer.data.loading.batch import split_batch
 from trainer.distributed.agreement import Agreement, gather_objects
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
@@ -118,11 +116,8 @@ def _make_steps(
     config: Config, strategy: Strategy, ranks: Ranks, size: int, num_micro_batches: int, num_copies: int
 ) -> None:
     """Two steps on the first samples: only in the second is the optimizer's state beside activations."""
-    assert config.seed is not None
     task, train_set = build_task(config), build_dataset(config.data, "train")
-    data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
-    share = Share(0, config.seed, ranks.device, collate=build_collate(data))
-    batch = train_loader(train_set, data, BatchSplit(size, 1, size, 1), share).epoch(0).ahead()[0]
+    batch = first_batch(config, train_set, size)
     to_device = build_to_device(config, ranks.device, train_set)
     model = initial_model(config, train_set, ranks if strategy.fills_by_unit else None)
     module = wrap_model(config, model, strategy)

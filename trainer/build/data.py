@@ -63,6 +63,14 @@ def load_held_out(config: Config, batch: BatchSplit, ranks: Ranks) -> tuple[Any,
     return eval_set, eval_loader(eval_set, config.data, every_rank, _share(config, ranks, ranks.rank))
 
 
+def first_batch(config: Config, train_set: Any, size: int) -> Any:
+    """The first `size` samples of an epoch, read in this process."""
+    assert config.seed is not None
+    data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
+    share = Share(0, config.seed, torch.device("cpu"), collate=build_collate(data))
+    return train_loader(train_set, data, BatchSplit(size, 1, size, 1), share).epoch(0).ahead()[0]
+
+
 def _share(config: Config, ranks: Ranks, replica: int) -> Share:
     assert config.seed is not None
     timeout_s, collate = config.distributed.timeout_s, build_collate(config.data)
