@@ -119,6 +119,17 @@ def test_null_means_never_where_it_can_mean_nothing_else() -> None:
         _slow(
             "train.stop={patience:3}", "train.stop.metric has no value; set 'train.stop={metric: ..., ...}'"
         ),
+        (
+            "strategy=fsdp comm=ring",
+            "comm=ring needs strategy=ddp, but strategy=fsdp; use strategy=ddp, or comm=native",
+        ),
+        ("strategy=single comm.wire_dtype=bf16", "comm.wire_dtype=bf16 needs strategy=ddp, but strategy=sin"),
+        ("strategy=dp train.compile=true", "train.compile=true does not go with strategy=dp"),
+        ("strategy=fsdp checkpoint=full", "use checkpoint=sharded, the default of fsdp"),
+        ("train.compile_mode=reduce-overhead strategy=fsdp", "strategy=fsdp gathers elsewhere in each pass"),
+        ("comm=hook", "comm.hook._target_ has no value"),
+        ("comm=hook comm.hook._target_=f train.skip_nonfinite=1 strategy=ddp", "may keep a part of"),
+        _slow("comm=hook comm.hook._target_=f +comm.wire_dtype=bf16", "comm.wire_dtype is not a setting"),
     ],
 )
 def test_refuses(override: str, words: str) -> None:
@@ -252,39 +263,6 @@ def test_a_reader_that_has_read_enough_is_no_mistake(ask: list[str]) -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (
-            ["strategy=fsdp", "comm=ring"],
-            "comm=ring needs strategy=ddp, but strategy=fsdp; use strategy=ddp, or comm=native",
-        ),
-        (
-            ["strategy=single", "comm.wire_dtype=bf16"],
-            "comm.wire_dtype=bf16 needs strategy=ddp, but strategy=single",
-        ),
-        (["strategy=dp", "train.compile=true"], "train.compile=true does not go with strategy=dp"),
-        (["strategy=fsdp", "checkpoint=full"], "use checkpoint=sharded, the default of fsdp"),
-        (
-            ["train.compile_mode=reduce-overhead", "strategy=fsdp"],
-            "which strategy=fsdp gathers elsewhere in each pass",
-        ),
-        (["comm=hook"], "comm.hook._target_ has no value"),
-        (
-            ["comm=hook", "comm.hook._target_=f", "train.skip_nonfinite=1", "strategy=ddp"],
-            "may keep a part of",
-        ),
-        _slow(
-            ["comm=hook", "comm.hook._target_=f", "+comm.wire_dtype=bf16"], "comm.wire_dtype is not a setting"
-        ),
-    ],
-)
-def test_refuses_what_cannot_go_together(overrides: list[str], words: str) -> None:
-    with pytest.raises(UserError) as refused:
-        settings(*overrides)
-    assert words in str(refused.value)
 
 
 def test_fsdp_saves_shards_and_runs_from_before_that_are_still_read(tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.ranks import run_ranks
@@ -84,64 +83,28 @@ def test_the_run_has_its_name_on_the_page() -> None:
     assert TensorBoard(Path(), 0).look == f"tensorboard --logdir {Path().resolve().parent}"
 
 
-class PlayedRun:
-    """The part of W&B's run that the logger calls: it writes a line for each call."""
-
-    url = None
-
-    def __init__(self, dir: Path, **told: Any) -> None:
-        self.dir = dir / "wandb" / "offline-run" / "files"
-        self.dir.mkdir(parents=True)
-        self._lines = (self.dir / "told.jsonl").open("x")  # a second run would be one too many
-        self.log({"step": None} | {name: told[name] for name in ("id", "name", "mode", "resume", "config")})
-
-    def define_metric(self, *_: Any, **__: Any) -> None: ...
-
-    def log(self, values: dict[str, Any]) -> None:
-        print(json.dumps(values), file=self._lines)
-
-    def finish(self) -> None:
-        self._lines.close()
-
-
-def with_played_wandb(*overrides: str) -> None:
-    wandb: Any = ModuleType("wandb")
-    wandb.init = lambda settings, **told: PlayedRun(**told)
-    wandb.Settings, wandb.errors = dict, SimpleNamespace(Error=ConnectionError)
-    wandb.Html = wandb.Image = wandb.Histogram = lambda *_, **__: {"_type": "media"}
-    sys.modules["wandb"] = wandb
-    train(*SHORT, "logger=wandb", "logger.wandb.mode=offline", *overrides)
-
-
-def scalars_of(history: Iterable[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    found: dict[str, dict[int, float]] = {}
-    for line in history:
-        for name, value in line.items():
-            if isinstance(value, int | float) and name != "step" and not name.startswith("_"):
-                found.setdefault(name, {})[line["step"]] = value
-    return found
-
-
-@pytest.mark.slow
-def test_wandb_is_told_every_scalar_by_rank_0_alone(tmp_path: Path) -> None:
-    run_ranks(with_played_wandb, 2, "strategy=ddp", f"run_dir={tmp_path}", init=False)
-    (told,) = tmp_path.glob("wandb/*/files/told.jsonl")
-    begun, *history = map(json.loads, told.open())
-    assert begun["id"] == json.loads((tmp_path / "run.json").read_text())["run_id"]
-    assert (begun["name"], begun["mode"], begun["resume"]) == (tmp_path.name, "offline", None)
-    assert begun["config"]["strategy.name"] == "ddp"
-    assert scalars_of(history) == read_metrics(tmp_path)
-    assert {"train/loss", "eval/accuracy"} <= scalars_of(history).keys()
-    assert any(line.get("config", {}) for line in history), "the settings as a text"
-
-
-def test_a_run_of_wandb_goes_on_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_told_by_its_own_calls_and_goes_on_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb, told = Mock(), list[Any]()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for first_step in (0, 4):
-        Wandb(tmp_path, "a run", first_step, {}, mode="online")
+    for first_step, mode in (0, "online"), (4, "online"), (4, "offline"):
+        logger = Wandb(tmp_path, "a run", first_step, {"strategy.name": "ddp"}, mode=mode)
         told.append(wandb.init.call_args.kwargs)
-    assert [(one["id"], one["resume"]) for one in told] == [("a run", None), ("a run", "allow")]
+    assert [(one["id"], one["resume"]) for one in told] == [
+        ("a run", None),
+        ("a run", "allow"),
+        ("a run", None),
+    ]
+    assert (told[0]["name"], told[0]["config"]) == (tmp_path.name, {"strategy.name": "ddp"})
+    logger.scalars({"train/loss": 0.5}, 5)
+    logger.text("config", "a < b", 5)
+    logger.histogram("weights", torch.ones(2), torch.arange(3), 5)
+    logger.close()
+    run, media = wandb.init.return_value, {"config": wandb.Html(), "weights": wandb.Histogram()}
+    values = [{"train/loss": 0.5}, *({name: value} for name, value in media.items())]
+    assert [one.args[0] for one in run.log.call_args_list] == [{"step": 5, **each} for each in values]
+    run.finish.assert_called_once_with()
 
 
 def with_logger(name: str, *overrides: str) -> None:
