@@ -138,11 +138,7 @@ def draw(path: Path, trials: Sequence[Trial], wanted: SweepConfig) -> bool:
     )
     for key, axes in zip(keys, all_axes[0], strict=True):
         places = _of_one_type(texts := _texts(done, key))
-        if places == texts:
-            words = sorted(set(texts))
-            places = [float(words.index(text)) for text in texts]
-            axes.set_xticks(range(len(words)), words, rotation=20 if len(words) > 3 else 0)
-        elif min(places) > 0 and max(places) / min(places) >= 10:
+        if places != texts and min(places) > 0 and max(places) / min(places) >= 10:
             axes.set_xscale("log")
         axes.scatter(places, values, s=24)
         axes.scatter(places[best], values[best], s=60, facecolors="none", edgecolors="black")
