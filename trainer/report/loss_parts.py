@@ -48,8 +48,7 @@ class LossParts:
                         f"the loss names a part {name}, but train/{name} is another metric; rename it"
                     )
             plain = part.detach().clone() if isinstance(part, Tensor) else part  # not a CUDA graph's own
-            value = scalar(plain, f"the part {name} of the loss", self._ranks.device)
-            value = value if value.dtype == torch.float64 else value.float()
+            value = scalar(plain, f"the part {name} of the loss", self._ranks.device).float()
             share = label_count / all_labels if all_labels else math.nan
             self._of_step.append((name, divided(value, all_labels, label_count), share))
 

@@ -106,8 +106,7 @@ def scalar(value: Any, source: str, device: torch.device) -> Tensor:
     """The number that a task gives, possibly in a tensor. Raises UserError if it gives something else."""
     if not isinstance(value, int | float) and not real_tensor(value, source, ()).is_cpu:
         return value.to(device)
-    dtype = torch.float64 if getattr(value, "dtype", None) == torch.float64 else torch.float32
-    return torch.full((), float(value), dtype=dtype, device=device)  # to copy it to a GPU would wait for that
+    return torch.full((), float(value), device=device)  # to copy it to a GPU would wait for that
 
 
 def real_tensor(value: Any, source: str, shape: tuple[int, ...] | None = None) -> Tensor:
