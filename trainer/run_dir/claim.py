@@ -130,7 +130,7 @@ def run_id_of(path: Location) -> str | None:
 
 def _traces(path: Path) -> list[str]:
     """Files of a run that another must not be mixed with; not its log and settings."""
-    patterns = ("checkpoints/step_*", "result.json", "tensorboard/events.*", "metrics.jsonl")
+    patterns = ("checkpoints/step_*", "result.json", "events.*", "metrics.jsonl")
     return [str(found[-1].relative_to(path)) for pattern in patterns if (found := sorted(path.glob(pattern)))]
 
 
