@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as torch_dist
 
 from tests.checkpoint import tiny
 from tests.ranks import RankFailure, run_ranks
-from trainer.checkpoint import manifest, store
+from trainer.checkpoint import manifest, safetensors_files, store
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.errors import UserError
 
@@ -34,14 +34,16 @@ class Points:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def install(self) -> None:
-        write, fsync, remove = manifest.HashingFile.write, os.fsync, shutil.rmtree
+        write, fsync, remove = manifest.write_hashed, os.fsync, shutil.rmtree
         rename, mkdir = Path.rename, Path.mkdir
 
-        def hashing_write(file: manifest.HashingFile, data: Any) -> int:
-            is_manifest = Path(f"/proc/self/fd/{file.fileno()}").readlink().name == manifest.MANIFEST
-            half = memoryview(data).cast("B")[: len(memoryview(data).cast("B")) // 2]
-            self.reached("manifest" if is_manifest else "write", lambda: write(file, half))
-            return write(file, data)
+        def do_write(path: Path, pieces: Iterable[Any]) -> manifest.FileDigest:
+            kind, pieces = "manifest" if path.name == manifest.MANIFEST else "write", list(pieces)
+            for number, piece in enumerate(pieces):
+                half = bytes(piece)[: len(piece) // 2]
+                before = b"".join(pieces[:number])
+                self.reached(kind, lambda begun=before + half: path.write_bytes(begun))  # type: ignore[misc]
+            return write(path, pieces)
 
         def do_fsync(descriptor: int) -> None:
             self.reached("fsync")
@@ -59,7 +61,7 @@ class Points:
             self.reached("prune", lambda: next(Path(path).iterdir()).unlink())
             remove(path, **kwargs)
 
-        manifest.HashingFile.write = hashing_write  # type: ignore
+        manifest.write_hashed = safetensors_files.write_hashed = do_write  # type: ignore
         os.fsync = do_fsync  # type: ignore
         shutil.rmtree = do_rmtree  # type: ignore
         Path.rename, Path.mkdir = do_rename, do_mkdir  # type: ignore

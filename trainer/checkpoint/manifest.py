@@ -1,16 +1,14 @@
 """Files that are hashed by blocks while they are written, and the manifest that lists them."""
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from trainer.checkpoint.evaluations import State
 from trainer.checkpoint.reading import MissingFileError, PlainFile, opened
@@ -21,7 +19,7 @@ from trainer.files.untrusted import printable, read_json
 
 BLOCK_BYTES = 1 << 24
 _NUM_THREADS = min(4, os.cpu_count() or 1)
-_PUSH_BYTES = 1 << 26  # written since the last fdatasync began
+_BLOCKS_TO_SYNC = 4  # between two calls of fdatasync
 _JOINED_BYTES = 1 << 20  # smaller pieces are written together: a write costs as much as to copy 100 kB
 
 
@@ -36,82 +34,60 @@ class FileDigest:
     sha256: tuple[str, ...]
 
 
-class HashingFile:
-    """A new file that is hashed and pushed to the disk while it is written, and fsynced when closed.
+def write_hashed(path: Path, pieces: Iterable[Any]) -> FileDigest:
+    """Write a new file, hashed and pushed to the disk on the way, and fsynced.
 
-    Writing, hashing and syncing release the GIL and run in separate threads. Data given to `write` must not
-    change before the file is closed. At most four blocks wait to be hashed, which limits the memory in use.
+    Writing, hashing and syncing release the GIL and run in separate threads. At most four blocks wait to be
+    hashed, which limits the memory in use.
+
+    Args:
+        pieces: contiguous buffers, such as bytes, which must not change before this returns.
 
     Raises:
-        FileExistsError: there is something at `path`.
+        FileExistsError: there is something at ``path``.
+        OSError: the disk failed.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("xb", buffering=_JOINED_BYTES)
-        self._bytes = 0  # written so far
-        self._block: list[memoryview] = []  # the part written so far of the current block
-        self._hashes: list[Future[str]] = []
-        self._threads = ThreadPoolExecutor(_NUM_THREADS + 1, thread_name_prefix="checkpoint")
-        self._unsynced_bytes = 0
-        self._syncing: Future[None] | None = None
-
-    def write(self, data: Any) -> None:
-        """Write all of a contiguous buffer, such as bytes. OSError of the disk."""
-        view = memoryview(data).cast("B")
-        while view:
-            part = view[: BLOCK_BYTES - self._bytes % BLOCK_BYTES]
-            view = view[len(part) :]
-            self._block.append(part)
-            self._bytes += len(part)
-            if self._bytes % BLOCK_BYTES == 0:
-                self._hash_block()
+    num_bytes, hashes = 0, list[Future[str]]()
+    syncing: Future[None] | None = None
+    # The threads end first, because one may still use the file's descriptor.
+    with (
+        path.open("xb", buffering=_JOINED_BYTES) as file,
+        ThreadPoolExecutor(_NUM_THREADS + 1, thread_name_prefix="checkpoint") as threads,
+    ):
+        for block in _blocks(pieces):
+            if len(hashes) >= _NUM_THREADS:
+                hashes[-_NUM_THREADS].result()
+            hashes.append(threads.submit(_sha256, block))
+            num_bytes += sum(map(len, block))
             with at_disk():  # a slow disk is not a silent rank
-                self._file.write(part)
-            self._push()
+                file.writelines(block)
+            # Data goes to the disk meanwhile, so that the fsync at the end is short.
+            if len(hashes) % _BLOCKS_TO_SYNC == 0 and (syncing is None or syncing.done()):
+                if syncing is not None:
+                    syncing.result()  # the kernel reports a failed write-back only once
+                syncing = threads.submit(os.fdatasync, file.fileno())
+        with at_disk():
+            file.flush()
+            if syncing is not None:
+                syncing.result()
+            os.fsync(file.fileno())
+    return FileDigest(num_bytes, tuple(block.result() for block in hashes))
 
-    def _hash_block(self) -> None:
-        if len(self._hashes) >= _NUM_THREADS:
-            self._hashes[-_NUM_THREADS].result()
-        block, self._block = self._block, []
-        self._hashes.append(self._threads.submit(_sha256, block))
 
-    def _push(self) -> None:
-        """Start to write data to the disk, so that the last fsync is short."""
-        if self._bytes - self._unsynced_bytes >= _PUSH_BYTES and (
-            self._syncing is None or self._syncing.done()
-        ):
-            if self._syncing is not None:
-                self._syncing.result()  # the kernel reports a failed write-back only once
-            self._syncing = self._threads.submit(os.fdatasync, self._file.fileno())
-            self._unsynced_bytes = self._bytes
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    @property
-    def digest(self) -> FileDigest:
-        """Known once the file is closed."""
-        return FileDigest(self._bytes, tuple(block.result() for block in self._hashes))
-
-    def __enter__(self) -> "HashingFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                if self._block:
-                    self._hash_block()
-                with at_disk():
-                    self._file.flush()
-                    if self._syncing is not None:
-                        self._syncing.result()
-                    os.fsync(self._file.fileno())
-        finally:
-            self._threads.shutdown()  # first: a thread may still use the file's descriptor
-            with contextlib.nullcontext() if error is None else contextlib.suppress(OSError):
-                self._file.close()  # which writes what is left of a file that has failed
+def _blocks(pieces: Iterable[Any]) -> Iterator[list[memoryview]]:
+    """The bytes of ``pieces`` in blocks of parts, which are not copied; the last block may be shorter."""
+    block, size = list[memoryview](), 0
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        while view:
+            part, view = view[: BLOCK_BYTES - size], view[BLOCK_BYTES - size :]
+            block.append(part)
+            size += len(part)
+            if size == BLOCK_BYTES:
+                yield block
+                block, size = [], 0
+    if block:
+        yield block
 
 
 def _sha256(parts: list[memoryview]) -> str:
@@ -146,9 +122,7 @@ def check_blocks(file: PlainFile, digest: FileDigest, blocks: Sequence[int]) -> 
 
 def write_text(path: Path, text: str) -> FileDigest:
     """Write ``text`` to the new file ``path``, fsynced."""
-    with HashingFile(path) as file:
-        file.write(text.encode())
-    return file.digest
+    return write_hashed(path, [text.encode()])
 
 
 def fsync_directory(path: Path) -> None:

@@ -4,6 +4,7 @@ https://github.com/huggingface/safetensors. A file of this format contains no co
 tensor by tensor, and read by ranges.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.manifest import FileDigest, HashingFile
+from trainer.checkpoint.manifest import FileDigest, write_hashed
 from trainer.checkpoint.reading import PlainFile
 from trainer.errors import UserError
 from trainer.files.untrusted import printable, reason
@@ -74,11 +75,8 @@ def write_file(path: Path, tensors: Sequence[ToStore]) -> FileDigest:
     Raises:
         OSError: of the disk.
     """
-    with HashingFile(path) as file:
-        file.write(_header_of(tensors))
-        for each in (each for each in tensors if each.tensor.numel()):
-            file.write(as_bytes(each.tensor.to("cpu", each.dtype)))
-    return file.digest
+    parts = (as_bytes(each.tensor.to("cpu", each.dtype)) for each in tensors if each.tensor.numel())
+    return write_hashed(path, itertools.chain([_header_of(tensors)], parts))
 
 
 def _header_of(tensors: Sequence[ToStore]) -> bytes:
