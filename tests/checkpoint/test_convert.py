@@ -34,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return run_dir, run_ranks(_save, 2, run_dir)[0]
 
 
-@pytest.mark.parametrize("to", ["safetensors", "torch", "hf"])
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
 def test_weights_alone_can_be_taken_elsewhere(tmp_path: Path, saved: Saved, to: str) -> None:
     (run_dir, tensors), out = saved, tmp_path / f"weights.{to}"
     assert main(["convert", str(run_dir / STEP), str(out), "--to", to]) == 0
@@ -120,10 +120,10 @@ def test_a_model_of_transformers_under_other_names_is_not_written_as_theirs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_ranks(_save_held, 1, tmp_path)
-    for name, of in {"held": "Sequential", "adapted": "_Tied"}.items():
+    for name in ("held", "adapted"):
         saved = str(tmp_path / name / "checkpoints" / "step_00000000")
         assert main(["convert", saved, str(tmp_path / "hf"), "--to", "hf"]) == 2
-        assert f"--to hf: {of} holds a model of transformers under other" in capsys.readouterr().err
+        assert "step_00000000 is not of a model of transformers as it is" in capsys.readouterr().err
         assert main(["convert", saved, str(tmp_path / "peft"), "--to", "peft"]) == 2
         assert "step_00000000 holds no adapters of peft, which model.adapters sets" in capsys.readouterr().err
         assert not (tmp_path / "hf").exists() and not (tmp_path / "peft").exists()

@@ -44,10 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "convert":
             convert(chosen.directory, chosen.out, chosen.to, chosen.ema, DTYPES.get(chosen.dtype))
             print(f"{printable(chosen.out)} written")
-            if chosen.to == "hf" and not (chosen.out / "config.json").exists():
-                print(
-                    "without a config.json, which from_pretrained needs: the run's model has no such config"
-                )
             return 0
         reports = [
             _report(path, chosen.command == "show", is_listed=path != chosen.directory)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.manifest import fsync_directory, write_text
-from trainer.checkpoint.open_checkpoint import ADAPTERS, HELD_BY, MODEL_CONFIG, OpenCheckpoint, verified
+from trainer.checkpoint.open_checkpoint import ADAPTERS, MODEL_CONFIG, OpenCheckpoint, verified
 from trainer.checkpoint.safetensors_files import NAMES, SINGLE, ToStore, write_file
 from trainer.checkpoint.store import appear
 from trainer.errors import UserError
@@ -30,15 +30,16 @@ def convert(
     """Write the model's weights from the checkpoint in `directory` to `out`.
 
     `out` appears whole or not at all. `safetensors` and `torch` are files. `hf` is a folder for transformers'
-    `from_pretrained`, with a config.json if the run's model had such a config. `peft` is one for that of
-    `peft.PeftModel`: the adapters without the model. All but `torch` need memory for one tensor.
+    `from_pretrained`. `peft` is one for that of `peft.PeftModel`: the adapters without the model. All but
+    `torch` need memory for one tensor.
 
     Args:
         averaged: use the moving averages of the weights.
         dtype: of the floating-point weights in `out`; None keeps theirs.
 
     Raises:
-        UserError: the checkpoint does not verify, `out` exists, or its parent does not.
+        UserError: the checkpoint does not verify, or has no model of that form; `out` exists, or its parent
+            does not.
         OSError: of the disk.
     """
     check_free(out)
@@ -86,22 +87,21 @@ def _write_hf(
     folder: Path, source: OpenCheckpoint, weights: dict[str, Tensor], dtype: torch.dtype | None
 ) -> None:
     """Write config.json and the file of weights."""
-    config: dict[str, Any] | None = source.facts.get(MODEL_CONFIG)
-    if config is not None and HELD_BY in config:
+    config: dict[str, Any] = source.facts.get(MODEL_CONFIG) or {}
+    if "model_type" not in config:
         raise UserError(
-            f"--to hf: {config[HELD_BY]} holds a model of transformers under other names than its own, so "
-            "from_pretrained would not find them. --to peft writes adapters alone, which peft merges into "
-            "their base (merge_and_unload()); --to safetensors writes it as it is"
+            f"--to hf: {printable(source.directory)} is not of a model of transformers as it is, so "
+            "from_pretrained could not open it; --to peft writes adapters, which peft merges into their "
+            "base (merge_and_unload()), and --to safetensors all weights under the names that they have"
         )
-    if config is not None:
-        if config.get("tie_word_embeddings"):  # loading ties them again, so one name of each is enough
-            first = {id(value): name for name, value in reversed(weights.items())}
-            weights = {name: value for name, value in weights.items() if first[id(value)] == name}
-        floating = {_dtype_of(value, dtype) for value in weights.values() if value.is_floating_point()}
-        if len(floating) == 1:
-            config = {name: value for name, value in config.items() if name != "dtype"}
-            config["torch_dtype"] = str(floating.pop()).removeprefix("torch.")
-        write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if config.get("tie_word_embeddings"):  # loading ties them again, so one name of each is enough
+        first = {id(value): name for name, value in reversed(weights.items())}
+        weights = {name: value for name, value in weights.items() if first[id(value)] == name}
+    floating = {_dtype_of(value, dtype) for value in weights.values() if value.is_floating_point()}
+    if len(floating) == 1:
+        config = {name: value for name, value in config.items() if name != "dtype"}
+        config["torch_dtype"] = str(floating.pop()).removeprefix("torch.")
+    write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     write_weights(folder / SINGLE, weights, dtype)
     for name in _TOKENIZER:  # of tokens that were made by one of Hugging Face
         beside = Path(str(source.config.get("data.dataset.path"))) / name

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 STATE = "state.json"
 # Keys of the facts, which are the contents of that file without its index of tensors:
 MODEL_CONFIG = "model_config"  # the config.json of a Hugging Face model
-HELD_BY = "held_by"  # alone in it: the class that holds one under names that are not its own
 ADAPTERS = "adapters"  # of peft: their configuration, and by their names in its files those in this one
 DATA_STATES = "places"  # where the data of each rank stands
 LEFT_OUT = "left_out"  # the sha256 of parameters that are not in it, by their names

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.layout import DTYPES, Shapes
-from trainer.checkpoint.open_checkpoint import HELD_BY
 from trainer.checkpoint.tree import is_extra_state, take_apart
 from trainer.errors import NonFiniteError, UserError, first_few, on_one_line
 from trainer.files.untrusted import first_five, printable
@@ -147,15 +146,14 @@ def unsavable(tensor: Tensor) -> str | None:
 def _config_of(model: nn.Module) -> dict[str, Any] | None:
     """The config.json of a model of transformers; None for other models.
 
-    One that is part of another model, or has adapters within, has other names than `from_pretrained` looks
-    for: then only which class holds it.
+    A model that holds one of transformers, or has adapters within, is another model: its weights have other
+    names than `from_pretrained` looks for.
     """
-    parts = (part for part in model.modules() if hasattr(type(part), "base_model_prefix"))
-    config: Any = getattr(part := next(parts, None), "config", None)
-    if not isinstance(getattr(config, "model_type", None), str) or not hasattr(config, "to_json_string"):
+    config: Any = getattr(model, "config", None)
+    if not hasattr(type(model), "base_model_prefix") or not hasattr(config, "to_json_string"):
         return None
-    if part is not model or any("base_layer" in name.split(".") for name, _ in model.named_modules()):
-        return {HELD_BY: type(model).__name__}
+    if any("base_layer" in name.split(".") for name, _ in model.named_modules()):
+        return None
     own = json.loads(config.to_json_string())
     return {**own, "architectures": [type(model).__name__.removeprefix("FSDP")]}  # as save_pretrained says
 
