@@ -1,6 +1,5 @@
 """Saving and resuming a run, agreed among all ranks: `open`, `bind` and `save`."""
 
-import hashlib
 import logging
 import secrets
 import time
@@ -9,28 +8,21 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.checkpoint.evaluations import Evaluations, State
 from trainer.checkpoint.finding import check_data, opened_for, tell_what_changed
-from trainer.checkpoint.layout import Plan, aliases_in, plan_save
+from trainer.checkpoint.layout import Plan, plan_save
 from trainer.checkpoint.listing import all_found
-from trainer.checkpoint.open_checkpoint import ADAPTERS, DATA_STATES, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
+from trainer.checkpoint.open_checkpoint import ADAPTERS, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
 from trainer.checkpoint.remote import Copier, NoRemote, Remote
-from trainer.checkpoint.restoring import (
-    check_left_out,
-    load_model,
-    make_buffers,
-    parameter_of,
-    saved_state,
-    targets_for,
-)
+from trainer.checkpoint.restoring import load_model, restore
 from trainer.checkpoint.savable import Savable, refuse_not_finite
+from trainer.checkpoint.save_plan import Draft, Planner, SaveReport
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.tree import is_extra_state, take_apart
 from trainer.checkpoint.writing import Contents, Saving, host_stager, write_checkpoint
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement
@@ -39,22 +31,11 @@ from trainer.errors import Fault, UserError, kind_of, writing
 from trainer.faults.heartbeat import at_disk
 from trainer.files.address import Address
 from trainer.files.untrusted import first_five
-from trainer.model.plain_names import buffer_names
 from trainer.state.train_state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 _UNSAVED = "unsaved"  # the key of `Checkpointer.unsaved` in a checkpoint
 _HOURS = "hours"  # the key of how long the run has taken
-
-
-class _Report(NamedTuple):
-    """What each rank tells rank 0 ahead of a save."""
-
-    layout: str  # a hash of names, shapes and dtypes of what any rank may write
-    states: dict[str, Any]  # by parameter, the JSON part of the optimizer's state that this rank alone writes
-    tensors: dict[str, tuple[torch.Size, torch.dtype]]  # the tensors in it, by their names in a checkpoint
-    not_finite: list[str]
-    data_state: dict[str, Any]
 
 
 class Checkpointer:
@@ -100,7 +81,7 @@ class Checkpointer:
         self._opened: OpenCheckpoint | None = None
         self._savable: Savable  # from `bind` on
         self._changing: set[str] = set()  # parameters that a forward pass changes
-        self._plan: tuple[Any, Plan] | None = None  # key and plan of the last save
+        self._planner: Planner
         self._last_saved: int | None = None
         self._branch, self._origin = "", State("", 0)  # of the run; and what it resumed from, if it did
         self._saved: set[State] = set()  # by this run: what keep_best may compare an evaluation with
@@ -120,7 +101,7 @@ class Checkpointer:
         return Copier(address, self._store, session, self._ranks.rank) if writes else NoRemote()
 
     @cached_property
-    def _stage(self) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:
+    def _stage(self) -> Callable[[Mapping[str, Tensor], Collection[str]], Future[dict[str, Tensor]]]:
         return host_stager(self._ranks.device)
 
     def open(self, resume: str | None) -> OpenCheckpoint | None:
@@ -167,12 +148,16 @@ class Checkpointer:
         left_out = {} if self._settings.frozen else frozen
         self._savable = self._agreement.everywhere(lambda: Savable(state, left_out))
         self._savable.not_finite.update(*self._agreement.gather(self._savable.not_finite))
+        self._planner = Planner(self._savable, self._settings.format, self._ranks)
         self._facts |= {"exact": exact, LEFT_OUT: dict(left_out)}
         self._facts |= {MODEL_CONFIG: self._savable.model_config, ADAPTERS: self._savable.adapters}
         self._branch, before, self._saved = self._agreement.on_main(lambda: self._before(self._opened))
         if self._opened is None:
             return []
-        data_states = self._restore(state, self._opened, frozen)
+        data_states = restore(state, self._opened, frozen, self._agreement, self._ranks.device)
+        state.early_end.continue_after(self._opened.facts.get(_HOURS, 0.0))
+        if self._ranks.is_main:
+            tell_what_changed(self._opened.facts["config"], self._facts["config"])
         self._origin = self._opened.manifest.state
         self._evaluations.merge(before)
         self._evaluations.start_branch(self._branch, self._origin)
@@ -195,37 +180,6 @@ class Checkpointer:
             found = all_found(self._store, self._settings.remote)
             saved = {each.manifest.state for each in found if each.manifest is not None}
         return secrets.token_hex(4), evaluations, saved
-
-    def _restore(
-        self, state: TrainState, source: OpenCheckpoint, frozen: Mapping[str, str]
-    ) -> list[dict[str, Any]]:
-        plain, shapes = source.facts["state"], source.shapes
-        targets: dict[str, Tensor] = {}
-
-        def fit() -> tuple[list[str], list[dict[str, Any]]]:
-            """No more than buffers is changed before all ranks have found that all of the state fits."""
-            check_left_out(source, frozen)
-            left = make_buffers(state.model, source, self._ranks.device)
-            found, notes = targets_for(state, shapes, plain, source.left_out)
-            targets.update(found)
-            notes = [f"lacks {words}" for words in notes]
-            if left:
-                notes.append(f"also holds buffers that the model has no place for: {first_five(left)}")
-            return notes, source.data_states()
-
-        def restore() -> None:
-            source.read_into(targets)
-            state.load_state_dict(saved_state(plain, targets, state.trained))
-            state.early_end.continue_after(source.facts.get(_HOURS, 0.0))
-
-        notes, data_states = self._agreement.everywhere(fit)
-        self._agreement.everywhere(restore)
-        if self._ranks.is_main:
-            for words in notes:
-                log.warning("%s %s", source.directory, words)
-            log.info("resumed from %s at step %d", source.directory, state.progress.step)
-            tell_what_changed(source.facts["config"], self._facts["config"])
-        return data_states
 
     def check(self, state: TrainState, changed: Sequence[str] = ()) -> None:
         """Check, after the dry run, that a resume could load what a save would write (a collective).
@@ -326,68 +280,26 @@ class Checkpointer:
             return self.saving
         self._ranks.heartbeat.enter("checkpoint")
         self.saving.done()
-        tensors: dict[str, Tensor] = {}
-        facts: dict[str, Any] = {}
-        written_by: dict[str, int] = {}
-        follows_data: set[str] = set()  # on rank 0, whose buffers are the model's
+        draft: Draft
 
-        def report() -> _Report:
-            live, plain = self._savable.to_save(state)
-            facts["state"] = plain
-            facts[_HOURS] = state.early_end.hours()
-            tensors.update(live)
-            follows_data.update(buffer_names(state.model), filter(is_extra_state, live))
-            written_by.update(dict.fromkeys(follows_data, 0))
-            writers = {of: state.trained.writer_of(of) for of in state.trained.owners}
-            for name in live if writers or self._plan is None else ():  # or at the first save
-                if name.startswith("optimizer."):
-                    of = parameter_of(name, live[name].shape, state.trained)
-                    written_by.update({name: writers[of]} if of in writers else {})
-            shared = {name: live[name] for name in live if name not in written_by}
-            named = [(name, tensor.shape, tensor.dtype) for name, tensor in shared.items()]
-            layout = hashlib.sha256(repr((named, aliases_in(shared))).encode()).hexdigest()
-            # Rank 0 looks at all: what it writes follows from the reports.
-            own = live
-            if not self._ranks.is_main:
-                own = self._plan_for(live, written_by, alike=True).part_of(live, self._ranks.rank)
-            states, alone = plain["optimizer"]["state"], written_by.keys() & own.keys() - follows_data
-            return _Report(
-                layout,
-                {
-                    of: states[of]
-                    for of, writer in writers.items()
-                    if writer == self._ranks.rank and of in states
-                },
-                {name: (own[name].shape, own[name].dtype) for name in sorted(alone)},
-                self._savable.new_in(own),
-                dict(data_state or {}),
-            )
+        def report() -> SaveReport:
+            nonlocal draft
+            draft = Draft(state, *self._savable.to_save(state))
+            return self._planner.report(draft, state, data_state or {})
 
-        def decide(reports: list[_Report]) -> tuple[Path, bool]:
+        def decide(reports: list[SaveReport]) -> tuple[Path, bool]:
             hosts = [self._ranks.describe(rank) for rank in range(len(reports))]
             refuse_not_finite([of_rank.not_finite for of_rank in reports], step, hosts)
-            found, plain = take_apart({DATA_STATES: [of_rank.data_state for of_rank in reports]})
-            tensors.update(found)
-            facts.update(plain)
-            written_by.update(dict.fromkeys(found, 0))
-            follows_data.update(found)
-            for rank, of_rank in enumerate(reports[1:], start=1):
-                facts["state"]["optimizer"]["state"].update(of_rank.states)
-                written_by.update(dict.fromkeys(of_rank.tensors, rank))
-                for name, (shape, dtype) in of_rank.tensors.items():
-                    tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
-            return self._store.new_directory(step), len({of_rank.layout for of_rank in reports}) == 1
+            return self._store.new_directory(step), draft.add(reports)
 
         directory, alike = self._agreement.decided(report, decide)
-        plan = self._plan_for(tensors, written_by, alike)
-        part = plan.part_of(tensors, self._ranks.rank)
-        contents = Contents(step, plan, part, {**self._facts, _UNSAVED: self.unsaved, **facts}, self._branch)
+        contents = self._contents(state, draft, self._planner.plan(draft, alike), self._ranks.rank)
         self._last_saved = step
         self._saved.add(State(self._branch, step))
         if not self._settings.async_:
             self._write(directory, contents)
             return self.saving
-        copies = self._copies_of(part, follows_data | self._changing)
+        copies = self._stage(contents.tensors, draft.follows_data | self._changing)
         contents = replace(contents, copies=copies)
         self.saving = Saving(
             f"the checkpoint of step {step}",
@@ -397,24 +309,11 @@ class Checkpointer:
         )
         return self.saving
 
-    def _plan_for(self, tensors: Mapping[str, Tensor], written_by: Mapping[str, int], alike: bool) -> Plan:
-        """That of the last save, if its tensors were the same."""
-        key = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        of = key, aliases_in(tensors), alike
-        if self._plan is None or self._plan[0] != of:
-            ranks = self._ranks.rank, self._ranks.world_size
-            self._plan = of, plan_save(tensors, self._settings.format, *ranks, written_by, alike)
-        return self._plan[1]
-
-    def _copies_of(self, tensors: Mapping[str, Tensor], changing: set[str]) -> Future[dict[str, Tensor]]:
-        """Copy now what a forward pass changes, buffers above all, and the rest in the background."""
-        try:
-            copies = {name: tensors[name].clone() for name in tensors if name in changing}
-            return self._stage({**tensors, **copies})
-        except Exception as error:  # told to all ranks by the write
-            failed: Future[dict[str, Tensor]] = Future()
-            failed.set_exception(error)
-            return failed
+    def _contents(self, state: TrainState, draft: Draft, plan: Plan, rank: int) -> Contents:
+        """What `rank` writes of a checkpoint."""
+        facts = {**self._facts, **draft.facts, _UNSAVED: self.unsaved, _HOURS: state.early_end.hours()}
+        part = plan.part_of(draft.tensors, rank)
+        return Contents(state.progress.step, plan, part, facts, self._branch)
 
     def _write(self, directory: Path, contents: Contents) -> None:
         step = contents.step
@@ -460,16 +359,14 @@ class Checkpointer:
             UserError, Fault: a number is NaN or Inf, or the disk fails; what was saved before is unchanged.
         """
         step = state.progress.step
-        own = [data_state if rank == self._ranks.rank else {} for rank in range(self._ranks.world_size)]
-        tensors, plain = self._savable.to_save(state, kept)
-        data_tensors, plain_data = take_apart({DATA_STATES: own})
-        tensors |= data_tensors
-        if bad := sorted(self._savable.new_in(tensors)):
+        draft = Draft(state, *self._savable.to_save(state, kept))
+        draft.add_data_states(
+            [data_state if rank == self._ranks.rank else {} for rank in range(self._ranks.world_size)]
+        )
+        if bad := sorted(self._savable.new_in(draft.tensors)):
             raise UserError(f"{first_five(bad)} is not finite")
-        facts = {**self._facts, _UNSAVED: self.unsaved, "state": plain, **plain_data}
-        facts[_HOURS] = state.early_end.hours()
-        plan = plan_save(tensors, "full", rank=0, world_size=1)
-        contents = Contents(step, plan, plan.part_of(tensors, rank=0), facts, self._branch)
+        plan = plan_save(draft.tensors, "full", rank=0, world_size=1)
+        contents = self._contents(state, draft, plan, rank=0)
         store = Store(self._store.root, self._store.run_id, shared=True)
         store.saved_after = self._store.saved_after
         newest = self._newest_step()

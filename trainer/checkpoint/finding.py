@@ -6,56 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.evaluations import Evaluations
-from trainer.checkpoint.listing import Listing, all_found, best_of
+from trainer.checkpoint.listing import Listing, all_found
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified_by_all
-from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement
-from trainer.errors import Fault, UserError
-from trainer.files.address import Address, Location, location
+from trainer.errors import UserError
+from trainer.files.address import Location
 from trainer.files.untrusted import printable
 
 log = logging.getLogger(__name__)
 
 _MAY_DIFFER = ("run_dir", "resume", "checkpoint.remote")  # prefixes; changes are not logged
-
-
-def candidates(
-    run_dir: Location, run_id: str | None, which: str, settings: CheckpointConfig
-) -> list[Location]:
-    """Return the checkpoints that `which` may mean, to be tried in order.
-
-    What a lost disk no longer has is looked for at `checkpoint.remote`.
-
-    Raises:
-        UserError: there is none.
-    """
-    listing: Listing[Any] = Listing(run_dir / "checkpoints", run_id)
-    remote = settings.remote if isinstance(run_dir, Path) else None
-    if which == "best":
-        if (best := settings.keep_best) is None:
-            raise UserError(
-                f"{run_dir} was not told what is best: its checkpoint.keep_best is null; add for instance "
-                "'checkpoint.keep_best={metric: eval/loss, mode: min}'"
-            )
-        evaluations = Evaluations.read(run_dir)
-        if remote is not None:
-            with contextlib.suppress(UserError, Fault):  # `all_found` says why
-                evaluations.merge(Evaluations.read(Address(remote)))
-        own = {each.path: each.manifest for each in all_found(listing, remote) if each.manifest is not None}
-        if not (chosen := best_of(own, best, evaluations)):
-            raise UserError(f"{run_dir} has no checkpoint with a finite {best.metric}")
-        return chosen
-    if which == "newest":
-        if not (found := listing.found() or all_found(listing, remote)):
-            raise UserError(f"{run_dir} has no checkpoint: {run_dir / 'checkpoints'} holds none of this run")
-        return [each.path for each in found]
-    named = [path for path in (location(which), run_dir / "checkpoints" / which) if path.is_dir()]
-    if not named:
-        raise UserError(f"the checkpoint {which} is not a directory; use newest, best or the path of one")
-    if (named[0] / "checkpoints").is_dir():
-        raise UserError(f"the checkpoint {which} is a run; name one of {named[0] / 'checkpoints'}")
-    return [named[0].resolve()]
 
 
 def opened_for(

@@ -3,22 +3,20 @@
 It is compared by names, shapes and dtypes before any of its tensors is read.
 """
 
-import hashlib
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.finding import candidates
 from trainer.checkpoint.layout import Shapes, aliases_in
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified_by_all
+from trainer.checkpoint.left_out import check_left_out
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.savable import compare_shapes
 from trainer.checkpoint.tree import WITHIN, is_extra_state, put_together
-from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
-from trainer.files.address import Location
 from trainer.files.untrusted import first_five
 from trainer.model.plain_names import (
     buffers_outside,
@@ -32,64 +30,54 @@ from trainer.model.trained import Trained
 from trainer.optim.combined import has_user_part
 from trainer.optim.resumed import OF_SCHEDULES
 from trainer.state.train_state import TrainState
-from trainer.tensors.bits import as_bytes, same_bits
+from trainer.tensors.bits import same_bits
 from trainer.tensors.local_shard import is_dtensor
 
-_AVERAGE = "ema.weights."
+log = logging.getLogger(__name__)
+
 _WITH_STATE = ("amsgrad", "centered")  # options of torch's optimizers that need more state
 
 
-def read_model(
-    model: nn.Module,
-    run_dir: Location,
-    run_id: str | None,
-    which: str,
-    settings: CheckpointConfig,
+def restore(
+    state: TrainState,
+    source: OpenCheckpoint,
+    frozen: Mapping[str, str],
     agreement: Agreement,
     device: torch.device,
-    frozen: Mapping[str, str],
-) -> OpenCheckpoint:
-    """Load a checkpoint into `model`, sharded or not, and return it (a collective).
-
-    Changes nothing in `run_dir`. A run may be writing there.
+) -> list[dict[str, Any]]:
+    """Load a checkpoint into all that a run trains; return where the data of each rank stood (a collective).
 
     Args:
-        run_id: of the run that `newest` and `best` mean; None for any.
-        device: where the model computes.
-        which: newest (of those that verify), best (by the metric of `settings`), or a path.
         frozen: `frozen_digests` of the model.
+        device: where the model computes.
 
     Raises:
-        UserError: on every rank alike: there is none, it is damaged, or it is of another model.
+        UserError: on every rank alike: it is of another model or optimizer, or cannot be read.
     """
+    plain, targets = source.facts["state"], dict[str, Tensor]()
 
-    found = agreement.on_main(lambda: candidates(run_dir, run_id, which, settings))
-    alone = len(found) == 1
-    source = verified_by_all(found[0], agreement) if alone else first_intact(found, agreement)
-
-    def load() -> None:
+    def fit() -> tuple[list[str], list[dict[str, Any]]]:
+        """No more than buffers is changed before all ranks have found that all of the state fits."""
         check_left_out(source, frozen)
-        load_model(model, source, device)
+        left = make_buffers(state.model, source, device)
+        found, lacks = targets_for(state, source.shapes, plain, source.left_out)
+        targets.update(found)
+        notes = [f"lacks {words}" for words in lacks]
+        if left:
+            notes.append(f"also holds buffers that the model has no place for: {first_five(left)}")
+        return notes, source.data_states()
 
-    agreement.everywhere(load)
-    return source
+    def read() -> None:
+        source.read_into(targets)
+        state.load_state_dict(saved_state(plain, targets, state.trained))
 
-
-def read_averages(model: nn.Module, source: OpenCheckpoint, agreement: Agreement) -> None:
-    """Replace the weights in `model`, sharded or not, by their moving averages in `source` (a collective).
-
-    Raises:
-        UserError: there are none, or they cannot be read.
-    """
-    if not any(name.startswith(_AVERAGE) for name in source.shapes):
-        raise UserError(f"{source.directory} holds no averages: its run had ema.decay=null")
-    targets = {
-        f"{_AVERAGE}{name}": value
-        for name, value in model_state(model).items()
-        if f"{_AVERAGE}{name}" in source.shapes and isinstance(value, Tensor)
-    }
-    with torch.no_grad():
-        agreement.everywhere(lambda: source.read_into(targets))
+    notes, data_states = agreement.everywhere(fit)
+    agreement.everywhere(read)
+    if agreement.rank == 0:
+        for words in notes:
+            log.warning("%s %s", source.directory, words)
+        log.info("resumed from %s at step %d", source.directory, state.progress.step)
+    return data_states
 
 
 def load_model(model: nn.Module, source: OpenCheckpoint, device: torch.device) -> None:
@@ -197,32 +185,6 @@ def parameter_of(name: str, shape: torch.Size, trained: Trained) -> str:
         words = "has another shape than its parameter and cannot be sharded; resume, or begin, without FSDP"
         raise UserError(f"{name} {words}")
     return prefix
-
-
-def frozen_digests(model: nn.Module, initial: Mapping[int, Tensor]) -> dict[str, str]:
-    """The sha256 of each frozen parameter of `model` that `model.init_from` gave, under each of its names.
-
-    Called when parameters have their final names and are frozen; before the model is sharded.
-
-    Args:
-        initial: by the id of a parameter, the tensor that `trainer.build.model.begin` found for it.
-    """
-    return {
-        name: hashlib.sha256(as_bytes(initial[id(parameter)].to(parameter.dtype))).hexdigest()
-        for name, parameter in every_parameter(model)
-        if not parameter.requires_grad and id(parameter) in initial
-    }
-
-
-def check_left_out(source: OpenCheckpoint, frozen: Mapping[str, str]) -> None:
-    """Raise UserError unless a model with these `frozen_digests` began with what `source` leaves out."""
-    others = [name for name, digest in source.left_out.items() if frozen.get(name) != digest]
-    if others:
-        raise UserError(
-            f"{source.directory} leaves out {first_five(others)}, as checkpoint.frozen=false has it: "
-            f"{source.initial_weights} had other values for them, or is not read now; set model.init_from to "
-            "those weights as they were, and model.freeze and checkpoint.frozen as in that run"
-        )
 
 
 def _compare_optimizers(state: TrainState, mine: Sequence[Any], theirs: Sequence[Any]) -> None:

@@ -4,8 +4,8 @@ then state.json and the manifest."""
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,21 +103,19 @@ def write_checkpoint(
         raise
 
 
-def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:
+def host_stager(
+    device: torch.device,
+) -> Callable[[Mapping[str, Tensor], Collection[str]], Future[dict[str, Tensor]]]:
     """A function that copies tensors to memory of the host, pinned if that helps; the next copy reuses it.
 
     It returns a Future of the copies at once. A thread copies, on a stream beside the current one, when that
-    has computed what is queued now.
+    has computed what is queued now. Only the tensors that the second argument names are copied before it
+    returns, on their device: buffers above all, which the next forward pass changes.
     """
     stream, kept = accelerator.stream(device), dict[str, Tensor]()
+    threads = ThreadPoolExecutor(1, thread_name_prefix="staging")
 
-    def copy(tensors: dict[str, Tensor], computed: Any, copies: Future[dict[str, Tensor]]) -> None:
-        try:
-            copies.set_result(copied(tensors, computed))
-        except BaseException as error:
-            copies.set_exception(error)
-
-    def copied(tensors: dict[str, Tensor], computed: Any) -> dict[str, Tensor]:
+    def copied(tensors: Mapping[str, Tensor], computed: Any) -> dict[str, Tensor]:
         accelerator.use(device)
         stream.wait_event(computed)
         with accelerator.on(stream):
@@ -129,12 +127,16 @@ def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[di
         stream.synchronize()
         return {name: kept[name] for name in tensors}
 
-    def stage(tensors: dict[str, Tensor]) -> Future[dict[str, Tensor]]:
-        computed = accelerator.event(device)
-        computed.record(accelerator.current_stream(device))
-        copies: Future[dict[str, Tensor]] = Future()
-        threading.Thread(target=copy, args=(tensors, computed, copies), name="staging", daemon=True).start()
-        return copies
+    def stage(tensors: Mapping[str, Tensor], changing: Collection[str]) -> Future[dict[str, Tensor]]:
+        try:
+            unchanged = {n: value.clone() if n in changing else value for n, value in tensors.items()}
+            computed = accelerator.event(device)
+            computed.record(accelerator.current_stream(device))
+            return threads.submit(copied, unchanged, computed)
+        except Exception as error:  # told to all ranks by the write
+            failed: Future[dict[str, Tensor]] = Future()
+            failed.set_exception(error)
+            return failed
 
     return stage
 
