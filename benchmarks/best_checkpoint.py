@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.fault_parts import fault
 from tests.programs import finish
 from trainer.checkpoint.evaluations import Evaluations
-from trainer.checkpoint.for_commands import candidates
+from trainer.checkpoint.finding import candidates
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import step_of
 from trainer.config import KeepBest

@@ -11,8 +11,8 @@ from trainer.build.data import LoadedData, as_built, build_to_device, load_data,
 from trainer.build.model import initial_model, wrap_model
 from trainer.build.task import build_task
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.left_out import frozen_digests
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
+from trainer.checkpoint.restoring import frozen_digests
 from trainer.comm.shared_memory import rows_of_host
 from trainer.config import Config, flatten
 from trainer.context import Guards, Run, RunData, RunPlan, RunReport

@@ -11,7 +11,7 @@ from tests.fault_parts import InjectedError, fault
 from tests.ranks import run_ranks
 from tests.runs import train
 from trainer.checkpoint.evaluations import Evaluations, State
-from trainer.checkpoint.for_commands import candidates
+from trainer.checkpoint.finding import candidates
 from trainer.config import KeepBest
 from trainer.config.saved_run import saved_settings
 from trainer.run_dir.metrics_file import read_metrics

@@ -3,6 +3,7 @@
 It is compared by names, shapes and dtypes before any of its tensors is read.
 """
 
+import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.layout import Shapes, aliases_in
-from trainer.checkpoint.left_out import check_left_out
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.savable import compare_shapes
 from trainer.checkpoint.tree import WITHIN, is_extra_state, put_together
@@ -30,7 +30,7 @@ from trainer.model.trained import Trained
 from trainer.optim.combined import has_user_part
 from trainer.optim.resumed import OF_SCHEDULES
 from trainer.state.train_state import TrainState
-from trainer.tensors.bits import same_bits
+from trainer.tensors.bits import as_bytes, same_bits
 from trainer.tensors.local_shard import is_dtensor
 
 log = logging.getLogger(__name__)
@@ -185,6 +185,32 @@ def parameter_of(name: str, shape: torch.Size, trained: Trained) -> str:
         words = "has another shape than its parameter and cannot be sharded; resume, or begin, without FSDP"
         raise UserError(f"{name} {words}")
     return prefix
+
+
+def frozen_digests(model: nn.Module, initial: Mapping[int, Tensor]) -> dict[str, str]:
+    """The sha256 of each frozen parameter of `model` that `model.init_from` gave, under each of its names.
+
+    Called when parameters have their final names and are frozen; before the model is sharded.
+
+    Args:
+        initial: by the id of a parameter, the tensor that `trainer.build.model.begin` found for it.
+    """
+    return {
+        name: hashlib.sha256(as_bytes(initial[id(parameter)].to(parameter.dtype))).hexdigest()
+        for name, parameter in every_parameter(model)
+        if not parameter.requires_grad and id(parameter) in initial
+    }
+
+
+def check_left_out(source: OpenCheckpoint, frozen: Mapping[str, str]) -> None:
+    """Raise UserError unless a model with these `frozen_digests` began with what `source` leaves out."""
+    others = [name for name, digest in source.left_out.items() if frozen.get(name) != digest]
+    if others:
+        raise UserError(
+            f"{source.directory} leaves out {first_five(others)}, as checkpoint.frozen=false has it: "
+            f"{source.initial_weights} had other values for them, or is not read now; set model.init_from to "
+            "those weights as they were, and model.freeze and checkpoint.frozen as in that run"
+        )
 
 
 def _compare_optimizers(state: TrainState, mine: Sequence[Any], theirs: Sequence[Any]) -> None:

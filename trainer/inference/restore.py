@@ -16,9 +16,9 @@ from tqdm import tqdm
 from trainer.build.data import build_dataset, build_to_device, load_held_out, split_for
 from trainer.build.model import initial_model
 from trainer.build.task import build_task
-from trainer.checkpoint.for_commands import read_averages, read_model
-from trainer.checkpoint.left_out import frozen_digests
+from trainer.checkpoint.finding import read_averages, read_model
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
+from trainer.checkpoint.restoring import frozen_digests
 from trainer.config import Config, TrainConfig, flatten
 from trainer.config.overrides import leaves
 from trainer.data.loading.batch import BatchSplit
