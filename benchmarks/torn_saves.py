@@ -60,7 +60,7 @@ def save_forever(rank: int, root: Path, way: str, gigabytes: float, done: Any) -
 def found_by_auto(root: Path) -> OpenCheckpoint | None:
     store = Store(root / "checkpoints", "tiny")
     store.recover()
-    for directory in store.newest_first():
+    for directory in store.own():
         try:
             return verified(directory)
         except UserError as error:

@@ -103,7 +103,7 @@ def _pass_over(run_dir: Path) -> dict[str, Any]:
     tiny.assert_same(tiny.everything(fresh), saved[0])
     with pytest.raises(UserError, match="step_00000002 is damaged"):
         tiny.restore(other, fresh, str(run_dir / "checkpoints" / "step_00000002"))
-    with pytest.raises(UserError, match="is a run; give one of its checkpoints"):
+    with pytest.raises(UserError, match="is a run; give the path of a checkpoint, or run_dir=DIR"):
         tiny.restore(other, fresh, str(run_dir))
     assert not tiny.restore(tiny.checkpointer(run_dir / "empty"), fresh, "auto")
     assert not tiny.restore(other, fresh, None)

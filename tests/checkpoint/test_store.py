@@ -69,10 +69,10 @@ def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
     store = Store(tmp_path, "mine")
     for step in (5, 10, 6):
         _save(store, step)
-    assert [path.name[-2:] for path in store.newest_first()] == ["06", "10", "05"]
+    assert [path.name[-2:] for path in store.own()] == ["06", "10", "05"]
     _save(store, 10)
     store.prune(settings(keep_last=3), NOT_EVALUATED)
-    assert [path.name for path in store.newest_first()] == [
+    assert [path.name for path in store.own()] == [
         "step_00000010-2",
         "step_00000006",
         "step_00000005",
@@ -150,7 +150,7 @@ def test_a_save_that_is_overtaken_is_the_older_one(tmp_path: Path) -> None:
     directory = slow.new_directory(5)
     _save(quick, 7)
     slow.commit(5, "full", {"a.txt": write_text(directory / "a.txt", "step 5")}, "")
-    assert [path.name for path in slow.newest_first()] == ["step_00000007", "step_00000005"]
+    assert [path.name for path in slow.own()] == ["step_00000007", "step_00000005"]
 
 
 def test_a_save_parses_no_kept_manifest_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

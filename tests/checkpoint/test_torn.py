@@ -99,7 +99,7 @@ def _found_by_auto(run_dir: Path) -> OpenCheckpoint:
     """The checkpoint that resume=auto takes after its clean-up."""
     checkpoints = store.Store(run_dir / "checkpoints")
     checkpoints.recover()
-    for directory in checkpoints.newest_first():
+    for directory in checkpoints.own():
         with contextlib.suppress(UserError):
             manifest.verify(directory)
             return OpenCheckpoint.open(directory)

@@ -56,12 +56,9 @@ def candidates(
         if not (found := listing.found() or all_found(listing, remote)):
             raise UserError(f"{run_dir} has no checkpoint: {run_dir / 'checkpoints'} holds none of this run")
         return [each.path for each in found]
-    named = [path for path in (location(which), run_dir / "checkpoints" / which) if path.is_dir()]
-    if not named:
-        raise UserError(f"the checkpoint {which} is not a directory; use newest, best or the path of one")
-    if (named[0] / "checkpoints").is_dir():
-        raise UserError(f"the checkpoint {which} is a run; name one of {named[0] / 'checkpoints'}")
-    return [named[0].resolve()]
+    below = run_dir / "checkpoints" / which
+    named = below if below.is_dir() else location(which)
+    return [_named(f"the checkpoint {which}", named, "use newest, best or the path of a checkpoint")]
 
 
 def read_model(
@@ -125,7 +122,9 @@ def opened_for(
     None if there is none in ``own`` and at ``remote`` for "auto".
     """
     if resume != "auto":
-        return verified_by_all(agreement.on_main(lambda: _existing(resume)), agreement)
+        way_out = "give the path of a checkpoint, or run_dir=DIR resume=auto"
+        named = agreement.on_main(lambda: _named(f"resume={resume}", Path(resume), way_out))
+        return verified_by_all(named, agreement)
     found = agreement.on_main(lambda: [each.path for each in all_found(own, remote)])
     if not found:
         log.info("resume=auto: no checkpoint in %s, starting a new run", own.root)
@@ -135,16 +134,13 @@ def opened_for(
     return first_intact(found, agreement, more)
 
 
-def _existing(resume: str) -> Path:
-    """The directory of the checkpoint that ``resume`` names. UserError if there is none, or it is a run."""
-    directory = Path(resume).resolve()
+def _named(what: str, directory: Location, way_out: str) -> Location:
+    """``directory``. UserError about ``what`` unless it is a directory, and not that of a run."""
     if not directory.is_dir():
-        raise UserError(f"resume={resume} is not a directory; give a checkpoint, or run_dir=DIR resume=auto")
+        raise UserError(f"{what} is not a directory; {way_out}")
     if (directory / "checkpoints").is_dir():
-        raise UserError(
-            f"resume={resume} is a run; give one of its checkpoints, or run_dir={resume} resume=auto"
-        )
-    return directory
+        raise UserError(f"{what} is a run; {way_out}")
+    return directory.resolve()
 
 
 def check_data(source: OpenCheckpoint, now: int | None) -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -86,11 +87,7 @@ class Listing(Generic[P]):
             else:
                 if self.run_id in (manifest.run_id, None):  # None: those of all runs
                     found.append(Found(manifest.saved_at, path, manifest))
-        return sorted(found, key=_saved_at, reverse=True)
-
-    def newest_first(self) -> list[P]:
-        """The paths of `found`."""
-        return [each.path for each in self.found()]
+        return sorted(found, key=attrgetter("saved_at"), reverse=True)
 
     def own(self) -> dict[P, Manifest]:
         """The manifests of the undamaged ones, newest first."""
@@ -134,11 +131,7 @@ def all_found(own: Listing[Any], remote: str | None) -> list[Found[Any]]:
         if not found:
             raise
         log.warning("%s; going by what is in %s", error, own.root)
-    return sorted(found, key=_saved_at, reverse=True)
-
-
-def _saved_at(found: Found[Any]) -> float:
-    return found.saved_at
+    return sorted(found, key=attrgetter("saved_at"), reverse=True)
 
 
 def newest_run_id(run_dir: Location) -> str | None:

@@ -1,10 +1,10 @@
 """Opens every file of a checkpoint for reading, once; all reads are of the open file, by ranges."""
 
+import contextlib
 import io
 import os
 from functools import cached_property, lru_cache
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class MissingFileError(UserError):
     """There is nothing under the name."""
 
 
-class PlainFile:
+class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
     """A file, opened once for reading; use it as a context.
 
     Attributes:
@@ -86,12 +86,7 @@ class PlainFile:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> "PlainFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

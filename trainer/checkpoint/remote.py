@@ -155,7 +155,7 @@ class Copier(NoRemote):
             self._has_begun = True
             return owner
         if self._has_begun:
-            by = f"no run, without its {OWNER}" if owner is None else f"process {owner['process']}"
+            by = f"no run, without {OWNER}" if owner is None else f"process {owner['process']}"
             raise TakenError(f"{self._address} belongs now to {by}")
         return {"of": "", "place": ""}
 
@@ -238,7 +238,7 @@ class Remote(Copier):
 
     def _begin(self) -> None:
         """Become the launch that puts files at the address, and remove incomplete checkpoints there."""
-        before = _owner_if_readable(self._address)
+        before = _owner(self._address)
         run_id = _run_of(before, self._address)
         if run_id not in (None, self._here.run_id):
             raise TakenError(f"{self._address} belongs to another run, {run_id}")
@@ -323,14 +323,19 @@ class Remote(Copier):
 
 
 def _owner(address: Address) -> dict[str, str] | None:
-    """What run.json at `address` says, all of it texts; None if there is none."""
+    """What run.json at `address` says, all of it texts; None if there is none, or if it is damaged."""
     file = address / OWNER
     try:
         said = read_json(file, file.read())
     except FileNotFoundError:
         return None
-    if not is_run_id(str(said.get("run_id"))):
-        raise UserError(f"{printable(file)} is damaged: its run_id is {printable(said.get('run_id'))}")
+    except UnreachableError:
+        raise
+    except UserError:
+        said = {}
+    if not is_run_id(str(said.get("run_id", ""))):  # a store may have been full while it was written
+        log.warning("%s is damaged; going by the checkpoints there", printable(file))
+        return None
     return {name: printable(value) for name, value in said.items()}
 
 
@@ -342,7 +347,7 @@ def run_at(address: str) -> str | None:
     """
     try:
         there = Address(address)
-        return _run_of(_owner_if_readable(there), there)
+        return _run_of(_owner(there), there)
     except (UserError, Fault) as error:
         raise kind_of(error)(f"checkpoint.remote: {error}") from error
 
@@ -350,17 +355,6 @@ def run_at(address: str) -> str | None:
 def _run_of(owner: Mapping[str, str] | None, address: Address) -> str | None:
     """The id of the run at `address`: that of its `owner`, or else of the newest checkpoint there."""
     return owner["run_id"] if owner is not None else newest_run_id(address)
-
-
-def _owner_if_readable(address: Address) -> dict[str, str] | None:
-    """As `_owner`, and None if the file is damaged."""
-    try:
-        return _owner(address)
-    except UnreachableError:
-        raise
-    except UserError as error:  # a store may have been full, or lost its power, while it was written
-        log.warning("%s; going by the checkpoints there", error)
-        return None
 
 
 def fetch_history(address: str, run_dir: Path) -> None:

@@ -60,7 +60,7 @@ def restore(
         """No more than buffers is changed before all ranks have found that all of the state fits."""
         check_left_out(source, frozen)
         left = make_buffers(state.model, source, device)
-        found, lacks = targets_for(state, source.shapes, plain, source.left_out)
+        found, lacks = targets_for(state, source)
         targets.update(found)
         notes = [f"lacks {words}" for words in lacks]
         if left:
@@ -92,27 +92,21 @@ def load_model(model: nn.Module, source: OpenCheckpoint, device: torch.device) -
     load_model_state(model, put_together(source.facts["state"]["model"], targets))
 
 
-def targets_for(
-    state: TrainState, shapes: Shapes, plain: Mapping[str, Any], left_out: Collection[str]
-) -> tuple[dict[str, Tensor], list[str]]:
+def targets_for(state: TrainState, source: OpenCheckpoint) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors to read a checkpoint into, by their saved names; and what it lacks, in words for the log.
 
     These are the model's own tensors, its other buffers if they were saved in the same size, and new tensors
     for the optimizer's state: laid out and sharded like the parameter if they have its shape, otherwise on
     the CPU, from where ``Optimizer.load_state_dict`` moves them. None for state that another rank has.
 
-    Args:
-        shapes: of the checkpoint's tensors.
-        plain: the JSON part of the saved state.
-        left_out: names of parameters that it leaves out.
-
     Raises:
         UserError: the checkpoint is of another model or optimizer; lists the first five differences of each
             kind.
     """
-    ours, lacks = state.state_dict(), []
-    targets = model_targets(ours["model"], shapes, left_out)
-    _compare_optimizers(state, ours["optimizer"]["param_groups"], plain["optimizer"]["param_groups"])
+    ours, shapes, lacks = state.state_dict(), source.shapes, []
+    targets = model_targets(ours["model"], shapes, source.left_out)
+    theirs = source.facts["state"]["optimizer"]["param_groups"]
+    _compare_optimizers(state, ours["optimizer"]["param_groups"], theirs)
     buffers = {f"buffers.{name}": value for name, value in ours["buffers"].items()}
     fitting = _those_of(buffers, shapes)
     if others := sorted(name.partition(".")[2] for name in buffers.keys() - fitting.keys()):

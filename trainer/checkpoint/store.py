@@ -90,7 +90,7 @@ class Store(Listing[Path]):
     def new_directory(self, step: int) -> Path:
         """An empty temporary directory to fill for ``step``."""
         self.root.mkdir(parents=True, exist_ok=True)
-        self._clear_leftovers()
+        self.recover()
         # Not the time of `commit`: a save at a fault may overtake one that is being written. If the clock was
         # set back, the newest must still have the latest time.
         before = max([self.saved_after, *map(self._saved_at, self.directories())])
@@ -119,20 +119,10 @@ class Store(Listing[Path]):
         self._known[final] = manifest
         return final
 
-    @at_disk()
-    def delete_failed(self, temporary: Path) -> None:
-        """Remove what a failed save left. Never raises: the failure itself is reported."""
-        shutil.rmtree(temporary, ignore_errors=True)
-
     def recover(self) -> None:
-        """Remove what a killed process left. Called when a run starts."""
-        if self.root.is_dir():
-            self._clear_leftovers()
-
-    def _clear_leftovers(self) -> None:
         """Delete what kills and failed deletions left. Called when nothing is being written."""
-        for entry in list(self.root.iterdir()):
-            if entry.name.startswith(_TEMPORARY) and not self._shared:
+        if not self._shared:
+            for entry in self.root.glob(f"{_TEMPORARY}*"):
                 self._delete(entry)
 
     def _delete(self, path: Path, renamed: Path | None = None) -> None:

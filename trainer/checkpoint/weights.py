@@ -295,7 +295,7 @@ def _checkpoint_in(directory: Location) -> OpenCheckpoint:
     """The checkpoint in ``directory``, or the newest intact one if it is a run."""
     inner = directory / "checkpoints"
     listing: Listing[Any] = Listing(inner if inner.is_dir() else directory)
-    found = [] if (directory / MANIFEST).exists() else listing.newest_first()
+    found = [] if (directory / MANIFEST).exists() else [each.path for each in listing.found()]
     if not found:
         return verified(directory.resolve())
     source = first_intact(found, Agreement())

@@ -3,6 +3,7 @@ then state.json and the manifest."""
 
 import json
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,6 +22,7 @@ from trainer.checkpoint.safetensors_files import ToStore, write_file
 from trainer.checkpoint.store import Store
 from trainer.distributed.agreement import Agreement
 from trainer.errors import Fault, UserError
+from trainer.faults.heartbeat import at_disk
 from trainer.tensors.local_shard import num_rows, to_local
 
 log = logging.getLogger(__name__)
@@ -99,7 +101,8 @@ def write_checkpoint(
         agreement.decided(write, commit)
     except (UserError, Fault):
         if clears:
-            store.delete_failed(directory)
+            with at_disk():
+                shutil.rmtree(directory, ignore_errors=True)
         raise
 
 
