@@ -4,12 +4,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from trainer.checkpoint.manifest import fsync_directory, write_text
 from trainer.checkpoint.open_checkpoint import ADAPTERS, MODEL_CONFIG, OpenCheckpoint, verified
@@ -45,47 +45,45 @@ def convert(
     check_free(out)
     source = verified(directory)
     weights = source.weights(averaged, _adapters(source)["names"].values() if to == "peft" else None)
+    stored = [
+        ToStore(name, value, dtype if dtype is not None and value.is_floating_point() else value.dtype)
+        for name, value in weights.items()
+    ]
     beside = Path(tempfile.mkdtemp(prefix=".tmp_", dir=out.parent))  # shared with no other attempt
     temporary = beside / out.name
     try:
         if to == "safetensors":
-            write_weights(temporary, weights, dtype)
+            _write_weights(temporary, stored)
         elif to == "torch":
             # Copies, each with memory of its own: of a mapped one, torch.save would write the whole file.
-            once = {id(value): value.to(_dtype_of(value, dtype), copy=True) for value in weights.values()}
+            once = {id(each.tensor): each.tensor.to(each.dtype, copy=True) for each in stored}
             with temporary.open("xb") as file:
-                torch.save({name: once[id(value)] for name, value in weights.items()}, file)
+                torch.save({each.key: once[id(each.tensor)] for each in stored}, file)
                 file.flush()
                 os.fsync(file.fileno())
         else:
             temporary.mkdir()
-            (_write_peft if to == "peft" else _write_hf)(temporary, source, weights, dtype)
+            (_write_peft if to == "peft" else _write_hf)(temporary, source, stored)
             fsync_directory(temporary)
         appear(temporary, out)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
+def _write_weights(path: Path, weights: Sequence[ToStore]) -> None:
     """Write a new safetensors file of `weights`; tied ones, which share their memory, are written twice.
 
     Raises:
         UserError: the format has no name for a dtype.
     """
-
-    def to_store(name: str, value: Tensor) -> ToStore:
-        kind = _dtype_of(value, dtype)
-        if kind not in NAMES:
-            raise UserError(f"{name} is {kind}, which safetensors has no name for; --to torch takes it")
-        return ToStore(name, value, kind)
-
-    ordered = sorted(weights.items(), key=lambda item: (-_dtype_of(item[1], dtype).itemsize, item[0]))
-    write_file(path, [to_store(name, value) for name, value in ordered])
+    for each in weights:
+        if each.dtype not in NAMES:
+            words = "which safetensors has no name for; --to torch takes it"
+            raise UserError(f"{each.key} is {each.dtype}, {words}")
+    write_file(path, sorted(weights, key=lambda each: (-each.dtype.itemsize, each.key)))
 
 
-def _write_hf(
-    folder: Path, source: OpenCheckpoint, weights: dict[str, Tensor], dtype: torch.dtype | None
-) -> None:
+def _write_hf(folder: Path, source: OpenCheckpoint, weights: Sequence[ToStore]) -> None:
     """Write config.json and the file of weights."""
     config: dict[str, Any] = source.facts.get(MODEL_CONFIG) or {}
     if "model_type" not in config:
@@ -95,14 +93,13 @@ def _write_hf(
             "base (merge_and_unload()), and --to safetensors all weights under the names that they have"
         )
     if config.get("tie_word_embeddings"):  # loading ties them again, so one name of each is enough
-        first = {id(value): name for name, value in reversed(weights.items())}
-        weights = {name: value for name, value in weights.items() if first[id(value)] == name}
-    floating = {_dtype_of(value, dtype) for value in weights.values() if value.is_floating_point()}
+        weights = list({id(each.tensor): each for each in reversed(weights)}.values())
+    floating = {each.dtype for each in weights if each.tensor.is_floating_point()}
     if len(floating) == 1:
         config = {name: value for name, value in config.items() if name != "dtype"}
         config["torch_dtype"] = str(floating.pop()).removeprefix("torch.")
     write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-    write_weights(folder / SINGLE, weights, dtype)
+    _write_weights(folder / SINGLE, weights)
     for name in _TOKENIZER:  # of tokens that were made by one of Hugging Face
         beside = Path(str(source.config.get("data.dataset.path"))) / name
         if beside.is_file():
@@ -117,18 +114,12 @@ def _adapters(source: OpenCheckpoint) -> dict[str, Any]:
     return cast(dict[str, Any], found)
 
 
-def _write_peft(
-    folder: Path, source: OpenCheckpoint, weights: dict[str, Tensor], dtype: torch.dtype | None
-) -> None:
+def _write_peft(folder: Path, source: OpenCheckpoint, weights: Sequence[ToStore]) -> None:
     """Write adapter_config.json, which names the base by `model.init_from`, and the file of adapters."""
     adapters = _adapters(source)
     base = adapters["config"].get("base_model_name_or_path") or source.config.get("model.init_from")
     config = adapters["config"] | {"base_model_name_or_path": base}
     write_text(folder / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-    named = {theirs: weights[ours] for theirs, ours in adapters["names"].items()}
-    write_weights(folder / "adapter_model.safetensors", named, dtype)
-
-
-def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which `tensor` is written: `dtype` if it is a floating-point one."""
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    by_name = {each.key: each for each in weights}
+    named = [replace(by_name[ours], key=theirs) for theirs, ours in adapters["names"].items()]
+    _write_weights(folder / "adapter_model.safetensors", named)
