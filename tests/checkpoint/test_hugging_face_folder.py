@@ -59,9 +59,10 @@ def _train(run_dir: Path, kind: str) -> tuple[Tensor, Tensor]:
     checkpointer = tiny.checkpointer(run_dir, format="sharded" if kind == "llama" else "full", state=state)
     for _ in range(2):
         model(TOKENS).logits.square().mean().backward()
+        trained.take_gradients()
         optimizer.step()
         state.update_average()
-        optimizer.zero_grad()
+        trained.drop_gradients()
         state.progress.advance(12, 48)
     checkpointer.save(state)
     assert state.average is not None

@@ -5,8 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -293,27 +292,23 @@ class Checkpointer:
             return self._store.new_directory(step), draft.add(reports)
 
         directory, alike = self._agreement.decided(report, decide)
-        contents = self._contents(state, draft, self._planner.plan(draft, alike), self._ranks.rank)
+        plan = self._planner.plan(draft, alike)
+        part = plan.part_of(draft.tensors, self._ranks.rank)
         self._last_saved = step
         self._saved.add(State(self._branch, step))
-        if not self._settings.async_:
-            self._write(directory, contents)
-            return self.saving
-        copies = self._stage(contents.tensors, draft.follows_data | self._changing)
-        contents = replace(contents, copies=copies)
-        self.saving = Saving(
-            f"the checkpoint of step {step}",
-            copies,
-            lambda: self._write(directory, contents),
-            self._ranks.device,
-        )
+        if self._settings.async_:
+            copies = self._stage(part, draft.follows_data | self._changing)
+            write = partial(self._write, directory, self._contents(state, draft, plan, copies.result))
+            self.saving = Saving(f"the checkpoint of step {step}", copies, write, self._ranks.device)
+        else:
+            self._write(directory, self._contents(state, draft, plan, lambda: part))
         return self.saving
 
-    def _contents(self, state: TrainState, draft: Draft, plan: Plan, rank: int) -> Contents:
-        """What `rank` writes of a checkpoint."""
+    def _contents(
+        self, state: TrainState, draft: Draft, plan: Plan, tensors: Callable[[], Mapping[str, Tensor]]
+    ) -> Contents:
         facts = {**self._facts, **draft.facts, _UNSAVED: self.unsaved, _HOURS: state.early_end.hours()}
-        part = plan.part_of(draft.tensors, rank)
-        return Contents(state.progress.step, plan, part, facts, self._branch)
+        return Contents(state.progress.step, plan, tensors, facts, self._branch)
 
     def _write(self, directory: Path, contents: Contents) -> None:
         step = contents.step
@@ -366,7 +361,7 @@ class Checkpointer:
         if bad := sorted(self._savable.new_in(draft.tensors)):
             raise UserError(f"{first_five(bad)} is not finite")
         plan = plan_save(draft.tensors, "full", rank=0, world_size=1)
-        contents = self._contents(state, draft, plan, rank=0)
+        contents = self._contents(state, draft, plan, lambda: plan.part_of(draft.tensors, rank=0))
         store = Store(self._store.root, self._store.run_id, shared=True)
         store.saved_after = self._store.saved_after
         newest = self._newest_step()

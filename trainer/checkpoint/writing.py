@@ -35,18 +35,17 @@ class Contents:
     """What a checkpoint will hold.
 
     Attributes:
-        tensors: those that this rank writes, or of which it writes a shard, by their names in the checkpoint.
+        tensors: returns those that this rank writes, or of which it writes a shard, by their names in the
+            checkpoint; waits until they are copied, if they are.
         facts: all else, as STATE has it; on rank 0.
         branch: of the run, for the manifest.
-        copies: of the tensors, to be written in their place.
     """
 
     step: int
     plan: Plan
-    tensors: Mapping[str, Tensor]
+    tensors: Callable[[], Mapping[str, Tensor]]
     facts: Mapping[str, Any]
     branch: str
-    copies: Future[dict[str, Tensor]] | None = None
 
     def write_tensors(self, directory: Path, rank: int) -> dict[str, FileDigest]:
         """Write this rank's files, hashed on the way and fsynced; return their digests by name.
@@ -54,10 +53,9 @@ class Contents:
         Raises:
             OSError: the disk failed.
         """
-        tensors = self.tensors if self.copies is None else self.copies.result()
         files: dict[str, list[ToStore]] = {}
-        for name in self.tensors:
-            local = to_local(tensors[name])
+        for name, tensor in self.tensors().items():
+            local = to_local(tensor)
             if num_rows(local.shape) or rank == self.plan.writers[name][0]:
                 stored = ToStore(key_of(name), local, local.dtype)
                 files.setdefault(self.plan.file_of(name, rank), []).append(stored)
