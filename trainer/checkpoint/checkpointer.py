@@ -4,8 +4,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +76,7 @@ class Checkpointer:
             "torch_version": torch.__version__,
             "config": dict(config),
         }
+        self._stage = host_stager(ranks.device)
         self._opened: OpenCheckpoint | None = None
         self._savable: Savable  # from `bind` on
         self._changing: set[str] = set()  # parameters that a forward pass changes
@@ -98,10 +98,6 @@ class Checkpointer:
             return Remote(address, self._store, session, settings, self._evaluations)
         writes = settings.format == "sharded"
         return Copier(address, self._store, session, self._ranks.rank) if writes else NoRemote()
-
-    @cached_property
-    def _stage(self) -> Callable[[Mapping[str, Tensor], Collection[str]], Future[dict[str, Tensor]]]:
-        return host_stager(self._ranks.device)
 
     def open(self, resume: str | None) -> OpenCheckpoint | None:
         """The checkpoint that ``resume`` asks to continue from, verified; None if there is none.
