@@ -259,8 +259,8 @@ class Checkpointer:
         ``data_state`` is where this rank's data stands, in plain values and tensors, if it has to be saved.
 
         With ``checkpoint.async`` this returns at once. ``state`` is copied to host memory while the next step
-        is computed, until ``copied()``, and is written while training continues. ``done()``, for which the
-        next save waits, then raises a failure.
+        is computed, until ``wait_until_copied()``, and is written while training continues. ``done()``, for
+        which the next save waits, then raises a failure.
 
         Each rank reports to rank 0, which answers where to write. When all have written, each reports what it
         wrote, and rank 0 answers how the save ended.
