@@ -1,6 +1,7 @@
 """checkpoint.remote: what is sealed here is copied there, and there is enough to go on from."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import re
@@ -50,7 +51,7 @@ def _run(root: Path, run_id: str = "one", **keeps: Any) -> tuple[Store, Remote]:
 def remote_of(address: Address, store: Store, **keeps: Any) -> Remote:
     """That of a launch of its own."""
     evaluations = Evaluations.read(store.root.parent)
-    return Remote(address, store, secrets.token_hex(8), tiny.settings(**keeps), evaluations)
+    return Remote(address, store, secrets.token_hex(8), [0], tiny.settings(**keeps), evaluations)
 
 
 def _address(root: Path) -> Address:
@@ -269,10 +270,11 @@ def test_resumes_from_there_alone(tmp_path: Path) -> None:
     run_ranks(_resume_from_there, 2, tmp_path)
 
 
-def _put_by_their_writers(root: Path) -> list[str]:
-    """The files that this rank has put; those of rank 1 fail at first."""
+def _put_by_their_hosts(root: Path, hosts: tuple[int, ...]) -> list[str]:
+    """The files that this rank has put; those of the last rank fail at first."""
     put, done, state = Address.put, list[str](), tiny.train_state(sharded=True)
-    fails = tiny.facts().rank == 1
+    facts = tiny.facts()
+    fails = facts.rank == len(hosts) - 1
 
     def recorded(address: Address, file: Path) -> None:
         nonlocal fails
@@ -287,6 +289,7 @@ def _put_by_their_writers(root: Path) -> list[str]:
         patch.setattr(Address, "put", recorded)
         patch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
         patch.setattr("trainer.checkpoint.remote._LOOK_S", 0.01)
+        patch.setattr(tiny, "facts", lambda *device: dataclasses.replace(facts, hosts=hosts))
         saver = tiny.checkpointer(root / "run", format="sharded", remote=str(_address(root)), state=state)
         for _ in range(2):  # rank 1 hears of the second before it has put the first
             tiny.train(state, 1)
@@ -295,9 +298,17 @@ def _put_by_their_writers(root: Path) -> list[str]:
     return sorted(set(done))
 
 
-def test_each_rank_puts_its_own_files_and_rank_0_the_manifest_last(tmp_path: Path) -> None:
-    own = [[f"{kind}-{rank:05d}-of-00002.safetensors" for kind in ("model", "optim")] for rank in range(2)]
-    assert run_ranks(_put_by_their_writers, 2, tmp_path) == [[*own[0], "state.json"], own[1]]
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 0), (0, 1, 1)], ids=str)
+def test_each_host_puts_its_ranks_files_and_rank_0_the_manifest_last(
+    tmp_path: Path, hosts: tuple[int, ...]
+) -> None:
+    """For the rest of a host no rank asks the store what to do."""
+    own: list[list[str]] = [[] for _ in hosts]
+    for kind in ("model", "optim"):
+        for rank, host in enumerate(hosts):
+            own[hosts.index(host)].append(f"{kind}-{rank:05d}-of-{len(hosts):05d}.safetensors")
+    own[0].append("state.json")
+    assert run_ranks(_put_by_their_hosts, len(hosts), tmp_path, hosts) == own
     verify(_address(tmp_path) / "checkpoints" / "step_00000002")
 
 
@@ -316,8 +327,10 @@ def test_a_file_that_the_store_loses_is_put_again_by_its_rank(
     monkeypatch.setattr("trainer.checkpoint.remote._LOOK_S", 0.01)
     monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
     store, _ = _run(tmp_path)
-    remote = Remote(_address(tmp_path), store, "launch", tiny.settings(timeout_s=0.3), Evaluations(tmp_path))
-    rank_1 = Copier(_address(tmp_path), store, "launch", rank=1)
+    remote = Remote(
+        _address(tmp_path), store, "launch", [0], tiny.settings(timeout_s=0.3), Evaluations(tmp_path)
+    )
+    rank_1 = Copier(_address(tmp_path), store, "launch", writers=[1])
     _save(store, 10, SHARDS)
     gate, put = threading.Event(), Address.put
 

@@ -94,10 +94,12 @@ class Checkpointer:
         if settings.remote is None:
             return NoRemote()
         address, session = Address(settings.remote), self._agreement.on_main(lambda: secrets.token_hex(8))
-        if self._ranks.is_main:
-            return Remote(address, self._store, session, settings, self._evaluations)
-        writes = settings.format == "sharded"
-        return Copier(address, self._store, session, self._ranks.rank) if writes else NoRemote()
+        hosts, rank = self._ranks.hosts, self._ranks.rank
+        here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        if rank == 0:
+            return Remote(address, self._store, session, here, settings, self._evaluations)
+        leads = rank == here[0] and settings.format == "sharded"
+        return Copier(address, self._store, session, here) if leads else NoRemote()
 
     def open(self, resume: str | None) -> OpenCheckpoint | None:
         """The checkpoint that ``resume`` asks to continue from, verified; None if there is none.

@@ -1,10 +1,11 @@
-"""Copies checkpoints, in a thread of each rank, to an address that survives the loss of the machine.
+"""Copies checkpoints, in a thread on each host, to an address that survives the loss of the machine.
 
 The address has the files of a run directory: config.yaml, metrics.jsonl, evaluations.jsonl, result.json,
 run.json, and checkpoints/step_N. run.json has the id of the run, the launch that puts files there, which is
-the one that started last, and what it is copying. Each rank reads it and uploads the files
-that it wrote. Rank 0 waits until all files have arrived in full, and uploads the manifest. Without a manifest
-there is no checkpoint. Rank 0 alone uploads what an earlier launch saved, perhaps on more ranks.
+the one that started last, and what it is copying. The first rank of each host reads it and puts the files
+that ranks of its host wrote, since hosts may have a disk each. Rank 0 waits until all files have arrived in
+full, and puts the manifest. Without a manifest there is no checkpoint. Rank 0 alone puts what an earlier
+launch saved, perhaps on more ranks.
 
 Each file is put only while run.json is the launch's own: one that was wrongly taken for dead stops when
 another has resumed its run. A file on its way may still arrive, hours later: so each launch puts
@@ -18,7 +19,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -62,15 +63,17 @@ class NoRemote:
 
 
 class Copier(NoRemote):
-    """Copies what this rank has written of the newest checkpoint, in a thread that training never waits for.
+    """Copies what ranks have written of the newest checkpoint, in a thread that training never waits for.
 
     Args:
         here: the run's checkpoints.
         session: tells this launch from others of the run; the same on all ranks.
+        writers: the ranks whose files are copied: those of this host.
     """
 
-    def __init__(self, address: Address, here: Listing[Path], session: str, rank: int) -> None:
-        self._address, self._here, self._session, self._rank = address, here, session, rank
+    def __init__(self, address: Address, here: Listing[Path], session: str, writers: Collection[int]) -> None:
+        self._address, self._here, self._session = address, here, session
+        self._writers = tuple(f"-{rank:05d}-of-" for rank in writers)
         self._changed = threading.Condition()
         self._asked = self._done = 0  # how often `follow` was called, and up to which call all is there
         self._newest_step = self._safe_step = 0  # of the newest checkpoint here, and of the newest there
@@ -141,12 +144,20 @@ class Copier(NoRemote):
             owner = self._owner_now()
             path, there = self._here.root / owner["of"], self._address / "checkpoints" / owner["place"]
             if owner["of"] and owner != done:
-                self._put_files(path, there, (file.name for file in path.glob(f"*-{self._rank:05d}-of-*")))
+                self._put_files(path, there, filter(self._is_ours, (file.name for file in path.iterdir())))
                 done = owner
             elif owner["of"] and (there / MANIFEST).exists():
                 self._safe_step = step_of(owner["of"]) or 0
+                self._forget_checkpoints()
             if self._safe_step < self._newest_step:
                 time.sleep(_LOOK_S)
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether a rank of `writers` wrote this file of a checkpoint."""
+        return any(writer in name for writer in self._writers)
+
+    def _forget_checkpoints(self) -> None:
+        self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
 
     def _owner_now(self) -> dict[str, str]:
         """What run.json says. TakenError if it names another launch than this one, which it did name."""
@@ -192,14 +203,16 @@ class Remote(Copier):
         address: Address,
         here: Listing[Path],
         session: str,
+        writers: Collection[int],
         settings: CheckpointConfig,
         evaluations: Evaluations,
     ) -> None:
-        super().__init__(address, here, session, rank=0)
+        super().__init__(address, here, session, writers)
         self._settings, self._evaluations = settings, evaluations
         self._there = Listing(address / "checkpoints", here.run_id)
         self._number = 0  # of this launch among those of the run, from 1 on; 0 before it is known
         self._attempt = 0  # to copy a checkpoint
+        self._metrics_at = 0.0, 0.0  # when putting metrics.jsonl last began and ended
 
     def metrics(self) -> dict[str, float]:
         return {"checkpoint/remote_behind": float(max(0, self._newest_step - self._safe_step))}
@@ -223,8 +236,11 @@ class Remote(Copier):
                 self._begin()
             self._owner_now()
             for file in map(self._here.root.parent.joinpath, _SMALL_FILES):
-                if file.exists():
+                if file.exists() and (file.name != METRICS or self._is_time_for_metrics()):
+                    begin = time.monotonic()
                     self._put_file(file, self._address / file.name)
+                    if file.name == METRICS:
+                        self._metrics_at = begin, time.monotonic()
             if newest is None:
                 return
             self._safe_step = self._put_checkpoint(newest, alone).step
@@ -235,6 +251,12 @@ class Remote(Copier):
                     self._put_checkpoint(best, alone=True)
         finally:
             self.in_hand = None
+
+    def _is_time_for_metrics(self) -> bool:
+        """Whether to put metrics.jsonl: it grows for months, and takes a twentieth of the time at most."""
+        begin, end = self._metrics_at
+        is_last = self._longest_pause_s == _LAST_PAUSE_S
+        return is_last or time.monotonic() - end >= 20 * (end - begin)
 
     def _begin(self) -> None:
         """Become the launch that puts files at the address, and remove incomplete checkpoints there."""
@@ -277,14 +299,14 @@ class Remote(Copier):
         there.make()
         others = set[str]()
         if not alone:
-            others = {name for name in manifest.files if "-of-" in name and "-00000-of-" not in name}
+            others = {name for name in manifest.files if "-of-" in name and not self._is_ours(name)}
             self._attempt += 1
             self._say_what_is_copied(path.name, there.name)
         self._put_files(path, there, manifest.files.keys() - others)
         self._wait_for_others(there, {name: manifest.files[name].bytes for name in others})
         self._owner_now()
         (there / MANIFEST).write(manifest_text(manifest).encode(), create=True)
-        self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
+        self._forget_checkpoints()
         for old in self._there.beyond(self._settings, self._evaluations):
             if old != there:
                 (old / MANIFEST).remove()  # first: without it, this is not a checkpoint
