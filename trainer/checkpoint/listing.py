@@ -36,10 +36,20 @@ class Listing(Generic[P]):
     def __init__(self, root: P, run_id: str | None = None) -> None:
         self.root: P = root
         self.run_id = run_id
+        self._known: dict[P, Manifest] = {}  # nothing writes to a checkpoint that is complete
 
     def manifest(self, path: P) -> Manifest:
-        """That of the checkpoint at ``path``; raises as `read_manifest`."""
-        return read_manifest(path)
+        """The `summary` of the manifest at ``path``, parsed once: of 1 TB it takes 0.1 s, and all ranks wait.
+
+        Raises as `read_manifest`.
+        """
+        if path not in self._known:
+            self._known[path] = read_manifest(path).summary
+        return self._known[path]
+
+    def forget(self, path: P) -> None:
+        """Called when the checkpoint at ``path`` is being deleted."""
+        self._known.pop(path, None)
 
     def directories(self) -> list[P]:
         """Every ``step_N`` directory that is not a link, lowest step first; of any run.
@@ -76,7 +86,9 @@ class Listing(Generic[P]):
                 there is not known.
         """
         found: list[Found[P]] = []
-        for path in self.directories():
+        paths = self.directories()
+        self._known = {path: self._known[path] for path in paths if path in self._known}
+        for path in paths:
             try:
                 manifest = self.manifest(path)
             except (UnreachableError, NoAccessError):

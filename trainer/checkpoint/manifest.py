@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,11 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     @property
+    def summary(self) -> "Manifest":
+        """This without the hashes, which take megabytes in a large run: of each checkpoint that is kept."""
+        return replace(self, files={})
+
+    @property
     def state(self) -> State:
         return State(self.branch, self.step)
 
@@ -229,7 +234,7 @@ def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile
 
 
 def verify(directory: Location, reader: int = 0, num_readers: int = 1) -> Manifest:
-    """Compare the files with the manifest: all blocks, or every ``num_readers``-th from ``reader`` on.
+    """Compare the files with the manifest: all blocks, or the ``reader``-th of ``num_readers`` equal parts.
 
     Four threads hash. This compares bytes only: `open_checkpoint.verified` also reads what they say.
 
@@ -237,13 +242,17 @@ def verify(directory: Location, reader: int = 0, num_readers: int = 1) -> Manife
         UserError: naming the first file that differs.
     """
     manifest = read_manifest(directory)
-    for name in sorted(manifest.files):  # the fast check first
-        open_listed(directory, manifest, name).close()
-    first = reader  # block of the next file: blocks are counted through all files
-    for name, digest in sorted(manifest.files.items()):
-        blocks = range(first, len(digest.sha256), num_readers)
-        first = (first - len(digest.sha256)) % num_readers
-        if blocks:
-            with open_listed(directory, manifest, name) as file:
-                check_blocks(file, digest, blocks)
+    for name, blocks in blocks_to_verify(manifest, reader, num_readers):
+        with open_listed(directory, manifest, name) as file:
+            check_blocks(file, manifest.files[name], blocks)
     return manifest
+
+
+def blocks_to_verify(manifest: Manifest, reader: int, num_readers: int) -> Iterator[tuple[str, range]]:
+    """Which blocks of which files a reader verifies: neighbours, so that it opens few files."""
+    num_blocks = sum(len(digest.sha256) for digest in manifest.files.values())
+    first, last = (number * num_blocks // num_readers for number in (reader, reader + 1))
+    for name, digest in sorted(manifest.files.items()):
+        if blocks := range(max(0, first), min(last, len(digest.sha256))):
+            yield name, blocks
+        first, last = first - len(digest.sha256), last - len(digest.sha256)

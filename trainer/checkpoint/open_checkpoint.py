@@ -51,14 +51,14 @@ class OpenCheckpoint:
     _headers: dict[str, dict[str, Stored]] = field(default_factory=dict)  # by file, of those that were opened
 
     @classmethod
-    def open(cls, directory: Location) -> "OpenCheckpoint":
+    def open(cls, directory: Location, manifest: Manifest | None = None) -> "OpenCheckpoint":
         """Read all but the tensors.
 
         Raises:
             UserError: ``directory`` cannot be read, or is not a checkpoint. Reading a tensor raises it if
                 that is missing.
         """
-        manifest = read_manifest(directory)
+        manifest = manifest or read_manifest(directory)
         digest = manifest.files[STATE]
         with open_listed(directory, manifest, STATE) as file:
             check_blocks(file, digest, range(len(digest.sha256)))
@@ -230,8 +230,7 @@ def verified(directory: Location, reader: int = 0, num_readers: int = 1) -> Open
     Raises:
         UserError: it is not; the message says why.
     """
-    verify(directory, reader, num_readers)
-    return OpenCheckpoint.open(directory)
+    return OpenCheckpoint.open(directory, verify(directory, reader, num_readers))
 
 
 def verified_by_all(directory: Location, agreement: Agreement) -> OpenCheckpoint:

@@ -310,6 +310,7 @@ class Remote(Copier):
         for old in self._there.beyond(self._settings, self._evaluations):
             if old != there:
                 (old / MANIFEST).remove()  # first: without it, this is not a checkpoint
+                self._there.forget(old)
         self._remove_incomplete()
         return manifest
 
@@ -334,7 +335,7 @@ class Remote(Copier):
 
     def _free_place(self, manifest: Manifest) -> Address | None:
         """The place for a checkpoint, beside others of the same step; None if it is there already."""
-        if manifest in self._there.own().values():
+        if manifest.summary in self._there.own().values():
             return None
         number, name = self._number, f"step_{manifest.step:08d}"
         while True:
