@@ -39,6 +39,7 @@ with contextlib.suppress(Exception):  # the test that needs the broken module sa
     import trainer.strategies.ddp
     import trainer.strategies.fsdp
     import trainer.strategies.parameter_server
+    import trainer.tasks.pictures
 
     PIL.Image.preinit()
     tests.runs.settings()  # fills the caches of Hydra and of its parser

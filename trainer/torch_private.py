@@ -21,24 +21,18 @@ from torch.optim.lr_scheduler import LRScheduler
 _WORKERS = "torch.utils.data._utils.worker"
 
 
-def _optimizer() -> Optimizer:
-    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-
-
+# None may create a tensor: CUDA's sanitizer, if it is on, then wants a GPU.
 _PRIVATE: dict[str, Callable[[], Any]] = {
     "torch.nn.Module._buffers": lambda: nn.Module()._buffers,
     "torch.nn.Module._parameters": lambda: nn.Module()._parameters,
     "torch.nn.Module._version": lambda: nn.Module._version,
     "torch.nn.Module.state_dict()._metadata": lambda: attrgetter("_metadata")(nn.Module().state_dict()),
-    "torch.Tensor._version": lambda: torch.empty(0)._version,
+    "torch.Tensor._version": lambda: torch.Tensor._version,
     "torch._foreach_norm": lambda: torch._foreach_norm,
     "torch._foreach_copy_": lambda: torch._foreach_copy_,
     "torch.autograd._profiler_enabled": lambda: torch.autograd._profiler_enabled,
     "torch.utils._python_dispatch": lambda: import_module("torch.utils._python_dispatch").TorchDispatchMode,
     "torch._ops.OpOverload": lambda: import_module("torch._ops").OpOverload,
-    "torch.optim.lr_scheduler.LRScheduler._last_lr": lambda: attrgetter("_last_lr")(
-        torch.optim.lr_scheduler.ConstantLR(_optimizer())
-    ),
     f"{_WORKERS}._worker_info": lambda: attrgetter("_worker_info")(import_module(_WORKERS)),
     "torch.distributed.ProcessGroup._get_sequence_number_for_group": lambda: attrgetter(
         "_get_sequence_number_for_group"
@@ -108,6 +102,8 @@ def with_versions(saved: dict[str, Any], model: nn.Module) -> Any:
 
 def set_last_lr(schedule: LRScheduler, rates: list[Any]) -> None:
     """Set what `schedule.get_last_lr()` returns; torch's own schedules do it in `step`."""
+    if not hasattr(schedule, "_last_lr"):
+        raise AttributeError(f"torch {torch.__version__} has no LRScheduler._last_lr; use a torch up to 2.14")
     schedule._last_lr = rates
 
 

@@ -6,7 +6,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,6 @@ def host_stager(
     returns, on their device: buffers above all, which the next forward pass changes.
     """
     stream, kept = accelerator.stream(device), dict[str, Tensor]()
-    threads = ThreadPoolExecutor(1, thread_name_prefix="staging")
 
     def copied(tensors: Mapping[str, Tensor], computed: Any) -> dict[str, Tensor]:
         accelerator.use(device)
@@ -129,15 +128,22 @@ def host_stager(
         return {name: kept[name] for name in tensors}
 
     def stage(tensors: Mapping[str, Tensor], changing: Collection[str]) -> Future[dict[str, Tensor]]:
+        copies: Future[dict[str, Tensor]] = Future()
+
+        def copy(unchanged: Mapping[str, Tensor], computed: Any) -> None:
+            try:
+                copies.set_result(copied(unchanged, computed))
+            except BaseException as error:
+                copies.set_exception(error)
+
         try:
             unchanged = {n: value.clone() if n in changing else value for n, value in tensors.items()}
             computed = accelerator.event(device)
             computed.record(accelerator.current_stream(device))
-            return threads.submit(copied, unchanged, computed)
+            threading.Thread(target=copy, args=(unchanged, computed), name="staging", daemon=True).start()
         except Exception as error:  # told to all ranks by the write
-            failed: Future[dict[str, Tensor]] = Future()
-            failed.set_exception(error)
-            return failed
+            copies.set_exception(error)
+        return copies
 
     return stage
 

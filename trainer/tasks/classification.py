@@ -1,8 +1,5 @@
 """One class for each input."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +14,6 @@ from trainer.tasks.cross_entropy import (
     logits_of,
     num_counted,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _CONFUSIONS_OF = 20  # at most this many classes: their square is counted, and shown
 
@@ -95,23 +89,11 @@ class Classification:
         taken_for, labels = _likeliest(logits)[:, 0].tolist(), classes_of(labels, logits)
         if inputs.ndim != 4 or inputs.shape[1] not in (1, 3) or labels.ndim != 1:
             return Shown(texts)
-        samples = list(zip(inputs.float().cpu(), labels.tolist(), taken_for, strict=True))
-        return Shown(texts, figures={"eval/samples": lambda: _captioned(samples)})
+        from trainer.tasks.pictures import captioned  # imports Pillow
 
-
-def _captioned(samples: Sequence[tuple[Tensor, int, int]]) -> "Figure":
-    """Draw images (1 or 3, H, W) in rows of 8, below their classes, in red if taken for another."""
-    from matplotlib.figure import Figure  # takes 0.6 s, which other ranks save
-
-    rows = -(-len(samples) // 8)
-    figure = Figure(figsize=(8, 1.2 * rows))
-    axes = figure.subplots(rows, 8, squeeze=False, subplot_kw={"xticks": [], "yticks": [], "frame_on": False})
-    for place, (image, label, taken) in zip(axes.flat, samples, strict=False):
-        low, high = image.min(), image.max()
-        place.imshow(((image - low) / (high - low).clamp(min=1e-12)).expand(3, -1, -1).permute(1, 2, 0))
-        words, colour = (f"{label}", "green") if label == taken else (f"{label} as {taken}", "red")
-        place.set_title(words, color=colour, fontsize=8)
-    return figure
+        pairs = list(zip(labels.tolist(), taken_for, strict=True))
+        words = [f"{label}" if label == taken else f"{label} as {taken}" for label, taken in pairs]
+        return Shown(texts, {"eval/samples": captioned(inputs, words, [one == two for one, two in pairs])})
 
 
 def _confusions(taken_for: Tensor, labels: Tensor, classes: int) -> Tensor:

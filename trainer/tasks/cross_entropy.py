@@ -120,18 +120,13 @@ def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(wide, labels, **options)
 
 
-def part_of(output: Any, name: str) -> Any:
-    """What the output of a model holds as a key or an attribute of that name; None without it."""
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-
-
 def logits_as_made(output: Any) -> Tensor:
     """The output of a model: logits, or an object or dict with `logits`, as Hugging Face's models return.
 
     Raises:
         UserError: it returns something else.
     """
-    logits = output if isinstance(output, Tensor) else part_of(output, "logits")
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if isinstance(logits, Tensor):
         return logits
     holds = f" of {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.tasks.cross_entropy import counted, part_of
+from trainer.tasks.cross_entropy import counted
 
 
 class OwnLoss:
@@ -80,7 +80,8 @@ class OwnLoss:
         return model(**_as_keywords(batch))
 
     def _loss(self, output: Any) -> Tensor:
-        if (loss := part_of(output, "loss")) is None:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
             loss = output[0] if isinstance(output, tuple | list) and output else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
@@ -104,5 +105,5 @@ def _as_keywords(batch: Any) -> Mapping[str, Tensor]:
 
 def _logits(output: Any) -> Tensor | None:
     """(B, classes), if the model returned any as an attribute or a key."""
-    logits = part_of(output, "logits")
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return logits.float() if isinstance(logits, Tensor) and logits.ndim == 2 else None

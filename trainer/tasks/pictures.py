@@ -1,0 +1,39 @@
+"""Grids of sample images with captions, drawn by Pillow in milliseconds."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+from torch.nn import functional as F
+
+_COLUMNS = 8
+_TILE = 64  # minimum size in pixels
+_STRIP = 14  # for the caption
+_GOOD, _BAD = (0, 110, 0), (190, 0, 0)
+
+
+def captioned(images: Tensor, captions: Sequence[str], right: Sequence[bool]) -> Tensor:
+    """Lay out images in rows of 8, with captions below, green where `right` and red elsewhere.
+
+    Args:
+        images: (N, 1 or 3, H, W), each scaled from its minimum to its maximum.
+
+    Returns:
+        (3, height, width), uint8.
+    """
+    pixels = images.detach().float().cpu()
+    low, high = pixels.amin((1, 2, 3), keepdim=True), pixels.amax((1, 2, 3), keepdim=True)
+    pixels = (pixels - low) / (high - low).clamp(min=1e-12) * 255
+    scale = max(1, -(-_TILE // max(pixels.shape[2:])))
+    pixels = F.interpolate(pixels, scale_factor=scale).expand(-1, 3, -1, -1).round().to(torch.uint8)
+    height, width = pixels.shape[2], max(pixels.shape[3], _TILE)
+    rows = -(-len(pixels) // _COLUMNS)
+    canvas = Image.new("RGB", (_COLUMNS * width, rows * (height + _STRIP)), "white")
+    draw = ImageDraw.Draw(canvas)
+    for number, (tile, caption, is_right) in enumerate(zip(pixels, captions, right, strict=True)):
+        x, y = number % _COLUMNS * width, number // _COLUMNS * (height + _STRIP)
+        canvas.paste(Image.fromarray(tile.permute(1, 2, 0).contiguous().numpy()), (x, y))
+        draw.text((x + 2, y + height + 1), caption, fill=_GOOD if is_right else _BAD)
+    return torch.from_numpy(np.array(canvas)).permute(2, 0, 1)
