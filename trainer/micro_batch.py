@@ -7,9 +7,11 @@ the same bits. Only under fsdp do ranks communicate in a try.
 import dataclasses
 import gc
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainer.accelerator import is_accelerator
@@ -18,7 +20,7 @@ from trainer.build.model import initial_model, wrap_model
 from trainer.build.task import build_task
 from trainer.config import Config
 from trainer.data.loading.batch import split_batch
-from trainer.distributed.agreement import Agreement, gather_objects
+from trainer.distributed.agreement import Agreement
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 from trainer.forward_backward import forward_backward
@@ -51,13 +53,18 @@ def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) ->
     train = config.train
     if train.micro_batch_size != "auto":
         return config
-    replicas = build_strategy(config, ranks).num_replicas
-    most = split_batch(train.global_batch_size, None, replicas).local_size
+    strategy = build_strategy(config, ranks)
+    _end(strategy.groups_of_a_pass())
+    most = split_batch(train.global_batch_size, None, strategy.num_replicas).local_size
     sizes, told = [size for size in range(most, 0, -1) if most % size == 0], ""
     size = previous if previous in sizes else None
+    # Under fsdp, a group in which no collective of a model waits.
+    waits = strategy.fills_by_unit and size is None
+    patience_s = _PATIENCE * config.distributed.timeout_s if waits else None
+    agreement = Agreement(ranks, patience_s, in_time=True)
     while size is None:
         smaller = next((each for each in sizes if each <= sizes[0] // 2), None)
-        rank = _first_without_memory(config, ranks, sizes[0], most, smaller or 1)
+        rank = _first_without_memory(config, ranks, agreement, sizes[0], most, smaller or 1)
         if rank is None:
             size = sizes[0]
             log.info("%s: %d of the %d samples of a rank%s", _AUTO, size, most, told)
@@ -69,10 +76,20 @@ def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) ->
                 f"{_AUTO}: not even 1 sample fits{told}. A smaller model or sample does, or strategy=fsdp, "
                 "strategy.activation_checkpointing=true or train.precision=bf16"
             )
+    _end([] if agreement.group is None else [agreement.group])
     return dataclasses.replace(config, train=dataclasses.replace(train, micro_batch_size=size))
 
 
-def _first_without_memory(config: Config, ranks: Ranks, size: int, most: int, smaller: int) -> int | None:
+def _end(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End groups that were made for a try: each holds a connection to every other rank."""
+    for group in groups:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def _first_without_memory(
+    config: Config, ranks: Ranks, agreement: Agreement, size: int, most: int, smaller: int
+) -> int | None:
     """Try `size` on all ranks; the first rank that lacked memory (a collective).
 
     Under fsdp a rank that lacks memory leaves the others in a collective. Ranks go on together only if all
@@ -82,9 +99,6 @@ def _first_without_memory(config: Config, ranks: Ranks, size: int, most: int, sm
     groups, is_sharded = strategy.groups_of_a_pass(), strategy.fills_by_unit
     # Beside the parameters: the buckets of DDP, unless gradients lie in them, and the moving average.
     num_copies = strategy.copies_gradients + (config.ema.decay is not None)
-    # A group of its own, made before: no collective of the model waits in it.
-    patience = _PATIENCE * config.distributed.timeout_s
-    agreement = Agreement(ranks, patience, in_time=True) if is_sharded else None
     if not is_sharded and ranks.world_size > 1:
         strategy = Strategy(ranks.device, strategy.computing)  # the whole model, without the other ranks
     try:
@@ -98,7 +112,7 @@ def _first_without_memory(config: Config, ranks: Ranks, size: int, most: int, sm
         torch.accelerator.empty_cache()
     mine = fits, [num_collectives(group) for group in groups]
     try:
-        found = agreement.gather(mine) if agreement is not None else gather_objects(mine)
+        found = agreement.gather(mine)
     except RuntimeError:
         if fits:
             raise
@@ -109,6 +123,7 @@ def _first_without_memory(config: Config, ranks: Ranks, size: int, most: int, sm
             f"{_AUTO}: {ranks.describe(lacking)} ran out of memory with {size} samples where others did not, "
             f"and under fsdp they cannot try again together; set train.micro_batch_size={smaller} or less"
         )
+    _end(groups)
     return lacking
 
 

@@ -16,6 +16,7 @@ from tests.ranks import run_ranks
 from trainer.checkpoint import manifest
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.finding import saved_settings_of
+from trainer.checkpoint.store import Store
 from trainer.config import KeepBest
 from trainer.errors import Fault, UserError
 
@@ -143,6 +144,32 @@ def test_auto_does_not_start_anew_over_damage_or_without_the_disk(tmp_path: Path
     run_ranks(_all_damaged, 1, tmp_path)
 
 
+def _delete_slowly(run_dir: Path) -> list[list[str]]:
+    """What is there after a save whose deletions have not begun, and once they are done."""
+    may_begin, delete, found = threading.Event(), Store._delete, []
+
+    def wait_and_delete(*arguments: Any) -> None:
+        may_begin.wait(60)
+        delete(*arguments)
+
+    state = tiny.train_state()
+    checkpointer = tiny.checkpointer(run_dir, keep_last=1, state=state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "_delete", wait_and_delete)
+        for _ in range(2):
+            tiny.train(state, 1)
+            checkpointer.save(state)
+        found.append(sorted(entry.name for entry in (run_dir / "checkpoints").iterdir()))
+        may_begin.set()
+        checkpointer.saving.done()
+    return [*found, sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())]
+
+
+def test_training_does_not_wait_until_older_checkpoints_are_deleted(tmp_path: Path) -> None:
+    (found,) = run_ranks(_delete_slowly, 1, tmp_path)
+    assert found == [["step_00000001", "step_00000002"], ["step_00000002"]]
+
+
 def _another_run_in_the_same_place(run_dir: Path) -> dict[str, list[str]]:
     """Runs one and two save steps 2 and 4, then two is resumed and saves 5; meanwhile the clock runs backwards."""
     found = {}
@@ -153,7 +180,7 @@ def _another_run_in_the_same_place(run_dir: Path) -> dict[str, list[str]]:
         assert tiny.restore(checkpointer, state, resume) == (resume is not None)
         for steps in (2, 2) if resume is None else (1,):
             tiny.train(state, steps)
-            checkpointer.save(state)
+            checkpointer.save(state).done()
         found[f"{run_id} {resume}"] = sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
     return found
 

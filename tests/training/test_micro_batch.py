@@ -14,8 +14,8 @@ import yaml
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import settings
 from trainer import micro_batch
+from trainer import run as story
 from trainer.errors import UserError
-from trainer.run import run
 
 SIZE = "train.micro_batch_size"
 LITTLE, MUCH = 900 << 20, 10 << 30  # bytes that a rank may take; a sample takes 64 MiB
@@ -26,9 +26,29 @@ RUN = (
 )
 
 
+def num_sockets() -> int:
+    return sum(
+        "socket" in str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()
+    )
+
+
 def ran(free: list[int], *overrides: str) -> dict[str, Any]:
-    """A run whose ranks may take `free` bytes each, its size in config.yaml, and what it said of sizes."""
+    """Train where each rank may take `free` bytes.
+
+    Returns the hash, the size in config.yaml, what was logged about sizes, and how many sockets finding the
+    size has left open.
+    """
     told: list[str] = []
+    opened = 0
+    find = story.with_micro_batch_size
+
+    def find_and_count(*arguments: Any) -> Any:
+        nonlocal opened
+        before = num_sockets()
+        config = find(*arguments)
+        opened = num_sockets() - before
+        return config
+
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     micro_batch.log.addHandler(handler)
@@ -37,9 +57,12 @@ def ran(free: list[int], *overrides: str) -> dict[str, Any]:
         int(os.environ["RANK"])
     ]
     resource.setrlimit(resource.RLIMIT_DATA, (most, -1))
-    result = run(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(story, "with_micro_batch_size", find_and_count)
+        result = story.run(config)
     written = yaml.safe_load((Path(str(config.run_dir)) / "config.yaml").read_text())
-    return {"hash": result["param_sha256"], "size": written["train"]["micro_batch_size"], "told": told}
+    size = written["train"]["micro_batch_size"]
+    return {"hash": result["param_sha256"], "size": size, "told": told, "opened": opened}
 
 
 @pytest.mark.slow
@@ -63,6 +86,7 @@ def test_all_ranks_take_what_the_smallest_holds(tmp_path: Path, strategy: str, f
     given = run_ranks(ran, 2, free, *overrides, f"{SIZE}=8", f"run_dir={tmp_path}/given", init=False)
     assert found[0]["size"] == 8 and "16 failed on rank" in found[0]["told"][0]
     assert found[0]["hash"] == given[0]["hash"]  # rank 0 has it
+    assert [rank["opened"] for rank in found] == [0, 0], "each try ends its groups"
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +261,8 @@ class Checkpointer:
 
         With ``checkpoint.async`` this returns at once. ``state`` is copied to host memory while the next step
         is computed, until ``wait_until_copied()``, and is written while training continues. ``done()``, for
-        which the next save waits, then raises a failure.
+        which the next save waits, then raises a failure. In any case older checkpoints are deleted while
+        training continues.
 
         Each rank reports to rank 0, which answers where to write. When all have written, each reports what it
         wrote, and rank 0 answers how the save ended.
@@ -296,10 +296,16 @@ class Checkpointer:
         self._saved.add(State(self._branch, step))
         if self._settings.async_:
             copies = self._stage(part, draft.follows_data | self._changing)
-            write = partial(self._write, directory, self._contents(state, draft, plan, copies.result))
+            contents = self._contents(state, draft, plan, copies.result)
+
+            def write() -> None:
+                self._write(directory, contents)
+                self._prune()
+
             self.saving = Saving(f"the checkpoint of step {step}", copies, write, self._ranks.device)
         else:
             self._write(directory, self._contents(state, draft, plan, lambda: part))
+            self.saving = Saving("the deletion of older checkpoints", write=self._prune)
         return self.saving
 
     def _contents(
@@ -318,7 +324,10 @@ class Checkpointer:
             self._last_saved = None
             raise kind_of(error)(f"the checkpoint of step {step} could not be saved: {error}") from error
         self._remote.follow(step)
-        if self._ranks.is_main:  # alone, since files of 1 TB take seconds to delete
+
+    def _prune(self) -> None:
+        """Delete older checkpoints, on rank 0 and beside the training: thousands of files take seconds."""
+        if self._ranks.is_main:
             try:
                 self._store.prune(self._settings, self._evaluations, spared=self._remote.in_hand)
             except (UserError, Fault) as error:

@@ -28,6 +28,7 @@ from trainer.tensors.local_shard import num_rows, to_local
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+_PATIENCE_S = 1.0  # a wait of less is not logged
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,9 @@ def host_stager(
 
 
 class Saving:
-    """A save of ``what``: ``copy`` copies the state, a thread calls ``write``. Without these it is done.
+    """What remains of a save: ``copy`` copies the state, a thread calls ``write``. Without these it is done.
+
+    ``what`` names it in the log.
 
     The thread works on ``device``: by default it starts with GPU 0, and its first call there would take some
     hundred MB there for every rank of a host. It is a daemon: when training fails, the process ends at once
@@ -184,9 +187,10 @@ class Saving:
         """
         if self._thread is None:
             return
+        self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():
-            log.info("waiting for %s, which is still being written", self._what)
-        self._thread.join()
+            log.info("waiting for %s", self._what)
+            self._thread.join()
         self._thread = None
         if self._error is not None:
             raise self._error
