@@ -46,7 +46,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "comm": "accelerator config distributed errors exact launch",
-        "run_dir": "checkpoint distributed errors files",
+        "run_dir": "checkpoint distributed errors faults files",
     },
     {
         "loggers": "config distributed errors run_dir",
@@ -57,6 +57,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "build": "checkpoint config data distributed errors model optim strategies tasks",
         "compare": "config errors files sweep",
+        "status": "checkpoint config errors faults files run_dir sweep",
         "evaluation": "data distributed errors loggers strategies tasks tensors",
         "forward_backward": "strategies tasks",
         "guards": "accelerator checkpoint config data distributed errors faults model optim state "
@@ -120,7 +121,16 @@ FROM_OUTSIDE = {
 }
 # These must not load torch by their imports; they import it where they use it.
 WITHOUT_TORCH = [
-    *("config", "launch", "sweep", "files", "cli.py", "run_dir/__init__.py", "run_dir/metrics_file.py"),
+    *(
+        "config",
+        "launch",
+        "sweep",
+        "files",
+        "cli.py",
+        "status.py",
+        "run_dir/__init__.py",
+        "run_dir/metrics_file.py",
+    ),
     *("inference/__init__.py", "inference/command.py"),
 ]
 

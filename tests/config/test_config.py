@@ -1,6 +1,7 @@
 """The check of the settings: what it accepts, what it refuses, and its messages."""
 
 import copy
+import dataclasses
 import functools
 import os
 import signal
@@ -17,6 +18,7 @@ from tests.runs import CONF, composed, settings
 from trainer import api
 from trainer.cli import compose
 from trainer.config import load, to_yaml
+from trainer.config.contradictions import check_contradictions
 from trainer.config.overrides import in_words
 from trainer.config.saved_run import saved_settings
 from trainer.errors import UserError
@@ -128,8 +130,18 @@ def test_null_means_never_where_it_can_mean_nothing_else() -> None:
         ("strategy=fsdp checkpoint=full", "use checkpoint=sharded, the default of fsdp"),
         ("train.compile_mode=reduce-overhead strategy=fsdp", "strategy=fsdp gathers elsewhere in each pass"),
         ("comm=hook", "comm.hook._target_ has no value"),
-        ("comm=hook comm.hook._target_=f train.skip_nonfinite=1 strategy=ddp", "may keep a part of"),
-        _slow("comm=hook comm.hook._target_=f +comm.wire_dtype=bf16", "comm.wire_dtype is not a setting"),
+        (
+            "launch=slurm launch.parameters={array:0-3}",
+            "train in the same run_dir; leave it out, and submit a swe",
+        ),
+        (
+            "launch=slurm launch.parameters={time:60}",
+            "launch.parameters.time is 60; set launch.time in its place",
+        ),
+        (
+            "launch=slurm launch.time=2",
+            "launch.save_before_s is 120, but must be at least a minute less than the",
+        ),
     ],
 )
 def test_refuses(override: str, words: str) -> None:
@@ -137,6 +149,20 @@ def test_refuses(override: str, words: str) -> None:
         settings(*override.split(" "))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_time_limit_of_slurm_leaves_a_minute_to_train() -> None:
+    config = settings("launch=slurm")
+    times = {"5": 300, "5:30": 330, "1:00:00": 3600, "1-0": 86400, "1-2:03": 93780, "0-0:03:20": 200}
+    for time, limit_s in times.items():
+        launches = (
+            dataclasses.replace(config.launch, time=time, save_before_s=limit_s - left_s)  # type: ignore[call-arg]
+            for left_s in (60, 59)
+        )
+        fits, too_late = (dataclasses.replace(config, launch=launch) for launch in launches)
+        check_contradictions(fits)
+        with pytest.raises(UserError, match=rf"launch.time={time} \({limit_s} s\)"):
+            check_contradictions(too_late)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from tests.runs import settings
@@ -27,3 +31,38 @@ def test_the_script_asks_for_what_the_settings_say(capsys: pytest.CaptureFixture
 def test_a_program_is_told_that_a_script_is_no_result() -> None:
     with pytest.raises(UserError, match="leave no result to return"):
         train(DRY, None, ())
+
+
+@pytest.mark.parametrize(
+    ("srun", "requeued"),
+    [
+        ("mkdir -p RUN/checkpoints/step_00000007; exit 75", True),
+        ("exit 75", False),  # before a step: the next attempt would stop there, too
+        ("touch RUN/checkpoints/step_00000005; exit 75", False),
+        ("mkdir -p RUN/checkpoints/step_00000007 RUN/slurm; touch RUN/slurm/stop; exit 75", False),
+        ("mkdir -p RUN/checkpoints/step_00000007; exit 1", False),
+    ],
+)
+def test_only_a_stop_after_a_step_is_requeued(
+    srun: str, requeued: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "my run"
+    (run_dir / "checkpoints" / "step_00000005").mkdir(parents=True)
+    os.utime(run_dir / "checkpoints" / "step_00000005", (1e9, 1e9))
+    assert slurm.launch(settings(*DRY, f"run_dir='{run_dir}'"), []) == (0, None)
+    script = tmp_path / "job.sh"
+    script.write_text(capsys.readouterr().out)
+    for name, body in {
+        "srun": srun.replace("RUN", f"'{run_dir}'"),
+        "scontrol": f"echo $@ > '{tmp_path}/told'",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
+    ended = subprocess.run(
+        ["bash", script], env=os.environ | path, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == int(srun.rpartition(" ")[2])
+    assert (tmp_path / "told").exists() == requeued
+    no_step = ended.returncode == 75 and not requeued and "stop" not in srun
+    assert ("not requeued: this attempt was stopped before it had made a step" in ended.stdout) == no_step

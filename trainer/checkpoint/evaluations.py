@@ -80,6 +80,11 @@ class Evaluations:
             branch = origin.branch
         return State(branch, step)
 
+    @property
+    def last(self) -> State | None:
+        """The state of the newest evaluation; None if there is none."""
+        return next(reversed([*self._metrics]), None)
+
     def of(self, state: State) -> Mapping[str, float]:
         """Return the metrics of `state`; {} if it was not evaluated."""
         return self._metrics.get(self.owner(state), {})

@@ -8,6 +8,7 @@ from trainer.config.schema import (
     HookCommConfig,
     NativeCommConfig,
     ScheduleCommConfig,
+    SlurmLaunchConfig,
     StrategyConfig,
 )
 from trainer.errors import UserError
@@ -67,6 +68,8 @@ def check_contradictions(config: Config) -> None:
         _check_exact(config)
     if config.distributed.shrink:
         _check_shrink(config)
+    if isinstance(config.launch, SlurmLaunchConfig):
+        _check_slurm(config.launch)
 
 
 def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
@@ -98,6 +101,35 @@ def _check_shrink(config: Config) -> None:
     else:
         return
     raise UserError(f"distributed.shrink=true does not go with {words}")
+
+
+def _check_slurm(launch: SlurmLaunchConfig) -> None:
+    """Refuse a time limit that leaves no time to train, and an array, whose tasks share one run_dir."""
+    parameters = launch.parameters or {}
+    if "array" in parameters:
+        raise UserError(
+            f"launch.parameters.array is {parameters['array']}, but all tasks of an array would train in the "
+            "same run_dir; leave it out, and submit a sweep, which gives each run a job and a run_dir: "
+            "python train.py -m seed=0,1,2 launch=slurm hydra.sweep.dir=runs/seeds"
+        )
+    for name, setting in (("time", "launch.time"), ("signal", "launch.save_before_s")):
+        if name in parameters:
+            raise UserError(f"launch.parameters.{name} is {parameters[name]}; set {setting} in its place")
+    limit_s = _seconds_of(launch.time or "0")  # 0: none
+    if limit_s and launch.save_before_s > limit_s - 60:
+        raise UserError(
+            f"launch.save_before_s is {launch.save_before_s}, but must be at least a minute less than the "
+            f"time limit, launch.time={launch.time} ({limit_s} s), or the run would stop before it trains; "
+            "set a higher launch.time, or a lower launch.save_before_s"
+        )
+
+
+def _seconds_of(time: str) -> int:
+    """A time of SLURM: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
+    days, has_days, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if has_days or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def _check_exact(config: Config) -> None:

@@ -20,6 +20,10 @@ from trainer.launch.signals import stop_signals_to
 
 # srun ends the other tasks this long after the first has ended: a rank that hangs would keep the job.
 _LAST_TASK_S = 120
+_NO_STEP = (
+    "not requeued: this attempt was stopped before it had made a step; set a higher launch.time, or a lower "
+    "launch.save_before_s"
+)
 
 
 def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
@@ -90,9 +94,14 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bo
     told = {name: value for name, value in asked.items() if value is not None}
     logs = f"--unbuffered --open-mode=append --output={shlex.quote(str(folder / '%j_%t.out'))}"
     waits = "--wait=0 --kill-on-bad-exit=0" if shrinks else f"--wait={_LAST_TASK_S}"
+    newest = f"ls -td {shlex.quote(str(folder.parent / 'checkpoints'))}/step_* 2>/dev/null | head -n 1"
     again = [
         f"if [ $status = {StoppedBySignal.exit_code} ] && [ ! -e {shlex.quote(str(folder / 'stop'))} ]; then",
-        '  scontrol requeue "$SLURM_JOB_ID"',
+        f'  if [ "$({newest})" = "$before" ]; then  # the next attempt would stop there, too',
+        f'    echo "{_NO_STEP}"',
+        "  else",
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "  fi",
         "fi",
     ]
     return "\n".join(
@@ -102,6 +111,7 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bo
             *settings.setup,
             *(f"export {name}={shlex.quote(value)}" for name, value in fresh.told_to_ranks("slurm").items()),
             *(["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"] if "cpus-per-task" in told else []),
+            *([f"before=$({newest})"] if settings.requeue else []),
             f"srun {waits} {logs} {command} ${{SLURM_RESTART_COUNT:+resume=auto}}",
             "status=$?",
             *(again if settings.requeue else []),

@@ -3,18 +3,20 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.config import Config, flatten
+from trainer.config import Config, KeepBest, flatten
 from trainer.config.instantiate import instantiate
 from trainer.distributed.agreement import on_main
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError, kind_of, writing
 from trainer.loggers.base import METHODS, Logger
+from trainer.run_dir.claim import write_facts
 from trainer.run_dir.console import ProgressBar
 from trainer.run_dir.metrics_file import FILE as METRICS
 from trainer.run_dir.metrics_file import MetricsFile
@@ -65,6 +67,7 @@ class RunLog:
         self._plotting = Pace(first_after_s=60)  # the first plot imports matplotlib: 0.6 s, 1 % of a minute
         self._run_dir, self._total_steps, self._steps_before = run_dir, total_steps, steps_before
         self._loggers: dict[str, Logger] = {}  # by their settings
+        self._run_id, self._best = run_id, config.checkpoint.keep_best or KeepBest("eval/loss")
         told = {"run_dir": run_dir, "run_id": run_id, "first_step": steps_before, "settings": flatten(config)}
 
         def build() -> None:
@@ -78,8 +81,10 @@ class RunLog:
         """Called when the run begins for certain (a collective): until then run_dir is unchanged."""
 
         def begin() -> None:
+            facts = {"first_step": self._steps_before, "total_steps": self._total_steps}
             with writing(self._run_dir):
                 self._scalars = MetricsFile(self._run_dir, self._steps_before)
+                write_facts(self._run_dir, self._run_id, **facts, best=asdict(self._best))
 
         on_main(begin, self._ranks)
         self.progress = ProgressBar(self._total_steps, self._steps_before, self.enabled)

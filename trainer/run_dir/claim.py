@@ -8,23 +8,26 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from trainer.checkpoint.listing import newest_run_id
 from trainer.checkpoint.manifest import is_run_id, read_manifest
 from trainer.checkpoint.remote import fetch_history, run_at
 from trainer.errors import Fault, UserError, writing
+from trainer.faults.processes import surroundings
 from trainer.files.address import Location
 from trainer.files.untrusted import load_json, printable
 from trainer.files.writing import atomic_file, new_run_dir, unused_path
+from trainer.run_dir import LOCK, RENEW_S, RUN
 
 log = logging.getLogger(__name__)
 
-RUN, LOCK = "run.json", ".lock"
 # An NFS server keeps the locks of a dead host until its lease expires: 90 s by default.
 _LEASE_S = 120.0
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
@@ -94,12 +97,17 @@ def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
             "that run: resume=auto in a new run_dir"
         )
     if run_id != known:
-        with atomic_file(path / RUN) as file:
-            file.write(json.dumps({"run_id": run_id}).encode() + b"\n")
+        write_facts(path, run_id)
     if adopts and remote is not None:
         log.info("continuing run %s of checkpoint.remote=%s", run_id, remote)
         fetch_history(remote, path)
     return RunDir(path, run_id, bool(used))
+
+
+def write_facts(path: Path, run_id: str, **facts: Any) -> None:
+    """Write run.json: the id of the run and, once they are known, `facts` for other programs."""
+    with atomic_file(path / RUN) as file:
+        file.write(json.dumps({"run_id": run_id, **facts}).encode() + b"\n")
 
 
 def _run_at(remote: str, may_fail: bool) -> str | None:
@@ -147,23 +155,37 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
     which might outlive it. NFS supports it too.
     """
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    ended = threading.Event()
     try:
-        if _lock(descriptor, path, wait_s):
-            owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%F %T}"}
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+        _lock(descriptor, path, wait_s)
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%F %T}"}
+        owner["surroundings"] = surroundings()
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+        threading.Thread(target=_renew, args=(path / LOCK, ended), daemon=True).start()
         yield
     finally:
+        ended.set()
         os.close(descriptor)
 
 
-def _lock(descriptor: int, path: Path, wait_s: float) -> bool:
-    """False if the file system has no locks."""
+def _renew(lock: Path, ended: threading.Event) -> None:
+    """Set the file's time to now and again, so that other hosts see that this process lives.
+
+    In a thread: an evaluation or a compilation does not delay it, and a slow disk does not delay a step.
+    """
+    while not ended.wait(RENEW_S):
+        with contextlib.suppress(OSError):
+            os.utime(lock)
+
+
+def _lock(descriptor: int, path: Path, wait_s: float) -> None:
+    """Take the lock; warn if the file system has none."""
     begin, told = time.monotonic(), False
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            return
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 log.warning(
@@ -171,7 +193,7 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> bool:
                     path,
                     error.strerror,
                 )
-                return False
+                return
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
         owner = _owner(descriptor)

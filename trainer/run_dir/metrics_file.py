@@ -65,11 +65,22 @@ def read_metrics(run_dir: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file whose last line may be torn."""
+def last_metrics(run_dir: Path) -> dict[str, Any]:
+    """Return the last value of each scalar in the last 64 KiB, and the last `step`; {} without a file."""
+    last: dict[str, Any] = {}
+    for line in _lines(run_dir / FILE, at_most=1 << 16):
+        last |= line
+    return last
+
+
+def _lines(path: Path, at_most: int | None = None) -> list[dict[str, Any]]:
+    """The complete lines in the last `at_most` bytes (None: all) of a file whose last line may be torn."""
     lines = []
     try:
-        text = path.read_text(errors="replace")
+        with path.open("rb") as file:
+            if at_most is not None:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - at_most))
+            text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
     for line in text.splitlines():

@@ -1,0 +1,208 @@
+"""Shows the state of every run below a folder: `python -m trainer.status [DIR ...] [--watch] [--json]`.
+
+Reads a few small files of each run, and neither changes nor locks any. Does not import torch.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from trainer.checkpoint.evaluations import FILE as EVALUATIONS
+from trainer.checkpoint.evaluations import Evaluations
+from trainer.config import KeepBest
+from trainer.errors import StoppedBySignal, UserError, first_line
+from trainer.faults import processes
+from trainer.files import failure
+from trainer.files.untrusted import load_json, printable, reason
+from trainer.run_dir import LOCK, RENEW_S, RUN
+from trainer.run_dir.metrics_file import FILE as METRICS
+from trainer.run_dir.metrics_file import RESULT, last_metrics
+from trainer.sweep.results import cell, columns
+
+_STATES = ["failed", "lost", "suspended", "stopped", "running", "done"]  # what needs attention comes first
+_HEADER = ["run", "state", "step", "left", "train", "eval", "best", "samples/s", "host"]
+_SILENT_S = 4 * RENEW_S  # an NFS client may show a time that is a minute old
+_WIDTH, _REFRESH_S = 100, 5.0
+
+
+def look(folder: Path) -> dict[str, Any]:
+    """The JSON object of the run in `folder`; what its files don't tell is None."""
+    damaged: list[str] = []
+
+    def read(function: Callable[[Path], Any], name: str) -> Any:
+        try:
+            return function(folder / name)
+        except FileNotFoundError:
+            return {}
+        except Exception as error:  # a file may contain anything
+            words = str(error) if isinstance(error, UserError) else f"{folder / name}: {reason(error)}"
+            damaged.append(words)
+            return {"message": words}
+
+    plan, result, end, owner = (read(load_json, name) for name in (RUN, RESULT, failure.NAME, LOCK))
+    metrics = _numbers(read(lambda file: last_metrics(file.parent), METRICS))
+    evaluated = read(lambda file: _evaluated(Evaluations.read(file.parent), plan), EVALUATIONS)
+    result, numbers = _numbers(result), _numbers(plan)
+    if result.get("steps", 0) < metrics.get("step", 0):
+        result = {}  # the run has been resumed since, with more steps
+    renewed_at, ended_at = _written_at(folder / LOCK), _written_at(folder / RESULT, folder / failure.NAME)
+    state, why = _state(owner, renewed_at, ended_at, result, end)
+    step = max(metrics.get("step", 0), result.get("steps", 0), _numbers(end).get("step", 0))
+    total, made = numbers.get("total_steps"), step - numbers.get("first_step", 0)
+    left_s = None
+    if state == "running" and total is not None and made > 0:
+        left_s = (_written_at(folder / METRICS) - _written_at(folder / RUN)) / made * (total - step)
+    return {
+        "run": str(folder),
+        "state": state,
+        "reason": why,
+        "step": step,
+        "total_steps": total,
+        "left_s": left_s,
+        "train/loss": (metrics | result).get("train/loss"),
+        **{name: evaluated.get(name) for name in ("eval/loss", "best", "best_metric", "best_step")},
+        "samples_per_second": result.get("samples_per_second", metrics.get("speed/samples_per_second")),
+        "host": owner.get("host"),
+        "silent_s": time.time() - max(renewed_at, ended_at),
+        "failure": end or None,
+        "damaged": damaged,
+    }
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if type(value) in (int, float)}
+
+
+def _written_at(*files: Path) -> float:
+    """When the last of the files was written; 0 if there is none."""
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+def _evaluated(evaluations: Evaluations, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The last evaluation of a run, and the best one by its `checkpoint.keep_best`."""
+    if (last := evaluations.last) is None:
+        return {}
+    best = KeepBest(**plan.get("best", {"metric": "eval/loss"}))
+    state = evaluations.best(last, best) or last
+    found = {"best": evaluations.of(state).get(best.metric), "best_metric": best.metric}
+    return found | {"best_step": state.step, "eval/loss": evaluations.of(last).get("eval/loss")}
+
+
+def _state(
+    owner: Mapping[str, Any], renewed_at: float, ended_at: float, result: object, end: Mapping[str, Any]
+) -> tuple[str, str | None]:
+    """One of _STATES, and why if a file or the process tells.
+
+    A run sets the time of its lock file to now all the time, whatever else it does. Where its pid can be
+    seen, that tells whether it lives; on another host only the age of that time does.
+
+    Args:
+        owner: the contents of the lock file, whose time is `renewed_at`.
+        ended_at: when failure.json or result.json was written.
+    """
+    here = {"host": socket.gethostname(), "surroundings": processes.surroundings()}
+    process, pid = None, owner.get("pid")
+    if isinstance(pid, int) and here.items() <= owner.items():
+        process = processes.state(pid)
+    if process == "stopped":
+        return "suspended", f"pid {pid} is stopped (SIGSTOP); kill -CONT {pid} continues it"
+    is_silent = time.time() - renewed_at > _SILENT_S
+    if process != "dead" and not is_silent and (process == "running" or renewed_at > ended_at):
+        return "running", None
+    if end:
+        is_stop = end.get("status") == StoppedBySignal.exit_code
+        return "stopped" if is_stop else "failed", first_line(str(end.get("message")))
+    if result:
+        return "done", None
+    if process == "dead":
+        return "lost", f"pid {pid} is gone without a message: killed, or out of memory"
+    since = f"{datetime.fromtimestamp(renewed_at):%F %H:%M}"
+    return "lost", f"no sign of pid {pid} on {owner.get('host')} since {since}"
+
+
+def report(folders: Sequence[str], as_json: bool, width: int) -> str:
+    """What is printed of all runs below `folders`, those of sweeps among them.
+
+    Raises:
+        UserError: one is not a directory.
+    """
+    runs: list[dict[str, Any]] = []
+    for top in folders:
+        if not Path(top).is_dir():
+            raise UserError(f"{printable(top)} is not a directory; give the folder that contains your runs")
+        for folder, names, files in os.walk(top):
+            if RUN in files:
+                runs.append(look(Path(folder)))
+                names[:] = [name for name in names if name != "checkpoints"]
+    runs.sort(key=lambda run: (_STATES.index(run["state"]), run["silent_s"]))
+    if as_json:
+        return json.dumps(runs, indent=2)
+    if not runs:
+        return f"no runs in {', '.join(map(printable, folders))}"
+    shared = folders[0] if len(folders) == 1 else "."
+    header, *lines = columns([_HEADER, *(_cells(run, shared) for run in runs)]).splitlines()
+    at = header.index("left")
+    for number, run in enumerate(runs):
+        if run["state"] in ("failed", "lost", "suspended"):  # why, in place of numbers
+            lines[number] = f"{lines[number]:<{at}}{printable(run['reason'])}"
+    counts = Counter(run["state"] for run in runs)
+    total = f"{len(runs)} runs: {', '.join(f'{counts[state]} {state}' for state in _STATES if counts[state])}"
+    table = [line if len(line) <= width else f"{line[: width - 3]}..." for line in (header, *lines)]
+    return "\n".join([*table, "", total, *(printable(words) for run in runs for words in run["damaged"])])
+
+
+def _cells(run: Mapping[str, Any], top: str) -> list[str]:
+    name, total, left_s = os.path.relpath(run["run"], top), run["total_steps"], run["left_s"]
+    if len(name) > 30:  # a trial's begins with its number, and ends with its settings
+        name = f"{name[:8]}...{name[-19:]}"
+    cells = [name, run["state"], str(run["step"]) if total is None else f"{run['step']}/{total}"]
+    if run["state"] in ("failed", "lost", "suspended"):
+        return [*cells, *[""] * 6]
+    left = "" if left_s is None else tqdm.format_interval(round(left_s))
+    losses = [cell(run[name], ".4g") for name in ("train/loss", "eval/loss", "best")]
+    return [
+        *cells,
+        left,
+        *losses,
+        cell(run["samples_per_second"], ".0f"),
+        str(run["host"] or "").partition(".")[0],
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    about = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m trainer.status", description=about)
+    parser.add_argument("dirs", nargs="*", metavar="DIR", default=["runs"], help="default: runs")
+    parser.add_argument("--watch", action="store_true", help=f"show them again every {_REFRESH_S:.0f} s")
+    parser.add_argument("--json", action="store_true", help="print a list of objects, with full messages")
+    options = parser.parse_args(arguments)
+    try:
+        while True:
+            shown = report(options.dirs, options.json, shutil.get_terminal_size((_WIDTH, 24)).columns)
+            clear = "\x1b[H\x1b[2J" if options.watch and sys.stdout.isatty() else ""
+            print(f"{clear}{shown}", flush=True)
+            if not options.watch:
+                return 0
+            time.sleep(_REFRESH_S)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough
+    sys.exit(main())
