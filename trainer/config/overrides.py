@@ -42,15 +42,18 @@ def in_words(error: Exception) -> str:
         is_list = "object_type=list" in str(error.__cause__)
         return f"{key} must be {'a list: [...]' if is_list else 'settings by name: {NAME: VALUE, ...}'}"
     said = re.sub(r"^Error when parsing index: .*\n", "", said)  # of Hydra 1.4
+    override = str(getattr(error, "override", ""))
+    key, _, value = override.partition("=")
+    kinds = {"[": f"'{key}=[\"VALUE\", ...]'", "{": f"'{key}={{NAME: \"VALUE\", ...}}'"}
+    quoted = kinds.get(value[:1], f"{key}='\"VALUE\"'")
     unread = re.match(r"LexerNoViableAltException: (.*)\n( *)\^", said)
     if unread:  # the mark is below the first character that no grammar rule accepts
         at = max(0, len(unread[2]) - len("LexerNoViableAltException: "))
-        way = "quote the value: KEY='\"VALUE\"'"
-        if "[" in unread[1][:at]:
-            way = "quote it within the list: KEY='[\"VALUE\"]'"
-        return f"{unread[1]} cannot be read from {unread[1][at:]!r} on; {way}"
+        return f"{unread[1]} cannot be read from {unread[1][at:]!r} on; quote the value: {quoted}"
     if said.startswith("mismatched input '=' expecting <EOF>"):
-        return "a value has a second =; quote it: run_dir='\"runs/lr=0.1\"'"
+        return f"{key} has a second =; quote the value: {quoted}"
+    if value[:1] in kinds:  # a shell has cut it at a space, or a value has a character of the grammar
+        return f"{override} cannot be read; quote all of it for the shell, and the values: {quoted}"
     return " ".join(said.partition("\nSee https://hydra.cc")[0].split())
 
 
@@ -98,6 +101,10 @@ def wrong_kind(key: str, said: str) -> str:
         return f"{key} names a class or a function; set null, or '{key}={{_target_: ...}}'"
     if keys:
         return f"{key} has several values; set null, or {_all_of(key, keys)}"
+    if said.endswith("Cannot assign str to Dict[str, Any]"):
+        return f"{key} must be settings by name: '{key}={{NAME: VALUE, ...}}'"
+    if "is not a ListConfig" in said:
+        return f"{key} must be a list: '{key}=[\"VALUE\", ...]'"
     return f"{key} is null, but must have a value" if "value 'None'" in said else f"{key}: {said}"
 
 

@@ -86,12 +86,12 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bo
         "partition": settings.partition,
         "time": settings.time,
         "signal": f"USR1@{settings.save_before_s}",
-        "output": shlex.quote(str(folder / "%j.out")),
+        "output": folder / "%j.out",
         "open-mode": "append",
         "requeue": settings.requeue or None,
         **(settings.parameters or {}),
     }
-    told = {name: value for name, value in asked.items() if value is not None}
+    told = {name: value for name, value in asked.items() if value is not None and value is not False}
     logs = f"--unbuffered --open-mode=append --output={shlex.quote(str(folder / '%j_%t.out'))}"
     waits = "--wait=0 --kill-on-bad-exit=0" if shrinks else f"--wait={_LAST_TASK_S}"
     newest = f"ls -td {shlex.quote(str(folder.parent / 'checkpoints'))}/step_* 2>/dev/null | head -n 1"
@@ -107,7 +107,10 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bo
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH --{name}" + ("" if value is True else f"={value}") for name, value in told.items()),
+            *(
+                f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+                for name, value in told.items()
+            ),
             *settings.setup,
             *(f"export {name}={shlex.quote(value)}" for name, value in fresh.told_to_ranks("slurm").items()),
             *(["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"] if "cpus-per-task" in told else []),
