@@ -186,12 +186,18 @@ def test_a_time_limit_of_slurm_leaves_a_minute_to_train() -> None:
         _slow("data.images=[0]", "data.images must be settings by name: {NAME: VALUE, ...}"),
         _slow("data.dataset.colour=1", "(+data.dataset.colour=VALUE passes it to data.dataset._target_"),
         _slow("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),
-        _slow("run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value: run_dir='\"VALUE\"'"),
         _slow(
-            "model.freeze=[^a]", "cannot be read from '^a]' on; quote the value: 'model.freeze=[\"VALUE\", ...]'"
+            "run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value: run_dir='\"VALUE\"'"
+        ),
+        _slow(
+            "model.freeze=[^a]",
+            "cannot be read from '^a]' on; quote the value: 'model.freeze=[\"VALUE\", ...]'",
         ),
         _slow("run_dir=runs/lr=1", "run_dir has a second =; quote the value: run_dir='\"VALUE\"'"),
-        ("launch.setup=[module", "launch.setup=[module cannot be read; quote all of it for the shell, and the val"),
+        (
+            "launch.setup=[module",
+            "launch.setup=[module cannot be read; quote all of it for the shell, and the val",
+        ),
         ("launch.setup=[export A=1]", "and the values: 'launch.setup=[\"VALUE\", ...]'"),
         ("launch.parameters={account:", "and the values: 'launch.parameters={NAME: \"VALUE\", ...}'"),
         _slow(

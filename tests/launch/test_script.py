@@ -21,7 +21,11 @@ def test_the_script_asks_for_what_the_settings_say(capsys: pytest.CaptureFixture
     script = capsys.readouterr().out
     assert "--time" not in script, "its partition's limit"
     assert "#SBATCH --requeue\n" in script and " optim.lr=0.1 " in script
-    more = ("launch.time=90", "launch.requeue=false", "launch.parameters={account: vision, cpus-per-task: 8, comment: a b}")
+    more = (
+        "launch.time=90",
+        "launch.requeue=false",
+        "launch.parameters={account: vision, cpus-per-task: 8, comment: a b}",
+    )
     assert slurm.launch(settings(*DRY, *more), []) == (0, None)
     script = capsys.readouterr().out
     assert "#SBATCH --time=90\n" in script and "#SBATCH --account=vision\n" in script

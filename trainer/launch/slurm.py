@@ -14,6 +14,7 @@ from pathlib import Path
 from trainer.config import Config, SlurmLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import StoppedBySignal, UserError
+from trainer.files import failure
 from trainer.files.writing import new_run_dir
 from trainer.launch import fresh
 from trainer.launch.signals import stop_signals_to
@@ -50,25 +51,44 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
     stop = run_dir / "slurm" / "stop"
     stop.unlink(missing_ok=True)
     (run_dir / "slurm" / "job.sh").write_text(script)
-    command = ["sbatch", "--parsable", *(["--wait"] if settings.wait else []), str(run_dir / "slurm/job.sh")]
+    jobs = _earlier(run_dir / "slurm" / "id") if config.resume == "auto" else []
+    after = [f"--dependency=afterany:{job}" for job in jobs]
+    wait = ["--wait"] if settings.wait else []
+    command = ["sbatch", "--parsable", *after, *wait, str(run_dir / "slurm/job.sh")]
     submitted = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert submitted.stdout is not None
     job = submitted.stdout.readline().strip().partition(";")[0]
     if not job:
         raise UserError("SLURM refuses the job; the reason is in the line above")
+    jobs.append(job)
+    (run_dir / "slurm" / "id").write_text(job)
+    failed_before = failure.written_at(run_dir)
 
     def pass_on(number: int) -> None:
         """Have it save and stop for good, even if it was requeued."""
         stop.touch()
         for how in ("--state=PENDING", "--signal=USR1"):
-            subprocess.run(["scancel", how, job], check=False, timeout=60)
+            subprocess.run(["scancel", how, *jobs], check=False, timeout=60)
 
+    if after:
+        print(f"job {job} waits for job {jobs[0]}, which runs in the same run_dir", flush=True)
     print(f"job {job}  ->  tail -f {run_dir}/slurm/{job}_*.out", flush=True)
     with stop_signals_to(pass_on, (signal.SIGINT, signal.SIGTERM)):
         status = submitted.wait()  # sbatch itself waits for a controller that is away
     if status:
-        print(f"job {job} ended with status {status}", file=sys.stderr, flush=True)
+        why = f"see {run_dir}/slurm/{job}.out"
+        if failure.written_at(run_dir) != failed_before and (end := failure.read(run_dir)) is not None:
+            why = end["message"]
+        print(f"job {job} ended with status {status}: {why}", file=sys.stderr, flush=True)
     return status, None
+
+
+def _earlier(file: Path) -> list[str]:
+    """The job named in `file`, if it has not ended: its launcher was killed, and it goes on."""
+    if not file.exists():
+        return []
+    asked = ["squeue", "--noheader", "--format=%i", f"--jobs={file.read_text()}"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60).stdout.split()
 
 
 def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bool) -> str:

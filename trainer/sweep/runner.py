@@ -135,7 +135,8 @@ class Runner:
         folder.mkdir(exist_ok=True)
         argv = [*self._options, *trial.overrides, set_to("run_dir", str(folder))]
         begun = any(folder.glob("checkpoints/step_*"))
-        if begun or (attempt.config.resume is None and (folder / "run.json").exists()):
+        used = (folder / "run.json").exists() or (folder / "slurm").exists()  # a job may still run, or wait
+        if begun or (attempt.config.resume is None and used):
             argv.append("resume=auto")
         trial.state, trial.status = trials.RUNNING, None
         self._log.write()
