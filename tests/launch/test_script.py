@@ -71,3 +71,30 @@ def test_only_a_stop_after_a_step_is_requeued(
     assert (tmp_path / "told").exists() == requeued
     no_step = ended.returncode == 75 and not requeued and "stop" not in srun
     assert ("not requeued: this attempt was stopped before it had made a step" in ended.stdout) == no_step
+
+
+def test_a_job_goes_on_without_its_launcher_and_may_be_cancelled_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, body in {
+        "sbatch": f'echo "$@" > {tmp_path}/told; echo 13; exit $(cat {tmp_path}/status)',
+        "squeue": f'[[ "$*" = *"$(cat {tmp_path}/listed)" ]] && echo 12; true',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run_dir = tmp_path / "run"
+
+    def launched(listed: str, status: int, *more: str) -> tuple[int, str]:
+        (tmp_path / "status").write_text(str(status))
+        (tmp_path / "listed").write_text(listed)
+        return slurm.launch(settings("launch=slurm", f"run_dir={run_dir}", *more), [])[
+            0
+        ], capfd.readouterr().err
+
+    assert launched("none", 0)[0] == 0
+    assert launched("--states=CANCELLED", 0)[0] == 75
+    assert "ended with status 2: see" in launched("none", 2)[1]
+    assert "--dependency" not in (tmp_path / "told").read_text()
+    assert launched("--jobs=13", 0, "resume=auto")[0] == 0
+    assert "--dependency=afterany:13 --wait" in (tmp_path / "told").read_text()

@@ -83,6 +83,7 @@ def test_a_used_run_directory_is_refused_without_resume(tmp_path: Path, trace: s
 def test_what_a_mistake_leaves_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text("it was refused")
     (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "events.out.tfevents.1795939877.host.18.2.hparams").write_text("of a sweep")
     assert claimed(tmp_path).run_id != claimed(tmp_path).run_id
 
 

@@ -51,7 +51,9 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
     stop = run_dir / "slurm" / "stop"
     stop.unlink(missing_ok=True)
     (run_dir / "slurm" / "job.sh").write_text(script)
-    jobs = _earlier(run_dir / "slurm" / "id") if config.resume == "auto" else []
+    number, jobs = run_dir / "slurm" / "id", []
+    if config.resume == "auto" and number.exists() and _listed(number.read_text()):
+        jobs.append(number.read_text())  # its launcher was killed
     after = [f"--dependency=afterany:{job}" for job in jobs]
     wait = ["--wait"] if settings.wait else []
     command = ["sbatch", "--parsable", *after, *wait, str(run_dir / "slurm/job.sh")]
@@ -61,7 +63,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
     if not job:
         raise UserError("SLURM refuses the job; the reason is in the line above")
     jobs.append(job)
-    (run_dir / "slurm" / "id").write_text(job)
+    number.write_text(job)
     failed_before = failure.written_at(run_dir)
 
     def pass_on(number: int) -> None:
@@ -75,6 +77,8 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
     print(f"job {job}  ->  tail -f {run_dir}/slurm/{job}_*.out", flush=True)
     with stop_signals_to(pass_on, (signal.SIGINT, signal.SIGTERM)):
         status = submitted.wait()  # sbatch itself waits for a controller that is away
+    if status == 0 and _listed(job, "--states=CANCELLED"):  # while it waited in the queue
+        status = StoppedBySignal.exit_code
     if status:
         why = f"see {run_dir}/slurm/{job}.out"
         if failure.written_at(run_dir) != failed_before and (end := failure.read(run_dir)) is not None:
@@ -83,12 +87,10 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
     return status, None
 
 
-def _earlier(file: Path) -> list[str]:
-    """The job named in `file`, if it has not ended: its launcher was killed, and it goes on."""
-    if not file.exists():
-        return []
-    asked = ["squeue", "--noheader", "--format=%i", f"--jobs={file.read_text()}"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60).stdout.split()
+def _listed(job: str, *options: str) -> bool:
+    """Whether squeue lists the job: by default, if it has not ended."""
+    asked = ["squeue", "--noheader", "--format=%i", f"--jobs={job}", *options]
+    return bool(subprocess.run(asked, capture_output=True, check=False, timeout=60).stdout.strip())
 
 
 def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bool) -> str:

@@ -137,8 +137,8 @@ def run_id_of(path: Location) -> str | None:
 
 
 def _traces(path: Path) -> list[str]:
-    """Files of a run that another must not be mixed with; not its log and settings."""
-    patterns = ("checkpoints/step_*", "result.json", "events.*", "metrics.jsonl")
+    """Files of a run that another must not be mixed with; not its log, settings and .hparams of a sweep."""
+    patterns = ("checkpoints/step_*", "result.json", "events.*[0-9]", "metrics.jsonl")
     return [str(found[-1].relative_to(path)) for pattern in patterns if (found := sorted(path.glob(pattern)))]
 
 
