@@ -15,6 +15,7 @@ import pytest
 from tests.programs import finish, started, torchrun
 from tests.ranks import free_port
 from tests.slurm import cluster
+from trainer.sweep.trials import DONE, FAILED, read_trials
 
 ROOT = Path(__file__).parents[2]
 RUN = ["train.max_steps=8", "seed=3", "distributed.device=cpu"]
@@ -89,6 +90,15 @@ def test_srun_and_launch_slurm(expected: str, tmp_path: Path) -> None:
         bad = f"run_dir={tmp_path}/bad"
         assert launched("launch.nodes=1", "launch.setup=[exit 2]", bad) == 2
         assert launched("launch.partition=none", bad) == 2
+        sweep = (
+            "-m",
+            "launch=slurm",
+            "launch.time=5",
+            "optim.lr=0.1,1e9",
+            f"hydra.sweep.dir={tmp_path}/sweep",
+        )
+        assert finish("train.py", *sweep, *RUN, env=env).code == 3
+        assert [trial.state for trial in read_trials(tmp_path / "sweep")] == [DONE, FAILED]
 
 
 def test_a_wheel_in_an_empty_directory(tmp_path: Path) -> None:
