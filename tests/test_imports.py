@@ -57,7 +57,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "build": "checkpoint config data distributed errors model optim strategies tasks",
         "compare": "config errors files sweep",
-        "status": "checkpoint config errors faults files run_dir sweep",
+        "status": "checkpoint errors faults files run_dir",
         "evaluation": "data distributed errors loggers strategies tasks tensors",
         "forward_backward": "strategies tasks",
         "guards": "accelerator checkpoint config data distributed errors faults model optim state "

@@ -110,7 +110,7 @@ def test_a_run_in_each_state(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "alive",
         "running",
         "40/100",
-        "05:00",
+        "0:05:00",
         "0.5",
         "0.6",
         "0.9",

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from trainer.config.overrides import leaves
 from trainer.config.saved_run import read_settings
 from trainer.errors import UserError
+from trainer.files.columns import cell, columns
 from trainer.files.untrusted import printable
-from trainer.sweep.results import cell, columns
 from trainer.sweep.trials import DONE, RunFiles, read_trials
 
 # Settings that make losses, or models, incomparable.

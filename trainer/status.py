@@ -15,21 +15,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-from tqdm import tqdm
 
 from trainer.checkpoint.evaluations import FILE as EVALUATIONS
 from trainer.checkpoint.evaluations import Evaluations
-from trainer.config import KeepBest
 from trainer.errors import StoppedBySignal, UserError, first_line
 from trainer.faults import processes
 from trainer.files import failure
+from trainer.files.columns import cell, columns
 from trainer.files.untrusted import load_json, printable, reason
 from trainer.run_dir import LOCK, RENEW_S, RUN
 from trainer.run_dir.metrics_file import FILE as METRICS
 from trainer.run_dir.metrics_file import RESULT, last_metrics
-from trainer.sweep.results import cell, columns
 
 _STATES = ["failed", "lost", "suspended", "stopped", "running", "done"]  # what needs attention comes first
 _HEADER = ["run", "state", "step", "left", "train", "eval", "best", "samples/s", "host"]
@@ -94,7 +92,8 @@ def _evaluated(evaluations: Evaluations, plan: Mapping[str, Any]) -> dict[str, A
     """The last evaluation of a run, and the best one by its `checkpoint.keep_best`."""
     if (last := evaluations.last) is None:
         return {}
-    best = KeepBest(**plan.get("best", {"metric": "eval/loss"}))
+    # In place of a KeepBest, for which Hydra would be loaded: half a second.
+    best: Any = SimpleNamespace(**{"metric": "eval/loss", "mode": "min", **plan.get("best", {})})
     state = evaluations.best(last, best) or last
     found = {"best": evaluations.of(state).get(best.metric), "best_metric": best.metric}
     return found | {"best_step": state.step, "eval/loss": evaluations.of(last).get("eval/loss")}
@@ -170,7 +169,8 @@ def _cells(run: Mapping[str, Any], top: str) -> list[str]:
     cells = [name, run["state"], str(run["step"]) if total is None else f"{run['step']}/{total}"]
     if run["state"] in ("failed", "lost", "suspended"):
         return [*cells, *[""] * 6]
-    left = "" if left_s is None else tqdm.format_interval(round(left_s))
+    minutes, seconds = divmod(round(left_s or 0), 60)
+    left = "" if left_s is None else f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
     losses = [cell(run[name], ".4g") for name in ("train/loss", "eval/loss", "best")]
     return [
         *cells,

@@ -11,13 +11,15 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.config import KeepBest
 from trainer.errors import UserError
 from trainer.files.address import Location
 from trainer.files.untrusted import read_json
 from trainer.files.writing import atomic_file
+
+if TYPE_CHECKING:  # Hydra takes half a second, and trainer.status none
+    from trainer.config import KeepBest
 
 FILE = "evaluations.jsonl"
 
@@ -89,7 +91,7 @@ class Evaluations:
         """Return the metrics of `state`; {} if it was not evaluated."""
         return self._metrics.get(self.owner(state), {})
 
-    def best(self, current: State, best: KeepBest, among: Iterable[State] | None = None) -> State | None:
+    def best(self, current: State, best: "KeepBest", among: Iterable[State] | None = None) -> State | None:
         """Return the state with the best finite metric (in a tie, the earliest); None if there is none.
 
         Args:

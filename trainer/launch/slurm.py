@@ -70,7 +70,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
         """Have it save and stop for good, even if it was requeued."""
         stop.touch()
         for how in ("--state=PENDING", "--signal=USR1"):
-            subprocess.run(["scancel", how, *jobs], check=False, timeout=60)
+            subprocess.run(["scancel", "--quiet", how, *jobs], check=False, timeout=60)
 
     if after:
         print(f"job {job} waits for job {jobs[0]}, which runs in the same run_dir", flush=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.files.untrusted import printable
+from trainer.files.columns import cell, columns
 from trainer.files.writing import atomic_file
 from trainer.sweep.search import SweepConfig
 from trainer.sweep.trials import RunFiles, Trial, TrialLog, values_of
@@ -54,19 +54,6 @@ def table(trials: Sequence[Trial], wanted: SweepConfig) -> str:
         row += [cell(statistics.stdev(values)) if len(values) > 1 else ""]
         rows.append([*row, f"{len(values)} of {len(repeats)}"])
     return columns(rows)
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, each column as wide as its widest cell."""
-    shown = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in shown)
-    return "\n".join("  ".join(cells).rstrip() for cells in lines)
-
-
-def cell(value: float | None, form: str = ".6g") -> str:
-    """A number as a cell of a table, which is empty without one."""
-    return "" if value is None or math.isnan(value) else f"{value:{form}}"
 
 
 def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:

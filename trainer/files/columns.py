@@ -1,0 +1,19 @@
+"""Tables of aligned columns."""
+
+import math
+from collections.abc import Sequence
+
+from trainer.files.untrusted import printable
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, each column as wide as its widest cell."""
+    shown = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in shown)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
+
+
+def cell(value: float | None, form: str = ".6g") -> str:
+    """A number as a cell of a table, which is empty without one."""
+    return "" if value is None or math.isnan(value) else f"{value:{form}}"
