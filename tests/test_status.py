@@ -82,7 +82,10 @@ def test_a_run_in_each_state(tmp_path: Path, capsys: pytest.CaptureFixture[str])
                 tmp_path / "sweep" / f"003_{name}-{'x' * 40}", killed.pid, host="gpu-07", silent_s=1
             )
             write(ended, "failure.json", status=status, message=message, step=41, rank=3, phase="forward")
-        time.sleep(0.1)  # a stopped process is seen as such
+        until = time.monotonic() + 60
+        while processes.state(suspended.pid) != "stopped":
+            assert time.monotonic() < until
+            time.sleep(0.01)
         states = {
             Path(run["run"]).name: run["state"] for run in json.loads(report([str(tmp_path)], True, 100))
         }
