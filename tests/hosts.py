@@ -53,6 +53,11 @@ class Host:
     def link_up(self) -> None:
         _run("ip", "-n", self.switch, "link", "set", self.port, "up")
 
+    def lose_packets_to(self, other: Host) -> None:
+        """What this host sends to `other` vanishes, as behind a switch with a wrong table; the way back is open."""
+        _run("ip", "-n", self.name, "neighbour", "replace", other.address,
+             "lladdr", "02:00:00:00:00:00", "dev", self.interface)  # fmt: skip
+
     def pids(self) -> list[int]:
         """Every process of this host; all were started by the test."""
         return [int(pid) for pid in _run("ip", "netns", "pids", self.name).split()]

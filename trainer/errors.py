@@ -184,6 +184,12 @@ def first_few(items: Iterable[object], most: int = 5) -> str:
     return ", ".join(words[:most]) + (f" (and {len(words) - most} more)" if len(words) > most else "")
 
 
+def few_lines(lines: list[str], most: int = 12) -> list[str]:
+    """The first `most` lines, and one that says how many more there are."""
+    more = len(lines) - most
+    return lines if more <= 0 else [*lines[:most], f"... and {more} more"]
+
+
 def first_line(error: BaseException | str) -> str:
     """The first line of an error's message, or the name of its class if it has none."""
     lines = str(error).strip().splitlines()

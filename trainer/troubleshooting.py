@@ -23,6 +23,7 @@ ENTRIES = {
     "no-gpu": "distributed.device=..., but torch sees no GPU here",
     "no-rank-0": "WORLD_SIZE=..., but nothing says where rank 0 is",
     "ranks-missing": "waited ... for all ... ranks; missing: [...]",
+    "cannot-reach": "host ... cannot reach host ...",
     "global-batch": "train.global_batch_size is ..., which does not divide over ... replicas",
     "few-samples": "the training data holds ... samples, fewer than one global batch of ...",
     "unequal-samples": "... cannot be in a batch",

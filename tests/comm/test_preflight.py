@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -21,7 +22,8 @@ from tests.programs import finish_ranks
 from tests.ranks import run_ranks
 from trainer.comm import preflight
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
-from trainer.comm.preflight_checks import OPERATIONS
+from trainer.comm.preflight_checks import OPERATIONS, rounds
+from trainer.distributed.ranks import Ranks
 
 
 def _preflight(*argv: str) -> tuple[int, str]:
@@ -80,6 +82,76 @@ def test_two_hosts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.
     predicted = plan.parse([*asked, "--gbit", "0.001"]).world.all_reduces(25e6)  # over each link 1, 1.5, 2 N
     order = [name for name in predicted if name in ("hierarchical", "ring", "master_worker")]
     assert order == ["hierarchical", "ring", "master_worker"]
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 7, 16])
+def test_every_pair_of_hosts_is_measured_once_in_about_as_many_rounds(num_hosts: int) -> None:
+    found = list(rounds(num_hosts))
+    assert len(found) <= num_hosts
+    assert all(len({host for pair in pairs for host in pair}) == 2 * len(pairs) for pairs in found)
+    measured = sorted(tuple(sorted(pair)) for pairs in found for pair in pairs)
+    assert measured == list(itertools.combinations(range(num_hosts), 2))
+
+
+def _judged(speeds: dict[tuple[int, int], float], *argv: str) -> bool:
+    """What the preflight concludes from links with these speeds, of hosts with one rank each."""
+    num_hosts = 1 + max(source for source, _ in speeds)
+    ranks = Ranks(0, 0, num_hosts, 1, tuple(range(num_hosts)), torch.device("cpu"), "gloo")
+    reports: list[preflight.RankReport] = [
+        preflight.RankReport(f"h{host}", "10.0.0.1", {}, [], {}) for host in range(num_hosts)
+    ]
+    for (source, target), gbit_s in speeds.items():
+        link = {"source": source, "target": target, "latency_us": 50.0, "gbit_s": gbit_s}
+        reports[source].links.append(link)
+    return preflight._conclude(ranks, reports, preflight._options(list(argv)))
+
+
+def test_slow_links_are_named_and_below_min_gbit_they_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = list(itertools.permutations(range(3), 2))
+    one_link = {pair: 0.02 if set(pair) == {1, 2} else 17.0 for pair in pairs}
+    assert _judged(one_link)
+    warned = re.findall(
+        r"^WARNING: host (\d) \(h\d\) -> host (\d) .*: 0.02 Gbit/s .* median, 17",
+        capsys.readouterr().out,
+        re.M,
+    )
+    assert warned == [("1", "2"), ("2", "1")]
+    one_host = {pair: 0.02 if 2 in pair else 17.0 for pair in pairs}  # most of the links
+    assert _judged(one_host)
+    assert capsys.readouterr().out.count("WARNING") == 4
+    assert _judged(dict.fromkeys(pairs, 0.02))
+    assert "WARNING" not in capsys.readouterr().out
+
+    file = tmp_path / "results.json"
+    assert not _judged(one_link, "--min-gbit", "1", "--json", str(file))
+    table = capsys.readouterr().out
+    assert "FAILED\nhost 1 (h1) -> host 2 (h2): 0.02 Gbit/s is less than --min-gbit 1\n" in table
+    assert json.loads(file.read_text())["passed"] is False and "WARNING" not in table
+
+    many = {pair: 0.5 + pair[0] for pair in itertools.permutations(range(100), 2)}
+    assert _judged(many)
+    table = capsys.readouterr().out
+    assert len(table.splitlines()) < 60 and f"... and {len(many) - 12} more" in table
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+def test_a_link_that_loses_packets_one_way_is_named_before_gloo_uses_it() -> None:
+    """Neither rank 0 nor ranks that call other collectives are blamed."""
+    with hosts(3, rate=None) as members:
+        members[1].lose_packets_to(members[2])
+        ended = finish_ranks(members, "-m", "trainer.comm.preflight", "--timeout-s", "8")
+    assert [rank.code for rank in ended] == [1, 1, 1]
+    name = os.uname().nodename
+    for rank in ended:
+        assert re.findall(r"^(?:\[rank \d\] )?(host .*)$", rank.stderr, re.M) != []
+        for source, target in ((1, 2), (2, 1)):
+            line = rf"host {source} \({name}\) cannot reach host {target} \({name}, 10.77.0.{target + 1}:\d+\): no answer"
+            assert re.search(line, rank.stderr), rank.stderr
+        assert rank.stderr.count("cannot reach") == 2
+        assert "collectives" not in rank.stderr and "rank 0 (" not in rank.stderr
 
 
 def _zeros_from(operation: str, *argv: str) -> tuple[int, str]:
@@ -141,5 +213,5 @@ def test_an_interface_that_a_host_lacks_is_named_with_its_rank(tmp_path: Path) -
     ranks = finish_ranks([0, 0], str(tmp_path / "lacks.py"))
     told = "".join(rank.stderr for rank in ranks)
     assert [rank.code for rank in ranks] == [2, 2], told
-    assert "gloo listens at lo; the interfaces are lo" in told
+    assert "gloo listens at 127.0.0.1; the interfaces are lo" in told
     assert "rank 1: GLOO_SOCKET_IFNAME=nope0, but" in told and "hangs" not in told

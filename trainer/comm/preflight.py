@@ -1,9 +1,10 @@
 """Checks the network before a long job: `torchrun ... -m trainer.comm.preflight`.
 
-The ranks meet and watch each other as in training. They run every operation that training needs on values
-with a known result, measure the links between hosts, and print one table on rank 0. Exits with 1 if a result
-is wrong. A rank that does not come, fails or keeps the others waiting for `--timeout-s` is named, and the
-exit code is that of a run which ends so.
+The ranks meet and watch each other as in training. Every host connects to every other host. Then the ranks
+run every operation that training needs on values with a known result, measure all links between hosts, and
+print one table on rank 0. Exits with 1 if hosts cannot connect, which are named, if a result is wrong, or if
+a link is slower than `--min-gbit`. A rank that does not come, fails or keeps the others waiting for
+`--timeout-s` is named, and the exit code is that of a run which ends so.
 """
 
 import argparse
@@ -14,21 +15,24 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from trainer import accelerator
-from trainer.comm.preflight_checks import OPERATIONS, GroupRank, check, measure_costs, measure_links
+from trainer.comm.preflight_checks import OPERATIONS, GroupRank, check, measure_costs, measure_links, rounds
 from trainer.config import DistributedConfig
-from trainer.distributed.agreement import gather_objects
+from trainer.distributed.agreement import Agreement
 from trainer.distributed.collectives import gloo_group
+from trainer.distributed.interfaces import gloo_listener
 from trainer.distributed.process_group import process_group
 from trainer.distributed.ranks import Ranks
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError, few_lines, first_line
 from trainer.launch.exits import exits
 
-_MOST_LINES = 12  # of one kind: a thousand hosts would hide what matters
+_ENDS = ("source", "target")
+_SLOW = 1 / 10  # of the median: then a line warns of the link
 
 
 @dataclass(frozen=True)
@@ -48,20 +52,38 @@ def main(argv: list[str] | None = None) -> int:
         interfaces = ", ".join(name for _, name in socket.if_nameindex())
         where = f"gloo listens at {_address()}; the interfaces are {interfaces}"
         print(f"preflight: {socket.gethostname()}: {where}", file=sys.stderr, flush=True)
-    with exits(), process_group(_settings(options)) as ranks:
-        reports = gather_objects(_report(ranks, options.timeout_s))
-        faults = [
-            f"{ranks.describe(rank)} on {report.host_name}: {operation}: {fault}"
-            for rank, report in enumerate(reports)
-            for operation, (fault, _) in report.operations.items()
-            if fault
-        ]
-        if ranks.is_main:
-            links = [link for report in reports for link in report.links]
-            print(_table(ranks, reports, links, faults), flush=True)
-            if options.json is not None:
-                _write(options.json, ranks, links, reports[0].costs, passed=not faults)
-    return int(bool(faults))
+    with exits(), process_group(_settings(options), both_ways=True) as ranks:
+        report = _report(ranks, options.timeout_s)
+        passed = Agreement(ranks).decided(lambda: report, lambda reports: _conclude(ranks, reports, options))
+    return int(not passed)
+
+
+def _conclude(ranks: Ranks, reports: list[RankReport], options: argparse.Namespace) -> bool:
+    """Print the table and write the file, on rank 0; return whether all is well."""
+    links = sorted((link for report in reports for link in report.links), key=lambda link: link["gbit_s"])
+    faults = [
+        f"{ranks.describe(rank)} on {report.host_name}: {operation}: {fault}"
+        for rank, report in enumerate(reports)
+        for operation, (fault, _) in report.operations.items()
+        if fault
+    ]
+    between = [link for link in links if link["source"] != link["target"]]
+    # The median of each host's fastest link, which comes last: one slow host of three has most of the links.
+    fastest = {link["source"]: link["gbit_s"] for link in between}
+    typical = median(fastest.values()) if fastest else 0.0
+    warnings = []
+    for link in between:
+        ends = [f"host {link[end]} ({reports[ranks.hosts.index(link[end])].host_name})" for end in _ENDS]
+        speed = f"{' -> '.join(ends)}: {link['gbit_s']:.3g} Gbit/s is less than"
+        if link["gbit_s"] < options.min_gbit:
+            faults.append(f"{speed} --min-gbit {options.min_gbit:g}")
+        elif link["gbit_s"] < _SLOW * typical:
+            warnings.append(f"WARNING: {speed} a tenth of the hosts' median, {typical:.3g} Gbit/s")
+    verdict = ["FAILED", *few_lines(faults)] if faults else ["all passed"]
+    print("\n".join([_table(ranks, reports, links), "", *few_lines(warnings), *verdict]), flush=True)
+    if options.json is not None:
+        _write(options.json, ranks, links, reports[0].costs, passed=not faults)
+    return not faults
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -69,7 +91,10 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
     parser.add_argument("--timeout-s", type=float, default=20.0, help="the longest wait for one answer (20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, for planner.comm")
+    parser.add_argument("--min-gbit", type=float, default=0.0, help="fail if a link between hosts is slower")
     options = parser.parse_args(argv)
+    if not 0 <= options.min_gbit < float("inf"):
+        parser.error(f"--min-gbit {options.min_gbit}: must be a number of Gbit/s, at least 0")
     if not 0 < options.timeout_s < float("inf"):
         parser.error(f"--timeout-s {options.timeout_s}: must be a positive number of seconds")
     return options
@@ -108,20 +133,26 @@ def _report(ranks: Ranks, timeout_s: float) -> RankReport:
             except RuntimeError as error:
                 raise RuntimeError(f"{name}: {first_line(error)}") from error
             operations[f"{name} ({device.type})"] = fault, took_s * 1e3
-    ranks.heartbeat.enter("set_up")
-    links = measure_links(me, ranks_by_host)
+    within = [(host, host) for host, here in enumerate(ranks_by_host) if len(here) > 1]
+    if ranks.is_main:
+        print(f"preflight: links ({ranks.device.type})", file=sys.stderr, flush=True)
+    links = []
+    for pairs in (within, *rounds(len(ranks_by_host))):
+        ranks.heartbeat.enter("set_up")
+        links += measure_links(me, pairs, ranks_by_host)
     return RankReport(socket.gethostname(), _address(), operations, links, measure_costs(me))
 
 
 def _address() -> str:
-    """Where gloo listens on this host: at an interface of the environment's, or by the host's name."""
-    try:
-        return os.environ.get("GLOO_SOCKET_IFNAME") or socket.gethostbyname(socket.gethostname())
-    except OSError:
+    """Where gloo listens on this host."""
+    listener = gloo_listener()
+    if listener is None:
         return "-"
+    with listener:
+        return str(listener.getsockname()[0])
 
 
-def _table(ranks: Ranks, reports: list[RankReport], links: list[dict[str, float]], faults: list[str]) -> str:
+def _table(ranks: Ranks, reports: list[RankReport], links: list[dict[str, float]]) -> str:
     hosts = [
         f"{host:<6}{ranks.hosts.count(host):<8}{reports[ranks.hosts.index(host)].address:<20}"
         f"{reports[ranks.hosts.index(host)].host_name}"
@@ -133,24 +164,18 @@ def _table(ranks: Ranks, reports: list[RankReport], links: list[dict[str, float]
         slowest_ms = max(report.operations[name][1] for report in reports)
         operations.append(f"{name:<24}{slowest_ms:>9.2f}  {f'FAIL on ranks {faulty}' if faulty else 'pass'}")
     rows = []
-    for link in sorted(links, key=lambda link: link["gbit_s"]):
+    for link in links:
         ends = f"{link['source']} -> {link['target']}"
         rows.append(f"{ends:<16}{link['latency_us']:>12.0f}{link['gbit_s']:>10.3g}")
     return "\n".join(
         [
             f"preflight: {ranks.num_hosts} hosts, {ranks.world_size} processes, {ranks.backend} on "
             f"{ranks.device.type}, torch {torch.__version__}\n",
-            *(f"{'host':<6}{'ranks':<8}{'gloo listens at':<20}name", *_few(hosts)),
+            *(f"{'host':<6}{'ranks':<8}{'gloo listens at':<20}name", *few_lines(hosts)),
             *(f"\n{'operation':<24}{'ms':>9}  result", *operations),
-            *(f"\n{'link (hosts)':<16}{'latency us':>12}{'Gbit/s':>10}  (slowest first)", *_few(rows)),
-            *("", *(["FAILED", *_few(faults)] if faults else ["all passed"])),
+            *(f"\n{'link (hosts)':<16}{'latency us':>12}{'Gbit/s':>10}  (slowest first)", *few_lines(rows)),
         ]
     )
-
-
-def _few(lines: list[str]) -> list[str]:
-    more = len(lines) - _MOST_LINES
-    return lines if more <= 0 else [*lines[:_MOST_LINES], f"... and {more} more"]
 
 
 def _write(file: Path, ranks: Ranks, links: Any, costs: dict[str, float], passed: bool) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,25 +117,36 @@ def _made(operation: str, me: GroupRank) -> tuple[Tensor, Tensor]:
     raise AssertionError(operation)
 
 
-def measure_links(me: GroupRank, ranks_by_host: Sequence[Sequence[int]]) -> list[dict[str, float]]:
-    """Measure each host to the next and back, first rank to first rank, and one pair within each host.
+def rounds(num_hosts: int) -> Iterator[list[tuple[int, int]]]:
+    """Every pair of hosts once, in rounds in which each host is in one pair at most.
 
-    A collective over all ranks. Pairs of one round run at the same time; no host is in two of them. The
-    result has the links that start at this rank.
+    There are as many rounds as hosts, or one less: the circle method of a round-robin tournament.
     """
-    last = len(ranks_by_host) - 1
-    within = [(host, host) for host, ranks in enumerate(ranks_by_host) if len(ranks) > 1]
-    across = ([(host, host + 1) for host in range(first, last, 2)] for first in (0, 1))
+    circle = list(range(num_hosts + num_hosts % 2))  # of an odd number of hosts, one rests in each round
+    half = len(circle) // 2
+    for _ in circle[1:]:
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        yield [pair for pair in pairs if num_hosts not in pair]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+
+
+def measure_links(
+    me: GroupRank, pairs: Iterable[tuple[int, int]], ranks_by_host: Sequence[Sequence[int]]
+) -> list[dict[str, float]]:
+    """Measure each pair of hosts in both directions, between their first ranks; or two ranks of one host.
+
+    A collective over all ranks. The pairs are measured at the same time, so no host may be in two of them.
+    The result has the links that start at this rank.
+    """
     found: list[dict[str, float]] = []
-    for pairs in (within, *across):
-        for pair in pairs:
-            for source, target in dict.fromkeys((pair, pair[::-1])):
-                start, end = ranks_by_host[source][0], ranks_by_host[target][int(source == target)]
-                if me.rank == start:
-                    found.append({"source": source, "target": target, **_link(me, end, leads=True)})
-                elif me.rank == end:
-                    _link(me, start, leads=False)
-        me.meet()
+    for pair in pairs:
+        for source, target in dict.fromkeys((pair, pair[::-1])):
+            start, end = ranks_by_host[source][0], ranks_by_host[target][int(source == target)]
+            if me.rank == start:
+                found.append({"source": source, "target": target, **_link(me, end, leads=True)})
+            elif me.rank == end:
+                _link(me, start, leads=False)
+    me.meet()
     return found
 
 
@@ -160,14 +171,15 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
     message_s = stream_s(token, _SHORT) / _SHORT if on_gpu else (time.process_time() - began) / (2 * _SHORT)
     count = torch.tensor([min(256, max(1, round(_TURN_S / stream_s(block, 1))))], device=me.device)
     move(count, leads)  # the two sides measure different times, but must agree on the count
-    num_bytes = int(count.item()) * _BLOCK_BYTES
+    blocks = int(count.item())
+    turns = _TURNS if blocks > 1 else 1  # over a slow link, a block takes long enough to measure
     began = time.process_time()
-    fastest_s = min(stream_s(block, num_bytes // _BLOCK_BYTES) for _ in range(_TURNS))
+    fastest_s = min(stream_s(block, blocks) for _ in range(turns))
     busy_s = 0.0 if on_gpu else time.process_time() - began
     return {
         "latency_us": round_trips[_SHORT // 4] / 2 * 1e6,  # one way
-        "gbit_s": num_bytes / fastest_s * 8e-9,
-        "processor_s_per_byte": busy_s / (_TURNS * num_bytes),
+        "gbit_s": blocks * _BLOCK_BYTES / fastest_s * 8e-9,
+        "processor_s_per_byte": busy_s / (turns * blocks * _BLOCK_BYTES),
         "message_us": message_s * 1e6,
     }
 

@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from trainer.errors import UserError
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
+_LINK_LOCAL = "20"  # scope in /proc/net/if_inet6
 
 
 def address_towards(host: str | None) -> str | None:
@@ -63,11 +65,9 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
     if is_loopback(own):  # the store is on this host: use the route to another
         own = address_towards(known[0])
     for name in here:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
-            answer = fcntl.ioctl(any_, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            if socket.inet_ntoa(answer[20:24]) == own:
-                os.environ[_VARIABLE] = name
-                return
+        if _address_of(name) == own:
+            os.environ[_VARIABLE] = name
+            return
     log.warning(
         "rank %s: the name of its host, %s, resolves to no address that other hosts reach; set the interface "
         "that they reach: %s=eth0, for example, in the environment of every rank",
@@ -75,6 +75,39 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
         socket.gethostname(),
         _VARIABLE,
     )
+
+
+def gloo_listener() -> socket.socket | None:
+    """Open a port at the address at which gloo listens on this host; None if the address isn't known.
+
+    That is the first address of GLOO_SOCKET_IFNAME, or the first one to which the host's name resolves and
+    that the host has, or loopback.
+    """
+    if interface := os.environ.get(_VARIABLE, "").split(",")[0]:
+        addresses = [_address_of(interface)]
+    else:
+        found = []
+        with contextlib.suppress(OSError):
+            found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        addresses = [*(str(each[4][0]) for each in found), "127.0.0.1"]
+    for address in filter(None, addresses):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError):
+            return socket.create_server((address, 0), family=family)
+    return None
+
+
+def _address_of(interface: str) -> str | None:
+    """The first address of a network interface: IPv4, or else IPv6 beyond its own link."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
+        answer = fcntl.ioctl(any_, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        return socket.inet_ntoa(answer[20:24])
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if name == interface and scope != _LINK_LOCAL:
+                return str(ipaddress.IPv6Address(int(digits, 16)))
+    return None
 
 
 def is_loopback(address: str | None) -> bool:

@@ -17,6 +17,7 @@ from trainer.config import DistributedConfig
 from trainer.distributed import shrink
 from trainer.distributed.collectives import backstop
 from trainer.distributed.interfaces import address_towards, choose_interface, store_host
+from trainer.distributed.links import check_links
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.rendezvous import meet, on_this_host
 from trainer.distributed.shrink import Shrunk
@@ -36,9 +37,9 @@ _WORDS = ("gloo/", "pair closure", "NCCLException", "NCCL operation timed out")
 
 
 @contextmanager
-def process_group(settings: DistributedConfig) -> Iterator[Ranks]:
+def process_group(settings: DistributedConfig, both_ways: bool = False) -> Iterator[Ranks]:
     """Join the other processes, as `watched_process_group`, for a caller that doesn't need the watch."""
-    with watched_process_group(settings) as (ranks, _):
+    with watched_process_group(settings, both_ways=both_ways) as (ranks, _):
         yield ranks
 
 
@@ -48,6 +49,7 @@ def watched_process_group(
     is_stopped: Callable[[], bool] = lambda: False,
     here: Place | None = None,
     check_shares: Callable[[int], object] = lambda num_ranks: None,
+    both_ways: bool = False,
 ) -> Iterator[tuple[Ranks, Watch]]:
     """Join the other processes, and leave them after a success.
 
@@ -60,6 +62,7 @@ def watched_process_group(
         here: the place of this process, if it is another than its launcher has told.
         check_shares: raises UserError if the batch can't be divided among that many ranks; the run then ends
             instead of continuing without the lost ranks.
+        both_ways: whether each host must be able to connect to each other one, and not only as gloo does.
 
     Yields:
         Which of all processes this one is; and what watches the others.
@@ -67,7 +70,8 @@ def watched_process_group(
     Raises:
         UserError: a device or backend is not available on this machine or in this torch; or ranks contradict
             each other or have no rendezvous address.
-        Fault: ranks did not arrive within `distributed.timeout_s`; the message names them.
+        Fault: ranks did not arrive within `distributed.timeout_s`, or hosts can't connect to each other; the
+            message names them.
         Shrunk: other ranks died or hang, and this one goes on without them.
     """
     begins, here = here is None, here or place(settings)
@@ -94,6 +98,8 @@ def watched_process_group(
     try:
         addresses = [member["address"] for member in members]
         choose_interface(here.rank, hosts, addresses)
+        names = [identity.hostname for identity in identities]
+        check_links(store, here.rank, hosts, names, settings.timeout_s, both_ways)
         with shrink.connecting():
             joined = _join(settings, here, hosts, store)
         if own_door is not None:

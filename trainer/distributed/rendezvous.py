@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from trainer.errors import Fault, StoppedBySignal, UserError, kind_of
 from trainer.faults.processes import surroundings
-from trainer.launch.place import LISTENING, Place
+from trainer.launch.place import ENV, LISTENING, Place
 from trainer.launch.signals import stop_signals_to
 
 # Ranks load torch before they meet: on a busy machine, or from a cold disk, they may arrive this far apart.
@@ -72,8 +72,8 @@ def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta, is_stopp
             value, error = results.get(timeout=timeout.total_seconds() + 2)
     except Empty:
         raise Fault(
-            f"the store at {here.init_method} (MASTER_ADDR={os.environ.get('MASTER_ADDR')}) has not answered "
-            f"for {_shown(timeout)}: the host of rank 0 cannot be reached"
+            f"the store at {_store_address(here)} has not answered for {_shown(timeout)}: this host cannot "
+            "reach the host of rank 0, or gets no answer from it"
         ) from None
     if error is not None:
         raise error
@@ -82,6 +82,13 @@ def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta, is_stopp
 
 def _shown(patience: timedelta) -> str:
     return f"{patience.total_seconds():.0f} s (distributed.timeout_s, at least {AT_LEAST_S:.0f})"
+
+
+def _store_address(here: Place) -> str:
+    """Where the ranks meet, for messages."""
+    if here.init_method != ENV:
+        return str(here.init_method)
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _give_up(number: int) -> None:
@@ -102,30 +109,49 @@ def _meet(
                 "in MASTER_PORT or distributed.init_method"
             ) from error
         raise Fault(
-            f"rank {here.rank} waited {shown} for rank 0 to open {here.init_method}; check that it runs on "
-            "that host, and that this host can reach it"
+            f"rank {here.rank} waited {shown} for rank 0 to open {_store_address(here)}; check that it runs "
+            "there, and that the two hosts can reach each other"
         ) from error
     store = _of_this_attempt(store, here, timeout, over)
     if store.check([f"arrived/{here.rank}"]):
         raise UserError(f"rank {here.rank} was started twice at {here.init_method}; start each rank once")
     host = socket.gethostname() if here.host is None else here.host
-    store.set(f"arrived/{here.rank}", json.dumps([f"{host} {surroundings()}", dict(introduction)]))
-    arrivals = [f"arrived/{rank}" for rank in range(here.world_size)]
+    own = f"{host} {surroundings()}", dict(introduction)
     try:
-        if here.rank == 0:  # it alone reads them all: each rank makes a few calls, whatever their number
-            store.wait(arrivals, timeout)
-            store.set("met", json.dumps([json.loads(store.get(key)) for key in arrivals]))
-        else:
-            store.wait(["met"], timeout)
+        arrived = gather_in_store(store, "arrived", here.rank, here.world_size, own, timeout)
     except RuntimeError as error:
         try:
-            missing = [rank for rank, key in enumerate(arrivals) if not store.check([key])]
+            missing = [rank for rank in range(here.world_size) if not store.check([f"arrived/{rank}"])]
         except RuntimeError:
             raise Fault("rank 0, which holds the store, ended before all ranks had met") from error
-        raise Fault(f"waited {shown} for all {here.world_size} ranks; missing: {missing}") from error
-    names, introductions = zip(*json.loads(store.get("met")), strict=True)
+        raise Fault(
+            f"waited {shown} for all {here.world_size} ranks; missing: {missing}; they were not started, or "
+            f"their hosts cannot reach the store at {_store_address(here)}: read what they print there"
+        ) from error
+    names, introductions = zip(*arrived, strict=True)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return store, [numbers[name] for name in names], list(introductions)
+
+
+def gather_in_store(
+    store: dist.Store, name: str, rank: int, world_size: int, value: Any, timeout: timedelta
+) -> list[Any]:
+    """Every rank's `value` (of JSON), by rank, on every rank.
+
+    Only rank 0 reads them all, so that the other ranks make a few calls, whatever their number.
+
+    Raises:
+        RuntimeError: the store can't be reached, or a rank set no value within `timeout`.
+    """
+    store.set(f"{name}/{rank}", json.dumps(value))
+    if rank == 0:
+        keys = [f"{name}/{other}" for other in range(world_size)]
+        store.wait(keys, timeout)
+        store.set(name, json.dumps([json.loads(store.get(key)) for key in keys]))
+    else:
+        store.wait([name], timeout)
+    gathered: list[Any] = json.loads(store.get(name))
+    return gathered
 
 
 def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, over: threading.Event) -> dist.Store:

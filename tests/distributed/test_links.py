@@ -1,0 +1,74 @@
+"""Hosts that can't connect are named, by the reason, before gloo connects the ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.hosts import hosts
+from tests.ranks import run_ranks
+from tests.runs import settings
+from trainer.distributed import links
+from trainer.distributed.interfaces import gloo_listener
+from trainer.distributed.process_group import process_group
+from trainer.distributed.shrink import _sockets
+from trainer.errors import Fault
+
+
+def test_the_reason_why_an_address_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with links._answering(gloo_listener(), limit_s=5) as endpoint:
+        assert endpoint is not None and endpoint.address == "127.0.0.1"
+        assert links._failure(endpoint, limit_s=5) == ""
+        other = endpoint._replace(token=endpoint.token[::-1])
+        assert links._failure(other, limit_s=5) == "another host or program answers there"
+    assert links._failure(endpoint, limit_s=5) == "connection refused"
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # only the connection gets through
+        endpoint = endpoint._replace(port=silent.getsockname()[1])
+        assert links._failure(endpoint, limit_s=0.1).startswith("it connects, but no data arrives for 0.1 s")
+
+
+def _told_by_the_links(interface: str) -> tuple[float, set[str], list[str]]:
+    """The sum of ranks + 1, where gloo listens, and what a second start says, which needs both directions."""
+    rank, warnings = int(os.environ["RANK"]), []
+    if rank == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    told = settings("distributed.timeout_s=20").distributed
+    links.log.warning = lambda _, line: warnings.append(line)  # type: ignore[method-assign]
+    with process_group(told):
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        ports = [socket.socket(fileno=os.dup(fd)) for fd in _sockets().values()]
+        listening = [port for port in ports if port.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+        addresses = {port.getsockname()[0].removeprefix("::ffff:") for port in listening}
+    try:
+        with process_group(told, both_ways=True):
+            pass
+    except Fault as fault:
+        warnings.append(str(fault))
+    return float(total), addresses, warnings
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+def test_a_host_that_others_cannot_reach_is_named_unless_gloo_needs_no_connection_to_it() -> None:
+    """gloo connects from the host with the higher address."""
+    with hosts(2, rate=None) as members:
+        inner = ["ip", "-n", members[1].name]
+        subprocess.run([*inner, "link", "add", "inner0", "type", "dummy"], check=True)
+        subprocess.run([*inner, "address", "add", "192.0.2.1/24", "dev", "inner0"], check=True)
+        subprocess.run([*inner, "link", "set", "inner0", "up"], check=True)
+        found = run_ranks(_told_by_the_links, 2, "inner0", hosts=members, init=False)
+    (first, _, warned), (second, gloo_listens, told) = found
+    assert first == second == 3.0
+    assert gloo_listens == {"192.0.2.1"}, "the address that is checked is gloo's"
+    name = socket.gethostname()
+    line = f"host 0 ({name}) cannot reach host 1 ({name}, 192.0.2.1:"
+    assert [words.startswith(line) for words in warned] == [True, True] and len(told) == 1
+    assert all(words.splitlines()[0].endswith("network is unreachable") for words in warned)
+    assert "set GLOO_SOCKET_IFNAME to its interface" in told[0] and told[0] == warned[1]
