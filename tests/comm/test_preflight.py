@@ -146,12 +146,11 @@ def test_a_link_that_loses_packets_one_way_is_named_before_gloo_uses_it() -> Non
     assert [rank.code for rank in ended] == [1, 1, 1]
     name = os.uname().nodename
     for rank in ended:
-        assert re.findall(r"^(?:\[rank \d\] )?(host .*)$", rank.stderr, re.M) != []
         for source, target in ((1, 2), (2, 1)):
             line = rf"host {source} \({name}\) cannot reach host {target} \({name}, 10.77.0.{target + 1}:\d+\): no answer"
             assert re.search(line, rank.stderr), rank.stderr
         assert rank.stderr.count("cannot reach") == 2
-        assert "collectives" not in rank.stderr and "rank 0 (" not in rank.stderr
+        assert "rank 0 (" not in rank.stderr
 
 
 def _zeros_from(operation: str, *argv: str) -> tuple[int, str]:

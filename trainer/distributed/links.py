@@ -101,7 +101,8 @@ def _answering(listener: socket.socket | None, limit_s: float) -> Iterator[_Endp
     if listener is None:
         yield None
         return
-    own = _Endpoint(*listener.getsockname()[:2], secrets.token_hex(_TOKEN_BYTES // 2))
+    address, port, *_ = listener.getsockname()
+    own = _Endpoint(address, port, secrets.token_hex(_TOKEN_BYTES // 2))
 
     def answer() -> None:
         with contextlib.suppress(OSError):  # the listener is shut down

@@ -35,6 +35,7 @@ _CALLED = ("/torch/cuda/", "/torch/accelerator/", "/trainer/accelerator.py")
 _WAITS = (
     *("/torch/distributed/", "/torch/autograd/", "/torch/futures/"),
     *("/trainer/step_agreement.py", "/trainer/comm/", "/trainer/distributed/process_group.py"),
+    "/trainer/distributed/rendezvous.py",
     "/trainer/non_finite.py",  # on a GPU, for what the all-reduce of gradients gives
 )
 
