@@ -118,7 +118,10 @@ SEAM = (accelerator.__file__, "130", "read")
 
 
 @pytest.mark.parametrize("file", [step_agreement.__file__, non_finite.__file__])
-@pytest.mark.parametrize("inner", [[], [(torch.cuda.streams.__file__, "7", "synchronize")], [SEAM]])
+@pytest.mark.parametrize(
+    "inner",
+    [[], [(threading.__file__, "7", "wait")], [(torch.cuda.streams.__file__, "7", "synchronize")], [SEAM]],
+)
 def test_who_waits_in_a_step_for_all_ranks_waits_for_others(
     file: str, inner: list[tuple[str, str, str]]
 ) -> None:

@@ -11,7 +11,6 @@ import faulthandler
 import os
 import re
 import signal
-import sys
 import sysconfig
 import threading
 import time
@@ -35,7 +34,7 @@ _CALLED = ("/torch/cuda/", "/torch/accelerator/", "/trainer/accelerator.py")
 _WAITS = (
     *("/torch/distributed/", "/torch/autograd/", "/torch/futures/"),
     *("/trainer/step_agreement.py", "/trainer/comm/", "/trainer/distributed/process_group.py"),
-    "/trainer/distributed/rendezvous.py",
+    *("/trainer/distributed/links.py", "/trainer/distributed/rendezvous.py"),
     "/trainer/non_finite.py",  # on a GPU, for what the all-reduce of gradients gives
 )
 
@@ -180,7 +179,7 @@ def where(frames: Sequence[Frame]) -> str | None:
 def waits(frames: Sequence[Frame]) -> bool:
     """Whether the innermost relevant frame waits for other ranks."""
     for file, _, _ in frames:
-        is_librarys = file.startswith(sys.prefix) and "torch" not in Path(file).parts
+        is_librarys = _is_others(file) and "torch" not in Path(file).parts and not file.startswith(_ROOT)
         if is_librarys or any(path in file for path in _CALLED):
             continue
         return any(path in file for path in _WAITS)
