@@ -123,7 +123,10 @@ def _meet(
         try:
             missing = [rank for rank in range(here.world_size) if not store.check([f"arrived/{rank}"])]
         except RuntimeError:
-            raise Fault("rank 0, which holds the store, ended before all ranks had met") from error
+            raise Fault(
+                f"rank 0, which holds the store at {_store_address(here)}, ended before all {here.world_size} "
+                "ranks had met: it prints why, and which ranks are missing"
+            ) from error
         raise Fault(
             f"waited {shown} for all {here.world_size} ranks; missing: {missing}; they were not started, or "
             f"their hosts cannot reach the store at {_store_address(here)}: read what they print there"
