@@ -7,21 +7,16 @@ host reaches, and a container may not resolve it: then the route to rank 0's sto
 import contextlib
 import fcntl
 import ipaddress
-import logging
 import os
 import socket
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from trainer.errors import UserError
 
-log = logging.getLogger(__name__)
-
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
-_LINK_LOCAL = "20"  # scope in /proc/net/if_inet6
 
 
 def address_towards(host: str | None) -> str | None:
@@ -68,13 +63,6 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
         if _address_of(name) == own:
             os.environ[_VARIABLE] = name
             return
-    log.warning(
-        "rank %s: the name of its host, %s, resolves to no address that other hosts reach; set the interface "
-        "that they reach: %s=eth0, for example, in the environment of every rank",
-        rank,
-        socket.gethostname(),
-        _VARIABLE,
-    )
 
 
 def gloo_listener() -> socket.socket | None:
@@ -98,15 +86,10 @@ def gloo_listener() -> socket.socket | None:
 
 
 def _address_of(interface: str) -> str | None:
-    """The first address of a network interface: IPv4, or else IPv6 beyond its own link."""
+    """The first IPv4 address of a network interface."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
         answer = fcntl.ioctl(any_, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
         return socket.inet_ntoa(answer[20:24])
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if name == interface and scope != _LINK_LOCAL:
-                return str(ipaddress.IPv6Address(int(digits, 16)))
     return None
 
 

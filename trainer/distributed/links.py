@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -24,26 +23,14 @@ from trainer.errors import Fault, few_lines
 
 log = logging.getLogger(__name__)
 
-_TOKEN_BYTES = 16
+Endpoint = tuple[
+    str, int, str
+]  # address, port, and the token by which the host there proves that it is the one
+
 # Each connection is answered with 8 KiB: if the hosts disagree about the MTU, only small packets arrive.
-_REPEATS = 512
+_ANSWER_BYTES = 8192
 _MOST_S = 5.0  # for a connection: two lost packets are sent again within it
 _MOST_THREADS = 128
-
-
-class _Endpoint(NamedTuple):
-    """Where a host listens, and the token by which it proves that it is that host."""
-
-    address: str
-    port: int
-    token: str
-
-    def __str__(self) -> str:
-        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
-
-    @property
-    def answer(self) -> bytes:
-        return self.token.encode() * _REPEATS
 
 
 def check_links(
@@ -68,41 +55,37 @@ def check_links(
     """
     if len(set(hosts)) == 1:
         return
-    first = hosts.index(hosts[rank])  # speaks for this host
+    speaks = hosts.index(hosts[rank]) == rank  # for its host
     limit_s = min(timeout_s / 4, _MOST_S)  # it holds twice, and before the watch calls it a hang
-    with _answering(gloo_listener() if rank == first else None, limit_s) as own:
+    listener = gloo_listener() if speaks else None
+    with contextlib.nullcontext() if listener is None else _answering(listener, limit_s) as own:
         gathered = gather_in_store(store, "listening", rank, len(hosts), own, backstop(timeout_s))
-        endpoints = {peer: _Endpoint(*each) for peer, each in enumerate(gathered) if each is not None}
-        failures = _failures(endpoints, rank, limit_s) if rank == first else []
+        endpoints = {other: endpoint for other, endpoint in enumerate(gathered) if endpoint is not None}
+        failures = _failures(endpoints, rank, limit_s) if speaks else []
         gathered = gather_in_store(store, "unreachable", rank, len(hosts), failures, backstop(timeout_s))
-    lines, is_fatal = [], False
+    lines, is_fatal = [], both_ways
     for source, failures in enumerate(gathered):
         for target, reason in failures:
+            address, port, _ = endpoints[target]
             lines.append(
-                f"host {hosts[source]} ({names[source]}) cannot reach host {hosts[target]} "
-                f"({names[target]}, {endpoints[target]}): {reason}"
+                f"host {hosts[source]} ({names[source]}) cannot reach host {hosts[target]} ({names[target]}, "
+                f"{f'[{address}]' if ':' in address else address}:{port}): {reason}"
             )
-            is_fatal |= both_ways or (source in endpoints and _connects(endpoints[source], endpoints[target]))
-    if is_fatal:
-        lines = few_lines(lines)
-        raise Fault(
-            "\n".join(lines)
-            + "\nopen all TCP ports between the hosts; if an address is not the one by which "
-            "the hosts reach each other, set GLOO_SOCKET_IFNAME to its interface"
+            is_fatal |= source in endpoints and _packed(endpoints[source]) >= _packed(endpoints[target])
+    if lines and is_fatal:
+        advice = (
+            "open all TCP ports between the hosts; if an address is not the one by which the hosts reach "
+            "each other, set GLOO_SOCKET_IFNAME to its interface"
         )
-    if rank == 0:
-        for line in few_lines(lines):
-            log.warning("%s", line)
+        raise Fault("\n".join([*few_lines(lines), advice]))
+    for line in few_lines(lines) if rank == 0 else []:
+        log.warning("%s", line)
 
 
 @contextlib.contextmanager
-def _answering(listener: socket.socket | None, limit_s: float) -> Iterator[_Endpoint | None]:
+def _answering(listener: socket.socket, limit_s: float) -> Iterator[Endpoint]:
     """Answer every connection to `listener`, and yield its endpoint."""
-    if listener is None:
-        yield None
-        return
-    address, port, *_ = listener.getsockname()
-    own = _Endpoint(address, port, secrets.token_hex(_TOKEN_BYTES // 2))
+    token = secrets.token_hex(8)
 
     def answer() -> None:
         with contextlib.suppress(OSError):  # the listener is shut down
@@ -110,19 +93,24 @@ def _answering(listener: socket.socket | None, limit_s: float) -> Iterator[_Endp
                 connection, _ = listener.accept()
                 with connection, contextlib.suppress(OSError):
                     connection.settimeout(limit_s)
-                    connection.sendall(own.answer)
+                    connection.sendall(_answer(token))
 
     thread = threading.Thread(target=answer, name="links", daemon=True)
     thread.start()
     with listener:
         try:
-            yield own
+            address, port, *_ = listener.getsockname()
+            yield address, port, token
         finally:
             listener.shutdown(socket.SHUT_RDWR)  # ends accept()
             thread.join()
 
 
-def _failures(endpoints: Mapping[int, _Endpoint], rank: int, limit_s: float) -> list[tuple[int, str]]:
+def _answer(token: str) -> bytes:
+    return token.encode().ljust(_ANSWER_BYTES)
+
+
+def _failures(endpoints: Mapping[int, Endpoint], rank: int, limit_s: float) -> list[tuple[int, str]]:
     """The endpoints to which this host can't connect, each with the reason."""
     # Each host begins with the next one, so that not all of them connect to the same host at once.
     others = sorted(endpoints.keys() - {rank}, key=lambda other: (other < rank, other))
@@ -131,21 +119,21 @@ def _failures(endpoints: Mapping[int, _Endpoint], rank: int, limit_s: float) -> 
         return [(other, reason) for other, reason in zip(others, reasons, strict=True) if reason]
 
 
-def _failure(endpoint: _Endpoint, limit_s: float) -> str:
+def _failure(endpoint: Endpoint, limit_s: float) -> str:
     """Why `endpoint` can't be reached; "" if it can."""
+    address, port, token = endpoint
     reason = f"no answer for {limit_s:g} s"
     try:
-        with socket.create_connection(endpoint[:2], limit_s) as connection:
+        with socket.create_connection((address, port), limit_s) as connection:
             reason = f"it connects, but no data arrives for {limit_s:g} s; do the hosts have the same MTU?"
-            answer = connection.makefile("rb").read(len(endpoint.answer))
+            answer = connection.makefile("rb").read(_ANSWER_BYTES)
     except TimeoutError:
         return reason
     except OSError as error:
         return str(error.strerror or error).lower()
-    return "" if answer == endpoint.answer else "another host or program answers there"
+    return "" if answer == _answer(token) else "another host or program answers there"
 
 
-def _connects(source: _Endpoint, target: _Endpoint) -> bool:
-    """Whether gloo opens the connection between two hosts from `source`; equal addresses can't work."""
-    own, other = (ipaddress.ip_address(each.address.partition("%")[0]) for each in (source, target))
-    return own.packed >= other.packed
+def _packed(endpoint: Endpoint) -> bytes:
+    """The address as gloo compares it."""
+    return ipaddress.ip_address(endpoint[0].partition("%")[0]).packed

@@ -124,8 +124,8 @@ def _meet(
             missing = [rank for rank in range(here.world_size) if not store.check([f"arrived/{rank}"])]
         except RuntimeError:
             raise Fault(
-                f"rank 0, which holds the store at {_store_address(here)}, ended before all {here.world_size} "
-                "ranks had met: it prints why, and which ranks are missing"
+                f"rank 0, which holds the store at {_store_address(here)}, ended before all ranks had met; "
+                "it prints which ranks are missing"
             ) from error
         raise Fault(
             f"waited {shown} for all {here.world_size} ranks; missing: {missing}; they were not started, or "
