@@ -1,5 +1,6 @@
 """`begin_step` and `end_step` of a task: the step is known to it, also after a resume, and a teacher follows."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from tests.fault_parts import fault
 from tests.programs import finish
 from tests.ranks import run_ranks
 from tests.runs import context_of, steps_of, train, whole_and_resumed
+from trainer import accelerator
+from trainer.checkpoint.open_checkpoint import verified
 from trainer.tensors.local_shard import to_local
 
 GAN = (
@@ -131,3 +134,31 @@ def test_a_teacher_follows_and_the_step_is_counted_on(way: str, tmp_path: Path) 
         assert found == [[(3, 4), (3, 4), (4, 4)], [3, 4], True, True]
     said = (tmp_path / "train.log").read_text()
     assert "task.begun" in said and "task.rate" not in said, "what begin_step sets is not said to be unsaved"
+
+
+class Jolts(Follows):
+    """Before step 3 it moves the student's weights."""
+
+    def begin_step(self, step: int, last_step: int, model: Any = None) -> None:
+        super().begin_step(step, last_step)
+        if step == 3:
+            model.student.weight.data.add_(1)
+
+
+@pytest.mark.slow
+def test_a_save_in_the_background_has_nothing_of_the_next_begin_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "use", lambda device: time.sleep(0.3))  # the copy begins late
+    saved = []
+    for in_background in ("false", "true"):
+        run_dir = tmp_path / in_background
+        train(
+            *("logger=jsonl", "data=own", "data.dataset._target_=trainer.data.digits.Digits", "model=own"),
+            *("data.task._target_=tests.training.test_task_steps.Jolts", "train.max_steps=3"),
+            *("model._target_=tests.training.test_task_steps.Student", "checkpoint.every_steps=2"),
+            *("train.eval_every_epochs=0", "strategy=single", f"checkpoint.async={in_background}"),
+            f"run_dir={run_dir}",
+        )
+        saved.append(verified(run_dir / "checkpoints" / "step_00000002").read("model."))
+    assert all(saved[0][name].equal(saved[1][name]) for name in saved[0])
