@@ -19,16 +19,22 @@ METRICS |= {"param_sha256": "aa", "samples_per_second": 1.0, "peak_memory_bytes"
 
 
 def write(
-    folder: Path, *overrides: str, ms: float = 4.0, gap: float = 0.0, sha: str = "aa", **result: Any
+    folder: Path,
+    *overrides: str,
+    ms: float = 4.0,
+    gap: float = 0.0,
+    sha: str = "aa",
+    windows: int = 6,
+    **result: Any,
 ) -> str:
-    """A run of four log windows; its loss is off by `gap` from step 30 on."""
+    """A run of log windows of ten steps; its loss is off by `gap` from step 30 on."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(settings(*overrides)))
     metrics = METRICS | {"train/loss": 0.5 + gap, "samples_per_second": 64e3 / ms}
     metrics |= {"ms_per_step": ms, "param_sha256": sha * 32, **result}
     (folder / "result.json").write_text(json.dumps(metrics))
     with (folder / "metrics.jsonl").open("w") as file:
-        for step in (10, 20, 30, 40):
+        for step in range(10, 10 * windows + 10, 10):
             values = {"train/loss": 1 / step + gap * (step >= 30), "train/grad_norm": 1.0}
             values |= {"speed/ms_per_step/step": ms * (9 if step == 10 else 1 + step / 1000)}
             values |= {"comm/total_ms": 3.0, "comm/hidden_ms": 2.0, "comm/exposed_ms": 1.0}
@@ -45,12 +51,12 @@ def test_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(runs) == 0
     out = capsys.readouterr().out
     rows = {line.split()[0]: line for line in out.splitlines() if line}
-    assert rows["a"].split()[4:8] == ["4.12", "±", "0.02", "16000"]  # the first window warms up
+    assert rows["a"].split()[4:8] == ["4.16", "±", "0.04", "16000"]  # the first window warms up
     assert rows["b"].split()[-3:] == ["aaaaaaaaaaaa", "never", "0"]
     assert rows["c"].split()[-4:] == ["bbbbbbbbbbbb", "step", "30", "0.25"]
     assert rows["c"].split()[9:12] == ["3.00", "2.00", "1.00"]
     assert rows["verdict:"] == (
-        "verdict: b is fastest, 2.00 x as fast as the next, a; equal to the last bit: the models of a, b"
+        "verdict: b is fastest, 2.00 x (1.96 to 2.04) as fast as the next, a; equal to the last bit: the models of a, b"
     )
 
 
@@ -62,9 +68,15 @@ def test_the_lowest_loss_is_named(tmp_path: Path) -> None:
 def test_a_difference_within_the_spread_is_none(tmp_path: Path) -> None:
     runs = read_runs([write(tmp_path / "a"), write(tmp_path / "b", ms=4.01)])
     assert (
-        "a is fastest, 1.00 x as fast as the next, b (within their spread: no difference shown)"
+        "a is fastest, 1.00 x (0.98 to 1.02) as fast as the next, b (within their spread: no difference shown)"
         in compare(runs)
     )
+
+
+def test_no_ratio_is_told_from_few_windows(tmp_path: Path) -> None:
+    """Of six, the first is warm-up."""
+    said = compare(read_runs([write(tmp_path / "a"), write(tmp_path / "b", ms=2.0, windows=5)]))
+    assert "too few log windows to compare the speed: b has fewer than 5" in said and "fast" not in said
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from trainer.sweep.trials import DONE, RunFiles, read_trials
 _ALIKE = ["data.dataset", "data.task", "train.global_batch_size", "train.precision", "seed"]
 _ALIKE += ["train.max_steps", "train.epochs"]
 _MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/hidden_ms", "comm/exposed_ms")
+_FEWEST = 5  # log windows, from which a ratio of speeds is told
 _HEADER = ["run", "strategy", "comm", "processes", "ms/step", "spread", "samples/s", "peak MiB", "comm ms"]
 _HEADER += ["hidden", "exposed", "train/loss", "eval/loss", "param_sha256", "parts at", "largest loss gap"]
 
@@ -72,7 +73,11 @@ def _unlike(base: RunFiles, run: RunFiles) -> str:
 def _row(name: str, run: RunFiles, base: RunFiles) -> list[str]:
     numbers = run.metrics
     row = [name, *(str(run.result.get(fact, "")) for fact in ("strategy", "comm", "world_size"))]
-    row += [f"{sign}{ms:.2f}" for sign, ms in zip(("", "± "), _ms_per_step(run), strict=False)] or ["", ""]
+    if times := _ms_per_step(run):
+        median, first, third = _quartiles(times)
+        row += [f"{median:.2f}", f"± {(third - first) / 2:.2f}"]
+    else:
+        row += ["", ""]
     row.append(cell(numbers.get("samples_per_second"), ".0f"))
     row.append(cell(numbers.get("peak_memory_bytes", math.nan) / 2**20, ".0f"))
     for part in _COMM:
@@ -94,11 +99,21 @@ def _row(name: str, run: RunFiles, base: RunFiles) -> list[str]:
 def _verdict(runs: Mapping[str, RunFiles]) -> str:
     """Which run is fastest, and whether by more than its steps vary; and which made the same model."""
     words = []
-    timed = sorted((times, name) for name, run in runs.items() if (times := _ms_per_step(run)))
-    if len(timed) > 1:
-        ((fast, spread), fastest), ((slow, its_spread), next_one) = timed[:2]
-        words = [f"{fastest} is fastest, {slow / fast:.2f} x as fast as the next, {next_one}"]
-        if fast + spread >= slow - its_spread:
+    windows = {name: times for name, run in runs.items() if (times := _ms_per_step(run))}
+    few = [name for name in windows if len(windows[name]) < _FEWEST]
+    timed = sorted((_quartiles(times), name) for name, times in windows.items())
+    if len(timed) > 1 and few:
+        words = [
+            f"too few log windows to compare the speed: {', '.join(few)} has fewer than {_FEWEST} after the "
+            "first; train longer, or lower train.log_every_steps"
+        ]
+    elif len(timed) > 1:
+        (fast, fastest), (slow, next_one) = timed[:2]
+        least, ratio, most = slow[1] / fast[2], slow[0] / fast[0], slow[2] / fast[1]
+        words = [
+            f"{fastest} is fastest, {ratio:.2f} x ({least:.2f} to {most:.2f}) as fast as the next, {next_one}"
+        ]
+        if least <= 1:
             words[0] += " (within their spread: no difference shown)"
     losses = sorted(
         (run.metrics["eval/loss"], name) for name, run in runs.items() if "eval/loss" in run.metrics
@@ -115,16 +130,17 @@ def _verdict(runs: Mapping[str, RunFiles]) -> str:
 
 
 def _ms_per_step(run: RunFiles) -> list[float]:
-    """Its median over the log windows, and half the distance between their quartiles; [] if untimed.
-
-    The first window is warm-up, and left out unless it is the only one.
-    """
+    """Return the times of its log windows; without the first, which is warm-up, if there are others."""
     windows = [ms for ms in run.scalars.get(_MS, {}).values() if ms > 0]
-    windows = windows[1:] or windows or [run.metrics[name] for name in run.metrics if name == "ms_per_step"]
-    if len(windows) < 2:
-        return [*windows, 0.0] if windows else []
-    first, median, third = statistics.quantiles(windows, n=4, method="inclusive")
-    return [median, (third - first) / 2]
+    return windows[1:] or windows or [run.metrics[name] for name in run.metrics if name == "ms_per_step"]
+
+
+def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the first and the third quartile."""
+    if len(times) < 2:
+        return times[0], times[0], times[0]
+    first, median, third = statistics.quantiles(times, n=4, method="inclusive")
+    return median, first, third
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
