@@ -110,6 +110,7 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
         SystemExit: with the status of the launched processes, unless it is 0.
     """
     if (launch := launcher(settings.launch)) is not None:
+        config.check_processes(settings)
         if status := launch(settings, argv)[0]:
             sys.exit(status)
         return None

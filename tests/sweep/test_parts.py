@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +24,20 @@ from trainer.config.overrides import set_to
 from trainer.errors import UserError
 from trainer.launch import fresh
 from trainer.sweep import results
+from trainer.sweep.pruning import Pruning
 from trainer.sweep.runner import Runner, room
 from trainer.sweep.search import SweepConfig, grid, suggestions, with_settings
-from trainer.sweep.trials import DONE, FAILED, STOPPED, Combination, Trial, TrialLog, read_trials, words_of
+from trainer.sweep.trials import (
+    DONE,
+    FAILED,
+    PRUNED,
+    STOPPED,
+    Combination,
+    Trial,
+    TrialLog,
+    read_trials,
+    words_of,
+)
 
 GRID = SweepConfig(search="grid", trials=None, metric="eval/loss", mode="min", concurrent="1", seeds=1)
 RANDOM = dataclasses.replace(GRID, search="random", trials=4)
@@ -95,10 +108,37 @@ def test_ends_that_are_not_good(log: TrialLog, capsys: pytest.CaptureFixture[str
     assert "002_lr-1 died" in said and "000_lr-0 done" not in said and "001_lr-3 failed (" not in said
 
 
-def test_a_mistake_ends_the_sweep(log: TrialLog) -> None:
-    with pytest.raises(UserError, match="a mistake in 001_lr-2 mistaken "):
-        runner(log, 0, 2, 1).run()
-    assert states(log) == [DONE, "mistaken"]
+def test_an_invalid_trial_is_passed_over_until_its_folder_is_deleted(
+    log: TrialLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused: tuple[Combination, str] = {"optim.lr": "9"}, "too large"
+
+    def again() -> tuple[int, str]:
+        now = TrialLog(log.folder, [], "eval/loss")
+        search = iter([({"optim.lr": str(lr)}, settings()) for lr in (2, 0)] + [refused])
+        status = Runner(GRID, search, now, []).run()
+        assert states(now) == ["invalid", DONE, "invalid"]
+        return status, capsys.readouterr().out
+
+    status, said = again()
+    assert status == 2 and "000_lr-2 invalid (status 2): why " in said
+    assert "2 of 3 combinations are invalid" in said and "  optim.lr=2: why\n  optim.lr=9: too large" in said
+    status, said = again()
+    assert status == 2 and "000_lr-2 invalid (status" not in said and "  optim.lr=2: why" in said
+    shutil.rmtree(log.folder / "000_lr-2")
+    assert "000_lr-2 invalid (status 2)" in again()[1]
+
+
+def test_a_mistake_that_all_trials_share_ends_the_sweep(log: TrialLog) -> None:
+    """It is one of a swept value as long as all have that value. Once it is corrected, all are tried again."""
+    same = [({"optim.lr": "2", "train.epochs": str(number)}, settings()) for number in range(4)]
+    other = [({"optim.lr": lr, "train.epochs": "4"}, settings()) for lr in ("02", "002")]
+    for _ in range(2):
+        log = TrialLog(log.folder, [], "eval/loss")
+        with pytest.raises(UserError, match="why; 3 trials or more ended so"):
+            Runner(GRID, iter([*same, *other]), log, []).run()
+        assert states(log) == ["invalid"] * 5
+    assert (log.folder / "000_lr-2_epochs-0/output.log").read_text().count("why") == 2
 
 
 def test_a_search_ends_at_the_first_trial_without_the_metric(log: TrialLog) -> None:
@@ -122,15 +162,47 @@ def test_seeds_repeat_each_and_are_told_by_mean_and_deviation(
 
 
 def test_what_contradicts_is_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
-    def compose(combination: Combination) -> Config:
-        return settings(*words_of(combination))
+    def compose(combination: Combination) -> tuple[Combination, Config]:
+        return combination, settings(*words_of(combination))
 
     both = {"strategy": ["ddp", "fsdp"], "comm": ["native", "ring"]}
     combinations = [dict(zip(both, each, strict=True)) for each in itertools.product(*both.values())]
-    assert len(list(with_settings(combinations, compose))) == 3
-    assert "left out: strategy=fsdp comm=ring: comm=ring needs strategy=ddp" in capsys.readouterr().out
-    with pytest.raises(UserError, match="comm=ring needs"):
-        list(with_settings(combinations[3:], compose))
+    *_, (_, refused) = found = list(with_settings([*combinations, *combinations], compose))
+    assert len(found) == 4 and isinstance(refused, str)
+    assert f"left out: strategy=fsdp comm=ring: {refused}" in capsys.readouterr().out
+
+
+def write_evaluations(folder: Path, *losses: float) -> None:
+    """The files of a run with an evaluation every ten steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"step": 10 * number, "eval/loss": loss} for number, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(("pruning", "pruned_at"), [("median", 20), ("asha", 10)])
+def test_a_trial_is_pruned_by_the_evaluations_of_others(pruning: str, pruned_at: int, tmp_path: Path) -> None:
+    """Of an earlier start too, after as many evaluations; for both modes. Other settings count for nothing."""
+    pytest.importorskip("optuna")
+    for mode, sign in (("min", 1), ("max", -1)):
+        folder, wanted = tmp_path / mode, dataclasses.replace(GRID, pruning=pruning, mode=mode)
+        log = TrialLog(folder, ["a=1"], "eval/loss")
+        for number in range(5):
+            done = log.trial({"b": str(number)})
+            done.state, done.value = DONE, 0.1 * sign
+            write_evaluations(folder / done.folder, 0.5 * sign, 0.3 * sign, 0.1 * sign)
+        other = TrialLog(folder, ["a=2"], "eval/loss").trial({"b": "1"})
+        other.state, other.number, other.folder = DONE, 9, "other"
+        log.trials["other",] = other
+        write_evaluations(folder / "other", 0.01 * sign)
+        good, bad = log.trial({"b": "8"}), log.trial({"b": "9"})
+        pruner = Pruning(wanted, log)
+        write_evaluations(folder / good.folder, 0.4 * sign)
+        assert pruner.step_to_end_at(good) is None
+        write_evaluations(folder / bad.folder, 0.5 * sign)
+        assert pruner.step_to_end_at(bad) == (None if pruning == "median" else 10)
+        write_evaluations(folder / bad.folder, 0.5 * sign, 0.4 * sign)
+        good.state, good.value = DONE, 0.4 * sign
+        assert Pruning(wanted, log).step_to_end_at(log.trial({"b": "9"})) == pruned_at
 
 
 def parsed(*overrides: str) -> list[Override]:
@@ -159,21 +231,36 @@ def test_a_search_learns_from_the_trial_log(
     )
     log = TrialLog(tmp_path, ["seed=0"], "eval/loss")
     rest = {"depth": "3", "n": "2", "a": "'x,y'"}
-    for lr, state, value in (("0.1", DONE, 0.5), ("0.2", STOPPED, 0), ("0.3", FAILED, 0), ("9", DONE, 0.1)):
-        trial = log.trial({"lr": lr, **rest})
+    ends = (
+        ("0.1", DONE, 0.5),
+        ("0.2", STOPPED, 0),
+        ("0.3", FAILED, 0),
+        ("9", DONE, 0.1),
+        ("0.5", PRUNED, 0.7),
+    )
+    for lr, state, value in ends:
+        trial = log.trial({"lr": lr, **rest, "n": None} if state == PRUNED else {"lr": lr, **rest})
         trial.state, trial.value = state, value
+        write_evaluations(tmp_path / trial.folder, 0.8, 0.7)
     other = TrialLog(tmp_path, ["seed=0", "train.max_steps=2"], "eval/loss").trial({"lr": "0.4", **rest})
     log.trials[("other",)] = other
-    told: list[float | None] = []
+    told: list[tuple[float | None, dict[int, float], int]] = []
     add = optuna.Study.add_trial
     monkeypatch.setattr(
-        optuna.Study, "add_trial", lambda study, trial: (told.append(trial.value), add(study, trial))
+        optuna.Study,
+        "add_trial",
+        lambda study, trial: (
+            told.append((trial.value, trial.intermediate_values, len(trial.params))),
+            add(study, trial),
+        ),
     )
     first, second = suggestions(
-        dataclasses.replace(RANDOM, search=search), space, log, seed=0
-    )  # of 4, three ran
+        dataclasses.replace(RANDOM, search=search, trials=5), space, log, seed=0
+    )  # of 5, four ran
     assert first == {"lr": "0.2", **rest}
-    assert told == [0.5, None, None] and second != first
+    assert (
+        told == [(0.5, {}, 4), (None, {}, 4), (None, {}, 4), (None, {1: 0.8, 2: 0.7}, 3)] and second != first
+    )
     assert second["depth"] in ("1", "3", "5") and second["n"] in ("1", "2", "3", "4")
 
 
@@ -203,7 +290,7 @@ def test_the_trial_log_keeps_numbers_and_knows_a_trial_by_its_overrides(tmp_path
     again = opened("a=1")
     found = again.trial({"b": "x/y"})
     assert (found.number, found.state) == (1, STOPPED), "the kill of the sweep killed it"
-    found.state = DONE
+    found.state, first.state, first.pruned_at = DONE, "running", 20
     again.write()
     assert [trial.state for trial in read_trials(tmp_path)] == [STOPPED, DONE]
     assert opened("b=x/y").trial({"a": "1"}).number == 1, "in whatever order"

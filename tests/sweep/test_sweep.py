@@ -85,6 +85,10 @@ def test_a_second_sweep_in_the_folder_is_refused(sweep: Sweep) -> None:
     [
         pytest.param("strategy=fsdp comm=ring,tree", "comm=tree needs strategy=ddp", marks=pytest.mark.slow),
         ("hydra.sweeper.serch=tpe", "did you mean hydra.sweeper.search?"),
+        pytest.param(
+            "launch=local launch.processes=5", "does not divide over 5 replicas", marks=pytest.mark.slow
+        ),
+        pytest.param("optim=sgd,adamw optim.mumentum=1,2", "optim.mumentum is not", marks=pytest.mark.slow),
         pytest.param("hydra/launcher=joblib", "each trial of a sweep is its own", marks=pytest.mark.slow),
         pytest.param("run_dir=here", "would be the directory of every trial", marks=pytest.mark.slow),
         pytest.param(
@@ -96,6 +100,40 @@ def test_refuses(sweep: Sweep, override: str, words: str) -> None:
     ended = sweep.run("train.max_steps=3,4", *override.split())
     assert (ended.code, words in ended.stderr) == (2, True), ended.output
     assert not list(sweep.folder.glob("*/start-*"))
+
+
+@pytest.mark.slow
+def test_settings_of_some_choices_and_params_of_a_file(sweep: Sweep) -> None:
+    """adamw has no momentum, and is tried once without it; the command line counts more than the file."""
+    (sweep.tmp_path / "experiment").mkdir()
+    params = {"optim": "sgd,adamw", "optim.momentum": "0.8,0.9", "train.max_steps": 5}
+    hydra = {"mode": "MULTIRUN", "sweeper": {"params": params}}
+    text = f"# @package _global_\n{json.dumps({'hydra': hydra})}"
+    (sweep.tmp_path / "experiment/mine.yaml").write_text(text)
+    ended = sweep.run("experiment=mine", "train.max_steps=3", f"--config-dir={sweep.tmp_path}")
+    assert ended.code == 0, ended.output
+    starts = sweep.starts()
+    assert list(starts) == ["000_optim-sgd_momentum-0.8", "001_optim-sgd_momentum-0.9", "002_optim-adamw"]
+    (adamw,) = starts["002_optim-adamw"]
+    own = [word for word in adamw["argv"] if not word.startswith(("--config-dir", "run_dir"))]
+    assert sorted(own) == ["experiment=mine", "hydra.mode=RUN", "optim=adamw", "train.max_steps=3"]
+
+
+@pytest.mark.slow
+def test_a_pruned_trial_saves_and_is_not_resumed(sweep: Sweep) -> None:
+    pytest.importorskip("optuna")
+    command, acts = ["optim.lr=0.01,0.5,0.02", "hydra.sweeper.pruning=asha"], {"optim.lr=0.5": ["wait"]}
+    ended = sweep.run(*command, acts=acts)
+    assert ended.code == 0, ended.output
+    assert "001_lr-0.5 pruned at step 1: eval/loss 5, " in ended.stdout
+    assert list(sweep.states().values()) == ["done", "pruned", "done"]
+    assert (sweep.folder / "001_lr-0.5/checkpoints/step_00000001").exists(), "it was killed"
+    with (sweep.folder / "results.csv").open() as file:
+        assert [row["pruned_at"] for row in csv.DictReader(file)] == ["", "", "1"]
+    again = sweep.run(*command, acts=acts)
+    assert again.code == 0 and [len(runs) for runs in sweep.starts().values()] == [1, 1, 1]
+    wrong = sweep.run(*command, "hydra.sweeper.metric=eval/accuracy", "seed=1", acts=acts)
+    assert wrong.code == 2 and "needs a hydra.sweeper.metric that is known while" in wrong.stderr
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ between two settings in contradictions.py.
 Never imports torch, so that a user error is reported before torch has loaded.
 """
 
+from trainer.config.contradictions import check_one_process, check_processes, check_shares
 from trainer.config.limits import above, at_least, check_limits, like, one_of
 from trainer.config.loading import flatten, load, to_yaml
 from trainer.config.nodes import ParameterGroup, Undecayed, model_settings, parameter_groups, patterns

@@ -72,6 +72,48 @@ def check_contradictions(config: Config) -> None:
         _check_slurm(config.launch)
 
 
+def check_processes(config: Config) -> None:
+    """Refuse to train on the processes that `launch` starts, if their number is known and cannot work.
+
+    `load` does not call it, because evaluation works on any number of processes.
+    """
+    strategy, train, num_processes = config.strategy.name, config.train, config.launch.num_processes
+    if num_processes is None:
+        return
+    if strategy in ("single", "dp"):
+        check_one_process(strategy, num_processes)
+    elif strategy in ("ddp", "fsdp") and train.exact is None:
+        check_shares(train.global_batch_size, train.known_micro_batch_size, num_processes)
+
+
+def check_one_process(strategy: str, num_processes: int) -> None:
+    if num_processes > 1:
+        raise UserError(
+            f"strategy={strategy} is one process, but {num_processes} were started; start it with "
+            "`python train.py`, or use strategy=ddp"
+        )
+
+
+def check_shares(global_batch_size: int, micro_batch_size: int | None, num_replicas: int) -> None:
+    """Refuse sizes that do not divide evenly; the message names the nearest that does."""
+    if global_batch_size % num_replicas:
+        below = global_batch_size // num_replicas * num_replicas
+        above = below + num_replicas
+        nearest = above if below == 0 or above - global_batch_size < global_batch_size - below else below
+        raise UserError(
+            f"train.global_batch_size is {global_batch_size}, which does not divide over {num_replicas} "
+            f"replicas; nearest that does: {nearest}"
+        )
+    local_size = global_batch_size // num_replicas
+    if micro_batch_size is not None and local_size % micro_batch_size:
+        divisors = [size for size in range(1, local_size + 1) if local_size % size == 0]
+        raise UserError(
+            f"train.micro_batch_size is {micro_batch_size}, which does not divide the {local_size} samples "
+            f"that each of {num_replicas} replicas takes of train.global_batch_size={global_batch_size}; "
+            f"nearest that does: {min(divisors, key=lambda size: abs(size - micro_batch_size))}"
+        )
+
+
 def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
     if isinstance(strategy, DdpConfig):
         return

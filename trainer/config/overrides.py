@@ -33,9 +33,8 @@ def in_words(error: Exception) -> str:
             return f"{group}={option}: {EACH_TRIAL_LAUNCHES}"
         options = ", ".join(error.options)
         return f"{group} is {option}, but must be one of {options}{_nearest(option, error.options, group)}"
-    unknown = re.match(r"Could not override '(.+?)'", str(error))
-    if unknown:
-        return not_a_setting(getattr(error.__cause__, "full_key", None) or unknown[1])
+    if unknown := missing_key(error):
+        return not_a_setting(getattr(error.__cause__, "full_key", None) or unknown)
     said = str(error).partition("\nConfig search path")[0]
     if said.startswith("Error merging override"):  # a list for settings by name, or the other way round
         key = str(getattr(error.__cause__, "full_key", ""))
@@ -55,6 +54,12 @@ def in_words(error: Exception) -> str:
     if value[:1] in kinds:  # a shell has cut it at a space, or a value has a character of the grammar
         return f"{override} cannot be read; quote all of it for the shell, and the values: {quoted}"
     return " ".join(said.partition("\nSee https://hydra.cc")[0].split())
+
+
+def missing_key(error: Exception) -> str | None:
+    """The key of the override that failed because the composed settings do not have it; None otherwise."""
+    unknown = re.match(r"Could not override '(.+?)'", str(error))
+    return unknown[1] if unknown else None
 
 
 def set_to(name: str, text: str) -> str:

@@ -92,6 +92,11 @@ class LaunchConfig:
     name: str = MISSING
 
     @property
+    def num_processes(self) -> int | None:
+        """How many processes it starts in all; None if that is decided later, or elsewhere."""
+        return None
+
+    @property
     def leaves_result(self) -> bool:
         """Whether the run has ended, and left its result, when its launcher returns."""
         return True
@@ -101,6 +106,10 @@ class LaunchConfig:
 class LocalLaunchConfig(LaunchConfig):
     processes: int | None = at_least(1)
     max_restarts: int = at_least(0)
+
+    @property
+    def num_processes(self) -> int | None:
+        return self.processes
 
 
 @dataclass
@@ -119,6 +128,10 @@ class SlurmLaunchConfig(LaunchConfig):
     requeue: bool = MISSING
     wait: bool = MISSING
     dry_run: bool = MISSING
+
+    @property
+    def num_processes(self) -> int | None:
+        return self.nodes * self.processes
 
     @property
     def leaves_result(self) -> bool:

@@ -1,6 +1,6 @@
 """Builds the strategy of the settings."""
 
-from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig
+from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, check_one_process
 from trainer.distributed.agreement import compare_across_ranks
 from trainer.distributed.backend_flags import set_backend_flags
 from trainer.distributed.ranks import Ranks
@@ -64,11 +64,7 @@ def _named(config: Config, ranks: Ranks) -> Strategy:
             from trainer.strategies.parameter_server import ParameterServer
 
             return ParameterServer(settings, ranks, computing, timeout_s)
-    if ranks.world_size > 1:
-        raise UserError(
-            f"strategy={settings.name} is one process, but {ranks.world_size} were started; start it with "
-            "`python train.py`, or use strategy=ddp"
-        )
+    check_one_process(settings.name, ranks.world_size)
     if settings.name == "dp":
         from trainer.strategies.data_parallel import DataParallel
 

@@ -1,6 +1,7 @@
 """A sweep from its command line to its end: common and swept settings, folder, and search."""
 
 import fcntl
+import functools
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,14 +10,16 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig
 
 from trainer import config
 from trainer.config.nodes import typed
 from trainer.config.of_hydra import split_off_hydra
-from trainer.config.overrides import EACH_TRIAL_LAUNCHES
+from trainer.config.overrides import EACH_TRIAL_LAUNCHES, missing_key
 from trainer.errors import UserError
 from trainer.launch.exits import refuse_sweep_in_ranks
+from trainer.sweep.pruning import Pruning
 from trainer.sweep.runner import Runner
 from trainer.sweep.search import SweepConfig, grid, suggestions, with_settings
 from trainer.sweep.trials import Combination, TrialLog, words_of
@@ -32,7 +35,7 @@ def sweep(
         sweeper: hydra.sweeper.
 
     Raises:
-        UserError: the command line is wrong, or a setting ended a trial.
+        UserError: the command line is wrong, or no trial can work.
         SystemExit: with the status of the sweep.
     """
     refuse_sweep_in_ranks()
@@ -40,7 +43,11 @@ def sweep(
     if launcher != "basic":
         raise UserError(f"hydra/launcher={launcher}: {EACH_TRIAL_LAUNCHES}")
     wanted: SweepConfig = typed(SweepConfig, "hydra.sweeper", sweeper)
-    overrides = OverridesParser.create(config_loader=loader).parse_overrides(list(arguments))
+    params = [f"{key}={value}" for key, value in (wanted.params or {}).items()]
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides([*params, *arguments])
+    overrides = list(
+        {override.get_key_element(): override for override in parsed}.values()
+    )  # the last counts
     for override in overrides:
         line, key = override.input_line, override.key_or_group
         if key == "run_dir":
@@ -52,8 +59,27 @@ def sweep(
     swept = [override for override in overrides if override.is_sweep_override()]
     common = [str(override.input_line) for override in overrides if override not in swept]
 
-    def compose(combination: Combination) -> config.Config:
-        trial = loader.load_sweep_config(composed, [*common, *words_of(combination)])
+    groups = [each for each in swept if loader.get_group_options(each.key_or_group)]
+
+    @functools.cache
+    def exists(key: str, value: str) -> bool:
+        """Whether some choice of the swept groups has the setting `key`."""
+        for choices in grid(groups):
+            try:
+                loader.load_sweep_config(composed, [*common, *words_of({**choices, key: value})])
+                return True
+            except ConfigCompositionException:
+                continue
+        return False
+
+    def compose(combination: Combination) -> tuple[Combination, config.Config]:
+        try:
+            trial = loader.load_sweep_config(composed, [*common, *words_of(combination)])
+        except ConfigCompositionException as error:
+            key = missing_key(error) or ""
+            if (value := combination.get(key)) is None or not exists(key, value):
+                raise
+            return compose({**combination, key: None})
         trial.run_dir = composed.hydra.sweep.dir  # where, in place of the trial's own folder in it
         loaded = config.load(split_off_hydra(trial))
         if not loaded.launch.leaves_result:
@@ -61,15 +87,23 @@ def sweep(
                 "a sweep waits for each trial: launch.dry_run=true and launch.wait=false are for single "
                 "runs, without -m"
             )
-        return loaded
+        config.check_processes(loaded)
+        return combination, loaded
 
     # Other options of the command line, such as --config-dir, are for each trial.
     of_hydra = list(composed.hydra.overrides.hydra)
     options = [word for word in sys.argv[1:] if word not in (*arguments, *of_hydra, "-m", "--multirun")]
     options += [word for word in of_hydra if word.startswith(("hydra.searchpath=", "hydra.job."))]
+    if not any(
+        word.startswith("hydra.mode=") for word in of_hydra
+    ):  # a file has it, and makes all runs sweeps
+        options.append("hydra.mode=RUN")
     planned = []
     if wanted.search == "grid":  # all are composed before the first runs, to show a mistake at once
-        planned = list(with_settings(itertools.islice(grid(swept), wanted.trials), compose))
+        planned = list(itertools.islice(with_settings(grid(swept), compose), wanted.trials))
+        refused = [reason for _, reason in planned if isinstance(reason, str)]
+        if len(refused) == len(planned):
+            raise UserError(refused[-1])
     folder = Path(composed.hydra.sweep.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,6 +114,7 @@ def sweep(
     except OSError as error:
         raise UserError(f"hydra.sweep.dir={folder} cannot be written: {error}") from error
     log = TrialLog(folder, common, wanted.metric)
+    pruning = Pruning(wanted, log) if wanted.pruning else None
     suggested = with_settings(suggestions(wanted, swept, log, composed.seed), compose)
     search = iter(planned) if wanted.search == "grid" else suggested
-    sys.exit(Runner(wanted, search, log, options).run())
+    sys.exit(Runner(wanted, search, log, options, pruning).run())

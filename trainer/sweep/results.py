@@ -6,6 +6,7 @@ import io
 import math
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from trainer.files.columns import cell, columns
 from trainer.files.writing import atomic_file
 from trainer.sweep.search import SweepConfig
-from trainer.sweep.trials import RunFiles, Trial, TrialLog, values_of
+from trainer.sweep.trials import DONE, PRUNED, RunFiles, Trial, TrialLog, values_of
 
 CSV, PICTURE, _HPARAMS = "results.csv", "results.png", ".hparams"
 
@@ -32,7 +33,7 @@ def write(log: TrialLog, wanted: SweepConfig) -> None:
 
 def order(repeats: Sequence[Trial], wanted: SweepConfig) -> float:
     """The key that sorts the best first, and those without a number last."""
-    if not (values := values_of(repeats)):
+    if not (values := values_of(repeats)) or any(trial.state == PRUNED for trial in repeats):
         return math.inf
     return statistics.fmean(values) * (1 if wanted.mode == "min" else -1)
 
@@ -41,19 +42,26 @@ def table(trials: Sequence[Trial], wanted: SweepConfig) -> str:
     """The trials, best first; with several seeds, one row for all of them, with their deviation."""
     if wanted.seeds == 1:
         keys = _swept_keys(trials)
-        cells = [[t.folder, *(t.swept.get(key, "") for key in keys), cell(t.value), t.state] for t in trials]
+        cells = [[t.folder, *_cells(t, keys), cell(t.value), state(t)] for t in trials]
         return columns([["trial", *keys, wanted.metric, "state"], *cells])
     keys = [key for key in _swept_keys(trials) if key != "seed"]
     groups: dict[tuple[str, ...], list[Trial]] = {}
     for trial in trials:
-        groups.setdefault(tuple(trial.swept.get(key, "") for key in keys), []).append(trial)
+        groups.setdefault(tuple(_cells(trial, keys)), []).append(trial)
     rows = [[*keys, f"{wanted.metric}, mean", "deviation", "seeds done"]]
     for group, repeats in sorted(groups.items(), key=lambda item: order(item[1], wanted)):
         values = values_of(repeats)
         row = [*group, cell(statistics.fmean(values)) if values else ""]
         row += [cell(statistics.stdev(values)) if len(values) > 1 else ""]
-        rows.append([*row, f"{len(values)} of {len(repeats)}"])
+        others = Counter(trial.state for trial in repeats if trial.state != DONE)
+        words = [f"{len(values)} of {len(repeats)}", *(f"{count} {name}" for name, count in others.items())]
+        rows.append([*row, ", ".join(words)])
     return columns(rows)
+
+
+def state(trial: Trial) -> str:
+    """The state of a trial, in words."""
+    return trial.state + (f" at step {trial.pruned_at}" if trial.state == PRUNED else "")
 
 
 def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
@@ -61,7 +69,7 @@ def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
     rows = []
     for trial in trials:
         row: dict[str, Any] = {"trial": trial.number, "folder": trial.folder, "state": trial.state}
-        row |= {"status": trial.status, **trial.swept}
+        row |= {"status": trial.status, "reason": trial.reason, "pruned_at": trial.pruned_at, **trial.swept}
         row |= {"metric": metric, "value": trial.value, "seconds": trial.seconds}
         result = RunFiles(folder / trial.folder).result.items()
         rows.append(row | {k: v for k, v in result if k not in row and not isinstance(v, dict)})
@@ -83,7 +91,7 @@ def write_hparams(folder: Path, trials: Sequence[Trial], metric: str) -> None:
     from tensorboard.plugins.hparams import summary_v2 as api
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    settings = {key: _of_one_type(_texts(trials, key)) for key in _swept_keys(trials)}
+    settings = {key: _column(trials, key) for key in _swept_keys(trials)}
     # Under a separate tag: a run may end before its first log step, and not all its metrics are scalars.
     tag = f"sweep/{metric}"
     described = api.hparams_config_pb(
@@ -96,7 +104,7 @@ def write_hparams(folder: Path, trials: Sequence[Trial], metric: str) -> None:
         for old in events.glob(f"*{_HPARAMS}"):
             with contextlib.suppress(OSError):  # the tab then also shows an old metric
                 old.unlink()
-        values = {key: column[index] for key, column in settings.items()}
+        values = {key: column[index] for key, column in settings.items() if index in column}
         summaries = [described, api.hparams_pb(values, trial_id=trial.folder)]
         if trial.value is not None:
             summaries.append(Summary(value=[Summary.Value(tag=tag, simple_value=trial.value)]))
@@ -107,11 +115,14 @@ def write_hparams(folder: Path, trials: Sequence[Trial], metric: str) -> None:
 
 
 def draw(path: Path, trials: Sequence[Trial], wanted: SweepConfig) -> bool:
-    """Draw the metric over each swept setting; False if less than two trials are done, or nothing differs."""
+    """Draw the metric over each swept setting; False if less than two trials are done, or nothing differs.
+
+    Pruned trials are crosses at their last value, or at the edge of the values of trials that are done.
+    """
     import matplotlib
 
     done = [trial for trial in trials if values_of([trial])]
-    keys = [key for key in _swept_keys(done) if len(set(_texts(done, key))) > 1]
+    keys = [key for key in _swept_keys(done) if len({*_column(done, key).values()}) > 1]
     if len(done) < 2 or not keys:
         return False
     matplotlib.use("Agg")
@@ -119,16 +130,24 @@ def draw(path: Path, trials: Sequence[Trial], wanted: SweepConfig) -> bool:
 
     values = values_of(done)
     best = min(range(len(done)), key=lambda index: order([done[index]], wanted))
+    pruned = [trial for trial in trials if trial.state == PRUNED and trial.value is not None]
+    values += [min(max(trial.value or 0, min(values)), max(values)) for trial in pruned]
     size = (max(4, 3.6 * len(keys)), 3.4)
     figure, all_axes = plt.subplots(
         1, len(keys), figsize=size, squeeze=False, sharey=True, layout="constrained"
     )
     for key, axes in zip(keys, all_axes[0], strict=True):
-        places = _of_one_type(texts := _texts(done, key))
-        if places != texts and min(places) > 0 and max(places) / min(places) >= 10:
+        places = _column([*done, *pruned], key)
+        numbers = [place for place in places.values() if isinstance(place, float)]
+        if numbers and min(numbers) > 0 and max(numbers) / min(numbers) >= 10:
             axes.set_xscale("log")
-        axes.scatter(places, values, s=24)
-        axes.scatter(places[best], values[best], s=60, facecolors="none", edgecolors="black")
+        for kind, marker in ((range(len(done)), "o"), (range(len(done), len(values)), "x")):
+            shown = [index for index in kind if index in places]
+            axes.scatter(
+                [places[index] for index in shown], [values[index] for index in shown], s=24, marker=marker
+            )
+        if best in places:
+            axes.scatter(places[best], values[best], s=60, facecolors="none", edgecolors="black")
         axes.set_xlabel(key)
         axes.grid(alpha=0.3)
     all_axes[0][0].set_ylabel(wanted.metric)
@@ -142,14 +161,19 @@ def _swept_keys(trials: Sequence[Trial]) -> list[str]:
     return list(dict.fromkeys(key for trial in trials for key in trial.swept))
 
 
-def _texts(trials: Sequence[Trial], key: str) -> list[str]:
-    return [trial.swept.get(key, "null") for trial in trials]
+def _cells(trial: Trial, keys: Sequence[str]) -> list[str]:
+    return [trial.swept.get(key) or "" for key in keys]
 
 
-def _of_one_type(texts: list[str]) -> Any:
-    """Numbers if all are finite ones, or else the texts: the HParams tab hides a trial of another type."""
+def _column(trials: Sequence[Trial], key: str) -> dict[int, float | str]:
+    """The values of a setting, by the index of each trial that has it.
+
+    They are numbers if all are finite ones, or else texts: the HParams tab hides a trial of another type.
+    """
+    given = ((index, trial.swept.get(key)) for index, trial in enumerate(trials))
+    texts = {index: text for index, text in given if text is not None}
     try:
-        numbers = [float(text) for text in texts]
+        numbers = {index: float(text) for index, text in texts.items()}
     except ValueError:
-        return texts
-    return numbers if all(map(math.isfinite, numbers)) else texts
+        return {**texts}
+    return {**(numbers if all(map(math.isfinite, numbers.values())) else texts)}

@@ -1,5 +1,6 @@
 """Runs a sweep: starts trials while there is room, and records how each ends, until none is left."""
 
+import math
 import os
 import signal
 import subprocess
@@ -16,15 +17,19 @@ from trainer.files.untrusted import printable
 from trainer.launch import fresh
 from trainer.launch.signals import stop_signals_to
 from trainer.sweep import results, trials
+from trainer.sweep.pruning import Pruning
 from trainer.sweep.search import SweepConfig
-from trainer.sweep.trials import Combination, RunFiles, Trial, TrialLog
+from trainer.sweep.trials import Combination, RunFiles, Trial, TrialLog, words_of
 
 OUTPUT = "output.log"
 _POLL_S = 0.05
+_EVALUATIONS_EVERY_S = 0.5  # how often the files of running trials are read, for pruning
+# How many trials end with the same message before a mistake is looked for in what they share.
+_ALIKE = 3
 # How many jobs of a sweep are queued at a time, to leave room for others; SLURM queues them anyway.
 _QUEUED_JOBS = 16
 _MISTAKE, _STOPPED, _NOT_FINITE = (end.exit_code for end in (UserError, StoppedBySignal, NonFiniteError))
-_STATES = {0: trials.DONE, _MISTAKE: trials.MISTAKEN, _NOT_FINITE: trials.FAILED, _STOPPED: trials.STOPPED}
+_STATES = {0: trials.DONE, _MISTAKE: trials.INVALID, _NOT_FINITE: trials.FAILED, _STOPPED: trials.STOPPED}
 
 
 @dataclass
@@ -42,19 +47,23 @@ class Runner:
     """Starts the trials of a sweep, and follows each to its end.
 
     Args:
-        search: combinations with their settings. None is taken in advance: a search learns from each result.
+        search: combinations with their settings, or why these are refused. None is taken in advance: a search
+            learns from each result.
         options: Hydra's own options, for the command line of each trial.
     """
 
     def __init__(
         self,
         wanted: SweepConfig,
-        search: Iterator[tuple[Combination, Config]],
+        search: Iterator[tuple[Combination, Config | str]],
         log: TrialLog,
         options: Sequence[str],
+        pruning: Pruning | None = None,
     ) -> None:
         self._wanted, self._search, self._log, self._options = wanted, search, log, options
+        self._pruning, self._read_at_s = pruning, -math.inf
         self._gpus = visible_gpus()
+        self._trials: list[Trial] = []  # of this command, which the log may have others beside
         self._queue: deque[Attempt] = deque()
         self._running: list[Attempt] = []
         self._signals: list[int] = []
@@ -65,20 +74,29 @@ class Runner:
         """Run the rest of the sweep, report on all of it, and return the exit status.
 
         Raises:
-            UserError: the settings of a trial are wrong; the other trials have saved.
+            UserError: the settings that all trials share are wrong; running trials have saved.
         """
         before = ", ".join(f"{count} {state}" for state, count in self._num_in_state().items())
         _say(f"sweep in {self._log.folder}" + (f": {before} before" if before else ""))
         with stop_signals_to(self._signals.append):
             self._loop()
         results.write(self._log, self._wanted)
-        states = self._num_in_state()
         if self._mistake is not None:
             raise UserError(f"{self._mistake}; the sweep ends here; the same command continues it")
-        if trials.STOPPED in states:
+        invalid = [trial for trial in self._trials if trial.state == trials.INVALID]
+        if invalid:
+            _say(
+                f"{len(invalid)} of {len(self._trials)} combinations are invalid; a trial runs again if its "
+                "folder is deleted"
+            )
+        for trial in invalid:
+            _say(f"  {' '.join(words_of(trial.swept))}: {trial.reason}")
+        states = {trial.state for trial in self._trials}
+        if self._ends or trials.STOPPED in states:
             _say("stopped and saved; the same command continues the sweep")
             return _STOPPED
-        return 1 if trials.DIED in states else _NOT_FINITE if trials.FAILED in states else 0
+        by_state = {trials.DIED: 1, trials.INVALID: _MISTAKE, trials.FAILED: _NOT_FINITE}
+        return next((status for state, status in by_state.items() if state in states), 0)
 
     def _num_in_state(self) -> Counter[str]:
         return Counter(trial.state for trial in self._log.trials.values())
@@ -92,6 +110,7 @@ class Runner:
             for attempt in [*self._running]:
                 if (code := attempt.process.poll()) is not None:
                     self._ended(attempt, code)
+            self._prune()
             while self._signals:
                 self._signals.pop()
                 if not self._ends:
@@ -122,12 +141,20 @@ class Runner:
         taken = [each.gpus for each in self._running]
         return room(attempt.config, self._wanted.concurrent, self._gpus, taken)
 
-    def _rest_of(self, combination: Combination, config: Config) -> Iterator[Attempt]:
+    def _rest_of(self, combination: Combination, config: Config | str) -> Iterator[Attempt]:
         """The trials of a combination, one for each seed, that are not final and do not run already."""
+        if isinstance(config, str):
+            trial = self._log.trial(combination)
+            self._trials.append(trial)
+            if not self._log.is_final(trial):
+                trial.state, trial.reason = trials.INVALID, config
+                self._log.write()
+            return
         first, seeds = config.seed or 0, self._wanted.seeds
         for seed in range(first, first + seeds):
             trial = self._log.trial({**combination, "seed": str(seed)} if seeds > 1 else combination)
-            if trial.state not in (*trials.FINAL, trials.RUNNING):
+            self._trials.append(trial)
+            if trial.state != trials.RUNNING and not self._log.is_final(trial):
                 yield Attempt(trial, config)
 
     def _start(self, attempt: Attempt, gpus: list[str]) -> None:
@@ -138,7 +165,7 @@ class Runner:
         used = (folder / "run.json").exists() or (folder / "slurm").exists()  # a job may still run, or wait
         if begun or (attempt.config.resume is None and used):
             argv.append("resume=auto")
-        trial.state, trial.status = trials.RUNNING, None
+        trial.state, trial.status, trial.reason, trial.pruned_at = trials.RUNNING, None, None, None
         self._log.write()
         with (folder / OUTPUT).open("ab") as output:
             attempt.process = fresh.start(
@@ -157,20 +184,58 @@ class Runner:
         self._running.remove(attempt)
         trial.status, trial.seconds = code, trial.seconds + round(time.monotonic() - attempt.began_s, 3)
         trial.state = _STATES.get(code, trials.STOPPED if self._ends else trials.DIED)
+        if trial.state == trials.DONE:
+            trial.pruned_at = None  # it was at its end when it was to stop
+        elif trial.pruned_at is not None:
+            trial.state = trials.PRUNED
+        elif trial.state == trials.INVALID:
+            trial.reason = _last_line(folder / OUTPUT)
         metric, metrics = self._wanted.metric, RunFiles(folder).metrics
         trial.value = metrics.get(metric)
         self._log.write()
-        words = f"{trial.folder} {trial.state}"
-        if trial.state == trials.DONE:
+        if self._pruning is not None:
+            self._pruning.end(trial)
+        words = f"{trial.folder} {results.state(trial)}"
+        if trial.state in (trials.DONE, trials.PRUNED):
             words += f": {metric} {results.cell(trial.value) or 'none'}, {trial.seconds:.0f} s"
         elif trial.state != trials.STOPPED:
-            words += f" (status {code}): {_last_line(folder / OUTPUT)}"
+            words += f" (status {code}): {_last_line(folder / OUTPUT)}  ({folder / OUTPUT})"
         _say(words)
-        if trial.state == trials.MISTAKEN:
-            self._end(f"a mistake in {words}")
-        elif trial.state == trials.DONE and trial.value is None and self._wanted.search != "grid":
+        if trial.state == trials.INVALID and self._share_a_mistake():
+            self._end(f"{trial.reason}; {_ALIKE} trials or more ended so, and none otherwise")
+        elif trial.state != trials.DONE:
+            return
+        elif trial.value is None and self._wanted.search != "grid":
             names = ", ".join(map(printable, metrics))
             self._end(f"hydra.sweeper.metric is {metric}, but trials have {names}")
+        elif self._pruning is not None and not self._log.evaluations(trial):
+            names = ", ".join(map(printable, RunFiles(folder).scalars))
+            self._end(
+                f"hydra.sweeper.pruning={self._wanted.pruning} needs a hydra.sweeper.metric that is known "
+                f"while a trial runs, but it is {metric}; choose from {names}"
+            )
+
+    def _share_a_mistake(self) -> bool:
+        """Whether the first trials ended with one message, and have no swept value in common."""
+        ended = [trial for trial in self._trials if trial.status is not None]
+        if len(ended) < _ALIKE or {trial.state for trial in ended} != {trials.INVALID}:
+            return False
+        values = [{*trial.swept.items()} for trial in ended]
+        return len({trial.reason for trial in ended}) == 1 and not set.intersection(*values)
+
+    def _prune(self) -> None:
+        """Have running trials save and stop where the pruner says so; what it decides is in the log first."""
+        now_s = time.monotonic()
+        if self._pruning is None or self._ends or now_s < self._read_at_s + _EVALUATIONS_EVERY_S:
+            return
+        self._read_at_s = now_s
+        for attempt in self._running:
+            trial = attempt.trial
+            if trial.pruned_at is None:
+                trial.pruned_at = self._pruning.step_to_end_at(trial)
+                if trial.pruned_at is not None:
+                    self._log.write()
+                    attempt.process.send_signal(signal.SIGTERM)
 
     def _end(self, mistake: str | None = None) -> None:
         """Start no more trials; those that run save and stop."""
@@ -189,7 +254,7 @@ def _last_line(output: Path) -> str:
     """The last one that says why; those after it, such as the page about it, are indented."""
     lines = output.read_text(errors="replace").splitlines()
     last = next((line for line in reversed(lines) if line[:1].strip()), "no output")
-    return f"{printable(last)}  ({output})"
+    return printable(last)
 
 
 def room(

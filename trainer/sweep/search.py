@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config import Config, at_least, like, one_of
 from trainer.config.overrides import in_words
 from trainer.errors import UserError, first_line, optional
-from trainer.sweep.trials import FINAL, Combination, Trial, TrialLog, values_of, words_of
+from trainer.sweep.trials import PRUNED, Combination, Trial, TrialLog, values_of, words_of
 
 
 @dataclass
@@ -28,28 +28,31 @@ class SweepConfig:
     mode: str = one_of("min", "max")
     concurrent: str = like(r"auto|0*[1-9][0-9]*", "auto or a number of trials")
     seeds: int = at_least(1)
+    pruning: str | None = one_of("median", "asha")
+    params: dict[str, str] | None = None
 
 
 def with_settings(
-    combinations: Iterable[Combination], compose: Callable[[Combination], Config]
-) -> Iterator[tuple[Combination, Config]]:
-    """Each combination with its settings; those that the settings refuse are named and left out.
+    combinations: Iterable[Combination], compose: Callable[[Combination], tuple[Combination, Config]]
+) -> Iterator[tuple[Combination, Config | str]]:
+    """Each different combination with its settings, or with why they are refused, which is also printed.
 
-    Raises:
-        UserError: at the end, if all were refused.
+    Args:
+        compose: returns the combination without the settings that its other choices do not have, so that
+            several may become the same one.
     """
-    num_valid, refused = 0, None
+    seen = set()
     for combination in combinations:
+        composed: Config | str
         try:
-            config = compose(combination)
+            combination, composed = compose(combination)
         except (UserError, HydraException, OmegaConfBaseException) as error:
-            refused = str(error) if isinstance(error, UserError) else in_words(error)
-            print(f"left out: {' '.join(words_of(combination))}: {refused}", flush=True)
-        else:
-            num_valid += 1
-            yield combination, config
-    if refused and not num_valid:
-        raise UserError(refused)
+            composed = str(error) if isinstance(error, UserError) else in_words(error)
+        if (words := " ".join(words_of(combination))) not in seen:
+            seen.add(words)
+            if isinstance(composed, str):
+                print(f"left out: {words}: {composed}", flush=True)
+            yield combination, composed
 
 
 def grid(swept: Sequence[Override]) -> Iterator[Combination]:
@@ -90,15 +93,20 @@ def suggestions(
             told: dict[str, Any] = {"state": optuna.trial.TrialState.FAIL}
             if len(values := values_of(trials)) == len(trials):
                 told = {"value": statistics.fmean(values)}
+            elif pruned := [trial for trial in trials if trial.state == PRUNED]:
+                evaluated = enumerate(log.evaluations(pruned[0]).values(), 1)
+                told = {"state": optuna.trial.TrialState.PRUNED, "intermediate_values": dict(evaluated)}
+            swept = {key: value for key in space if (value := trials[0].swept[key]) is not None}
             try:
-                params = {key: kinds[key](trials[0].swept[key]) for key in space}
-                yield trials, optuna.trial.create_trial(params=params, distributions=space, **told)
+                params = {key: kinds[key](value) for key, value in swept.items()}
+                of = {key: space[key] for key in params}
+                yield trials, optuna.trial.create_trial(params=params, distributions=of, **told)
             except ValueError:  # of an earlier command line, with other values
                 continue
 
     before = list(known())
     for trials, _ in before:
-        if len(trials) < wanted.seeds or any(trial.state not in FINAL for trial in trials):
+        if len(trials) < wanted.seeds or not all(map(log.is_final, trials)):
             yield {key: trials[0].swept[key] for key in space}
     for number in range(len(before), wanted.trials or 20):
         study = optuna.create_study(

@@ -17,15 +17,17 @@ FILE = "trials.jsonl"
 RUNNING, DONE, DIED = "running", "done", "died"
 FAILED = "failed"  # a loss that was not finite: a restart would end the same
 STOPPED = "stopped"  # and saved
-MISTAKEN = "mistaken"
-FINAL = {DONE, FAILED}
+INVALID = "invalid"  # a wrong setting, which the run has refused
+PRUNED = "pruned"  # stopped, because others were better after the same number of evaluations
+FINAL = {DONE, FAILED, INVALID, PRUNED}
 
-Combination = Mapping[str, str]  # a value for each swept setting
+# A value for each swept setting; None for one that the other choices of the combination do not have.
+Combination = Mapping[str, str | None]
 
 
 def words_of(combination: Combination) -> list[str]:
     """As on a command line."""
-    return [f"{key}={value}" for key, value in combination.items()]
+    return [f"{key}={value}" for key, value in combination.items() if value is not None]
 
 
 class RunFiles:
@@ -59,6 +61,8 @@ class Trial:
     status: int | None = None
     value: float | None = None
     seconds: float = 0.0  # over all attempts
+    reason: str | None = None  # why it is invalid
+    pruned_at: int | None = None  # the step of the evaluation that decided it
 
     @property
     def overrides(self) -> list[str]:
@@ -74,32 +78,50 @@ class TrialLog:
     """
 
     def __init__(self, folder: Path, common: Sequence[str], metric: str) -> None:
-        self.folder, self._common = folder, common
+        self.folder, self._common, self._metric = folder, common, metric
         self.trials = {_key(trial.overrides): trial for trial in read_trials(folder)}
+        self._works = any(trial.state in (DONE, FAILED, PRUNED) for trial in self.comparable())
         for trial in self.trials.values():
             if trial.state == RUNNING:  # when the sweep was killed, which kills its trials
-                trial.state = STOPPED
+                trial.state = STOPPED if trial.pruned_at is None else PRUNED
             trial.value = RunFiles(folder / trial.folder).metrics.get(metric)
 
     def trial(self, swept: Combination) -> Trial:
         """The trial with these values, which may have run before."""
         if known := self.trials.get(_key([*self._common, *words_of(swept)])):
             return known
-        parts = [f"{key.rpartition('.')[2]}-{value}" for key, value in swept.items()]
+        given = {key: value for key, value in swept.items() if value is not None}
+        parts = [f"{key.rpartition('.')[2]}-{value}" for key, value in given.items()]
         folder = "_".join(map(_for_a_path, [f"{len(self.trials):03d}", *parts]))[:100].rstrip("-")
         trial = Trial(len(self.trials), self._common, swept, folder)
         self.trials[_key(trial.overrides)] = trial
         return trial
 
+    def is_final(self, trial: Trial) -> bool:
+        """Whether this command does not run `trial` again: it has ended, and its folder has not been deleted.
+
+        An invalid trial is tried again if none had worked before this command: the mistake may have been in
+        what all of them share, such as a missing file, and be corrected.
+        """
+        if trial.state == INVALID and not self._works:
+            return False
+        return trial.state in FINAL and (self.folder / trial.folder).is_dir()
+
+    def comparable(self) -> list[Trial]:
+        """The trials with the common overrides of this command line, in order."""
+        return [trial for trial in self.trials.values() if _key(trial.common) == _key(self._common)]
+
     def combinations(self, keys: Iterable[str]) -> list[list[Trial]]:
-        """The trials of this command line, in order; together those that only their seed tells apart."""
-        found: dict[tuple[str, ...], list[Trial]] = {}
-        for trial in self.trials.values():
-            if _key(trial.common) == _key(self._common) and trial.swept.keys() - {"seed"} == {*keys} - {
-                "seed"
-            }:
+        """The comparable trials that set `keys`; together those that only their seed tells apart."""
+        found: dict[tuple[str | None, ...], list[Trial]] = {}
+        for trial in self.comparable():
+            if trial.swept.keys() - {"seed"} == {*keys} - {"seed"}:
                 found.setdefault(tuple(trial.swept.get(key, "") for key in keys), []).append(trial)
         return list(found.values())
+
+    def evaluations(self, trial: Trial) -> dict[int, float]:
+        """The metric of a trial, which may be running, by step."""
+        return RunFiles(self.folder / trial.folder).scalars.get(self._metric, {})
 
     def write(self) -> None:
         """Called after every change of a trial, before it takes effect."""

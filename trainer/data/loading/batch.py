@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainer.config import check_shares
 from trainer.errors import UserError
 
 
@@ -104,21 +105,7 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, num_replic
     Raises:
         UserError: a size does not divide evenly; the message names the nearest that does.
     """
-    if global_batch_size % num_replicas:
-        below = global_batch_size // num_replicas * num_replicas
-        above = below + num_replicas
-        nearest = above if below == 0 or above - global_batch_size < global_batch_size - below else below
-        raise UserError(
-            f"train.global_batch_size is {global_batch_size}, which does not divide over {num_replicas} "
-            f"replicas; nearest that does: {nearest}"
-        )
+    check_shares(global_batch_size, micro_batch_size, num_replicas)
     local_size = global_batch_size // num_replicas
     micro_batch_size = micro_batch_size or local_size
-    if local_size % micro_batch_size:
-        divisors = [size for size in range(1, local_size + 1) if local_size % size == 0]
-        raise UserError(
-            f"train.micro_batch_size is {micro_batch_size}, which does not divide the {local_size} samples "
-            f"that each of {num_replicas} replicas takes of train.global_batch_size={global_batch_size}; "
-            f"nearest that does: {min(divisors, key=lambda size: abs(size - micro_batch_size))}"
-        )
     return BatchSplit(global_batch_size, num_replicas, micro_batch_size, local_size // micro_batch_size)
