@@ -100,12 +100,12 @@ def _verdict(runs: Mapping[str, RunFiles]) -> str:
     """Which run is fastest, and whether by more than its steps vary; and which made the same model."""
     words = []
     windows = {name: times for name, run in runs.items() if (times := _ms_per_step(run))}
-    few = [name for name in windows if len(windows[name]) < _FEWEST]
+    few = [name for name, times in windows.items() if len(times) < _FEWEST]
     timed = sorted((_quartiles(times), name) for name, times in windows.items())
     if len(timed) > 1 and few:
         words = [
-            f"too few log windows to compare the speed: {', '.join(few)} has fewer than {_FEWEST} after the "
-            "first; train longer, or lower train.log_every_steps"
+            f"too few to compare the speed: fewer than {_FEWEST} log windows after the first in "
+            f"{', '.join(few)}; train longer, or lower train.log_every_steps"
         ]
     elif len(timed) > 1:
         (fast, fastest), (slow, next_one) = timed[:2]
@@ -137,7 +137,7 @@ def _ms_per_step(run: RunFiles) -> list[float]:
 
 def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:
     """The median, and the first and the third quartile."""
-    if len(times) < 2:
+    if len(times) == 1:
         return times[0], times[0], times[0]
     first, median, third = statistics.quantiles(times, n=4, method="inclusive")
     return median, first, third

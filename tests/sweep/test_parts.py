@@ -122,7 +122,7 @@ def test_an_invalid_trial_is_passed_over_until_its_folder_is_deleted(
 
     status, said = again()
     assert status == 2 and "000_lr-2 invalid (status 2): why " in said
-    assert "2 of 3 combinations are invalid" in said and "  optim.lr=2: why\n  optim.lr=9: too large" in said
+    assert "2 of 3 trials are invalid" in said and "  optim.lr=2: why\n  optim.lr=9: too large" in said
     status, said = again()
     assert status == 2 and "000_lr-2 invalid (status" not in said and "  optim.lr=2: why" in said
     shutil.rmtree(log.folder / "000_lr-2")

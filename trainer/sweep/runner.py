@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +62,7 @@ class Runner:
     ) -> None:
         self._wanted, self._search, self._log, self._options = wanted, search, log, options
         self._pruning, self._read_at_s = pruning, -math.inf
+        self._learns = pruning is not None or wanted.search != "grid"  # from the metric of the trials
         self._gpus = visible_gpus()
         self._trials: list[Trial] = []  # of this command, which the log may have others beside
         self._queue: deque[Attempt] = deque()
@@ -76,7 +77,8 @@ class Runner:
         Raises:
             UserError: the settings that all trials share are wrong; running trials have saved.
         """
-        before = ", ".join(f"{count} {state}" for state, count in self._num_in_state().items())
+        counts = Counter(trial.state for trial in self._log.trials.values())
+        before = ", ".join(f"{count} {state}" for state, count in counts.items())
         _say(f"sweep in {self._log.folder}" + (f": {before} before" if before else ""))
         with stop_signals_to(self._signals.append):
             self._loop()
@@ -85,10 +87,7 @@ class Runner:
             raise UserError(f"{self._mistake}; the sweep ends here; the same command continues it")
         invalid = [trial for trial in self._trials if trial.state == trials.INVALID]
         if invalid:
-            _say(
-                f"{len(invalid)} of {len(self._trials)} combinations are invalid; a trial runs again if its "
-                "folder is deleted"
-            )
+            _say(f"{len(invalid)} of {len(self._trials)} trials are invalid; to retry one, delete its folder")
         for trial in invalid:
             _say(f"  {' '.join(words_of(trial.swept))}: {trial.reason}")
         states = {trial.state for trial in self._trials}
@@ -97,9 +96,6 @@ class Runner:
             return _STOPPED
         by_state = {trials.DIED: 1, trials.INVALID: _MISTAKE, trials.FAILED: _NOT_FINITE}
         return next((status for state, status in by_state.items() if state in states), 0)
-
-    def _num_in_state(self) -> Counter[str]:
-        return Counter(trial.state for trial in self._log.trials.values())
 
     def _loop(self) -> None:
         while True:
@@ -190,7 +186,8 @@ class Runner:
             trial.state = trials.PRUNED
         elif trial.state == trials.INVALID:
             trial.reason = _last_line(folder / OUTPUT)
-        metric, metrics = self._wanted.metric, RunFiles(folder).metrics
+        metric, run = self._wanted.metric, RunFiles(folder)
+        metrics = run.metrics
         trial.value = metrics.get(metric)
         self._log.write()
         if self._pruning is not None:
@@ -203,17 +200,10 @@ class Runner:
         _say(words)
         if trial.state == trials.INVALID and self._share_a_mistake():
             self._end(f"{trial.reason}; {_ALIKE} trials or more ended so, and none otherwise")
-        elif trial.state != trials.DONE:
-            return
-        elif trial.value is None and self._wanted.search != "grid":
-            names = ", ".join(map(printable, metrics))
+        known: Iterable[str] = metrics if self._pruning is None else run.scalars
+        if trial.state == trials.DONE and metric not in known and self._learns:
+            names = ", ".join(map(printable, known))
             self._end(f"hydra.sweeper.metric is {metric}, but trials have {names}")
-        elif self._pruning is not None and not self._log.evaluations(trial):
-            names = ", ".join(map(printable, RunFiles(folder).scalars))
-            self._end(
-                f"hydra.sweeper.pruning={self._wanted.pruning} needs a hydra.sweeper.metric that is known "
-                f"while a trial runs, but it is {metric}; choose from {names}"
-            )
 
     def _share_a_mistake(self) -> bool:
         """Whether the first trials ended with one message, and have no swept value in common."""
