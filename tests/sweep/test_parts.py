@@ -290,9 +290,12 @@ def test_the_trial_log_keeps_numbers_and_knows_a_trial_by_its_overrides(tmp_path
     again = opened("a=1")
     found = again.trial({"b": "x/y"})
     assert (found.number, found.state) == (1, STOPPED), "the kill of the sweep killed it"
-    found.state, first.state, first.pruned_at = DONE, "running", 20
+    found.state = DONE
+    pruned = again.trial({"b": "[1,2]"})
+    pruned.state, pruned.pruned_at = "running", 20
     again.write()
-    assert [trial.state for trial in read_trials(tmp_path)] == [STOPPED, DONE]
+    assert opened("a=1").trial({"b": "[1,2]"}).state == PRUNED, "it was told to stop before the kill"
+    assert [trial.state for trial in read_trials(tmp_path)] == ["running", DONE]
     assert opened("b=x/y").trial({"a": "1"}).number == 1, "in whatever order"
     assert again.trial({"b": "z"}).number == 2
 
