@@ -267,9 +267,8 @@ def _compose_once_in_a_session() -> None:
         return compose()
 
     cli.compose = found
-    cli.config = SimpleNamespace(  # type: ignore[assignment]
-        load=lambda settings: settings if isinstance(settings, config.Config) else load(settings)
-    )
+    kept = {"load": lambda settings: settings if isinstance(settings, config.Config) else load(settings)}
+    cli.config = SimpleNamespace(**{**vars(config), **kept})  # type: ignore[assignment]
 
 
 def _forked(
