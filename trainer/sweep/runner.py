@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
+from trainer.files.columns import cell
 from trainer.files.untrusted import printable
 from trainer.launch import fresh
 from trainer.launch.signals import stop_signals_to
@@ -194,7 +195,7 @@ class Runner:
             self._pruning.end(trial)
         words = f"{trial.folder} {results.state(trial)}"
         if trial.state in (trials.DONE, trials.PRUNED):
-            words += f": {metric} {results.cell(trial.value) or 'none'}, {trial.seconds:.0f} s"
+            words += f": {metric} {cell(trial.value) or 'none'}, {trial.seconds:.0f} s"
         elif trial.state != trials.STOPPED:
             words += f" (status {code}): {_last_line(folder / OUTPUT)}  ({folder / OUTPUT})"
         _say(words)
