@@ -1,6 +1,6 @@
 """The cost of the watch: milliseconds per step with heartbeats and watch, and without, alternating.
 
-With --of snapshot it is that of `checkpoint.at_fault`: what the failure snapshot copies after each update.
+With --of snapshot it is that of `checkpoint.on_failure`: what the failure snapshot copies after each update.
 
 One run of the MLP on the digits, the setting of harness_cost.py, in which both are switched off and on every
 60 steps, on all ranks at once, so that other load on the machine affects both alike. Prints medians over

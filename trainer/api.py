@@ -103,7 +103,7 @@ def train(
 def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> nn.Module:
     """Return the model of a run with the weights of a checkpoint, on the CPU and in evaluation mode.
 
-    If the run evaluates moving averages instead (`ema.evaluate=instead`), with those.
+    If the run evaluates moving averages instead (`ema.evaluate=ema`), with those.
 
     Args:
         run_dir: the directory of the run, or its address. The model is built as its config.yaml says, whose

@@ -187,7 +187,7 @@ def _state(
         "tensor, which is slower than updating shards"
         for part in whole_parts(optimizer)
     ]
-    early_end = EarlyEnd(config.train.stop, config.train.max_hours)
+    early_end = EarlyEnd(config.train.early_stopping, config.train.max_hours)
     state = TrainState(
         trained,
         optimizer,

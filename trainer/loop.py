@@ -207,7 +207,7 @@ def evaluate_now(run: Run) -> tuple[dict[str, float], bool]:
     """
     progress = run.state.progress
     metrics: dict[str, float] = {}
-    has_average, instead = run.state.average is not None, run.config.ema.evaluate == "instead"
+    has_average, instead = run.state.average is not None, run.config.ema.evaluate == "ema"
     assert run.data.eval_loader is not None
     if not (has_average and instead):
         metrics |= evaluate_as(run, run.data.eval_loader, "eval/", shows=not has_average)

@@ -37,7 +37,7 @@ def _stopped_and_resumed(root: Path) -> None:
     words = (*RUN, f"run_dir={root / 'run'}", "resume=auto", "checkpoint.every_steps=4")
     for phase, step in (("evaluate", 4), ("forward", 6), ("checkpoint", 8)):
         with pytest.raises(InjectedError):
-            train(*words, "checkpoint.at_fault=true", *fault("raise", rank=0, step=step, phase=phase))
+            train(*words, "checkpoint.on_failure=true", *fault("raise", rank=0, step=step, phase=phase))
     train(*words)
     train(*words)
 

@@ -84,6 +84,10 @@ def test_null_means_never_where_it_can_mean_nothing_else() -> None:
     ("override", "words"),
     [
         ("+foo=1", "foo is not a setting"),
+        ("+train.stop={metric:eval/loss}", "train.stop has been renamed; set train.early_stopping"),
+        _slow("+optim.undecayed.below_dims=2", "optim.undecayed has been renamed; set optim.no_decay"),
+        _slow("+checkpoint.at_fault=true", "checkpoint.at_fault has been renamed; set checkpoint.on_failure"),
+        _slow("ema.evaluate=instead", "ema.evaluate is instead, but must be one of both, ema"),
         (
             "+width=1",
             "width is not a setting; did you mean model.width? (a value of your own goes under vars: +vars.width=",
@@ -105,7 +109,8 @@ def test_null_means_never_where_it_can_mean_nothing_else() -> None:
         ),
         _slow("train.epochs=null", "train.epochs is null, but must have a value"),
         _slow(
-            "train.stop=[eval/loss]", "train.stop has several values; set null, or 'train.stop={metric: ...,"
+            "train.early_stopping=[eval/loss]",
+            "train.early_stopping has several values; set null, or 'train.early_stopping={metric: ...,",
         ),
         _slow(
             "launch=slurm launch.parameters=[a]", "launch.parameters: a list, but must be {NAME: VALUE, ...}"
@@ -115,11 +120,12 @@ def test_null_means_never_where_it_can_mean_nothing_else() -> None:
             "data.order names a class or a function; set null, or 'data.order={_target_",
         ),
         (
-            "train.stop={metrc:eval/loss}",
-            "train.stop.metrc is not a setting; train.stop has metric, patience,",
+            "train.early_stopping={metrc:eval/loss}",
+            "train.early_stopping.metrc is not a setting; train.early_stopping has metric, patience,",
         ),
         _slow(
-            "train.stop={patience:3}", "train.stop.metric has no value; set 'train.stop={metric: ..., ...}'"
+            "train.early_stopping={patience:3}",
+            "train.early_stopping.metric has no value; set 'train.early_stopping={metric: ..., ...}'",
         ),
         (
             "strategy=fsdp comm=ring",
@@ -180,6 +186,8 @@ def test_a_time_limit_of_slurm_leaves_a_minute_to_train() -> None:
             "data.dataset.root=x",
             "under data=cifar10, data=imagefolder, data=mnist (+data.dataset.root=VALUE passes",
         ),
+        ("launch=as_started", "launch is as_started, but must be one of external, local, slurm"),
+        ("optim.undecayed=null", "optim.undecayed has been renamed; set optim.no_decay"),
         _slow("vars.width=1", "vars.width has no place yet: +vars.width=VALUE gives it one"),
         ("data.collate._target_=mine.f", "has no place yet: +data.collate._target_=VALUE gives it one"),
         _slow("optim.groups={match:fc}", "optim.groups must be a list: [...]"),
@@ -201,8 +209,8 @@ def test_a_time_limit_of_slurm_leaves_a_minute_to_train() -> None:
         ("launch.setup=[export A=1]", "and the values: 'launch.setup=[\"VALUE\", ...]'"),
         ("launch.parameters={account:", "and the values: 'launch.parameters={NAME: \"VALUE\", ...}'"),
         _slow(
-            "train.stop.metric=eval/loss",
-            "has no place, since train.stop is null; set all of it: 'train.stop={metric: ...",
+            "train.early_stopping.metric=eval/loss",
+            "has no place, since train.early_stopping is null; set all of it: 'train.early_stopping={metric: ...",
         ),
     ],
 )

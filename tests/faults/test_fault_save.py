@@ -118,7 +118,7 @@ def test_running_statistics_are_those_of_rank_0(rank: int, phase: str, tmp_path:
     ("overrides", "words"),
     [
         (("strategy=fsdp", *fault("kill", 1, 8)), "no step is saved: each rank holds a shard only"),
-        (("checkpoint.at_fault=false", *fault("kill", 1, 8)), ""),
+        (("checkpoint.on_failure=false", *fault("kill", 1, 8)), ""),
     ],
     ids=["shards", "off"],
 )

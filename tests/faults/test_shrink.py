@@ -169,7 +169,7 @@ def test_where_it_has_no_effect_it_says_why() -> None:
     ("overrides", "words"),
     [
         (("strategy=fsdp",), "strategy=fsdp"),
-        (("strategy=ddp", "checkpoint.at_fault=false"), "at_fault=false"),
+        (("strategy=ddp", "checkpoint.on_failure=false"), "on_failure=false"),
         (("strategy=ddp", "checkpoint.remote=file:///there"), "checkpoint.remote=file"),
     ],
 )

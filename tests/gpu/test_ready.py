@@ -81,7 +81,7 @@ def test_a_step_is_fused_where_that_is_to_be_had() -> None:
 
     assert not fused("AdamW", fused_on_cpu=False), "on a CPU it has other last bits in shards"
     assert fused("AdamW") and fused("SGD", momentum=0.9)
-    assert fused("AdamW", weight_decay=0.1, undecayed={"below_dims": 2}), "with groups, too"
+    assert fused("AdamW", weight_decay=0.1, no_decay={"below_dims": 2}), "with groups, too"
     assert not fused("AdamW", foreach=True)
     assert fused("AdamW", fused=False) is False
     assert not fused("Adagrad")

@@ -230,10 +230,24 @@ def test_settings_are_the_run_s_but_for_where_it_runs(tmp_path: Path) -> None:
     was.distributed.rank, was.model["init_from"] = 1, "gone.pt"
     (tmp_path / "config.yaml").write_text(to_yaml(was))
     now = saved_settings(tmp_path, ["strategy=fsdp", "data.dataset.num_samples=99", "train.precision=bf16"])
-    assert (now.strategy.name, now.comm.algorithm, now.launch.name) == ("fsdp", "native", "as_started")
+    assert (now.strategy.name, now.comm.algorithm, now.launch.name) == ("fsdp", "native", "external")
     assert (now.distributed.rank, now.model["init_from"], now.seed) == (None, "gone.pt", 5)
     assert (now.data.dataset["num_samples"], now.train.precision) == (99, "bf16")
     assert now.model["_target_"] == "tests.user_parts.Normed" and now.run_dir == str(tmp_path)
+
+
+def test_settings_of_a_run_from_before_they_were_renamed(tmp_path: Path) -> None:
+    now = settings(
+        *STRIPES, "ema.evaluate=ema", "train.early_stopping={metric: eval/loss, patience: 3}", "seed=5"
+    )
+    text = to_yaml(now)
+    for new, old in (("early_stopping:", "stop:"), ("on_failure:", "at_fault:"), ("no_decay:", "undecayed:")):
+        assert new in text
+        text = text.replace(new, old)
+    (tmp_path / "config.yaml").write_text(text.replace("evaluate: ema", "evaluate: instead"))
+    read = saved_settings(tmp_path)
+    assert (read.train, read.ema, read.optim) == (now.train, now.ema, now.optim)
+    assert read.checkpoint.on_failure == now.checkpoint.on_failure
 
 
 @pytest.mark.parametrize(

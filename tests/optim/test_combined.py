@@ -22,7 +22,7 @@ from trainer.optim.param_groups import build_optimizer, described
 from trainer.optim.schedules import ScheduleFacts, build_schedule
 
 MUON = {"_target_": "torch.optim.Muon", "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}
-OPTIM = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.5, "undecayed": {"below_dims": 2}}
+OPTIM = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.5, "no_decay": {"below_dims": 2}}
 OPTIM |= {"groups": [{"match": "^0", "dims": 2, "optimizer": MUON}]}
 
 
@@ -47,7 +47,7 @@ def test_each_group_is_updated_by_its_own_optimizer_as_by_torch() -> None:
     assert isinstance(optimizer, CombinedOptimizer)
     assert [type(part) for part in optimizer.parts] == [AdamW, Muon]
     assert [(g.get("name"), g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
-        *((None, 0.1, 0.5), ("undecayed", 0.1, 0.0), ("0", 0.1, 0.2))
+        *((None, 0.1, 0.5), ("no_decay", 0.1, 0.0), ("0", 0.1, 0.2))
     ]
     bias, weight = [plain[0].bias, plain[2].bias], [plain[2].weight]
     sets = [{"params": weight}, {"params": bias, "weight_decay": 0.0}]

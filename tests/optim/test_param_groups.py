@@ -21,7 +21,7 @@ from trainer.optim.schedules import ScheduleFacts, build_schedule
 from trainer.run_dir.metrics_file import read_metrics
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.5}
-UNDECAYED = {"below_dims": 2, "match": "position"}
+NO_DECAY = {"below_dims": 2, "match": "position"}
 
 
 def _names(model: nn.Module, sets: list[dict[str, Any]]) -> dict[str, set[str]]:
@@ -31,11 +31,11 @@ def _names(model: nn.Module, sets: list[dict[str, Any]]) -> dict[str, set[str]]:
 
 def test_what_decays_of_a_gpt() -> None:
     model = GPT(vocab_size=8, block_size=4, width=4, depth=1, num_heads=1)
-    found = _names(model, parameter_sets(Trained(model), {**ADAMW, "undecayed": UNDECAYED})["optim"])
+    found = _names(model, parameter_sets(Trained(model), {**ADAMW, "no_decay": NO_DECAY})["optim"])
     every = dict(model.named_parameters())
-    assert found.keys() == {"base", "undecayed"}
-    assert found["undecayed"] == {n for n, p in every.items() if p.ndim < 2} | {"position_embedding.weight"}
-    assert found["base"] | found["undecayed"] == every.keys()
+    assert found.keys() == {"base", "no_decay"}
+    assert found["no_decay"] == {n for n, p in every.items() if p.ndim < 2} | {"position_embedding.weight"}
+    assert found["base"] | found["no_decay"] == every.keys()
 
 
 def test_a_group_is_named_after_a_word_and_otherwise_by_its_pattern() -> None:
@@ -52,23 +52,23 @@ def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
         {"match": "bias", "weight_decay": 0.25},
         {"match": "^0", "lr_scale": 0},
     ]
-    sets = parameter_sets(Trained(model), {**ADAMW, "undecayed": UNDECAYED, "groups": groups})["optim"]
+    sets = parameter_sets(Trained(model), {**ADAMW, "no_decay": NO_DECAY, "groups": groups})["optim"]
     assert _names(model, sets) == {
-        "undecayed": {"1.weight"},
+        "no_decay": {"1.weight"},
         "head": {"2.weight"},
-        "head/undecayed": {"2.bias"},
+        "head/no_decay": {"2.bias"},
         "bias": {"0.bias", "1.bias"},
         "0": {"0.weight"},
     }
     values = {each["name"]: {key: each.get(key) for key in ("lr", "weight_decay")} for each in sets}
     assert values == {
-        "undecayed": {"lr": None, "weight_decay": 0},
+        "no_decay": {"lr": None, "weight_decay": 0},
         "head": {"lr": 0.05, "weight_decay": None},
-        "head/undecayed": {"lr": 0.05, "weight_decay": 0},
+        "head/no_decay": {"lr": 0.05, "weight_decay": 0},
         "bias": {"lr": None, "weight_decay": 0.25},
         "0": {"lr": 0, "weight_decay": None},
     }
-    optimizer = build_optimizer(Trained(model), {**ADAMW, "undecayed": UNDECAYED, "groups": groups})
+    optimizer = build_optimizer(Trained(model), {**ADAMW, "no_decay": NO_DECAY, "groups": groups})
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 0.5, 0, 0.25, 0.5]
 
 

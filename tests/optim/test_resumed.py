@@ -81,7 +81,7 @@ NODES: list[dict[str, Any]] = [
 def _state(node: dict[str, Any], total: int = 20, **optim: Any) -> TrainState:
     torch.manual_seed(0)
     trained, facts = Trained(nn.Linear(2, 2)), ScheduleFacts(total, 5)
-    chosen = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "undecayed": None, "groups": []}
+    chosen = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "no_decay": None, "groups": []}
     optimizer = build_optimizer(trained, chosen | optim)
     schedule = build_schedule(node, optimizer, facts)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -151,11 +151,11 @@ def test_an_attribute_is_restored_unless_its_setting_changed(caplog: pytest.LogC
 
 
 def test_groups_may_be_others_and_keep_their_state() -> None:
-    undecayed = {"undecayed": {"match": None, "below_dims": 2}}
+    no_decay = {"no_decay": {"match": None, "below_dims": 2}}
     one, two = {"weight_decay": 0.0}, {"weight_decay": 0.1}
     for was, now, decays in ((one, two, [0.1, 0.0]), (two, one, [0.0])):
-        saver = _state(CONSTANT, **was, **undecayed)
-        resumed = _resumed(saver, _state(CONSTANT, **now, **undecayed))
+        saver = _state(CONSTANT, **was, **no_decay)
+        resumed = _resumed(saver, _state(CONSTANT, **now, **no_decay))
         assert [group["weight_decay"] for group in resumed.optimizer.param_groups] == decays
         kept = [
             state.optimizer.state[parameter]["momentum_buffer"]

@@ -95,7 +95,7 @@ def _stopped(root: Path, options: tuple[str, ...], foreign: str | None) -> dict[
     with runs.context_of(*once, "ema.decay=null", stop, f"run_dir={root / 'without'}") as context:
         save(context)
     lacking = f"resume={root / 'without' / 'checkpoints' / 'step_00000005'}"
-    with runs.context_of(*once, lacking, "ema.evaluate=instead", f"run_dir={root / 'again'}") as context:
+    with runs.context_of(*once, lacking, "ema.evaluate=ema", f"run_dir={root / 'again'}") as context:
         weights = _whole(context.state.model.state_dict())
         found["again"] = all(value.equal(weights[name]) for name, value in _averages(context).items())
         fit(context)

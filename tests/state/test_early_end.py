@@ -1,4 +1,4 @@
-"""train.stop and train.max_hours end a run on all ranks at the same step, saved, and a resume counts on."""
+"""train.early_stopping and train.max_hours end a run on all ranks at the same step, saved, and a resume counts on."""
 
 import json
 import math
@@ -9,13 +9,13 @@ import pytest
 
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import train
-from trainer.config import StopConfig
+from trainer.config import EarlyStoppingConfig
 from trainer.run_dir.metrics_file import read_metrics
 from trainer.state.early_end import EarlyEnd
 
 QUICK = ("logger=jsonl", "model.hidden=[8]", "train.global_batch_size=256", "checkpoint.keep_last=9")
 # No evaluation is that much better than the first: the run ends with the third, in mid-epoch.
-STOP = "train.stop={metric: eval/loss, patience: 2, min_delta: 100}"
+STOP = "train.early_stopping={metric: eval/loss, patience: 2, min_delta: 100}"
 STOPS = (*QUICK, STOP, "train.eval_every_steps=3", "train.eval_every_epochs=0", "checkpoint.every_steps=3")
 
 
@@ -40,7 +40,11 @@ def test_all_ranks_stop_when_no_evaluation_is_better(
     everyones = run_ranks(stopped, world_size, tmp_path, *strategies, init=False)
     for number, strategy in enumerate(strategies):
         for first, again, resumed in (found[number] for found in everyones):
-            assert (first["steps"], first["ended_by"], first["epochs"] % 1 > 0) == (9, "train.stop", True)
+            assert (first["steps"], first["ended_by"], first["epochs"] % 1 > 0) == (
+                9,
+                "train.early_stopping",
+                True,
+            )
             assert (again["steps"], again["param_sha256"]) == (9, first["param_sha256"])
             assert (resumed["steps"], resumed["param_sha256"]) == (9, first["param_sha256"])
         written = json.loads((tmp_path / strategy / "result.json").read_text())
@@ -49,7 +53,10 @@ def test_all_ranks_stop_when_no_evaluation_is_better(
         assert (tmp_path / strategy / "checkpoints" / "step_00000009").is_dir()
         said = (tmp_path / strategy / "train.log").read_text()
         assert said.count("eval at step 9") == 1
-        assert "the run ends after step 9 of 150: train.stop: eval/loss has not become better by" in said
+        assert (
+            "the run ends after step 9 of 150: train.early_stopping: eval/loss has not become better by"
+            in said
+        )
 
 
 def out_of_time(root: Path, *strategies: str) -> list[list[dict[str, Any]]]:
@@ -83,7 +90,7 @@ def test_a_run_ends_after_its_hours_saved_and_evaluated(
 # ---- counting
 
 
-def counted(stop: StopConfig, *values: float) -> list[bool]:
+def counted(stop: EarlyStoppingConfig, *values: float) -> list[bool]:
     end, found = EarlyEnd(stop), []
     for step, value in enumerate(values):
         end.after_evaluation(step, {"m": value})
@@ -92,7 +99,9 @@ def counted(stop: StopConfig, *values: float) -> list[bool]:
     return found
 
 
-def resumed(end: EarlyEnd, stop: StopConfig | None = None, max_hours: float | None = None) -> EarlyEnd:
+def resumed(
+    end: EarlyEnd, stop: EarlyStoppingConfig | None = None, max_hours: float | None = None
+) -> EarlyEnd:
     new = EarlyEnd(stop, max_hours)
     new.load_state_dict(json.loads(json.dumps(end.state_dict())))
     new.continue_after(end.hours())
@@ -100,19 +109,19 @@ def resumed(end: EarlyEnd, stop: StopConfig | None = None, max_hours: float | No
 
 
 def test_only_a_better_metric_by_more_than_min_delta_starts_the_count_again() -> None:
-    least = StopConfig("m", patience=2)
+    least = EarlyStoppingConfig("m", patience=2)
     assert counted(least, 3, 2, 2, 1, 2, 1) == [False] * 5 + [True]
     assert counted(least, math.nan, 2, math.nan, math.nan) == [False, False, False, True]
-    assert counted(StopConfig("m", patience=1, mode="max"), 0.1, 0.2, 0.2) == [False, False, True]
-    assert counted(StopConfig("m", patience=1, min_delta=0.5), 2, 1.6) == [False, True]
-    assert counted(StopConfig("m", patience=1, min_delta=0.5), 2, 1.4) == [False, False]
+    assert counted(EarlyStoppingConfig("m", patience=1, mode="max"), 0.1, 0.2, 0.2) == [False, False, True]
+    assert counted(EarlyStoppingConfig("m", patience=1, min_delta=0.5), 2, 1.6) == [False, True]
+    assert counted(EarlyStoppingConfig("m", patience=1, min_delta=0.5), 2, 1.4) == [False, False]
 
 
 def test_a_resume_with_another_metric_counts_from_the_start() -> None:
-    end = EarlyEnd(StopConfig("eval/loss", patience=2))
+    end = EarlyEnd(EarlyStoppingConfig("eval/loss", patience=2))
     for step in (1, 2):
         end.after_evaluation(step, {"eval/loss": 2.3})
-    for other in (StopConfig("eval/accuracy", 2, "max"), StopConfig("eval/loss", 2, "max")):
+    for other in (EarlyStoppingConfig("eval/accuracy", 2, "max"), EarlyStoppingConfig("eval/loss", 2, "max")):
         on = resumed(end, other)
         on.after_evaluation(3, {other.metric: 0.5})
         assert on.setting is None
@@ -133,8 +142,9 @@ def test_the_hours_of_all_resumes_count() -> None:
 
 
 def test_a_metric_that_no_evaluation_yields_is_refused(tmp_path: Path) -> None:
-    words = ("strategy=single", "train.stop={metric: loss, patience: 1}", f"run_dir={tmp_path}")
+    words = ("strategy=single", "train.early_stopping={metric: loss, patience: 1}", f"run_dir={tmp_path}")
     with pytest.raises(
-        RankFailure, match=r"train\.stop\.metric is loss, but must be one that evaluation yields: eval/loss"
+        RankFailure,
+        match=r"train\.early_stopping\.metric is loss, but must be one that evaluation yields: eval/loss",
     ):
         run_ranks(train, 1, *words, init=False)

@@ -39,7 +39,7 @@ def shown(folder: Path, *overrides: str) -> list[Any]:
 
 
 def each_shown(folder: Path) -> list[list[Any]]:
-    averages = ((), ("ema.decay=0.9",), ("ema.decay=0.9", "ema.evaluate=instead"))
+    averages = ((), ("ema.decay=0.9",), ("ema.decay=0.9", "ema.evaluate=ema"))
     return [shown(folder / str(number), *words) for number, words in enumerate(averages)]
 
 

@@ -86,7 +86,7 @@ class Unlike(Unfreezes):
 
 SGD = ("optim._target_=torch.optim.SGD", "+optim.momentum=0.9", "+optim.weight_decay=0.1")
 ADAGRAD = ("optim._target_=torch.optim.Adagrad", "+optim.weight_decay=0.1")
-ADAMW = ("optim._target_=torch.optim.AdamW", "+optim.weight_decay=0.1", "optim.undecayed={below_dims:2}")
+ADAMW = ("optim._target_=torch.optim.AdamW", "+optim.weight_decay=0.1", "optim.no_decay={below_dims:2}")
 OPTIMIZERS: dict[tuple[str, ...], Any] = {
     SGD: lambda groups: torch.optim.SGD(groups, 0.05, momentum=0.9, weight_decay=0.1),
     ADAGRAD: lambda groups: torch.optim.Adagrad(groups, 0.05, weight_decay=0.1),

@@ -219,7 +219,7 @@ def _compare_optimizers(state: TrainState, mine: Sequence[Any], theirs: Sequence
         raise UserError(
             f"the checkpoint's optimizer has {len(there)} parameters in {len(theirs)} groups, this run's "
             f"{len(here)} in {len(mine)}: {differ}; model, model.freeze and, for an optimizer of your own, "
-            "optim.groups, optim.weight_decay and optim.undecayed must be those of the checkpoint"
+            "optim.groups, optim.weight_decay and optim.no_decay must be those of the checkpoint"
         )
     for group in mine:
         then = there[group["params"][0]]

@@ -10,7 +10,7 @@ Never imports torch, so that a user error is reported before torch has loaded.
 from trainer.config.contradictions import check_one_process, check_processes, check_shares
 from trainer.config.limits import above, at_least, check_limits, like, one_of
 from trainer.config.loading import flatten, load, to_yaml
-from trainer.config.nodes import ParameterGroup, Undecayed, model_settings, parameter_groups, patterns
+from trainer.config.nodes import NoDecay, ParameterGroup, model_settings, parameter_groups, patterns
 from trainer.config.schema import (
     AutoCommConfig,
     CheckpointConfig,
@@ -19,6 +19,7 @@ from trainer.config.schema import (
     DataConfig,
     DdpConfig,
     DistributedConfig,
+    EarlyStoppingConfig,
     EmaConfig,
     FsdpConfig,
     HookCommConfig,
@@ -30,7 +31,6 @@ from trainer.config.schema import (
     ProfileConfig,
     ScheduleCommConfig,
     SlurmLaunchConfig,
-    StopConfig,
     TrainConfig,
     UnitsConfig,
 )

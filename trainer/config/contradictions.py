@@ -42,7 +42,10 @@ def check_contradictions(config: Config) -> None:
             "shard; use checkpoint=sharded, the default of fsdp. Any strategy can resume from it on any "
             "number of ranks, and `python -m trainer.checkpoint convert` makes one file of its weights"
         )
-    for name, value in (("checkpoint.keep_best", config.checkpoint.keep_best), ("train.stop", train.stop)):
+    for name, value in (
+        ("checkpoint.keep_best", config.checkpoint.keep_best),
+        ("train.early_stopping", train.early_stopping),
+    ):
         if value is not None and not train.evaluates:
             raise UserError(
                 f"{name} needs evaluations, but train.eval_every_epochs is 0: never; set it to 1, or "
@@ -136,8 +139,10 @@ def _check_shrink(config: Config) -> None:
         words = f"strategy={config.strategy.name}, but ranks have all of the model under strategy=ddp alone"
     elif isinstance(config.comm, HookCommConfig):
         words = "comm=hook, whose groups the trainer does not know; use another comm"
-    elif not checkpoint.at_fault:
-        words = "checkpoint.at_fault=false: the others go on from the step that is saved then; set it to true"
+    elif not checkpoint.on_failure:
+        words = (
+            "checkpoint.on_failure=false: the others go on from the step that is saved then; set it to true"
+        )
     elif checkpoint.remote is not None:
         words = f"checkpoint.remote={checkpoint.remote}, to which the former rank 0 may still copy"
     else:

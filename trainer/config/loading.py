@@ -11,7 +11,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from trainer.config.contradictions import check_contradictions
 from trainer.config.limits import check_limits
 from trainer.config.nodes import check_nodes
-from trainer.config.overrides import leaves, mapping_settings, no_value, not_a_setting, wrong_kind
+from trainer.config.overrides import RENAMED, leaves, mapping_settings, no_value, not_a_setting, wrong_kind
 from trainer.config.schema import COMMS, GROUPS, LAUNCHES, STRATEGIES, Config, TrainConfig
 from trainer.errors import UserError, first_line
 
@@ -33,6 +33,9 @@ def load(composed: DictConfig) -> Config:
         for name in GROUPS:
             if not OmegaConf.is_dict(composed[name]):
                 raise UserError(f"{name} is {composed[name]}, but must hold settings: {name}.NAME=VALUE")
+        for old in RENAMED:  # an optimizer's class would get one of `optim` as an argument
+            if OmegaConf.select(composed, old, default=...) is not ...:
+                raise UserError(not_a_setting(old))
         schema = OmegaConf.structured(Config)
         for group, key, known in _KINDS:
             if (name := composed[group][key]) not in known:

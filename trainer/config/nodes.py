@@ -32,8 +32,8 @@ class ParameterGroup:
 
 
 @dataclass
-class Undecayed:
-    """optim.undecayed: parameters without weight decay, unless a group sets one for them."""
+class NoDecay:
+    """optim.no_decay: parameters without weight decay, unless a group sets one for them."""
 
     below_dims: int = limited(lambda value: value >= 0, "at least 0", 0)
     match: str | None = field(default=None, metadata={"limit": PATTERN})
@@ -68,8 +68,8 @@ def check_nodes(config: Config) -> None:
         PATTERN.check("model.freeze", pattern)
 
 
-def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], Undecayed]:
-    """The trainer's own part of `optim`, which is not passed to the optimizer: `groups` and `undecayed`.
+def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], NoDecay]:
+    """The trainer's own part of `optim`, which is not passed to the optimizer: `groups` and `no_decay`.
 
     Raises:
         UserError: an unknown key, a wrong type, a value outside its limits.
@@ -80,7 +80,7 @@ def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], Undec
     groups = [typed(ParameterGroup, f"optim.groups.{n}", node) for n, node in enumerate(nodes)]
     for number, group in enumerate(groups):
         _check_group(f"optim.groups.{number}", group)
-    return groups, typed(Undecayed, "optim.undecayed", optim.get("undecayed") or {})
+    return groups, typed(NoDecay, "optim.no_decay", optim.get("no_decay") or {})
 
 
 def _check_group(name: str, group: ParameterGroup) -> None:

@@ -19,6 +19,12 @@ from trainer.config.schema import Config
 warnings.filterwarnings("ignore", message="The version_base parameter is deprecated")
 
 CONF = Path(__file__).parents[1] / "conf"
+# Settings that had another name before version 0.2.0.
+RENAMED = {
+    "train.stop": "train.early_stopping",
+    "checkpoint.at_fault": "checkpoint.on_failure",
+    "optim.undecayed": "optim.no_decay",
+}
 EACH_TRIAL_LAUNCHES = (
     "each trial of a sweep is its own launch; leave it out, set launch=local launch.processes=N or "
     "launch=slurm, and hydra.sweeper.concurrent=N for several at a time"
@@ -70,6 +76,9 @@ def set_to(name: str, text: str) -> str:
 
 def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
     """The message that ``key`` is unknown, with what may be meant: a setting, a group, another option."""
+    for old, new in RENAMED.items():
+        if f"{key}.".startswith(f"{old}."):
+            return f"{old} has been renamed; set {new}"
     node, _, word = key.rpartition(".")
     keys = dict(mapping_settings(Config)).get(node)
     if keys == [] or key.startswith("vars."):  # the arguments of a class, or a user's own
@@ -118,7 +127,9 @@ def _all_of(node: str, names: Iterable[str]) -> str:
 
 
 def mapping_settings(kind: type, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
-    """The settings that are one mapping or null, such as train.stop, and the keys of each; [] if any will do.
+    """The settings that are one mapping or null, such as train.early_stopping, and the keys of each.
+
+    A setting whose mapping may have any keys has [].
 
     Args:
         kind: a dataclass of the schema.

@@ -17,11 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer.config import Config, load
-from trainer.config.overrides import CONF, in_words, not_a_setting
+from trainer.config.overrides import CONF, RENAMED, in_words, not_a_setting
 from trainer.errors import UserError, on_one_line
 
 MAY_CHANGE = ("strategy", "data", "train", "distributed", "launch", "checkpoint", "model", "ema")
-_OF_THE_COMMAND = {"launch": "as_started", "comm": "native"}
+_EVALUATE = {"beside": "both", "instead": "ema"}  # ema.evaluate before version 0.2.0, and since
+_OF_THE_COMMAND = {"launch": "external", "comm": "native"}
 
 
 class Folder(Protocol):
@@ -79,7 +80,18 @@ def read_settings(run_dir: Folder) -> DictConfig:
         raise UserError(f"{path} cannot be read: {on_one_line(error)}") from error
     if not isinstance(saved, DictConfig) or not {"model", "data", "strategy"} <= saved.keys():
         raise UserError(f"{path} holds no settings of a run")
+    _rename(saved)
     return saved
+
+
+def _rename(saved: DictConfig) -> None:
+    """Give settings and choices of a run that was made before version 0.2.0 their new names."""
+    for old, new in RENAMED.items():
+        group, _, name = old.rpartition(".")
+        if name in saved.get(group, {}):
+            saved[group][new.rpartition(".")[2]] = saved[group].pop(name)
+    if (evaluate := OmegaConf.select(saved, "ema.evaluate")) in _EVALUATE:
+        saved.ema.evaluate = _EVALUATE[evaluate]
 
 
 def _merged(composed: DictConfig, saved: DictConfig, groups: dict[str, str]) -> DictConfig:

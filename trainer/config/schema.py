@@ -84,7 +84,7 @@ class ParameterServerConfig(UnitsConfig):
 
 @dataclass
 class LaunchConfig:
-    """How the processes of a run are started; `as_started`: as this process was, by torchrun for instance."""
+    """How the processes of a run are started; `external`: as this process was, by torchrun for instance."""
 
     in_cluster: ClassVar[bool] = False
     """Whether a scheduler starts them, maybe later and on other hosts, with devices of their own."""
@@ -160,7 +160,7 @@ COMMS: dict[str, type[CommConfig]] = {
 SCHEDULES = [name for name, kind in COMMS.items() if kind is ScheduleCommConfig]
 
 LAUNCHES: dict[str, type[LaunchConfig]] = {
-    "as_started": LaunchConfig,
+    "external": LaunchConfig,
     "local": LocalLaunchConfig,
     "slurm": SlurmLaunchConfig,
 }
@@ -175,7 +175,7 @@ class ProfileConfig:
 
 
 @dataclass
-class StopConfig:
+class EarlyStoppingConfig:
     """Ends a run after `patience` evaluations in a row whose `metric` does not improve by `min_delta`."""
 
     metric: str = MISSING
@@ -189,7 +189,7 @@ class TrainConfig:
     epochs: int = at_least(1)
     max_steps: int | None = at_least(1)
     max_hours: float | None = above(0)
-    stop: StopConfig | None = MISSING
+    early_stopping: EarlyStoppingConfig | None = MISSING
     global_batch_size: int = at_least(1)
     micro_batch_size: int | str | None = limited(
         lambda value: value == "auto" or (isinstance(value, int) and value >= 1), "at least 1, auto or null"
@@ -236,7 +236,7 @@ class EmaConfig:
 
     decay: float | None = limited(lambda value: 0 <= value < 1, "from 0 to below 1")
     warmup: bool = MISSING
-    evaluate: str = one_of("beside", "instead")
+    evaluate: str = one_of("both", "ema")
 
 
 @dataclass
@@ -290,7 +290,7 @@ class CheckpointConfig:
     every_steps: int | None = at_least(1)
     every_minutes: float | None = above(0)
     every_epochs: int | None = at_least(1)
-    at_fault: bool = MISSING
+    on_failure: bool = MISSING
     frozen: bool = MISSING
     keep_last: int = at_least(1)
     keep_best: KeepBest | None = MISSING

@@ -72,7 +72,7 @@ def check_metrics_of_task(config: Config, task: Task) -> None:
 
 def check_metrics(config: Config, names: Collection[str]) -> None:
     """Raise UserError for a metric in the settings that is not among `names`, which evaluation yields."""
-    averages = names if config.ema.decay is not None and config.ema.evaluate == "beside" else ()
+    averages = names if config.ema.decay is not None and config.ema.evaluate == "both" else ()
     metrics = [f"eval/{name}" for name in names] + [f"eval/ema/{name}" for name in averages]
     for name, metric in metrics_in_use(config).items():
         if metric not in metrics:
@@ -83,10 +83,10 @@ def check_metrics(config: Config, names: Collection[str]) -> None:
 
 def metrics_in_use(config: Config) -> dict[str, str]:
     """Return the metrics of evaluation by which the run decides, each by the setting that names it."""
-    best, stop = config.checkpoint.keep_best, config.train.stop
+    best, stop = config.checkpoint.keep_best, config.train.early_stopping
     named = {
         "checkpoint.keep_best": best.metric if best is not None else None,
-        "train.stop": stop.metric if stop is not None else None,
+        "train.early_stopping": stop.metric if stop is not None else None,
         "schedule": watched_metric(config.schedule),
     }
     return {name: metric for name, metric in named.items() if metric is not None}

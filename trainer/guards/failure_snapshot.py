@@ -179,7 +179,7 @@ def build_snapshot(
     failure_save: FaultSave | None,
 ) -> tuple[KeptBuffers | None, Snapshot]:
     """Return copies of the buffers, if the run needs them, and the snapshot, which the watch saves."""
-    at_failure = failure_save if config.checkpoint.at_fault else None
+    at_failure = failure_save if config.checkpoint.on_failure else None
     if at_failure is not None:
         at_failure.why_not = strategy.not_whole
     if at_failure is None or strategy.not_whole is not None:

@@ -65,7 +65,7 @@ class RestoredRun(ModelContext):
 def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
     """Join the other ranks, if any, and build the model of `config` with the weights of `checkpoint`.
 
-    If the run evaluates moving averages instead (`ema.evaluate=instead`), with those.
+    If the run evaluates moving averages instead (`ema.evaluate=ema`), with those.
 
     Nothing in the run directory is locked, created or changed: the run may still train.
 
@@ -158,7 +158,7 @@ def _read(
 
 def evaluates_ema(config: Config) -> bool:
     """Whether the run evaluates its moving averages in place of the weights."""
-    return config.ema.decay is not None and config.ema.evaluate == "instead"
+    return config.ema.decay is not None and config.ema.evaluate == "ema"
 
 
 def held_out(restored: RestoredRun, by_leaves: bool = True) -> tuple[Any, EvalLoader]:

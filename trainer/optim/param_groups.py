@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainer.accelerator import FUSED
-from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
+from trainer.config import NoDecay, ParameterGroup, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
 from trainer.model.plain_names import parameter_names
@@ -63,7 +63,7 @@ def _part(
 ) -> Optimizer:
     """The optimizer of the node at `name`: that of `optim`, or of one of its groups."""
     entries, _ = parameter_groups(optim)
-    own = {key: value for key, value in optim.items() if key not in ("groups", "undecayed")}
+    own = {key: value for key, value in optim.items() if key not in ("groups", "no_decay")}
     if name != "optim":
         entries = [entries[int(name.split(".")[2])]]
         own = entries[0].optimizer or {}
@@ -147,7 +147,7 @@ def parameter_sets(trained: Trained, optim: dict[str, Any]) -> dict[str, list[di
     Raises:
         UserError: an entry matches nothing, scales a missing learning rate, or has another's name.
     """
-    entries, undecayed = parameter_groups(optim)
+    entries, no_decay = parameter_groups(optim)
     taken: dict[str, ParameterGroup] = {}
     for index, entry in enumerate(entries):
         found = _matched(f"optim.groups.{index}.match", entry.match, trained.own)
@@ -164,7 +164,7 @@ def parameter_sets(trained: Trained, optim: dict[str, Any]) -> dict[str, list[di
     for index, entry in enumerate((rest, *entries), start=-1):
         mine = {name: value for name, value in trained.own.items() if taken.get(name, rest) is entry}
         setting = "optim" if entry.optimizer is None else f"optim.groups.{index}.optimizer"
-        for names, decays in _halves(mine, entry, entry.optimizer or optim, undecayed):
+        for names, decays in _halves(mine, entry, entry.optimizer or optim, no_decay):
             if names:
                 title = _title(entry, decays)
                 options = _options(entry, decays, optim) | ({"name": title} if title else {})
@@ -177,14 +177,14 @@ def parameter_sets(trained: Trained, optim: dict[str, Any]) -> dict[str, list[di
 
 
 def _halves(
-    parameters: Mapping[str, Tensor], entry: ParameterGroup, optim: dict[str, Any], undecayed: Undecayed
+    parameters: Mapping[str, Tensor], entry: ParameterGroup, optim: dict[str, Any], no_decay: NoDecay
 ) -> Iterator[tuple[list[str], bool]]:
     """Yield the names of parameters that decay as in `optim`, and of those without decay."""
     splits = entry.weight_decay is None and optim.get("weight_decay") != 0
 
     def is_spared(name: str) -> bool:
-        by_name = undecayed.match is not None and re.search(undecayed.match, name) is not None
-        return splits and (by_name or parameters[name].ndim < undecayed.below_dims)
+        by_name = no_decay.match is not None and re.search(no_decay.match, name) is not None
+        return splits and (by_name or parameters[name].ndim < no_decay.below_dims)
 
     yield [name for name in parameters if not is_spared(name)], True
     yield [name for name in parameters if is_spared(name)], False
@@ -199,7 +199,7 @@ def _title(entry: ParameterGroup, decays: bool) -> str:
     title = entry.name or (word if re.fullmatch(r"[\w.-]*", word) else entry.match)
     if not title and entry.dims is not None:
         title = f"dims_{entry.dims}"
-    return title if decays else f"{title}/undecayed".lstrip("/")
+    return title if decays else f"{title}/no_decay".lstrip("/")
 
 
 def _options(entry: ParameterGroup, decays: bool, optim: dict[str, Any]) -> dict[str, float]:

@@ -1,11 +1,11 @@
-"""What ends a run before its last step: `train.stop` and `train.max_hours`."""
+"""What ends a run before its last step: `train.early_stopping` and `train.max_hours`."""
 
 import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import StopConfig
+from trainer.config import EarlyStoppingConfig
 
 
 class EarlyEnd:
@@ -16,7 +16,7 @@ class EarlyEnd:
         max_hours: None: the clock ends nothing.
     """
 
-    def __init__(self, stop: StopConfig | None = None, max_hours: float | None = None) -> None:
+    def __init__(self, stop: EarlyStoppingConfig | None = None, max_hours: float | None = None) -> None:
         self._stop, self._max_hours = stop, max_hours
         self._best = -math.inf if stop is not None and stop.mode == "max" else math.inf
         self._best_step = self._waited = 0
@@ -45,18 +45,18 @@ class EarlyEnd:
     def setting(self) -> str | None:
         """The setting that ends the run here; None: it goes on."""
         if self._stop is not None and self._waited >= self._stop.patience:
-            return "train.stop"
+            return "train.early_stopping"
         return "train.max_hours" if self._out_of_time else None
 
     def why(self) -> str:
         """Why the run ends here, and how to go on, for people."""
-        if self._stop is None or self.setting != "train.stop":
+        if self._stop is None or self.setting != "train.early_stopping":
             return f"train.max_hours={self._max_hours:g} are over; a larger one, or null, continues from here"
         gained = f" by more than {self._stop.min_delta:g}" if self._stop.min_delta else ""
         return (
-            f"train.stop: {self._stop.metric} has not become better{gained} than {self._best:.6g}, of step "
-            f"{self._best_step}, in {self._waited} evaluations; a larger train.stop.patience, or "
-            "train.stop=null, continues from here"
+            f"train.early_stopping: {self._stop.metric} has not become better{gained} than {self._best:.6g}, "
+            f"of step {self._best_step}, in {self._waited} evaluations; a larger "
+            "train.early_stopping.patience, or train.early_stopping=null, continues from here"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Task(Protocol):
 
         Args:
             step: counted from 1.
-            last_step: of the whole run, unless its data or `train.stop` end it before.
+            last_step: of the whole run, unless its data or `train.early_stopping` end it before.
             model: unwrapped; a method without this parameter is called without it. Under fsdp its parameters
                 are sharded.
         """
