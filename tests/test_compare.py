@@ -77,7 +77,7 @@ def test_no_ratio_is_told_from_few_windows(tmp_path: Path) -> None:
     """Of six, the first is warm-up."""
     said = compare(read_runs([write(tmp_path / "a"), write(tmp_path / "b", ms=2.0, windows=5)]))
     assert (
-        "too few to compare the speed: fewer than 5 log windows after the first in b;" in said
+        "no comparison of speed, because fewer than 5 log windows follow the first one in b;" in said
         and "fast" not in said
     )
 

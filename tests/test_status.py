@@ -140,7 +140,7 @@ def test_a_damaged_file_is_named_and_nothing_crashes(name: str, content: str, tm
 
 
 def test_folders_without_runs(tmp_path: Path) -> None:
-    assert report([str(tmp_path)], False, 100) == f"no runs in {tmp_path}"
+    assert report([str(tmp_path)], False, 100) == f"no runs in {tmp_path}: no folder there contains run.json"
     assert json.loads(report([str(tmp_path)], True, 100)) == []
     with pytest.raises(UserError, match="none is not a directory; give the folder that contains"):
         report([str(tmp_path / "none")], False, 100)

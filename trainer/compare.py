@@ -23,7 +23,7 @@ from trainer.sweep.trials import DONE, RunFiles, read_trials
 _ALIKE = ["data.dataset", "data.task", "train.global_batch_size", "train.precision", "seed"]
 _ALIKE += ["train.max_steps", "train.epochs"]
 _MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/hidden_ms", "comm/exposed_ms")
-_FEWEST = 5  # log windows, from which a ratio of speeds is told
+_FEWEST = 5  # log windows that a run needs for a ratio of speeds
 _HEADER = ["run", "strategy", "comm", "processes", "ms/step", "spread", "samples/s", "peak MiB", "comm ms"]
 _HEADER += ["hidden", "exposed", "train/loss", "eval/loss", "param_sha256", "parts at", "largest loss gap"]
 
@@ -104,7 +104,7 @@ def _verdict(runs: Mapping[str, RunFiles]) -> str:
     timed = sorted((_quartiles(times), name) for name, times in windows.items())
     if len(timed) > 1 and few:
         words = [
-            f"too few to compare the speed: fewer than {_FEWEST} log windows after the first in "
+            f"no comparison of speed, because fewer than {_FEWEST} log windows follow the first one in "
             f"{', '.join(few)}; train longer, or lower train.log_every_steps"
         ]
     elif len(timed) > 1:
@@ -130,13 +130,13 @@ def _verdict(runs: Mapping[str, RunFiles]) -> str:
 
 
 def _ms_per_step(run: RunFiles) -> list[float]:
-    """Return the times of its log windows; without the first, which is warm-up, if there are others."""
+    """Return the ms per step of each log window, without the first (warm-up) unless it is the only one."""
     windows = [ms for ms in run.scalars.get(_MS, {}).values() if ms > 0]
     return windows[1:] or windows or [run.metrics[name] for name in run.metrics if name == "ms_per_step"]
 
 
 def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the first and the third quartile."""
+    """Return the median, the first quartile and the third quartile."""
     if len(times) == 1:
         return times[0], times[0], times[0]
     first, median, third = statistics.quantiles(times, n=4, method="inclusive")

@@ -185,7 +185,7 @@ def first_few(items: Iterable[object], most: int = 5) -> str:
 
 
 def few_lines(lines: list[str], most: int = 12) -> list[str]:
-    """The first `most` lines, and one that says how many more there are."""
+    """Return the first `most` lines, and a line with the number of the others."""
     more = len(lines) - most
     return lines if more <= 0 else [*lines[:most], f"... and {more} more"]
 

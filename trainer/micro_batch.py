@@ -58,7 +58,7 @@ def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) ->
     most = split_batch(train.global_batch_size, None, strategy.num_replicas).local_size
     sizes, told = [size for size in range(most, 0, -1) if most % size == 0], ""
     size = previous if previous in sizes else None
-    # Under fsdp, a group in which no collective of a model waits.
+    # Under fsdp, agree in a separate group, in which no collective of the model is pending.
     waits = strategy.fills_by_unit and size is None
     patience_s = _PATIENCE * config.distributed.timeout_s if waits else None
     agreement = Agreement(ranks, patience_s, in_time=True)
@@ -81,7 +81,7 @@ def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) ->
 
 
 def _end(groups: Iterable[dist.ProcessGroup]) -> None:
-    """End groups that were made for a try: each holds a connection to every other rank."""
+    """Destroy the process groups of a trial pass, each of which has a connection to every other rank."""
     for group in groups:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

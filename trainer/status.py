@@ -1,6 +1,6 @@
 """Shows the state of every run below a folder: `python -m trainer.status [DIR ...] [--watch] [--json]`.
 
-Reads a few small files of each run, and neither changes nor locks any. Does not import torch.
+Reads a few small files of each run, without changing or locking them. Does not import torch.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _WIDTH, _REFRESH_S = 100, 5.0
 
 
 def look(folder: Path) -> dict[str, Any]:
-    """The JSON object of the run in `folder`; what its files don't tell is None."""
+    """Return the JSON object of the run in `folder`; a value that its files don't contain is None."""
     damaged: list[str] = []
 
     def read(function: Callable[[Path], Any], name: str) -> Any:
@@ -84,15 +84,15 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written_at(*files: Path) -> float:
-    """When the last of the files was written; 0 if there is none."""
+    """Return when the newest of the files was written; 0 if none exists."""
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
 def _evaluated(evaluations: Evaluations, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The last evaluation of a run, and the best one by its `checkpoint.keep_best`."""
+    """Return the last evaluation of a run, and the best one by its `checkpoint.keep_best`."""
     if (last := evaluations.last) is None:
         return {}
-    # In place of a KeepBest, for which Hydra would be loaded: half a second.
+    # Not a KeepBest, because importing it loads Hydra, which takes half a second.
     best: Any = SimpleNamespace(**{"metric": "eval/loss", "mode": "min", **plan.get("best", {})})
     state = evaluations.best(last, best) or last
     found = {"best": evaluations.of(state).get(best.metric), "best_metric": best.metric}
@@ -102,10 +102,10 @@ def _evaluated(evaluations: Evaluations, plan: Mapping[str, Any]) -> dict[str, A
 def _state(
     owner: Mapping[str, Any], renewed_at: float, ended_at: float, result: object, end: Mapping[str, Any]
 ) -> tuple[str, str | None]:
-    """One of _STATES, and why if a file or the process tells.
+    """Return one of _STATES, and the reason if a file or the process gives one.
 
-    A run sets the time of its lock file to now all the time, whatever else it does. Where its pid can be
-    seen, that tells whether it lives; on another host only the age of that time does.
+    A run keeps setting the modification time of its lock file to now, whatever else it does. On the host of
+    the run, its process shows whether it is alive; on another host, only the age of that time does.
 
     Args:
         owner: the contents of the lock file, whose time is `renewed_at`.
@@ -116,7 +116,7 @@ def _state(
     if isinstance(pid, int) and here.items() <= owner.items():
         process = processes.state(pid)
     if process == "stopped":
-        return "suspended", f"pid {pid} is stopped (SIGSTOP); kill -CONT {pid} continues it"
+        return "suspended", f"process {pid} is suspended (SIGSTOP); resume it with kill -CONT {pid}"
     is_silent = time.time() - renewed_at > _SILENT_S
     if process != "dead" and not is_silent and (process == "running" or renewed_at > ended_at):
         return "running", None
@@ -126,13 +126,13 @@ def _state(
     if result:
         return "done", None
     if process == "dead":
-        return "lost", f"pid {pid} is gone without a message: killed, or out of memory"
+        return "lost", f"process {pid} ended without a message: killed, or out of memory"
     since = f"{datetime.fromtimestamp(renewed_at):%F %H:%M}"
-    return "lost", f"no sign of pid {pid} on {owner.get('host')} since {since}"
+    return "lost", f"no sign of life from process {pid} on {owner.get('host')} since {since}"
 
 
 def report(folders: Sequence[str], as_json: bool, width: int) -> str:
-    """What is printed of all runs below `folders`, those of sweeps among them.
+    """Return the table, or the JSON, of all runs below `folders`, including the trials of sweeps.
 
     Raises:
         UserError: one is not a directory.
@@ -149,12 +149,12 @@ def report(folders: Sequence[str], as_json: bool, width: int) -> str:
     if as_json:
         return json.dumps(runs, indent=2)
     if not runs:
-        return f"no runs in {', '.join(map(printable, folders))}"
+        return f"no runs in {', '.join(map(printable, folders))}: no folder there contains {RUN}"
     shared = folders[0] if len(folders) == 1 else "."
     header, *lines = columns([_HEADER, *(_cells(run, shared) for run in runs)]).splitlines()
     at = header.index("left")
     for number, run in enumerate(runs):
-        if run["state"] in ("failed", "lost", "suspended"):  # why, in place of numbers
+        if run["state"] in ("failed", "lost", "suspended"):  # the reason instead of numbers
             lines[number] = f"{lines[number]:<{at}}{printable(run['reason'])}"
     counts = Counter(run["state"] for run in runs)
     total = f"{len(runs)} runs: {', '.join(f'{counts[state]} {state}' for state in _STATES if counts[state])}"
@@ -164,7 +164,7 @@ def report(folders: Sequence[str], as_json: bool, width: int) -> str:
 
 def _cells(run: Mapping[str, Any], top: str) -> list[str]:
     name, total, left_s = os.path.relpath(run["run"], top), run["total_steps"], run["left_s"]
-    if len(name) > 30:  # a trial's begins with its number, and ends with its settings
+    if len(name) > 30:  # the name of a trial begins with its number, and ends with its settings
         name = f"{name[:8]}...{name[-19:]}"
     cells = [name, run["state"], str(run["step"]) if total is None else f"{run['step']}/{total}"]
     if run["state"] in ("failed", "lost", "suspended"):
@@ -184,9 +184,10 @@ def _cells(run: Mapping[str, Any], top: str) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     about = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m trainer.status", description=about)
-    parser.add_argument("dirs", nargs="*", metavar="DIR", default=["runs"], help="default: runs")
-    parser.add_argument("--watch", action="store_true", help=f"show them again every {_REFRESH_S:.0f} s")
-    parser.add_argument("--json", action="store_true", help="print a list of objects, with full messages")
+    where = "folders that contain runs, at any depth (default: runs)"
+    parser.add_argument("dirs", nargs="*", metavar="DIR", default=["runs"], help=where)
+    parser.add_argument("--watch", action="store_true", help=f"refresh the table every {_REFRESH_S:.0f} s")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, with whole messages")
     options = parser.parse_args(arguments)
     try:
         while True:
@@ -204,5 +205,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly if `| head` closes the pipe
     sys.exit(main())

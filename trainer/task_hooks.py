@@ -29,7 +29,7 @@ def begin_step_of_task(run: Run, step: int) -> bool:
     if getattr(task, "begin_step", None) is None:
         return False
     run.ranks.heartbeat.enter("forward")
-    run.checkpointer.saving.wait_until_copied()  # of an asynchronous save, since the method may move weights
+    run.checkpointer.saving.wait_until_copied()  # begin_step may move weights that are still being copied
     seed_micro_batch(run.seed, step, _BEGIN, run.strategy.devices)
     before = dict(vars(task))
     run.strategy.weights_changed(run.model)  # so that parameters are the shards, and not copies of the whole

@@ -18,7 +18,7 @@ ENTRIES = {
     "comm-needs-ddp": "comm=... needs strategy=ddp, but strategy=...",
     "warmup": "schedule.warmup_steps is ..., but this run ends after ... steps",
     "sweep-in-ranks": "-m (multirun) inside ... starts every trial on every rank",
-    "one-process": "strategy=... is one process, but ... were started",
+    "one-process": "strategy=... runs in one process, not in ...",
     "gpus-of-a-host": "local rank ... has no own GPU: this host has ...",
     "no-gpu": "distributed.device=..., but torch sees no GPU here",
     "no-rank-0": "WORLD_SIZE=..., but nothing says where rank 0 is",

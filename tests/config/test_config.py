@@ -138,15 +138,15 @@ def test_null_means_never_where_it_can_mean_nothing_else() -> None:
         ("comm=hook", "comm.hook._target_ has no value"),
         (
             "launch=slurm launch.parameters={array:0-3}",
-            "train in the same run_dir; leave it out, and submit a swe",
+            "train in the same run_dir; remove it and submit a sweep",
         ),
         (
             "launch=slurm launch.parameters={time:60}",
-            "launch.parameters.time is 60; set launch.time in its place",
+            "launch.parameters.time is 60; set launch.time instead",
         ),
         (
             "launch=slurm launch.time=2",
-            "launch.save_before_s is 120, but must be at least a minute less than the",
+            "launch.save_before_s is 120, but must be at least 60 s shorter than the",
         ),
     ],
 )
@@ -201,13 +201,13 @@ def test_a_time_limit_of_slurm_leaves_a_minute_to_train() -> None:
             "model.freeze=[^a]",
             "cannot be read from '^a]' on; quote the value: 'model.freeze=[\"VALUE\", ...]'",
         ),
-        _slow("run_dir=runs/lr=1", "run_dir has a second =; quote the value: run_dir='\"VALUE\"'"),
+        _slow("run_dir=runs/lr=1", "the value of run_dir contains a =; quote it: run_dir='\"VALUE\"'"),
         (
             "launch.setup=[module",
-            "launch.setup=[module cannot be read; quote all of it for the shell, and the val",
+            "launch.setup=[module cannot be parsed; quote the whole override for the shell",
         ),
-        ("launch.setup=[export A=1]", "and the values: 'launch.setup=[\"VALUE\", ...]'"),
-        ("launch.parameters={account:", "and the values: 'launch.parameters={NAME: \"VALUE\", ...}'"),
+        ("launch.setup=[export A=1]", "and each string in it: 'launch.setup=[\"VALUE\", ...]'"),
+        ("launch.parameters={account:", "and each string in it: 'launch.parameters={NAME: \"VALUE\", ...}'"),
         _slow(
             "train.early_stopping.metric=eval/loss",
             "has no place, since train.early_stopping is null; set all of it: 'train.early_stopping={metric: ...",

@@ -31,7 +31,7 @@ def test_the_reason_why_an_address_cannot_be_reached(monkeypatch: pytest.MonkeyP
     assert links._failure(endpoint, limit_s=5) == "connection refused"
     with socket.create_server(("127.0.0.1", 0)) as silent:  # only the connection gets through
         reason = links._failure((*silent.getsockname(), "token"), limit_s=0.1)
-    assert reason.startswith("it connects, but no data arrives for 0.1 s")
+    assert reason.startswith("connected, but no data arrived for 0.1 s")
 
 
 def _told_by_the_links(interface: str) -> tuple[float, set[str], list[str]]:

@@ -97,8 +97,8 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
         (
             2,
             {
-                ("strategy=dp",): r"strategy=dp is one process, but 2 were started",
-                ("strategy=single",): r"strategy=single is one process, but 2 were started",
+                ("strategy=dp",): r"strategy=dp runs in one process, not in 2",
+                ("strategy=single",): r"strategy=single runs in one process, not in 2",
                 (
                     "train.global_batch_size=63",
                 ): r"global_batch_size is 63.*2 replicas; nearest that does: 62",

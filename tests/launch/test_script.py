@@ -70,7 +70,9 @@ def test_only_a_stop_after_a_step_is_requeued(
     assert ended.returncode == int(srun.rpartition(" ")[2])
     assert (tmp_path / "told").exists() == requeued
     no_step = ended.returncode == 75 and not requeued and "stop" not in srun
-    assert ("not requeued: this attempt was stopped before it had made a step" in ended.stdout) == no_step
+    assert (
+        "not requeued: this attempt was stopped before it had completed a step" in ended.stdout
+    ) == no_step
 
 
 def test_a_job_goes_on_without_its_launcher_and_may_be_cancelled_before_it_starts(

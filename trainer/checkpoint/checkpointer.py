@@ -261,8 +261,8 @@ class Checkpointer:
 
         With ``checkpoint.async`` this returns at once. ``state`` is copied to host memory while the next step
         is computed, until ``wait_until_copied()``, and is written while training continues. ``done()``, for
-        which the next save waits, then raises a failure. In any case older checkpoints are deleted while
-        training continues.
+        which the next save waits, then raises a failure. Older checkpoints are
+        always deleted while training continues.
 
         Each rank reports to rank 0, which answers where to write. When all have written, each reports what it
         wrote, and rank 0 answers how the save ended.
@@ -326,7 +326,7 @@ class Checkpointer:
         self._remote.follow(step)
 
     def _prune(self) -> None:
-        """Delete older checkpoints, on rank 0 and beside the training: thousands of files take seconds."""
+        """Delete older checkpoints on rank 0, while training continues: thousands of files take seconds."""
         if self._ranks.is_main:
             try:
                 self._store.prune(self._settings, self._evaluations, spared=self._remote.in_hand)

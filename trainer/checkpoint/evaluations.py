@@ -18,7 +18,7 @@ from trainer.files.address import Location
 from trainer.files.untrusted import read_json
 from trainer.files.writing import atomic_file
 
-if TYPE_CHECKING:  # Hydra takes half a second, and trainer.status none
+if TYPE_CHECKING:  # trainer.status must not load Hydra, which takes half a second
     from trainer.config import KeepBest
 
 FILE = "evaluations.jsonl"

@@ -235,7 +235,7 @@ def aliases_in(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         here = to_local(tensor)
         if tensor.numel() and not here.is_meta:
-            # By storage: the shard of a few rows may be empty, and ranks must find the same aliases.
+            # Compare storages, because a rank's shard may be empty, and all ranks must find the same aliases.
             memory = storage_of(here), here.storage_offset(), here.stride(), here.dtype
             place = (_is_weight(name), tensor.shape, *memory)
             if first.setdefault(place, name) != name:

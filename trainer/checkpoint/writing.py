@@ -28,7 +28,7 @@ from trainer.tensors.local_shard import num_rows, to_local
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-_PATIENCE_S = 1.0  # a wait of less is not logged
+_PATIENCE_S = 1.0  # shorter waits are not logged
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def host_stager(
 
 
 class Saving:
-    """What remains of a save: ``copy`` copies the state, a thread calls ``write``. Without these it is done.
+    """The rest of a save: ``copy`` copies the state, a thread calls ``write``. Without them, nothing remains.
 
     ``what`` names it in the log.
 

@@ -2,9 +2,9 @@
 
 The ranks meet and watch each other as in training. Every host connects to every other host. Then the ranks
 run every operation that training needs on values with a known result, measure all links between hosts, and
-print one table on rank 0. Exits with 1 if hosts cannot connect, which are named, if a result is wrong, or if
-a link is slower than `--min-gbit`. A rank that does not come, fails or keeps the others waiting for
-`--timeout-s` is named, and the exit code is that of a run which ends so.
+print one table on rank 0. Exits with status 1 if two hosts cannot connect, if a result is wrong, or if a
+link is slower than `--min-gbit`, and names the hosts. If a rank does not start, fails or keeps the others
+waiting for `--timeout-s`, the preflight names the rank and exits with the status of a run that ends that way.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from trainer.errors import UserError, few_lines, first_line
 from trainer.launch.exits import exits
 
 _ENDS = ("source", "target")
-_SLOW = 1 / 10  # of the median: then a line warns of the link
+_SLOW = 1 / 10  # of the median; slower links get a warning
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _conclude(ranks: Ranks, reports: list[RankReport], options: argparse.Namespace) -> bool:
-    """Print the table and write the file, on rank 0; return whether all is well."""
+    """Print the table and write the file, on rank 0; return whether every check has passed."""
     links = sorted((link for report in reports for link in report.links), key=lambda link: link["gbit_s"])
     faults = [
         f"{ranks.describe(rank)} on {report.host_name}: {operation}: {fault}"
@@ -68,7 +68,8 @@ def _conclude(ranks: Ranks, reports: list[RankReport], options: argparse.Namespa
         if fault
     ]
     between = [link for link in links if link["source"] != link["target"]]
-    # The median of each host's fastest link, which comes last: one slow host of three has most of the links.
+    # Take the median of each host's fastest link (its last, since links are sorted), because one slow host
+    # among three has most of the links.
     fastest = {link["source"]: link["gbit_s"] for link in between}
     typical = median(fastest.values()) if fastest else 0.0
     warnings = []
@@ -78,7 +79,7 @@ def _conclude(ranks: Ranks, reports: list[RankReport], options: argparse.Namespa
         if link["gbit_s"] < options.min_gbit:
             faults.append(f"{speed} --min-gbit {options.min_gbit:g}")
         elif link["gbit_s"] < _SLOW * typical:
-            warnings.append(f"WARNING: {speed} a tenth of the hosts' median, {typical:.3g} Gbit/s")
+            warnings.append(f"WARNING: {speed} a tenth of the median of all hosts, {typical:.3g} Gbit/s")
     verdict = ["FAILED", *few_lines(faults)] if faults else ["all passed"]
     print("\n".join([_table(ranks, reports, links), "", *few_lines(warnings), *verdict]), flush=True)
     if options.json is not None:
@@ -91,7 +92,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
     parser.add_argument("--timeout-s", type=float, default=20.0, help="the longest wait for one answer (20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, for planner.comm")
-    parser.add_argument("--min-gbit", type=float, default=0.0, help="fail if a link between hosts is slower")
+    slower = "fail if a link between hosts is slower, in Gbit/s"
+    parser.add_argument("--min-gbit", type=float, default=0.0, help=slower)
     options = parser.parse_args(argv)
     if not 0 <= options.min_gbit < float("inf"):
         parser.error(f"--min-gbit {options.min_gbit}: must be a number of Gbit/s, at least 0")
@@ -144,7 +146,7 @@ def _report(ranks: Ranks, timeout_s: float) -> RankReport:
 
 
 def _address() -> str:
-    """Where gloo listens on this host."""
+    """Return the address at which gloo listens on this host; "-" if it isn't known."""
     listener = gloo_listener()
     if listener is None:
         return "-"

@@ -118,11 +118,11 @@ def _made(operation: str, me: GroupRank) -> tuple[Tensor, Tensor]:
 
 
 def rounds(num_hosts: int) -> Iterator[list[tuple[int, int]]]:
-    """Every pair of hosts once, in rounds in which each host is in one pair at most.
+    """Yield rounds of pairs of hosts: every pair once, and each host in at most one pair of a round.
 
-    There are as many rounds as hosts, or one less: the circle method of a round-robin tournament.
+    This is the circle method of a round-robin tournament: N - 1 rounds for an even N, and N for an odd N.
     """
-    circle = list(range(num_hosts + num_hosts % 2))  # of an odd number of hosts, one rests in each round
+    circle = list(range(num_hosts + num_hosts % 2))  # if the number is odd, one host rests in each round
     half = len(circle) // 2
     for _ in circle[1:]:
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
@@ -133,7 +133,7 @@ def rounds(num_hosts: int) -> Iterator[list[tuple[int, int]]]:
 def measure_links(
     me: GroupRank, pairs: Iterable[tuple[int, int]], ranks_by_host: Sequence[Sequence[int]]
 ) -> list[dict[str, float]]:
-    """Measure each pair of hosts in both directions, between their first ranks; or two ranks of one host.
+    """Measure each pair of hosts in both directions, first rank to first rank; or two ranks of one host.
 
     A collective over all ranks. The pairs are measured at the same time, so no host may be in two of them.
     The result has the links that start at this rank.
@@ -172,7 +172,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
     count = torch.tensor([min(256, max(1, round(_TURN_S / stream_s(block, 1))))], device=me.device)
     move(count, leads)  # the two sides measure different times, but must agree on the count
     blocks = int(count.item())
-    turns = _TURNS if blocks > 1 else 1  # over a slow link, a block takes long enough to measure
+    turns = _TURNS if blocks > 1 else 1  # over a slow link, a single block takes long enough to be measured
     began = time.process_time()
     fastest_s = min(stream_s(block, blocks) for _ in range(turns))
     busy_s = 0.0 if on_gpu else time.process_time() - began

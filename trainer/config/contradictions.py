@@ -76,7 +76,7 @@ def check_contradictions(config: Config) -> None:
 
 
 def check_processes(config: Config) -> None:
-    """Refuse to train on the processes that `launch` starts, if their number is known and cannot work.
+    """Refuse a number of processes that the strategy or the batch size can't use, if it is known already.
 
     `load` does not call it, because evaluation works on any number of processes.
     """
@@ -92,13 +92,13 @@ def check_processes(config: Config) -> None:
 def check_one_process(strategy: str, num_processes: int) -> None:
     if num_processes > 1:
         raise UserError(
-            f"strategy={strategy} is one process, but {num_processes} were started; start it with "
+            f"strategy={strategy} runs in one process, not in {num_processes}; start it with "
             "`python train.py`, or use strategy=ddp"
         )
 
 
 def check_shares(global_batch_size: int, micro_batch_size: int | None, num_replicas: int) -> None:
-    """Refuse sizes that do not divide evenly; the message names the nearest that does."""
+    """Refuse batch sizes that do not divide evenly; the message names the nearest size that does."""
     if global_batch_size % num_replicas:
         below = global_batch_size // num_replicas * num_replicas
         above = below + num_replicas
@@ -151,28 +151,28 @@ def _check_shrink(config: Config) -> None:
 
 
 def _check_slurm(launch: SlurmLaunchConfig) -> None:
-    """Refuse a time limit that leaves no time to train, and an array, whose tasks share one run_dir."""
+    """Refuse a time limit without time to train, and a job array, whose tasks would share one run_dir."""
     parameters = launch.parameters or {}
     if "array" in parameters:
         raise UserError(
             f"launch.parameters.array is {parameters['array']}, but all tasks of an array would train in the "
-            "same run_dir; leave it out, and submit a sweep, which gives each run a job and a run_dir: "
+            "same run_dir; remove it and submit a sweep, which gives each run its own job and run_dir: "
             "python train.py -m seed=0,1,2 launch=slurm hydra.sweep.dir=runs/seeds"
         )
     for name, setting in (("time", "launch.time"), ("signal", "launch.save_before_s")):
         if name in parameters:
-            raise UserError(f"launch.parameters.{name} is {parameters[name]}; set {setting} in its place")
-    limit_s = _seconds_of(launch.time or "0")  # 0: none
+            raise UserError(f"launch.parameters.{name} is {parameters[name]}; set {setting} instead")
+    limit_s = _seconds_of(launch.time or "0")  # 0: no limit
     if limit_s and launch.save_before_s > limit_s - 60:
         raise UserError(
-            f"launch.save_before_s is {launch.save_before_s}, but must be at least a minute less than the "
+            f"launch.save_before_s is {launch.save_before_s}, but must be at least 60 s shorter than the "
             f"time limit, launch.time={launch.time} ({limit_s} s), or the run would stop before it trains; "
             "set a higher launch.time, or a lower launch.save_before_s"
         )
 
 
 def _seconds_of(time: str) -> int:
-    """A time of SLURM: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
+    """Return the seconds of a SLURM time: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
     days, has_days, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if has_days or len(parts) == 3 else (60, 1)

@@ -56,14 +56,17 @@ def in_words(error: Exception) -> str:
         at = max(0, len(unread[2]) - len("LexerNoViableAltException: "))
         return f"{unread[1]} cannot be read from {unread[1][at:]!r} on; quote the value: {quoted}"
     if said.startswith("mismatched input '=' expecting <EOF>"):
-        return f"{key} has a second =; quote the value: {quoted}"
-    if value[:1] in kinds:  # a shell has cut it at a space, or a value has a character of the grammar
-        return f"{override} cannot be read; quote all of it for the shell, and the values: {quoted}"
+        return f"the value of {key} contains a =; quote it: {quoted}"
+    if value[:1] in kinds:  # the shell split it at a space, or a value has a special character
+        return (
+            f"{override} cannot be parsed; quote the whole override for the shell, and each string in it: "
+            f"{quoted}"
+        )
     return " ".join(said.partition("\nSee https://hydra.cc")[0].split())
 
 
 def missing_key(error: Exception) -> str | None:
-    """The key of the override that failed because the composed settings do not have it; None otherwise."""
+    """Return the key of an override that failed because the config has no such key; None otherwise."""
     unknown = re.match(r"Could not override '(.+?)'", str(error))
     return unknown[1] if unknown else None
 
@@ -116,7 +119,7 @@ def wrong_kind(key: str, said: str) -> str:
     if keys:
         return f"{key} has several values; set null, or {_all_of(key, keys)}"
     if said.endswith("Cannot assign str to Dict[str, Any]"):
-        return f"{key} must be settings by name: '{key}={{NAME: VALUE, ...}}'"
+        return f"{key} must be a mapping: '{key}={{NAME: VALUE, ...}}'"
     if "is not a ListConfig" in said:
         return f"{key} must be a list: '{key}=[\"VALUE\", ...]'"
     return f"{key} is null, but must have a value" if "value 'None'" in said else f"{key}: {said}"

@@ -93,7 +93,7 @@ class LaunchConfig:
 
     @property
     def num_processes(self) -> int | None:
-        """How many processes it starts in all; None if that is decided later, or elsewhere."""
+        """The total number of processes that it starts; None if it is decided later or elsewhere."""
         return None
 
     @property

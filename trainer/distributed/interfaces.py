@@ -68,8 +68,8 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
 def gloo_listener() -> socket.socket | None:
     """Open a port at the address at which gloo listens on this host; None if the address isn't known.
 
-    That is the first address of GLOO_SOCKET_IFNAME, or the first one to which the host's name resolves and
-    that the host has, or loopback.
+    That is the first address of the interface in GLOO_SOCKET_IFNAME. Without that variable, it is the first
+    address of this host to which the host name resolves, or else loopback.
     """
     if interface := os.environ.get(_VARIABLE, "").split(",")[0]:
         addresses = [_address_of(interface)]
@@ -86,7 +86,7 @@ def gloo_listener() -> socket.socket | None:
 
 
 def _address_of(interface: str) -> str | None:
-    """The first IPv4 address of a network interface."""
+    """Return the first IPv4 address of a network interface; None if it has none."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
         answer = fcntl.ioctl(any_, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
         return socket.inet_ntoa(answer[20:24])

@@ -1,7 +1,7 @@
-"""Whether every host can connect to every other host, checked before gloo connects all ranks.
+"""Checks that every host can connect to every other host, before gloo connects all ranks.
 
-If gloo can't connect two ranks, its error names neither of their hosts, and any rank that waits looks like
-the cause. Here the first rank of each host listens at gloo's address, every host connects to every other
+If gloo can't connect two ranks, its error names neither host, and every rank that waits for them looks
+like the cause. Here the first rank of each host listens at gloo's address, every host connects to every other
 host, and the results are exchanged in the store.
 """
 
@@ -23,13 +23,12 @@ from trainer.errors import Fault, few_lines
 
 log = logging.getLogger(__name__)
 
-Endpoint = tuple[
-    str, int, str
-]  # address, port, and the token by which the host there proves that it is the one
+# Address, port, and the token that proves the identity of the host that listens there.
+Endpoint = tuple[str, int, str]
 
 # Each connection is answered with 8 KiB: if the hosts disagree about the MTU, only small packets arrive.
 _ANSWER_BYTES = 8192
-_MOST_S = 5.0  # for a connection: two lost packets are sent again within it
+_MOST_S = 5.0  # for a connection: enough for TCP to resend two lost packets
 _MOST_THREADS = 128
 
 
@@ -43,8 +42,8 @@ def check_links(
 ) -> None:
     """Raise if a host can't connect to another host (a collective of all ranks, in `store`).
 
-    gloo connects two hosts from the one with the higher address. A failure of only the other direction is an
-    error if `both_ways`, and otherwise a warning.
+    gloo connects two hosts from the one with the higher address. If only the other direction fails,
+    that is an error with `both_ways`, and otherwise a warning.
 
     Args:
         hosts: index of the host of every rank.
@@ -55,8 +54,8 @@ def check_links(
     """
     if len(set(hosts)) == 1:
         return
-    speaks = hosts.index(hosts[rank]) == rank  # for its host
-    limit_s = min(timeout_s / 4, _MOST_S)  # it holds twice, and before the watch calls it a hang
+    speaks = hosts.index(hosts[rank]) == rank  # one rank speaks for each host
+    limit_s = min(timeout_s / 4, _MOST_S)  # it may pass twice before the watch reports a hang
     listener = gloo_listener() if speaks else None
     with contextlib.nullcontext() if listener is None else _answering(listener, limit_s) as own:
         gathered = gather_in_store(store, "listening", rank, len(hosts), own, backstop(timeout_s))
@@ -74,8 +73,8 @@ def check_links(
             is_fatal |= source in endpoints and _packed(endpoints[source]) >= _packed(endpoints[target])
     if lines and is_fatal:
         advice = (
-            "open all TCP ports between the hosts; if an address is not the one by which the hosts reach "
-            "each other, set GLOO_SOCKET_IFNAME to its interface"
+            "open all TCP ports between the hosts; if a host listens at the wrong address, set "
+            "GLOO_SOCKET_IFNAME on that host to the network interface that the other hosts can reach"
         )
         raise Fault("\n".join([*few_lines(lines), advice]))
     for line in few_lines(lines) if rank == 0 else []:
@@ -84,7 +83,7 @@ def check_links(
 
 @contextlib.contextmanager
 def _answering(listener: socket.socket, limit_s: float) -> Iterator[Endpoint]:
-    """Answer every connection to `listener`, and yield its endpoint."""
+    """Answer every connection to `listener` in a thread, and yield the endpoint of `listener`."""
     token = secrets.token_hex(8)
 
     def answer() -> None:
@@ -111,7 +110,7 @@ def _answer(token: str) -> bytes:
 
 
 def _failures(endpoints: Mapping[int, Endpoint], rank: int, limit_s: float) -> list[tuple[int, str]]:
-    """The endpoints to which this host can't connect, each with the reason."""
+    """Return the endpoints to which this host can't connect, each with the reason."""
     # Each host begins with the next one, so that not all of them connect to the same host at once.
     others = sorted(endpoints.keys() - {rank}, key=lambda other: (other < rank, other))
     with ThreadPoolExecutor(_MOST_THREADS, "links") as pool:
@@ -120,12 +119,14 @@ def _failures(endpoints: Mapping[int, Endpoint], rank: int, limit_s: float) -> l
 
 
 def _failure(endpoint: Endpoint, limit_s: float) -> str:
-    """Why `endpoint` can't be reached; "" if it can."""
+    """Return why this host can't reach `endpoint`; "" if it can."""
     address, port, token = endpoint
     reason = f"no answer for {limit_s:g} s"
     try:
         with socket.create_connection((address, port), limit_s) as connection:
-            reason = f"it connects, but no data arrives for {limit_s:g} s; do the hosts have the same MTU?"
+            reason = (
+                f"connected, but no data arrived for {limit_s:g} s; check that the hosts have the same MTU"
+            )
             answer = connection.makefile("rb").read(_ANSWER_BYTES)
     except TimeoutError:
         return reason
@@ -135,5 +136,5 @@ def _failure(endpoint: Endpoint, limit_s: float) -> str:
 
 
 def _packed(endpoint: Endpoint) -> bytes:
-    """The address as gloo compares it."""
+    """Return the address in the form that gloo compares."""
     return ipaddress.ip_address(endpoint[0].partition("%")[0]).packed

@@ -62,7 +62,7 @@ def watched_process_group(
         here: the place of this process, if it is another than its launcher has told.
         check_shares: raises UserError if the batch can't be divided among that many ranks; the run then ends
             instead of continuing without the lost ranks.
-        both_ways: whether each host must be able to connect to each other one, and not only as gloo does.
+        both_ways: whether both directions between two hosts must work, and not only the one that gloo uses.
 
     Yields:
         Which of all processes this one is; and what watches the others.

@@ -85,7 +85,7 @@ def _shown(patience: timedelta) -> str:
 
 
 def _store_address(here: Place) -> str:
-    """Where the ranks meet, for messages."""
+    """Return the rendezvous address, for messages."""
     if here.init_method != ENV:
         return str(here.init_method)
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -109,8 +109,8 @@ def _meet(
                 "in MASTER_PORT or distributed.init_method"
             ) from error
         raise Fault(
-            f"rank {here.rank} waited {shown} for rank 0 to open {_store_address(here)}; check that it runs "
-            "there, and that the two hosts can reach each other"
+            f"rank {here.rank} waited {shown} for rank 0 to open {_store_address(here)}; check that rank 0 "
+            "runs there, and that the two hosts can reach each other"
         ) from error
     store = _of_this_attempt(store, here, timeout, over)
     if store.check([f"arrived/{here.rank}"]):
@@ -125,11 +125,11 @@ def _meet(
         except RuntimeError:
             raise Fault(
                 f"rank 0, which holds the store at {_store_address(here)}, ended before all ranks had met; "
-                "it prints which ranks are missing"
+                "the output of rank 0 names the missing ranks"
             ) from error
         raise Fault(
-            f"waited {shown} for all {here.world_size} ranks; missing: {missing}; they were not started, or "
-            f"their hosts cannot reach the store at {_store_address(here)}: read what they print there"
+            f"waited {shown} for all {here.world_size} ranks; missing: {missing}; these ranks were not "
+            f"started, or their hosts cannot reach the store at {_store_address(here)}; read their output"
         ) from error
     names, introductions = zip(*arrived, strict=True)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -139,9 +139,9 @@ def _meet(
 def gather_in_store(
     store: dist.Store, name: str, rank: int, world_size: int, value: Any, timeout: timedelta
 ) -> list[Any]:
-    """Every rank's `value` (of JSON), by rank, on every rank.
+    """Return every rank's `value` (JSON), by rank, on every rank.
 
-    Only rank 0 reads them all, so that the other ranks make a few calls, whatever their number.
+    Only rank 0 reads all values, so that each other rank makes a few calls, whatever the number of ranks.
 
     Raises:
         RuntimeError: the store can't be reached, or a rank set no value within `timeout`.

@@ -7,7 +7,7 @@ from trainer.files.untrusted import printable
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, each column as wide as its widest cell."""
+    """Return rows of cells as text, with each column as wide as its widest cell."""
     shown = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in shown)
@@ -15,5 +15,5 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def cell(value: float | None, form: str = ".6g") -> str:
-    """A number as a cell of a table, which is empty without one."""
+    """Return a number as a cell of a table; an empty cell for None or NaN."""
     return "" if value is None or math.isnan(value) else f"{value:{form}}"

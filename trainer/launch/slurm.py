@@ -22,8 +22,8 @@ from trainer.launch.signals import stop_signals_to
 # srun ends the other tasks this long after the first has ended: a rank that hangs would keep the job.
 _LAST_TASK_S = 120
 _NO_STEP = (
-    "not requeued: this attempt was stopped before it had made a step; set a higher launch.time, or a lower "
-    "launch.save_before_s"
+    "not requeued: this attempt was stopped before it had completed a step; set a higher launch.time, "
+    "or a lower launch.save_before_s"
 )
 
 
@@ -53,7 +53,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
     (run_dir / "slurm" / "job.sh").write_text(script)
     number, jobs = run_dir / "slurm" / "id", []
     if config.resume == "auto" and number.exists() and _listed(number.read_text()):
-        jobs.append(number.read_text())  # its launcher was killed
+        jobs.append(number.read_text())  # still queued or running, because its launcher was killed
     after = [f"--dependency=afterany:{job}" for job in jobs]
     wait = ["--wait"] if settings.wait else []
     command = ["sbatch", "--parsable", *after, *wait, str(run_dir / "slurm/job.sh")]
@@ -73,11 +73,11 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
             subprocess.run(["scancel", "--quiet", how, *jobs], check=False, timeout=60)
 
     if after:
-        print(f"job {job} waits for job {jobs[0]}, which runs in the same run_dir", flush=True)
+        print(f"job {job} starts when job {jobs[0]} ends, which uses the same run_dir", flush=True)
     print(f"job {job}  ->  tail -f {run_dir}/slurm/{job}_*.out", flush=True)
     with stop_signals_to(pass_on, (signal.SIGINT, signal.SIGTERM)):
         status = submitted.wait()  # sbatch itself waits for a controller that is away
-    if status == 0 and _listed(job, "--states=CANCELLED"):  # while it waited in the queue
+    if status == 0 and _listed(job, "--states=CANCELLED"):  # cancelled while it was queued
         status = StoppedBySignal.exit_code
     if status:
         why = f"see {run_dir}/slurm/{job}.out"
@@ -88,7 +88,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
 
 
 def _listed(job: str, *options: str) -> bool:
-    """Whether squeue lists the job: by default, if it has not ended."""
+    """Return whether squeue lists the job; without options, it lists jobs that have not ended."""
     asked = ["squeue", "--noheader", "--format=%i", f"--jobs={job}", *options]
     return bool(subprocess.run(asked, capture_output=True, check=False, timeout=60).stdout.strip())
 
@@ -119,7 +119,7 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bo
     newest = f"ls -td {shlex.quote(str(folder.parent / 'checkpoints'))}/step_* 2>/dev/null | head -n 1"
     again = [
         f"if [ $status = {StoppedBySignal.exit_code} ] && [ ! -e {shlex.quote(str(folder / 'stop'))} ]; then",
-        f'  if [ "$({newest})" = "$before" ]; then  # the next attempt would stop there, too',
+        f'  if [ "$({newest})" = "$before" ]; then  # the next attempt would stop there as well',
         f'    echo "{_NO_STEP}"',
         "  else",
         '    scontrol requeue "$SLURM_JOB_ID"',

@@ -137,7 +137,7 @@ def run_id_of(path: Location) -> str | None:
 
 
 def _traces(path: Path) -> list[str]:
-    """Files of a run that another must not be mixed with; not its log, settings and .hparams of a sweep."""
+    """Return files that show that a run used `path`; not its log, its config, or a sweep's .hparams."""
     patterns = ("checkpoints/step_*", "result.json", "events.*[0-9]", "metrics.jsonl")
     return [str(found[-1].relative_to(path)) for pattern in patterns if (found := sorted(path.glob(pattern)))]
 
@@ -170,9 +170,9 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
 
 
 def _renew(lock: Path, ended: threading.Event) -> None:
-    """Set the file's time to now and again, so that other hosts see that this process lives.
+    """Keep setting the modification time of the lock file to now, so that other hosts see that the run lives.
 
-    In a thread: an evaluation or a compilation does not delay it, and a slow disk does not delay a step.
+    Runs in a thread, so that an evaluation doesn't delay it, and a slow disk doesn't delay a step.
     """
     while not ended.wait(RENEW_S):
         with contextlib.suppress(OSError):

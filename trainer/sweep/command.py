@@ -35,7 +35,7 @@ def sweep(
         sweeper: hydra.sweeper.
 
     Raises:
-        UserError: the command line is wrong, or no trial can work.
+        UserError: the command line is wrong, or no combination is valid.
         SystemExit: with the status of the sweep.
     """
     refuse_sweep_in_ranks()
@@ -45,9 +45,8 @@ def sweep(
     wanted: SweepConfig = typed(SweepConfig, "hydra.sweeper", sweeper)
     params = [f"{key}={value}" for key, value in (wanted.params or {}).items()]
     parsed = OverridesParser.create(config_loader=loader).parse_overrides([*params, *arguments])
-    overrides = list(
-        {override.get_key_element(): override for override in parsed}.values()
-    )  # the last counts
+    # The last override of a key takes precedence.
+    overrides = list({override.get_key_element(): override for override in parsed}.values())
     for override in overrides:
         line, key = override.input_line, override.key_or_group
         if key == "run_dir":
@@ -63,7 +62,7 @@ def sweep(
 
     @functools.cache
     def exists(key: str, value: str) -> bool:
-        """Whether some choice of the swept groups has the setting `key`."""
+        """Return whether the setting `key` exists with some choice of the swept groups."""
         for choices in grid(groups):
             try:
                 loader.load_sweep_config(composed, [*common, *words_of({**choices, key: value})])
@@ -94,9 +93,8 @@ def sweep(
     of_hydra = list(composed.hydra.overrides.hydra)
     options = [word for word in sys.argv[1:] if word not in (*arguments, *of_hydra, "-m", "--multirun")]
     options += [word for word in of_hydra if word.startswith(("hydra.searchpath=", "hydra.job."))]
-    if not any(
-        word.startswith("hydra.mode=") for word in of_hydra
-    ):  # a file has it, and makes all runs sweeps
+    # A file may set hydra.mode=MULTIRUN, which would make each trial a sweep.
+    if not any(word.startswith("hydra.mode=") for word in of_hydra):
         options.append("hydra.mode=RUN")
     planned = []
     if wanted.search == "grid":  # all are composed before the first runs, to show a mistake at once

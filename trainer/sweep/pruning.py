@@ -1,4 +1,4 @@
-"""Which running trials to stop early: a pruner of Optuna compares their evaluations."""
+"""Decides which running trials to stop early, by comparing their evaluations with one of Optuna's pruners."""
 
 import logging
 from typing import Any
@@ -9,13 +9,13 @@ from trainer.sweep.trials import FINAL, PRUNED, Trial, TrialLog, values_of
 
 
 class Pruning:
-    """Optuna's study of a sweep, told of each evaluation as the trial's files have it.
+    """An Optuna study of the sweep, to which the evaluations in each trial's files are reported.
 
-    Trials are compared after the same number of evaluations, since their steps may have other batch sizes.
-    The trials of an earlier start of the sweep are told at once.
+    Trials are compared after the same number of evaluations, since their batch sizes may differ. Trials that
+    ended before this start of the sweep are reported at once.
 
     Raises:
-        UserError: there is no Optuna.
+        UserError: Optuna is not installed.
     """
 
     def __init__(self, wanted: SweepConfig, log: TrialLog) -> None:
@@ -27,29 +27,31 @@ class Pruning:
         self._study = optuna.create_study(
             direction="minimize" if wanted.mode == "min" else "maximize",
             pruner=pruner,
-            sampler=optuna.samplers.RandomSampler(),  # not asked for anything
+            sampler=optuna.samplers.RandomSampler(),  # unused, since the study suggests no values
         )
         self._states = optuna.trial.TrialState
         self._log = log
-        self._told: dict[int, tuple[Any, int]] = {}  # Optuna's trial, and how many evaluations it knows
+        # Optuna's trial, and the number of evaluations reported to it.
+        self._told: dict[int, tuple[Any, int]] = {}
         for trial in log.comparable():
             if trial.state in FINAL:
                 self.end(trial)
 
     def step_to_end_at(self, trial: Trial) -> int | None:
-        """Tell Optuna of the new evaluations of `trial`; return the step of one after which it is to end."""
+        """Report the new evaluations of `trial`; return the step after which to stop it, or None."""
         own, known = self._told.get(trial.number) or (self._study.ask(), 0)
         evaluations = list(self._log.evaluations(trial).items())
         found = None
         for number, (step, value) in enumerate(evaluations[known:], known + 1):
             own.report(value, number)
-            if own.should_prune() and found is None:  # asked each time: it remembers how far a trial came
+            # Called for each evaluation, because Optuna records the rungs that a trial reaches.
+            if own.should_prune() and found is None:
                 found = step
         self._told[trial.number] = own, max(known, len(evaluations))
         return found
 
     def end(self, trial: Trial) -> None:
-        """Tell Optuna how `trial` has ended."""
+        """Report to Optuna how `trial` has ended."""
         self.step_to_end_at(trial)
         own, _ = self._told.pop(trial.number)
         if values := values_of([trial]):

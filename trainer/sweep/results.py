@@ -60,7 +60,7 @@ def table(trials: Sequence[Trial], wanted: SweepConfig) -> str:
 
 
 def state(trial: Trial) -> str:
-    """The state of a trial, in words."""
+    """Return the state of a trial; for a pruned trial, with its step."""
     return trial.state + (f" at step {trial.pruned_at}" if trial.state == PRUNED else "")
 
 
@@ -115,9 +115,11 @@ def write_hparams(folder: Path, trials: Sequence[Trial], metric: str) -> None:
 
 
 def draw(path: Path, trials: Sequence[Trial], wanted: SweepConfig) -> bool:
-    """Draw the metric over each swept setting; False if less than two trials are done, or nothing differs.
+    """Draw the metric over each swept setting.
 
-    Pruned trials are crosses at their last value, or at the edge of the values of trials that are done.
+    Return False if fewer than two trials are done, or no setting differs.
+
+    Pruned trials are crosses at their last value, clipped to the range of the trials that are done.
     """
     import matplotlib
 
@@ -166,9 +168,10 @@ def _cells(trial: Trial, keys: Sequence[str]) -> list[str]:
 
 
 def _column(trials: Sequence[Trial], key: str) -> dict[int, float | str]:
-    """The values of a setting, by the index of each trial that has it.
+    """Return the values of a setting by the index of each trial that has it.
 
-    They are numbers if all are finite ones, or else texts: the HParams tab hides a trial of another type.
+    Values are numbers if all of them are finite numbers, and otherwise strings: the HParams tab hides a
+    trial whose value has another type.
     """
     given = ((index, trial.swept.get(key)) for index, trial in enumerate(trials))
     texts = {index: text for index, text in given if text is not None}

@@ -25,7 +25,7 @@ from trainer.sweep.trials import Combination, RunFiles, Trial, TrialLog, words_o
 OUTPUT = "output.log"
 _POLL_S = 0.05
 _EVALUATIONS_EVERY_S = 0.5  # how often the files of running trials are read, for pruning
-# How many trials end with the same message before a mistake is looked for in what they share.
+# The number of trials that must end with the same message before the sweep blames a shared setting.
 _ALIKE = 3
 # How many jobs of a sweep are queued at a time, to leave room for others; SLURM queues them anyway.
 _QUEUED_JOBS = 16
@@ -48,8 +48,8 @@ class Runner:
     """Starts the trials of a sweep, and follows each to its end.
 
     Args:
-        search: combinations with their settings, or why these are refused. None is taken in advance: a search
-            learns from each result.
+        search: combinations, each with its config or its error message. The next is requested only when it
+            can start, because a search learns from each result.
         options: Hydra's own options, for the command line of each trial.
     """
 
@@ -63,9 +63,9 @@ class Runner:
     ) -> None:
         self._wanted, self._search, self._log, self._options = wanted, search, log, options
         self._pruning, self._read_at_s = pruning, -math.inf
-        self._learns = pruning is not None or wanted.search != "grid"  # from the metric of the trials
+        self._learns = pruning is not None or wanted.search != "grid"  # from the metric of each trial
         self._gpus = visible_gpus()
-        self._trials: list[Trial] = []  # of this command, which the log may have others beside
+        self._trials: list[Trial] = []  # of this command; the log may also have trials of other commands
         self._queue: deque[Attempt] = deque()
         self._running: list[Attempt] = []
         self._signals: list[int] = []
@@ -76,16 +76,16 @@ class Runner:
         """Run the rest of the sweep, report on all of it, and return the exit status.
 
         Raises:
-            UserError: the settings that all trials share are wrong; running trials have saved.
+            UserError: a setting that all trials share is wrong; running trials have saved and stopped.
         """
         counts = Counter(trial.state for trial in self._log.trials.values())
         before = ", ".join(f"{count} {state}" for state, count in counts.items())
-        _say(f"sweep in {self._log.folder}" + (f": {before} before" if before else ""))
+        _say(f"sweep in {self._log.folder}" + (f"; earlier trials: {before}" if before else ""))
         with stop_signals_to(self._signals.append):
             self._loop()
         results.write(self._log, self._wanted)
         if self._mistake is not None:
-            raise UserError(f"{self._mistake}; the sweep ends here; the same command continues it")
+            raise UserError(f"{self._mistake}; the sweep stops here; the same command continues it")
         invalid = [trial for trial in self._trials if trial.state == trials.INVALID]
         if invalid:
             _say(f"{len(invalid)} of {len(self._trials)} trials are invalid; to retry one, delete its folder")
@@ -121,7 +121,7 @@ class Runner:
     def _start_next(self) -> bool:
         """Start a trial, if there is one and room for it.
 
-        The search is asked only if another trial like the last one has room: then most results are known.
+        Ask the search only if there is room for a trial like the last one, when most results are known.
         """
         if self._running and self._room(self._running[-1]) is None:
             return False
@@ -159,7 +159,8 @@ class Runner:
         folder.mkdir(exist_ok=True)
         argv = [*self._options, *trial.overrides, set_to("run_dir", str(folder))]
         begun = any(folder.glob("checkpoints/step_*"))
-        used = (folder / "run.json").exists() or (folder / "slurm").exists()  # a job may still run, or wait
+        # With a folder slurm/, its job may still be running or queued.
+        used = (folder / "run.json").exists() or (folder / "slurm").exists()
         if begun or (attempt.config.resume is None and used):
             argv.append("resume=auto")
         trial.state, trial.status, trial.reason, trial.pruned_at = trials.RUNNING, None, None, None
@@ -182,7 +183,7 @@ class Runner:
         trial.status, trial.seconds = code, trial.seconds + round(time.monotonic() - attempt.began_s, 3)
         trial.state = _STATES.get(code, trials.STOPPED if self._ends else trials.DIED)
         if trial.state == trials.DONE:
-            trial.pruned_at = None  # it was at its end when it was to stop
+            trial.pruned_at = None  # it reached its end before the signal
         elif trial.pruned_at is not None:
             trial.state = trials.PRUNED
         elif trial.state == trials.INVALID:
@@ -200,14 +201,14 @@ class Runner:
             words += f" (status {code}): {_last_line(folder / OUTPUT)}  ({folder / OUTPUT})"
         _say(words)
         if trial.state == trials.INVALID and self._share_a_mistake():
-            self._end(f"{trial.reason}; {_ALIKE} trials or more ended so, and none otherwise")
+            self._end(f"{trial.reason}; all trials so far ended with this message")
         known: Iterable[str] = metrics if self._pruning is None else run.scalars
         if trial.state == trials.DONE and metric not in known and self._learns:
             names = ", ".join(map(printable, known))
-            self._end(f"hydra.sweeper.metric is {metric}, but trials have {names}")
+            self._end(f"hydra.sweeper.metric is {metric}, but the trials logged only {names}")
 
     def _share_a_mistake(self) -> bool:
-        """Whether the first trials ended with one message, and have no swept value in common."""
+        """Return whether all trials so far ended with the same message, and have no swept value in common."""
         ended = [trial for trial in self._trials if trial.status is not None]
         if len(ended) < _ALIKE or {trial.state for trial in ended} != {trials.INVALID}:
             return False
@@ -215,7 +216,7 @@ class Runner:
         return len({trial.reason for trial in ended}) == 1 and not set.intersection(*values)
 
     def _prune(self) -> None:
-        """Have running trials save and stop where the pruner says so; what it decides is in the log first."""
+        """Stop the running trials that the pruner rejects, after they have saved; log each decision first."""
         now_s = time.monotonic()
         if self._pruning is None or self._ends or now_s < self._read_at_s + _EVALUATIONS_EVERY_S:
             return
@@ -229,7 +230,7 @@ class Runner:
                     attempt.process.send_signal(signal.SIGTERM)
 
     def _end(self, mistake: str | None = None) -> None:
-        """Start no more trials; those that run save and stop."""
+        """Start no more trials, and let the running ones save and stop."""
         self._mistake = self._mistake or mistake
         if not self._ends:
             self._ends = True
@@ -242,7 +243,7 @@ def _say(text: str) -> None:
 
 
 def _last_line(output: Path) -> str:
-    """The last one that says why; those after it, such as the page about it, are indented."""
+    """Return the last line that isn't indented: the reason. Hints such as the page about it are indented."""
     lines = output.read_text(errors="replace").splitlines()
     last = next((line for line in reversed(lines) if line[:1].strip()), "no output")
     return printable(last)

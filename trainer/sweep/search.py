@@ -35,11 +35,11 @@ class SweepConfig:
 def with_settings(
     combinations: Iterable[Combination], compose: Callable[[Combination], tuple[Combination, Config]]
 ) -> Iterator[tuple[Combination, Config | str]]:
-    """Each different combination with its settings, or with why they are refused, which is also printed.
+    """Yield each distinct combination with its config, or with the error message, which is also printed.
 
     Args:
-        compose: returns the combination without the settings that its other choices do not have, so that
-            several may become the same one.
+        compose: returns the config, and the combination without the settings that do not exist with its
+            other choices. Several combinations may then become equal; only the first is yielded.
     """
     seen = set()
     for combination in combinations:
@@ -51,7 +51,7 @@ def with_settings(
         if (words := " ".join(words_of(combination))) not in seen:
             seen.add(words)
             if isinstance(composed, str):
-                print(f"left out: {words}: {composed}", flush=True)
+                print(f"skipped: {words}: {composed}", flush=True)
             yield combination, composed
 
 
@@ -74,12 +74,12 @@ def grid(swept: Sequence[Override]) -> Iterator[Combination]:
 def suggestions(
     wanted: SweepConfig, swept: Sequence[Override], log: TrialLog, seed: int | None
 ) -> Iterator[Combination]:
-    """Random or TPE search by Optuna, which learns what has run from the trial log before each suggestion.
+    """Yield combinations from Optuna's random or TPE search, which rereads the trial log before each one.
 
-    A combination that was stopped, has died, or ran when the sweep was killed, comes first.
+    Combinations that were stopped, died, or were running when the sweep was killed come first.
 
     Raises:
-        UserError: there is no Optuna, or an interval or a list that it cannot search.
+        UserError: Optuna is not installed, or cannot search an interval or a list.
     """
     optuna = optional("optuna", f"hydra.sweeper.search={wanted.search}", extra="sweep")
     optuna.logging.set_verbosity(logging.WARNING)
@@ -88,7 +88,7 @@ def suggestions(
     sampler = optuna.samplers.TPESampler if wanted.search == "tpe" else optuna.samplers.RandomSampler
 
     def known() -> Iterator[tuple[list[Trial], Any]]:
-        """The trials of each combination, and what Optuna is told of them."""
+        """Yield the trials of each combination, with the same result as a trial of Optuna."""
         for trials in log.combinations(space):
             told: dict[str, Any] = {"state": optuna.trial.TrialState.FAIL}
             if len(values := values_of(trials)) == len(trials):
@@ -101,7 +101,7 @@ def suggestions(
                 params = {key: kinds[key](value) for key, value in swept.items()}
                 of = {key: space[key] for key in params}
                 yield trials, optuna.trial.create_trial(params=params, distributions=of, **told)
-            except ValueError:  # of an earlier command line, with other values
+            except ValueError:  # from an earlier command line, which swept other values
                 continue
 
     before = list(known())

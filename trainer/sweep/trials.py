@@ -17,16 +17,16 @@ FILE = "trials.jsonl"
 RUNNING, DONE, DIED = "running", "done", "died"
 FAILED = "failed"  # a loss that was not finite: a restart would end the same
 STOPPED = "stopped"  # and saved
-INVALID = "invalid"  # a wrong setting, which the run has refused
+INVALID = "invalid"  # the run refused a wrong setting
 PRUNED = "pruned"  # stopped, because others were better after the same number of evaluations
 FINAL = {DONE, FAILED, INVALID, PRUNED}
 
-# A value for each swept setting; None for one that the other choices of the combination do not have.
+# A value for each swept setting; None if the setting does not exist with the combination's other choices.
 Combination = Mapping[str, str | None]
 
 
 def words_of(combination: Combination) -> list[str]:
-    """As on a command line."""
+    """Return the overrides of a combination, as on a command line."""
     return [f"{key}={value}" for key, value in combination.items() if value is not None]
 
 
@@ -62,7 +62,7 @@ class Trial:
     value: float | None = None
     seconds: float = 0.0  # over all attempts
     reason: str | None = None  # why it is invalid
-    pruned_at: int | None = None  # the step of the evaluation that decided it
+    pruned_at: int | None = None  # the step of the evaluation after which it was pruned
 
     @property
     def overrides(self) -> list[str]:
@@ -98,21 +98,21 @@ class TrialLog:
         return trial
 
     def is_final(self, trial: Trial) -> bool:
-        """Whether this command does not run `trial` again: it has ended, and its folder has not been deleted.
+        """Return whether `trial` has ended and its folder still exists: then it is not run again.
 
-        An invalid trial is tried again if none had worked before this command: the mistake may have been in
-        what all of them share, such as a missing file, and be corrected.
+        An invalid trial is run again if no trial had worked before this command: the mistake may have been
+        one that all trials shared, such as a missing file, and may be corrected by now.
         """
         if trial.state == INVALID and not self._works:
             return False
         return trial.state in FINAL and (self.folder / trial.folder).is_dir()
 
     def comparable(self) -> list[Trial]:
-        """The trials with the common overrides of this command line, in order."""
+        """Return the trials with the common overrides of this command line, in order."""
         return [trial for trial in self.trials.values() if _key(trial.common) == _key(self._common)]
 
     def combinations(self, keys: Iterable[str]) -> list[list[Trial]]:
-        """The comparable trials that set `keys`; together those that only their seed tells apart."""
+        """Return the comparable trials that set `keys`, grouped by all their values except the seed."""
         found: dict[tuple[str | None, ...], list[Trial]] = {}
         for trial in self.comparable():
             if trial.swept.keys() - {"seed"} == {*keys} - {"seed"}:
@@ -120,7 +120,7 @@ class TrialLog:
         return list(found.values())
 
     def evaluations(self, trial: Trial) -> dict[int, float]:
-        """The metric of a trial, which may be running, by step."""
+        """Return the metric of a trial by step; the trial may still be running."""
         return RunFiles(self.folder / trial.folder).scalars.get(self._metric, {})
 
     def write(self) -> None:
