@@ -60,7 +60,10 @@ def sleeping() -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def test_a_run_in_each_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_each_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     with sleeping() as alive, sleeping() as suspended, sleeping() as killed:
         suspended.send_signal(signal.SIGSTOP)
         killed.kill()

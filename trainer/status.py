@@ -32,7 +32,7 @@ from trainer.run_dir.metrics_file import RESULT, last_metrics
 _STATES = ["failed", "lost", "suspended", "stopped", "running", "done"]  # what needs attention comes first
 _HEADER = ["run", "state", "step", "left", "train", "eval", "best", "samples/s", "host"]
 _SILENT_S = 4 * RENEW_S  # an NFS client may show a time that is a minute old
-_WIDTH, _REFRESH_S = 100, 5.0
+_DEFAULT, _WIDTH, _REFRESH_S = "runs", 100, 5.0
 
 
 def look(folder: Path) -> dict[str, Any]:
@@ -135,11 +135,11 @@ def report(folders: Sequence[str], as_json: bool, width: int) -> str:
     """Return the table, or the JSON, of all runs below `folders`, including the trials of sweeps.
 
     Raises:
-        UserError: one is not a directory.
+        UserError: one is not a directory; the default need not exist yet.
     """
     runs: list[dict[str, Any]] = []
     for top in folders:
-        if not Path(top).is_dir():
+        if not Path(top).is_dir() and top != _DEFAULT:
             raise UserError(f"{printable(top)} is not a directory; give the folder that contains your runs")
         for folder, names, files in os.walk(top):
             if RUN in files:
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m trainer.status", description=about)
     where = "folders that contain runs, at any depth (default: runs)"
-    parser.add_argument("dirs", nargs="*", metavar="DIR", default=["runs"], help=where)
+    parser.add_argument("dirs", nargs="*", metavar="DIR", default=[_DEFAULT], help=where)
     parser.add_argument("--watch", action="store_true", help=f"refresh the table every {_REFRESH_S:.0f} s")
     parser.add_argument("--json", action="store_true", help="print a JSON list, with whole messages")
     options = parser.parse_args(arguments)

@@ -34,7 +34,7 @@ def _fail_once(patch: pytest.MonkeyPatch, where: Any, name: str, code: int) -> N
 def _fail_everywhere(run_dir: Path, code: int) -> list[str]:
     state = tiny.train_state(sharded=True)
     checkpointer = tiny.checkpointer(run_dir, format="sharded", state=state)
-    checkpointer.save(state)
+    checkpointer.save(state).done()
     messages = []
     for rank, where, name in (*SAVE, *RESUME):
         state.progress.step += 1
@@ -51,7 +51,7 @@ def _fail_everywhere(run_dir: Path, code: int) -> list[str]:
         torch_dist.barrier()
         assert not list((run_dir / "checkpoints").glob(".*"))
         torch_dist.barrier()
-        checkpointer.save(state)  # of the same step: what failed is not held for saved
+        checkpointer.save(state).done()  # of the same step: what failed is not held for saved
         step = state.progress.step
         assert verified(run_dir / "checkpoints" / f"step_{step:08d}").manifest.step == step
     found = tiny.checkpointer(run_dir).open("auto")

@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from planner.pretend import DryRunWorld, as_rank_of
 from tests.runs import train
-from trainer.checkpoint.layout import IndexEntry, Plan, WrittenChunks, index_from_json, plan_save
+from trainer.checkpoint.layout import IndexEntry, Plan, WrittenChunks, index_from_json
 from trainer.tensors.local_shard import num_rows
 
 # Three FSDP ranks saved it with format version 4, and this was the hash of their model.
@@ -71,20 +67,3 @@ def test_the_index_of_a_large_run_grows_with_ranks_plus_tensors() -> None:
         "model-00003-of-00004.safetensors",
     ]
     assert {chunk.key for chunk in index["model.b"].chunks} == {"a"}
-
-
-def test_ranks_without_rows_of_a_tied_weight_make_the_plan_of_the_others() -> None:
-    """In each of the two shard groups only the first rank has the one row of it."""
-
-    def plan(rank: int) -> Plan:
-        model = nn.Sequential(nn.Linear(64, 1, bias=False), nn.Linear(64, 1, bias=False), nn.Linear(8, 6))
-        model[1].weight = model[0].weight
-        with as_rank_of(DryRunWorld(size=4, per_host=2, rank=rank)):
-            fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
-            return plan_save(
-                {f"model.{name}": t for name, t in model.state_dict().items()}, "sharded", rank, 4
-            )
-
-    plans = [plan(rank) for rank in range(4)]
-    assert plans[0].aliases == {"model.1.weight": "model.0.weight"}
-    assert [(each.writers, each.aliases) for each in plans] == [(plans[0].writers, plans[0].aliases)] * 4

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.checkpoint.safetensors_files import NAMES
 from trainer.checkpoint.tree import is_extra_state
-from trainer.tensors.local_shard import is_dtensor, is_sharded, num_rows, rows_of_shard, storage_of, to_local
+from trainer.tensors.local_shard import is_dtensor, is_sharded, num_rows, rows_of_shard, to_local
 
 _MODEL = "model."
 # Beside those of safetensors, which has no names for these: they are stored as bytes.
@@ -234,10 +234,8 @@ def aliases_in(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     aliases = {}
     for name, tensor in tensors.items():
         here = to_local(tensor)
-        if tensor.numel() and not here.is_meta:
-            # Compare storages, because a rank's shard may be empty, and all ranks must find the same aliases.
-            memory = storage_of(here), here.storage_offset(), here.stride(), here.dtype
-            place = (_is_weight(name), tensor.shape, *memory)
+        if here.numel() and not here.is_meta:
+            place = (_is_weight(name), tensor.shape, here.dtype, here.device, here.data_ptr(), here.stride())
             if first.setdefault(place, name) != name:
                 aliases[name] = first[place]
     return aliases
