@@ -187,8 +187,9 @@ def lose(
         (pair[1].kill_all if how == "kill" else pair[1].link_down)()
         return {"kill": "host 1 killed", "cut": "host 1 cut off"}[how]
 
-    # torchrun notices a lost host after 15 s, and gives it 30 s to come back.
-    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
+    # By default torchrun notices a lost host after 15 s, and gives it 30 s to come back. If the second host
+    # needs longer than the last call to start, the first one trains alone.
+    conf = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=4"
     start = on(pair, 2, f"--max-restarts={RESTARTS}", "--nnodes=1:2", conf=conf)
     return run(start, folder, [SAVED + 15], random.Random(0), steps=steps, timeout_s=6.0, kill=take_away)
 
