@@ -113,7 +113,7 @@ def test_slow_links_are_named_and_below_min_gbit_they_fail(
     one_link = {pair: 0.02 if set(pair) == {1, 2} else 17.0 for pair in pairs}
     assert _judged(one_link)
     warned = re.findall(
-        r"^WARNING: host (\d) \(h\d\) -> host (\d) .*: 0.02 Gbit/s .* median, 17",
+        r"^WARNING: host (\d) \(h\d\) -> host (\d) .*: 0.02 Gbit/s .* median of all hosts, 17",
         capsys.readouterr().out,
         re.M,
     )

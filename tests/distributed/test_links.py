@@ -73,4 +73,4 @@ def test_a_host_that_others_cannot_reach_is_named_unless_gloo_needs_no_connectio
     line = f"host 0 ({name}) cannot reach host 1 ({name}, 192.0.2.1:"
     assert [words.startswith(line) for words in warned] == [True, True] and len(told) == 1
     assert all(words.splitlines()[0].endswith("network is unreachable") for words in warned)
-    assert "set GLOO_SOCKET_IFNAME to its interface" in told[0] and told[0] == warned[1]
+    assert "set GLOO_SOCKET_IFNAME on that host" in told[0] and told[0] == warned[1]
