@@ -289,6 +289,8 @@ def _forked(
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Popen has restored the default action, which ends the process; a new interpreter ignores SIGPIPE.
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         GlobalHydra.instance().clear()  # a sweep starts its trials from within Hydra
         gc.enable()
         # torch replaces its thread pool at the first use after a fork, and autograd's threads, which all use
