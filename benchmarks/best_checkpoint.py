@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.programs import finish
 from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.finding import candidates

@@ -31,7 +31,7 @@ from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
 from trainer.distributed.ranks import Ranks
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.state.train_state import Progress, TrainState
 
 WIDTH, BATCH = 2048, 256
@@ -42,7 +42,7 @@ def build_state(gigabytes: float, shard: Callable[[nn.Module], object] = lambda 
     num_layers = max(1, round(gigabytes * 1e9 / 3 / (WIDTH * WIDTH * 4)))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
     shard(model)
-    trained = Trained(model)
+    trained = TrainableParameters(model)
     optimizer = torch.optim.AdamW(trained.own.values())
     for own in trained.own.values():
         own.grad = torch.rand_like(own)

@@ -107,9 +107,11 @@ def main() -> None:
         at = [places[index] for index in indices]
         found = run_ranks(measure, len(indices), *work, hosts=at, timeout_s=1200)[0]
     print(f"ResNet-18 at {args.hosts} x {args.per_host} ranks, {args.batch} images each, links {args.rate}")
-    print(f"{'':26} {'ms/step':>8} {'x plain':>8} {'comm ms':>8} {'hidden':>8} {'exposed':>8}")
+    print(f"{'':26} {'ms/step':>8} {'x plain':>8} {'comm ms':>8} {'overlapped':>10} {'exposed':>8}")
     for name, row in found.items():
-        comm = [f"{row.get(f'comm/{key}_ms', float('nan')):8.1f}" for key in ("total", "hidden", "exposed")]
+        comm = [
+            f"{row.get(f'comm/{key}_ms', float('nan')):8.1f}" for key in ("total", "overlapped", "exposed")
+        ]
         print(f"{name:26} {row['ms']:8.1f} {row['ratio']:8.2f} {' '.join(comm)}")
 
 

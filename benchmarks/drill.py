@@ -1,8 +1,8 @@
-"""Every fault, one after another: the verdict, the time until all end, and the restart.
+"""Every fault, one after another: the report, the time until all end, and the restart.
 
 Trains the MLP on the embedded digits under torchrun with --max-restarts=1, as a user would, once undisturbed
 and once for each fault, and prints a table with a row for each. `right` means that failure.json names the
-rank, the phase and the step of the fault; the seconds are from the fault to the verdict, and until each
+rank, the phase and the step of the fault; the seconds are from the fault to the report, and until each
 process of that attempt has ended; `lost` counts the steps that were made again. Exit status 1 if any row is
 wrong.
 
@@ -41,7 +41,7 @@ def cases(strategies: Sequence[str], comms: Sequence[str], faults: Sequence[str]
 
 
 HEADER = (
-    f"{'':<16} {'fault':<8} {'right':<6} {'verdict s':>9} {'gone s':>7}  {'went on':<12} {'lost':<5} "
+    f"{'':<16} {'fault':<8} {'right':<6} {'report s':>9} {'gone s':>7}  {'went on':<12} {'lost':<5} "
     f"{'equal':<6} notes"
 )
 
@@ -51,7 +51,7 @@ def row(case: Case, outcome: Outcome, problems: Sequence[str], equal: bool) -> s
         return "-" if value is None else f"{value:.1f}"
 
     wrong = [problem for problem in problems if problem != "another hash"]
-    times = f"{seconds(outcome.verdict_s):>9} {seconds(outcome.end_s):>7}"
+    times = f"{seconds(outcome.report_s):>9} {seconds(outcome.end_s):>7}"
     lost = "-" if outcome.lost is None else outcome.lost
     went_on = f"{outcome.went_on:<12} {lost:<5} {'yes' if equal else 'no':<6}"
     right = "no" if wrong else "yes"

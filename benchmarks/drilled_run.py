@@ -1,4 +1,4 @@
-"""One run with a fault, observed from outside: its verdict, the time until all ended, and the restart."""
+"""One run with a fault, observed from outside: its report, the time until all ended, and the restart."""
 
 import contextlib
 import json
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.hosts import Host
 from tests.hosts import torchrun as on_host
-from trainer.faults import processes
+from trainer.failures import processes
 from trainer.launch.signals import stop_signals_to
 
 PROGRAM = Path(__file__).parents[1] / "train.py"
@@ -58,8 +58,8 @@ class Outcome:
     """The outcome of a run; seconds are since the fault."""
 
     step: int = STEP  # of the fault: the requested one, or the next with that phase
-    verdict: dict[str, Any] | None = None
-    verdict_s: float | None = None
+    report: dict[str, Any] | None = None
+    report_s: float | None = None
     end_s: float | None = None
     went_on: str = "undisturbed"  # | by torchrun | by hand
     lost: int | None = None  # steps made again
@@ -75,13 +75,13 @@ class Outcome:
         if case.fault == "slow":
             lines = "\n".join(self.outputs).splitlines()
             named = any(f"rank {case.rank} (" in line and "has been in" in line for line in lines)
-            return found + ([] if named else ["not named as slow"]) + (["failed"] if self.verdict else [])
-        if self.verdict is None:
-            return [*found, "no verdict"]
+            return found + ([] if named else ["not named as slow"]) + (["failed"] if self.report else [])
+        if self.report is None:
+            return [*found, "no report"]
         if self.end_s is None or self.end_s > timeout_s + _SPARE_S:
             found.append(f"not gone within {timeout_s + _SPARE_S:.0f} s")
         expected: dict[str, Any] = {"status": 3 if case.fault == "nan" else 1, "rank": case.rank}
-        if case.count > 1 and self.verdict.get("rank") in range(case.rank, case.rank + case.count):
+        if case.count > 1 and self.report.get("rank") in range(case.rank, case.rank + case.count):
             del expected["rank"]
         if case.fault == "cut":  # each side names the other, and either may write last
             del expected["rank"]
@@ -91,9 +91,9 @@ class Outcome:
             phase = "optimizer" if case.phase == "update" else case.phase
             expected |= {"step": self.step, "phase": phase}
         return found + [
-            f"{key} {self.verdict.get(key)}, not {value}"
+            f"{key} {self.report.get(key)}, not {value}"
             for key, value in expected.items()
-            if self.verdict.get(key) != value
+            if self.report.get(key) != value
         ]
 
 
@@ -210,11 +210,11 @@ def _follow(
             first = {pid for pid, restarts in ranks_of(mark).items() if restarts == 0}
             pids |= first
         else:
-            if outcome.verdict is None:
+            if outcome.report is None:
                 with contextlib.suppress(OSError, ValueError):
                     written = (run_dir / "failure.json").stat().st_mtime
-                    outcome.verdict = json.loads((run_dir / "failure.json").read_text())
-                    outcome.verdict_s = written - made_at
+                    outcome.report = json.loads((run_dir / "failure.json").read_text())
+                    outcome.report_s = written - made_at
             if outcome.end_s is None and not any(map(_lives, pids)):
                 outcome.end_s = time.time() - made_at
         if ended or (until_gone and outcome.end_s is not None):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import drilled_run
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.programs import Ended, started, torchrun
 
 ERRNOS = ("EIO", "ENOSPC", "ESTALE", "ETIMEDOUT", "EMFILE")

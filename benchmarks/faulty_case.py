@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 
 OUTSIDE = ("kill", "pair", "stop", "saver", "again", "cut")
 INJECTED = ("update", "raise", "hang", "exit", "slow", "nan")
@@ -57,7 +57,7 @@ class Row:
     """What became of one fault; seconds are since then.
 
     Attributes:
-        misjudged: what is wrong with the verdict.
+        misjudged: what is wrong with the report.
         problems: what else is wrong.
         equal: whether the run ended with the hash of an undisturbed one.
     """
@@ -65,8 +65,8 @@ class Row:
     case: Case
     kind: str
     lost: int = 0
-    verdict: str = ""
-    verdict_s: float | None = None
+    report: str = ""
+    report_s: float | None = None
     next_step_s: float | None = None
     misjudged: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -79,30 +79,30 @@ class Row:
     @property
     def saved_by(self) -> str:
         """rank 0 | another | nobody."""
-        if found := re.search(r"step \d+ is saved(?:, by rank (\d+))?|saves the last step", self.verdict):
+        if found := re.search(r"step \d+ is saved(?:, by rank (\d+))?|saves the last step", self.report):
             return "rank 0" if found[1] == "0" else "another"
         return "nobody"
 
     @property
     def why_not(self) -> str:
         """Why nobody saved."""
-        if found := _NOT_SAVED.search(self.verdict):
+        if found := _NOT_SAVED.search(self.report):
             return found[1]
         if self.kind == "nan":
             return "after a NaN there is no save"
-        return "the only rank is gone" if self.case.world == 1 else "the verdict names no reason"
+        return "the only rank is gone" if self.case.world == 1 else "the report names no reason"
 
     def __str__(self) -> str:
         seconds = "-" if self.next_step_s is None else f"{self.next_step_s:.1f}"
         wrong = [*self.misjudged, *self.problems, *([] if self.equal else ["another hash"])]
         facts = f"{self.case.seed:>6} {self.case.name:<20} {self.kind:<7} {self.lost:>3} lost {seconds:>6} s"
-        return f"  {facts}  {'; '.join(wrong) or 'right'}  [{self.verdict}]"
+        return f"  {facts}  {'; '.join(wrong) or 'right'}  [{self.report}]"
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Lines: a line for each kind of fault in each kind of run, and why nobody saved where nobody did."""
     savers = ("rank 0", "another", "nobody")
-    heads = ("tried", "verdict", *savers, "0 lost", "1 lost", "more", "hash", "right", "s", "p90")
+    heads = ("tried", "report", *savers, "0 lost", "1 lost", "more", "hash", "right", "s", "p90")
     lines = [f"{'':<20} {'kind':<7} " + " ".join(f"{head:>7}" for head in heads)]
     for name, kind in sorted({(row.case.name, row.kind) for row in rows}):
         these = [row for row in rows if (row.case.name, row.kind) == (name, kind)]

@@ -19,12 +19,12 @@ from benchmarks.restarts import problems_of_logs
 from tests.hosts import Host
 from trainer.checkpoint.open_checkpoint import verified
 from trainer.errors import UserError
-from trainer.faults import processes
-from trainer.faults.heartbeat import Records
+from trainer.failures import processes
+from trainer.failures.heartbeat import Records
 
 STEPS, TIMEOUT_S = 140, 8.0
 _DEADLINE_S = 200.0  # for one fault and the restart after it, on a busy machine
-_LATE_S = 10.0  # a verdict so long after its deadline is late
+_LATE_S = 10.0  # a report so long after its deadline is late
 
 
 @dataclass
@@ -156,7 +156,7 @@ class FaultyRun:
         self._note_verdict(row, struck_at)
         if fault.kind == "saver" and len(victims) == 1:
             for rank in old:
-                if rank.pid not in victims and rank.records.main().phase == "fault_save":
+                if rank.pid not in victims and rank.records.main().phase == "save_on_failure":
                     time.sleep(self.draw.random() * 0.08)
                     self._kill(rank.pid)
                     victims.append(rank.pid)
@@ -187,8 +187,8 @@ class FaultyRun:
     def _note_verdict(self, row: Row, struck_at: float) -> None:
         path = self.run_dir / "failure.json"
         with contextlib.suppress(OSError, ValueError):
-            if (written := path.stat().st_mtime) > struck_at - 1 and row.verdict_s is None:
-                row.verdict, row.verdict_s = json.loads(path.read_text())["message"], written - struck_at
+            if (written := path.stat().st_mtime) > struck_at - 1 and row.report_s is None:
+                row.report, row.report_s = json.loads(path.read_text())["message"], written - struck_at
 
     def _resumed(self) -> tuple[int, int]:
         """How often the run has resumed, and at which step last."""
@@ -211,30 +211,30 @@ class FaultyRun:
     # ---- what is wrong
 
     def _judge(self, row: Row, fault: Fault, victims: list[int], old: list[Rank]) -> None:
-        reason = "no step is saved" in row.verdict or fault.kind == "nan"
+        reason = "no step is saved" in row.report or fault.kind == "nan"
         dies_alone = self.case.world == 1 and fault.kind in ("kill", "update", "exit", "again")
         if row.lost > 1 and not reason and not dies_alone:
             row.problems.append(f"{row.lost} steps lost without a reason")
         if row.lost < 0:
             row.problems.append("resumed at a step that no rank had finished")
         row.misjudged += [] if dies_alone else self._misjudged(row, fault, victims)
-        if row.verdict_s is not None and row.verdict_s > TIMEOUT_S + _LATE_S:
-            row.misjudged.append(f"the verdict came after {row.verdict_s:.1f} s")
+        if row.report_s is not None and row.report_s > TIMEOUT_S + _LATE_S:
+            row.misjudged.append(f"the report came after {row.report_s:.1f} s")
         row.problems += self._bad_checkpoints()
 
     def _misjudged(self, row: Row, fault: Fault, victims: list[int]) -> list[str]:
         if fault.kind == "cut":
             said = "".join(path.read_text(errors="replace") for path in self.folder.glob("output*"))
             saved = [step for step, _ in set(re.findall(r"step (\d+) is saved, by rank (\d+)", said))]
-            row.verdict = next(iter(re.findall(r"host .*is saved, by rank .*", said)), row.verdict)
+            row.report = next(iter(re.findall(r"host .*is saved, by rank .*", said)), row.report)
             found = [f"host {n} is not named" for n in (0, 1) if f"host {n} (" not in said]
             return found + ([f"saved twice: {saved}"] if len(set(saved)) < len(saved) else [])
         if fault.kind == "nan":
-            is_named = f"rank {fault.rank} (" in row.verdict or self.case.world == 1
+            is_named = f"rank {fault.rank} (" in row.report or self.case.world == 1
             return [] if is_named else [f"it does not name rank {fault.rank}"]
-        blamed = re.match(r"rank (\d+) \(host \d+, [^,]*, pid (\d+)\)", row.verdict)
+        blamed = re.match(r"rank (\d+) \(host \d+, [^,]*, pid (\d+)\)", row.report)
         if blamed is None:
-            return ["no verdict" if row.verdict_s is None else "it blames nobody"]
+            return ["no report" if row.report_s is None else "it blames nobody"]
         if int(blamed[2]) not in victims if victims else int(blamed[1]) != fault.rank:
             return [f"it blames rank {blamed[1]}, not {victims or fault.rank}"]
         return []

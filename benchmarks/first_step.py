@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 from benchmarks.drilled_run import MARK
-from tests.fault_parts import fault
-from trainer.faults import processes
+from tests.failure_parts import fault
+from trainer.failures import processes
 
 ROOT = Path(__file__).parents[1]
 WAYS = {

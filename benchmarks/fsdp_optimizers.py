@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import ConstantLR
 from tests.ranks import run_ranks
 from trainer.checkpoint.tree import put_together, take_apart
 from trainer.errors import UserError
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.optimizers import check_optimizer
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.whole_tensors import whole_parts
@@ -123,7 +123,7 @@ def state_of(target: str, options: dict[str, Any], is_sharded: bool) -> TrainSta
     model = matrices() if target.endswith("Muon") else Net()
     if is_sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    trained = Trained(model)
+    trained = TrainableParameters(model)
     optimizer = build_optimizer(trained, {"_target_": target, "lr": 0.01, **options})
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     return TrainState(trained, optimizer, ConstantLR(optimizer, 1.0), scaler, Progress())
@@ -131,8 +131,8 @@ def state_of(target: str, options: dict[str, Any], is_sharded: bool) -> TrainSta
 
 def make_steps(state: TrainState, steps: range) -> None:
     for step in steps:
-        for number, own in enumerate(state.trained.own.values()):
-            whole = list(state.trained.whole.values())[number]
+        for number, own in enumerate(state.trainable.own.values()):
+            whole = list(state.trainable.whole.values())[number]
             gradient = gradient_of(number, step, whole.shape)
             if own is not whole:
                 parts = gradient.chunk(dist.get_world_size())
@@ -144,7 +144,7 @@ def make_steps(state: TrainState, steps: range) -> None:
 
 
 def weights(state: TrainState) -> list[Tensor]:
-    plain = [getattr(p, "full_tensor", lambda p=p: p)() for p in state.trained.whole.values()]
+    plain = [getattr(p, "full_tensor", lambda p=p: p)() for p in state.trainable.whole.values()]
     return [p.detach().clone() for p in plain]
 
 

@@ -1,7 +1,7 @@
 """CPU seconds of the first and of a later update under FSDP, by the number of tensors, beside a bare loop.
 
 Both shard the same small layers as one unit, and make the same step of fused AdamW. In the bare loop torch's
-optimizer gets the model's DTensors, as in its tutorials; ours gets what `Trained` makes of them.
+optimizer gets the model's DTensors, as in its tutorials; ours gets what `TrainableParameters` makes of them.
 
     torchrun --standalone --nproc_per_node=2 -m benchmarks.fsdp_update [--tensors 125 500 1000 4000]
 """
@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.param_groups import build_optimizer
 
 _STEPS = 5
 
 
 def ours(model: nn.Module) -> Callable[[], None]:
-    trained = Trained(model)
+    trained = TrainableParameters(model)
     optimizer = build_optimizer(trained, {"_target_": "torch.optim.AdamW", "lr": 1e-3})
 
     def update() -> None:

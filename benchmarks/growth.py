@@ -37,8 +37,8 @@ from trainer.checkpoint.manifest import (
     blocks_to_verify,
     manifest_text,
 )
-from trainer.faults.reports import _report
-from trainer.faults.verdict import Observed
+from trainer.failures.diagnosis import Observed
+from trainer.failures.host_reports import _report
 from trainer.tensors.local_shard import num_rows, rows_of_shard
 
 RANKS, PER_HOST, KEPT = (8, 256, 2048), 8, 2000

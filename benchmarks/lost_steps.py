@@ -3,10 +3,10 @@
 Trains the MLP on the digits. Each run gets up to three faults, one after another. From outside, at a random
 moment: kill, pair (two ranks at once), stop, saver (a kill, and another of the rank that saves), again (a
 kill, and another while the run starts again), cut (the link between two hosts, until all ranks have ended).
-Injected: update (a kill within the update), and those of tests/fault_parts.py. After each it looks whom the
-verdict blames, which step is on disk against the last one that any rank had finished, and verifies each
+Injected: update (a kill within the update), and those of tests/failure_parts.py. After each it looks whom the
+report blames, which step is on disk against the last one that any rank had finished, and verifies each
 checkpoint; at the end, hash, logs, and what is left behind. Prints a row for each fault, and a table: how
-many verdicts blame the right rank, who saved, how many steps were lost, and how many runs ended with the hash
+many reports blame the right rank, who saved, how many steps were lost, and how many runs ended with the hash
 of an undisturbed one. A restart needs all ranks again: sums over fewer would round in another way. Exit
 status 1 if anything is wrong.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.programs import finish_ranks
 from trainer.exact.environment import environment, prepare
 

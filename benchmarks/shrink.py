@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.drilled_run import ended
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.forked import Forked
 from tests.hosts import hosts
 from tests.programs import Program, started

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks import drilled_run
 from benchmarks.drilled_run import on
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.hosts import Host, hosts
 
 KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge", "cut")

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.faults import reports
-from trainer.faults.verdict import Observed
+from trainer.failures.diagnosis import Observed
+from trainer.failures.host_reports import HostReports
 
 CALLS = Counter[str]()
 
@@ -51,7 +51,7 @@ def main() -> None:
         return Counted(dist.PrefixStore("watch", own))
 
     ranks = [Observed(host, host, f"node{host}", 7) for host in range(options.hosts)]
-    leaders = [reports.Reports(connect, own.host, [r for r in ranks if r is not own]) for own in ranks]
+    leaders = [HostReports(connect, own.host, [r for r in ranks if r is not own]) for own in ranks]
 
     def live(seconds: float) -> None:
         began = time.monotonic()

@@ -33,7 +33,7 @@ BLOCK = 60
 def train(out: Path, of: str, overrides: list[str]) -> None:
     """Run train.py, with the switch; rank 0 writes the median step of each block, in ms, to `out`."""
     from ringmaster import main
-    from trainer.faults.heartbeat import Heartbeat
+    from trainer.failures.heartbeat import Heartbeat
 
     step, is_on, begins = Heartbeat.step, threading.Event(), []
     is_on.set()
@@ -52,8 +52,8 @@ def train(out: Path, of: str, overrides: list[str]) -> None:
 
 
 def switch_watch(is_on: threading.Event) -> None:
-    from trainer.faults.heartbeat import Heartbeat
-    from trainer.faults.watch import Watch
+    from trainer.failures.heartbeat import Heartbeat
+    from trainer.failures.watch import Watch
 
     enter, look, stop = Heartbeat.enter, Watch._look, Watch._stop_looking
 

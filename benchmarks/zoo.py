@@ -119,7 +119,7 @@ def _far(end: torch.Tensor, begin: torch.Tensor, right: torch.Tensor) -> float:
 @contextmanager
 def alone() -> Iterator[None]:
     """Without the variables that tell this process of other ranks."""
-    from trainer.launch.place import TELLING
+    from trainer.launch.rank_info import TELLING
 
     told = {name: os.environ.pop(name) for name in list(os.environ) if TELLING.match(name)}
     try:

@@ -24,7 +24,7 @@ from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
 from trainer.errors import UserError, first_line
 from trainer.exact.shard_sums import own_parameters, units_of
 from trainer.forward_backward import forward_backward
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.optimizers import sparse_weights
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import constant
@@ -114,10 +114,10 @@ class Stage:
         ledger.name("parameters", [*module.parameters(), *module.buffers()])
         self._buckets = _ddp_buckets(config, module)
         ledger.name("gradients", self._buckets.values())
-        trained = Trained(self._plain)
-        optimizer = build_optimizer(trained, config.optim)
+        trainable = TrainableParameters(self._plain)
+        optimizer = build_optimizer(trainable, config.optim)
         scaler = grad_scaler(self._strategy)
-        self._state = TrainState(trained, optimizer, constant(optimizer), scaler, Progress())
+        self._state = TrainState(trainable, optimizer, constant(optimizer), scaler, Progress())
         if config.ema.decay is not None:
             self._state.keep_average(config.ema.decay, config.ema.warmup)
             assert self._state.average is not None
@@ -152,7 +152,7 @@ class Stage:
         return {name: self._on(name, device, accumulation) for name, device in self._devices.items()}
 
     def _integers(self, device: torch.device, accumulation: int) -> int:
-        """The bytes of train.exact: sums of leaves, where a rank has several, and messages."""
+        """The bytes of train.exact: sums of chunks, where a rank has several, and messages."""
         trained = [p for p in self._module.parameters() if p.requires_grad]
         own = sum(to_local(p).numel() for p in trained if to_local(p).device == device)
         sums, messages = own * (accumulation > 1), 0
@@ -199,14 +199,14 @@ class Stage:
         self._name_gradients(module)
         strategy.aggregate(module)
         self._name_gradients(self._plain)
-        state.trained.attach_gradients()
+        state.trainable.attach_gradients()
         if self._config.train.clip_grad_norm is not None:
-            strategy.grad_norm(state.trained)
+            strategy.grad_norm(state.trainable)
         state.optimizer.step()
         states = [value for each in state.optimizer.state.values() for value in each.values()]
         self._ledger.name("optimizer", [value for value in states if isinstance(value, Tensor)])
         state.update_average()
-        state.trained.drop_gradients()
+        state.trainable.drop_gradients()
 
     def _name_gradients(self, module: nn.Module) -> None:
         self._ledger.name("gradients", [p.grad for p in module.parameters() if p.grad is not None])

@@ -161,8 +161,8 @@ def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSp
     size, replicas = config.train.global_batch_size, stage.num_replicas
     among = options.world if _is_one_process(config) else replicas
     if config.train.exact is not None:
-        leaves = config.train.exact
-        return BatchSplit(size, replicas, max(1, size // leaves), -(-leaves // replicas))
+        chunks = config.train.exact
+        return BatchSplit(size, replicas, max(1, size // chunks), -(-chunks // replicas))
     micro = config.train.known_micro_batch_size or max(1, size // among)
     return BatchSplit(size, replicas, micro, max(1, size // replicas // micro))
 

@@ -10,7 +10,7 @@ from trainer.comm.parameter_server import Exchange
 from trainer.config import Config, FsdpConfig, ParameterServerConfig
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
-from trainer.strategies.base import Computing, Strategy
+from trainer.strategies.base import ComputeOptions, Strategy
 from trainer.strategies.build import build_strategy
 from trainer.strategies.parameter_server import ParameterServer
 
@@ -35,20 +35,20 @@ def simulated_strategy(config: Config, ranks: Ranks, gpus: int) -> PlacedStrateg
     Raises:
         UserError: the run's own errors.
     """
-    settings, computing = config.strategy, Computing(config.train.precision)
+    settings, compute = config.strategy, ComputeOptions(config.train.precision)
     if isinstance(settings, FsdpConfig):  # offloaded tensors are separated later: here all are on one device
         settings = dataclasses.replace(settings, cpu_offload=False)
         return PlacedStrategy(
             build_strategy(dataclasses.replace(config, strategy=settings), ranks), {"": CPU}
         )
     if isinstance(settings, ParameterServerConfig):
-        server = _Unconnected(settings, ranks, computing, config.distributed.timeout_s)
+        server = _Unconnected(settings, ranks, compute, config.distributed.timeout_s)
         return PlacedStrategy(server, {"": CPU})
     if settings.name == "dp" and gpus > 1:
         raise UserError(
             f"strategy=dp on {gpus} GPUs is not predicted; use strategy=ddp, or --per-host 1 for one GPU"
         )
-    strategy = _Whole(CPU, computing)
+    strategy = _Whole(CPU, compute)
     strategy.num_replicas = ranks.world_size
     return PlacedStrategy(strategy, {"": CPU})
 

@@ -1,6 +1,6 @@
 """Predicts a training step on other hosts and links, from what a run measured.
 
-A step is its computing time plus the communication that is not hidden behind it, plus, on CPUs, what the
+A step is its computing time plus the communication that does not overlap with it, plus, on CPUs, what the
 processors spend on communication that is. A run with strategy=ddp stores in result.json how long a step
 takes, and how long before the last gradient of a backward pass each bucket is ready. One bucket moves at a
 time, in the order in which they are ready; what moves after the last gradient is exposed. The computing time
@@ -31,9 +31,9 @@ class PredictedStep:
     """Seconds of one step: computing, exposed communication, and the slowdown of computing, added up."""
 
     computed_s: float
-    hidden_s: float
+    overlapped_s: float
     exposed_s: float
-    slowed_s: float  # by the processors that move hidden communication
+    slowed_s: float  # by the processors that move overlapped communication
 
     @property
     def seconds(self) -> float:
@@ -95,9 +95,9 @@ class MeasuredRun:
         for bucket, one in zip(self.buckets, moved, strict=True):
             done_s = max(done_s, -bucket.early_s) + one.seconds
         exposed_s = min(total_s, max(0.0, done_s))
-        hidden_s = total_s - exposed_s
-        slowed_s = slowdown_s(world, hidden_s, total_s, processors_s) if self.on_cpu else 0.0
-        return PredictedStep(computed_s, hidden_s, exposed_s, slowed_s)
+        overlapped_s = total_s - exposed_s
+        slowed_s = slowdown_s(world, overlapped_s, total_s, processors_s) if self.on_cpu else 0.0
+        return PredictedStep(computed_s, overlapped_s, exposed_s, slowed_s)
 
     def steps(self, world: PlannedWorld, computed_s: float) -> dict[str, PredictedStep]:
         """By algorithm, fastest first."""
@@ -105,15 +105,15 @@ class MeasuredRun:
         return dict(sorted(found.items(), key=lambda item: item[1].seconds))
 
 
-def slowdown_s(world: PlannedWorld, hidden_s: float, total_s: float, processors_s: float) -> float:
-    """What hidden communication adds to computing on the same processors.
+def slowdown_s(world: PlannedWorld, overlapped_s: float, total_s: float, processors_s: float) -> float:
+    """What overlapped communication adds to computing on the same processors.
 
     Args:
-        hidden_s: how much of the communication's `total_s` is hidden.
+        overlapped_s: how much of the communication's `total_s` is overlapped.
         processors_s: the time that a host's processors are busy with all of it.
     """
     computing = min(1.0, world.per_host / world.machine.parallelism)  # of a host's processors
-    return hidden_s * min(1.0, processors_s / total_s) * computing if total_s > 0 else 0.0
+    return overlapped_s * min(1.0, processors_s / total_s) * computing if total_s > 0 else 0.0
 
 
 def read(run_dir: Path) -> MeasuredRun:

@@ -61,17 +61,19 @@ def exchanges(
     (best, first), *_ = beside.items()
     fastest = min(found.values(), key=lambda ways: ways[0].seconds + ways[1].seconds)
     ratio = (fastest[0].seconds + fastest[1].seconds) / first.seconds if first.seconds else 1.0
-    lines.append(f"the fastest of them takes {ratio:.2f} x the time of comm={best}, with nothing hidden")
+    lines.append(f"the fastest of them takes {ratio:.2f} x the time of comm={best}, with no overlap")
     return "\n".join(lines)
 
 
 def steps(num_processes: int, found: Mapping[str, PredictedStep]) -> str:
     """Efficiency is the fraction of a step that is computing, at its speed without communication."""
-    lines = [f"{'algorithm':<18}{'step':>11}{'computing':>11}{'hidden':>11}{'exposed':>11}{'efficiency':>12}"]
+    lines = [
+        f"{'algorithm':<18}{'step':>11}{'computing':>11}{'overlapped':>11}{'exposed':>11}{'efficiency':>12}"
+    ]
     for algorithm, step in found.items():
         lines.append(
             f"{algorithm:<18}{seconds(step.seconds):>11}{seconds(step.computed_s + step.slowed_s):>11}"
-            f"{seconds(step.hidden_s):>11}{seconds(step.exposed_s):>11}"
+            f"{seconds(step.overlapped_s):>11}{seconds(step.exposed_s):>11}"
             f"{step.computed_s / step.seconds:>11.1%} "
         )
     best, first = next(iter(found.items()))

@@ -125,8 +125,8 @@ def job_as(config: config.Config) -> Iterator[Run]:
         context = assemble(config, "tests", ranks, stop_request, watch.ending.save)
         context.report.run_log.open()
         yield context
-        context.checkpointer.saving.done()
-        context.agreement.close()
+        context.checkpointer.saving.wait()
+        context.vote.close()
         context.strategy.close()
         context.report.run_log.close()
 

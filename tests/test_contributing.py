@@ -78,9 +78,9 @@ def trained_plainly(*overrides: str) -> dict[str, torch.Tensor]:
 
 
 def _computing() -> Any:
-    from trainer.strategies.base import Computing
+    from trainer.strategies.base import ComputeOptions
 
-    return Computing()
+    return ComputeOptions()
 
 
 @pytest.mark.slow

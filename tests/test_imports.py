@@ -30,37 +30,37 @@ FLOORS: tuple[dict[str, str], ...] = (
         "troubleshooting": "config",
     },
     {
-        "faults": "errors files troubleshooting",
+        "failures": "errors files troubleshooting",
         "launch": "config errors files troubleshooting",
         "optim": "accelerator config errors model tensors",
     },
     {
-        "data": "accelerator config errors faults launch tensors",
-        "distributed": "accelerator config errors faults files launch tensors",
+        "data": "accelerator config errors failures launch tensors",
+        "distributed": "accelerator config errors failures files launch tensors",
         "state": "config errors model optim tensors",
     },
     {
-        "checkpoint": "accelerator config distributed errors faults files model optim state tensors",
+        "checkpoint": "accelerator config distributed errors failures files model optim state tensors",
         "exact": "accelerator distributed errors files launch model optim tensors",
         "tasks": "accelerator data errors tensors",
     },
     {
         "comm": "accelerator config distributed errors exact launch",
-        "run_dir": "checkpoint distributed errors faults files",
+        "run_dir": "checkpoint distributed errors failures files",
     },
     {
         "loggers": "config distributed errors run_dir",
-        "step_agreement": "accelerator comm data distributed errors exact",
+        "step_vote": "accelerator comm data distributed errors exact",
         "strategies": "accelerator comm config distributed errors exact model optim state tensors",
         "sweep": "config errors files launch run_dir",
     },
     {
         "build": "checkpoint config data distributed errors model optim strategies tasks",
         "compare": "config errors files sweep",
-        "status": "checkpoint errors faults files run_dir",
+        "status": "checkpoint errors failures files run_dir",
         "evaluation": "data distributed errors loggers strategies tasks tensors",
         "forward_backward": "strategies tasks",
-        "guards": "accelerator checkpoint config data distributed errors faults model optim state "
+        "guards": "accelerator checkpoint config data distributed errors failures model optim state "
         "strategies tensors",
     },
     {
@@ -68,12 +68,12 @@ FLOORS: tuple[dict[str, str], ...] = (
         "strategies tasks tensors",
         "micro_batch": "accelerator build config data distributed errors forward_backward model optim strategies "
         "tasks tensors",
-        "report": "accelerator config data distributed errors exact faults forward_backward model state "
+        "report": "accelerator config data distributed errors exact failures forward_backward model state "
         "strategies tasks tensors",
     },
     {
         "context": "checkpoint config data distributed evaluation guards launch loggers report state "
-        "step_agreement strategies tasks",
+        "step_vote strategies tasks",
         "evaluate": "config distributed evaluation files inference",
         "predict": "config errors evaluation files inference launch tasks",
         "sample": "config errors inference",
@@ -90,13 +90,12 @@ FLOORS: tuple[dict[str, str], ...] = (
         "update": "accelerator context errors non_finite state task_hooks tensors",
     },
     {
-        "assemble": "build checkpoint comm config context data distributed dry_run errors exact faults guards "
-        "launch loggers model optim report state step_agreement strategies tasks tensors",
-        "step": "context data dry_run forward_backward state step_agreement task_hooks tasks tensors update",
+        "assemble": "build checkpoint comm config context data distributed dry_run errors exact failures guards "
+        "launch loggers model optim report state step_vote strategies tasks tensors",
+        "step": "context data dry_run forward_backward state step_vote task_hooks tasks tensors update",
     },
     {
-        "loop": "accelerator context data dry_run errors evaluation log_step state step step_agreement "
-        "task_hooks",
+        "loop": "accelerator context data dry_run errors evaluation log_step state step step_vote task_hooks",
     },
     {
         "run": "assemble checkpoint config context data distributed errors files launch loop micro_batch "

@@ -18,7 +18,7 @@ import pytest
 
 from tests.programs import ROOT
 from trainer.errors import UserError
-from trainer.faults import processes
+from trainer.failures import processes
 from trainer.run_dir import RENEW_S
 from trainer.run_dir.claim import claim
 from trainer.status import look, main, report

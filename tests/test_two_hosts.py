@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.forked import Forked
 from tests.hosts import hosts
 from tests.programs import started_ranks
@@ -54,13 +54,13 @@ def test_a_cut_link_is_named_on_both_sides_and_no_rank_outlives_it(tmp_path: Pat
             while not (run_dir / "fault.json").exists():
                 assert time.monotonic() < deadline, "\n".join(rank.stdout + rank.stderr for rank in ranks)
                 time.sleep(0.05)
-            # The verdict comes TIMEOUT_S after the last sign of progress; the rest is for a busy machine.
+            # The report comes TIMEOUT_S after the last sign of progress; the rest is for a busy machine.
             deadline = time.monotonic() + TIMEOUT_S + 60
             ended = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
             gone = time.time()
     cut = json.loads((run_dir / "fault.json").read_text())["time"]
-    verdict_s = (run_dir / "failure.json").stat().st_mtime - cut
-    print(f"verdict after {verdict_s:.1f} s, all gone after {gone - cut:.1f} s")
+    report_s = (run_dir / "failure.json").stat().st_mtime - cut
+    print(f"report after {report_s:.1f} s, all gone after {gone - cut:.1f} s")
     assert [rank.code for rank in ended] == [1] * 4
     for side, far, lost in ((ended[:2], 1, "rank 2, rank 3"), (ended[2:], 0, "rank 0, rank 1")):
         output = "".join(rank.output for rank in side)

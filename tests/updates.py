@@ -10,7 +10,7 @@ from trainer.guards.failure_snapshot import Snapshot
 from trainer.report.weight_statistics import WeightStatistics
 from trainer.state.progress import Update
 from trainer.state.train_state import TrainState
-from trainer.strategies.base import Computing, Strategy
+from trainer.strategies.base import ComputeOptions, Strategy
 from trainer.update import apply_update
 
 
@@ -25,10 +25,10 @@ def run_of(state: TrainState, device: str = "cpu") -> Any:
         ranks=ranks,
         state=state,
         task=None,
-        strategy=Strategy(there, Computing()),
+        strategy=Strategy(there, ComputeOptions()),
         config=SimpleNamespace(train=train),
         data=SimpleNamespace(train_loader=SimpleNamespace(not_finite=lambda *begin: None)),
-        agreement=SimpleNamespace(result=lambda: SimpleNamespace(data_left=True)),
+        vote=SimpleNamespace(result=lambda: SimpleNamespace(data_left=True)),
         report=SimpleNamespace(weight_statistics=WeightStatistics(state.model, ranks, None)),
         guards=SimpleNamespace(snapshot=Snapshot(), kept_buffers=None),
     )
@@ -37,4 +37,4 @@ def run_of(state: TrainState, device: str = "cpu") -> Any:
 def update(run: Any, step: int = 1) -> Update:
     """Update the parameters of `run` from their gradients."""
     run.state.attach_gradients()
-    return apply_update(run, step, run.state.trained.gradient_norm(), ())
+    return apply_update(run, step, run.state.trainable.gradient_norm(), ())

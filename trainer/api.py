@@ -18,7 +18,7 @@ from trainer.config.of_hydra import split_off_hydra
 from trainer.config.overrides import CONF, in_words, set_to
 from trainer.config.saved_run import saved_settings
 from trainer.errors import NonFiniteError, RunEndError, StoppedBySignal, UserError, without_internals
-from trainer.files import failure
+from trainer.files import failure_file
 from trainer.files.address import location
 from trainer.files.untrusted import load_json
 from trainer.files.writing import new_run_dir
@@ -85,14 +85,14 @@ def train(
     if launch is None:
         return run(settings)
     _refuse_classes_of_main(settings)
-    if not settings.launch.leaves_result:
+    if not settings.launch.chunks_result:
         raise UserError(
             "launch.dry_run=true and launch.wait=false leave no result to return; use them on a command "
             "line: ringmaster launch=slurm ..."
         )
     settings.run_dir = settings.run_dir or str(new_run_dir())  # else the launcher would choose another
     run_dir = Path(settings.run_dir)
-    written_at = failure.written_at(run_dir)
+    written_at = failure_file.written_at(run_dir)
     status, message = launch(settings, [*overrides, set_to("run_dir", settings.run_dir)])
     if status:
         raise _end(status, message, run_dir, written_at)
@@ -164,8 +164,8 @@ def _end(status: int, message: str | None, run_dir: Path, written_at: int | None
     Args:
         written_at: the time of an earlier failure.json, if there was one.
     """
-    is_new = failure.written_at(run_dir) != written_at
-    found = (failure.read(run_dir) if is_new else None) or {}
+    is_new = failure_file.written_at(run_dir) != written_at
+    found = (failure_file.read(run_dir) if is_new else None) or {}
     message = found.get("message") or message or f"the run ended with status {status}; see its output"
     if status == StoppedBySignal.exit_code and isinstance(found.get("step"), int):
         return StoppedBySignal(found["step"], run_dir)

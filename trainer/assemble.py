@@ -22,14 +22,14 @@ from trainer.distributed.ranks import Ranks
 from trainer.dry_run.evaluation import check_metrics_of_task
 from trainer.errors import UserError
 from trainer.exact.environment import exact_facts
-from trainer.faults.fault_save import FaultSave
+from trainer.failures.save_on_failure import SaveOnFailure
 from trainer.guards.buffers import BufferCheck
 from trainer.guards.failure_snapshot import build_snapshot
 from trainer.guards.replicas import ReplicaCheck
 from trainer.guards.unsaved import UnsavedState
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule, settings_of
 from trainer.optim.whole_tensors import whole_parts
@@ -41,7 +41,7 @@ from trainer.report.weight_statistics import WeightStatistics
 from trainer.state.early_end import EarlyEnd
 from trainer.state.progress import planned_steps
 from trainer.state.train_state import Progress, TrainState
-from trainer.step_agreement import StepAgreement
+from trainer.step_vote import StepVote
 from trainer.strategies.base import Strategy, grad_scaler, parameter_count
 from trainer.strategies.build import build_strategy
 from trainer.strategies.placement import devices_of
@@ -54,7 +54,7 @@ def assemble(
     run_id: str,
     ranks: Ranks,
     stop_request: StopRequest,
-    failure_save: FaultSave | None = None,
+    failure_save: SaveOnFailure | None = None,
 ) -> Run:
     """Build the parts of a run, up to the step at which it begins or resumes (a collective).
 
@@ -101,13 +101,13 @@ def assemble(
         data=RunData(*loaders, split, first, build_to_device(config, strategy.device, data.train_set)),
         plan=RunPlan(step, total_steps, num_parameters, exact),
         checkpointer=checkpointer,
-        agreement=StepAgreement(ranks, strategy.order, rows_of_host(ranks, timeout_s)),
+        vote=StepVote(ranks, strategy.order, rows_of_host(ranks, timeout_s)),
         guards=Guards(
             replicas=ReplicaCheck(
                 ranks, strategy.replica_groups(), train.check_replicas_every, strategy.replicated
             ),
             unsaved=UnsavedState(state.model, task, state.optimizer, strategy.replica == 0),
-            buffers=BufferCheck(state.model, ranks, strategy.order.by_leaves),
+            buffers=BufferCheck(state.model, ranks, strategy.order.by_chunks),
             snapshot=snapshot,
             kept_buffers=kept_buffers,
         ),
@@ -173,15 +173,15 @@ def _state(
     facts = ScheduleFacts(total_steps, steps_per_epoch)
     of_schedule = facts.in_steps(config.schedule)
 
-    def build(trained: Trained) -> tuple[Optimizer, LRScheduler]:
-        optimizer = build_optimizer(trained, config.optim, fused_on_cpu)
+    def build(trainable: TrainableParameters) -> tuple[Optimizer, LRScheduler]:
+        optimizer = build_optimizer(trainable, config.optim, fused_on_cpu)
         schedule = build_schedule(of_schedule, optimizer, facts)
         check_schedule(schedule, evaluates=config.train.evaluates)
         strategy.order.check(optimizer, strategy.gradients_differ)
         return optimizer, schedule
 
-    trained = Trained(strategy.unwrap(wrapped), earlier)
-    optimizer, schedule = build(trained)
+    trainable = TrainableParameters(strategy.unwrap(wrapped), earlier)
+    optimizer, schedule = build(trainable)
     strategy.notes += [
         f"fsdp: {type(part.optimizer).__name__} needs whole tensors: one rank gathers and updates each "
         "tensor, which is slower than updating shards"
@@ -189,7 +189,7 @@ def _state(
     ]
     early_end = EarlyEnd(config.train.early_stopping, config.train.max_hours)
     state = TrainState(
-        trained,
+        trainable,
         optimizer,
         schedule,
         grad_scaler(strategy),

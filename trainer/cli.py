@@ -29,7 +29,7 @@ from trainer.launch.fresh import (
     take_limits,
     take_script,
 )
-from trainer.launch.place import place, publish
+from trainer.launch.rank_info import publish, rank_info
 
 Launch = Callable[[config.Config, Sequence[str]], tuple[int, str | None]]
 LAUNCHERS: dict[str, Launch] = {"local": local.launch, "slurm": slurm.launch}
@@ -114,7 +114,7 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
         if status := launch(settings, argv)[0]:
             sys.exit(status)
         return None
-    here = place(settings.distributed)
+    here = rank_info(settings.distributed)
     publish(here)
     return loaded_run()(settings)  # loads torch only after the settings are checked
 

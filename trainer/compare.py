@@ -22,7 +22,7 @@ from trainer.sweep.trials import DONE, RunFiles, read_trials
 # Settings that make losses, or models, incomparable.
 _ALIKE = ["data.dataset", "data.task", "train.global_batch_size", "train.precision", "seed"]
 _ALIKE += ["train.max_steps", "train.epochs"]
-_MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/hidden_ms", "comm/exposed_ms")
+_MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/overlapped_ms", "comm/exposed_ms")
 _FEWEST = 5  # log windows that a run needs for a ratio of speeds
 _HEADER = ["run", "strategy", "comm", "processes", "ms/step", "spread", "samples/s", "peak MiB", "comm ms"]
 _HEADER += ["hidden", "exposed", "train/loss", "eval/loss", "param_sha256", "parts at", "largest loss gap"]

@@ -24,7 +24,7 @@ from trainer.report.meter import Meter
 from trainer.report.profiler import Profile
 from trainer.report.weight_statistics import WeightStatistics
 from trainer.state.train_state import TrainState
-from trainer.step_agreement import AfterStep, StepAgreement
+from trainer.step_vote import AfterStep, StepVote
 from trainer.strategies.base import Strategy
 from trainer.tasks import Task
 
@@ -80,7 +80,7 @@ class Run:
     data: RunData
     plan: RunPlan
     checkpointer: Checkpointer
-    agreement: StepAgreement
+    vote: StepVote
     guards: Guards
     report: RunReport
     stop_request: StopRequest

@@ -40,7 +40,7 @@ class NoAccessError(UserError):
     """There is no right to read or write something, so what is there is not known."""
 
 
-class Fault(RunEndError):  # noqa: N818, it is one
+class RetryableError(RunEndError):
     """A disk, a network or a store has failed, told in a line: it may pass, so a restart is tried."""
 
     exit_code = 1
@@ -129,21 +129,23 @@ _REFUSALS = {
 }
 
 
-def kind_of(error: BaseException) -> "type[UserError] | type[Fault]":
-    """What an end because of `error` is: a UserError if a person must change something, else a Fault.
+def kind_of(error: BaseException) -> "type[UserError] | type[RetryableError]":
+    """Return UserError if a person must change something before `error` can go away, else RetryableError.
 
     For an OSError that is a path or its rights.
     """
     if isinstance(error, PermissionError | NoAccessError):
         return NoAccessError
     refused = error.errno in _REFUSALS if isinstance(error, OSError) else isinstance(error, UserError)
-    return UserError if refused else Fault
+    return UserError if refused else RetryableError
 
 
 def may_pass(error: BaseException) -> bool:
     """Whether a disk or a network failed: an OSError without a number is a library's, as of a bad image."""
     has_number = isinstance(error, OSError) and error.errno is not None
-    return (has_number or isinstance(error, ConnectionError | TimeoutError)) and kind_of(error) is Fault
+    return (has_number or isinstance(error, ConnectionError | TimeoutError)) and kind_of(
+        error
+    ) is RetryableError
 
 
 @contextmanager
@@ -151,7 +153,7 @@ def writing(run_dir: Path | str) -> Iterator[None]:
     """Turn OSErrors of a run's own files (disk full, read-only or gone) into one message.
 
     Raises:
-        UserError, Fault: for an OSError, as `kind_of` says.
+        UserError, RetryableError: for an OSError, as `kind_of` says.
     """
     try:
         yield

@@ -15,7 +15,7 @@ from trainer.evaluation import evaluate, show
 from trainer.log_step import log_first_step, log_step
 from trainer.state.progress import Update
 from trainer.step import train_step
-from trainer.step_agreement import AfterStep
+from trainer.step_vote import AfterStep
 from trainer.task_hooks import refuse_changed_by_loss
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def fit(run: Run) -> dict[str, float]:
                 changed_weights = dry_run(run, batches)
                 dry_run_of_evaluation(run)
                 run.checkpointer.check(run.state, changed_weights)
-                run.guards.unsaved.begin(run.checkpointer.restored_unsaved)
+                run.guards.unsaved.start(run.checkpointer.restored_unsaved)
                 is_dry_run_made = True
             epoch_begin = meter.begin_window()
         after = make_step(run, batches) if batches is not None else AfterStep.CONTINUE
@@ -66,7 +66,7 @@ def fit(run: Run) -> dict[str, float]:
         if after is AfterStep.STOP:
             meter.pause()
             save(run)
-            run.checkpointer.saving.done()
+            run.checkpointer.saving.wait()
             run.checkpointer.finish_remote()
             raise StoppedBySignal(progress.step, run.config.run_dir)
         save_due = run.checkpointer.due(progress, end_of_epoch=batches is None) or after is AfterStep.SAVE
@@ -150,7 +150,7 @@ def open_epoch(run: Run) -> Batches | None:
     progress = run.state.progress
     run.ranks.heartbeat.enter("data")
     batches = run.data.train_loader.epoch(progress.epoch, progress.samples_in_epoch)
-    ended, _ = run.agreement.ended(batches)
+    ended, _ = run.vote.ended(batches)
     if not ended:
         return batches
     if not progress.samples_in_epoch:
@@ -167,7 +167,7 @@ def open_epoch(run: Run) -> Batches | None:
 
 def warn_if_uneven(run: Run, batches: Batches, epoch: int, num_samples: int) -> bool:
     """Warn if the epoch ended while some ranks had data for another step; return whether (a collective)."""
-    ended, having = run.agreement.ended(batches)
+    ended, having = run.vote.ended(batches)
     if having and run.ranks.is_main:
         log.warning(
             "epoch %d ended after %s samples, because the stream ended on rank %s. At least %s more samples "

@@ -24,7 +24,7 @@ from trainer.distributed.agreement import Agreement
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 from trainer.forward_backward import forward_backward
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.param_groups import build_optimizer
 from trainer.strategies.base import Strategy, grad_scaler
 from trainer.strategies.build import build_strategy
@@ -100,7 +100,7 @@ def _first_without_memory(
     # Beside the parameters: the buckets of DDP, unless gradients lie in them, and the moving average.
     num_copies = strategy.copies_gradients + (config.ema.decay is not None)
     if not is_sharded and ranks.world_size > 1:
-        strategy = Strategy(ranks.device, strategy.computing)  # the whole model, without the other ranks
+        strategy = Strategy(ranks.device, strategy.compute)  # the whole model, without the other ranks
     try:
         with generators_kept():
             _make_steps(config, strategy, ranks, size, 1 if size == most else 2, num_copies)
@@ -137,7 +137,7 @@ def _make_steps(
     model = initial_model(config, train_set, ranks if strategy.fills_by_unit else None)
     module = wrap_model(config, model, strategy)
     owned, scaler = strategy.unwrap(module), grad_scaler(strategy)
-    trained = Trained(owned)
+    trained = TrainableParameters(owned)
     optimizer = build_optimizer(trained, config.optim)
     beside = [torch.empty_like(parameter) for parameter in owned.parameters() for _ in range(num_copies)]
     if is_accelerator(ranks.device):

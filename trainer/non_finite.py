@@ -14,7 +14,7 @@ def non_finite_error(run: Run, step: int, losses: Sequence[Tensor]) -> NonFinite
     """Return the error, which names a rank with such a loss, or else a parameter (a collective)."""
     ranks, state, limit = run.ranks, run.state, run.strategy.order.limit
     bad_loss = not all(math.isfinite(loss) for loss in losses)
-    named = [(name, own.grad) for name, own in state.trained.own.items()]
+    named = [(name, own.grad) for name, own in state.trainable.own.items()]
     bad = [name for name, gradient in named if gradient is not None and not _is_finite(gradient)]
     begin = state.progress.epoch, state.progress.samples_in_epoch
     own = bad_loss, bad, run.data.train_loader.not_finite(*begin) if bad_loss else None

@@ -14,7 +14,7 @@ from trainer.config import Config
 from trainer.errors import UserError
 from trainer.files.writing import check_free, output_file
 from trainer.inference.command import arguments, start
-from trainer.launch.place import place
+from trainer.launch.rank_info import rank_info
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
         UserError: the checkpoint or held-out data does not exist; the task predicts nothing; or `out` exists
             or cannot be written.
     """
-    if place(config.distributed).rank == 0:
+    if rank_info(config.distributed).rank == 0:
         check_free(out)
     import torch  # loaded only after the settings are checked
 
@@ -54,7 +54,7 @@ def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
                 f"data.task: {config.data.task['_target_']} predicts nothing: it has no method predict (see "
                 "trainer.tasks.Task)"
             )
-        dataset, loader = held_out(restored, by_leaves=False)
+        dataset, loader = held_out(restored, by_chunks=False)
         file = written.enter_context(output_file(out)) if restored.ranks.is_main else None
         batches = list(filter(None, evaluation.predict(restored, with_progress(restored, loader))))
         if file is not None:

@@ -21,10 +21,10 @@ from trainer.distributed.gather_samples import gathering
 from trainer.distributed.process_group import watched_process_group
 from trainer.distributed.shrink import Shrunk
 from trainer.errors import writing
-from trainer.files import failure
+from trainer.files import failure_file
 from trainer.files.writing import atomic_file
 from trainer.launch.fresh import is_watched
-from trainer.launch.place import Place, place, publish
+from trainer.launch.rank_info import RankInfo, publish, rank_info
 from trainer.launch.signals import StopRequest
 from trainer.loop import fit
 from trainer.micro_batch import with_micro_batch_size
@@ -44,14 +44,14 @@ def run(config: Config) -> dict[str, Any]:
     Raises:
         UserError: a setting does not fit this machine, this data or the other ranks.
     """
-    here: Place | None = None
-    with StopRequest(is_watched(place(config.distributed))) as stop_request:
+    here: RankInfo | None = None
+    with StopRequest(is_watched(rank_info(config.distributed))) as stop_request:
         while True:
             at_shrink = ExitStack()
             try:
                 return _run(config, here, stop_request, at_shrink)
             except Shrunk as shrunk:
-                here, run_dir = shrunk.place, str(shrunk.run_dir)
+                here, run_dir = shrunk.rank_info, str(shrunk.run_dir)
                 shrunk.__context__ = None  # it would keep the run alive
             at_shrink.close()
             gc.collect()  # among others DataLoaders, which then end their workers
@@ -66,12 +66,12 @@ def _close(run_: Run) -> None:
 
 
 def _run(
-    config: Config, here: Place | None, stop_request: StopRequest, at_shrink: ExitStack
+    config: Config, here: RankInfo | None, stop_request: StopRequest, at_shrink: ExitStack
 ) -> dict[str, Any]:
     """`run`, to the end or until some of the ranks are gone.
 
     Args:
-        here: the place of this process, if others are gone already.
+        here: the rank info of this process after other ranks are gone; None at the first start.
         at_shrink: gets what must be closed if the run goes on without some ranks.
     """
     check_shares = _check_shares(config.train)
@@ -104,10 +104,10 @@ def _run(
                 metrics = fit(run_)
             run_.report.run_log.plots(run_.strategy.report.plots, run_.state.progress.step, at_end=True)
             result = _result(run_, metrics)
-            run_.checkpointer.saving.done()
+            run_.checkpointer.saving.wait()
             if summary := run_.strategy.report.summary():
                 log.info("%s", summary)
-            run_.agreement.close()
+            run_.vote.close()
             run_.strategy.close()
             if ranks.is_main:
                 write_result(run_dir, result, made_steps=run_.state.progress.step > run_.plan.steps_before)
@@ -160,7 +160,7 @@ def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int, int | Non
 
 def _take_over(config: Config, run_dir: Path, open_log: Callable[[], None]) -> None:
     """Called on rank 0: from now on the files of the run directory are this run's."""
-    failure.forget(run_dir)
+    failure_file.forget(run_dir)
     _write_settings(config, run_dir)
     open_log()
 

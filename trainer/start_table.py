@@ -23,7 +23,7 @@ def start_table(run: Run) -> str:
             "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
             + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),
             "optim": _optimizer_words(run),
-            **described(run.state.optimizer, run.state.trained),
+            **described(run.state.optimizer, run.state.trainable),
             "batch": str(run.data.split),
             **_leaves(run),
             "steps": f"{run.plan.total_steps:,}, {steps_per_epoch} an epoch, from {run.plan.steps_before:,}",
@@ -44,12 +44,12 @@ def _leaves(run: Run) -> dict[str, str]:
     if (exact := run.plan.exact) is None:
         return {}
     each, more = divmod(exact["leaves"], run.data.split.num_replicas)
-    words = f"{exact['leaves']} leaves, {each}{f' or {each + 1}' if more else ''} a rank"
+    words = f"{exact['leaves']} chunks, {each}{f' or {each + 1}' if more else ''} a rank"
     return {"exact": words + (f", since step {exact['since']:,}" if exact["since"] else "")}
 
 
 def _optimizer_words(run: Run) -> str:
-    trained = sum(parameter.numel() for parameter in run.state.trained.whole.values())
+    trained = sum(parameter.numel() for parameter in run.state.trainable.whole.values())
     frozen = run.plan.num_parameters - trained
     return f"{run.config.optim['_target_']}{f', {frozen:,} parameters frozen' * (frozen > 0)}"
 

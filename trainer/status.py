@@ -21,8 +21,8 @@ from typing import Any
 from trainer.checkpoint.evaluations import FILE as EVALUATIONS
 from trainer.checkpoint.evaluations import Evaluations
 from trainer.errors import StoppedBySignal, UserError, first_line
-from trainer.faults import processes
-from trainer.files import failure
+from trainer.failures import processes
+from trainer.files import failure_file
 from trainer.files.columns import cell, columns
 from trainer.files.untrusted import load_json, printable, reason
 from trainer.run_dir import LOCK, RENEW_S, RUN
@@ -49,13 +49,16 @@ def look(folder: Path) -> dict[str, Any]:
             damaged.append(words)
             return {"message": words}
 
-    plan, result, end, owner = (read(load_json, name) for name in (RUN, RESULT, failure.NAME, LOCK))
+    plan, result, end, owner = (read(load_json, name) for name in (RUN, RESULT, failure_file.NAME, LOCK))
     metrics = _numbers(read(lambda file: last_metrics(file.parent), METRICS))
     evaluated = read(lambda file: _evaluated(Evaluations.read(file.parent), plan), EVALUATIONS)
     result, numbers = _numbers(result), _numbers(plan)
     if result.get("steps", 0) < metrics.get("step", 0):
         result = {}  # the run has been resumed since, with more steps
-    renewed_at, ended_at = _written_at(folder / LOCK), _written_at(folder / RESULT, folder / failure.NAME)
+    renewed_at, ended_at = (
+        _written_at(folder / LOCK),
+        _written_at(folder / RESULT, folder / failure_file.NAME),
+    )
     state, why = _state(owner, renewed_at, ended_at, result, end)
     step = max(metrics.get("step", 0), result.get("steps", 0), _numbers(end).get("step", 0))
     total, made = numbers.get("total_steps"), step - numbers.get("first_step", 0)

@@ -11,7 +11,7 @@ from trainer.data.loading.loaders import Batches
 from trainer.dry_run.step import make_dry_run
 from trainer.forward_backward import forward_backward
 from trainer.state.progress import Update
-from trainer.step_agreement import AfterStep
+from trainer.step_vote import AfterStep
 from trainer.task_hooks import begin_step_of_task, follow_begin_step
 from trainer.tasks.label_counts import count_labels, divided
 from trainer.tensors.generators import seed_micro_batch
@@ -45,10 +45,10 @@ def train_step(run: Run, batches: Batches) -> Step:
         micro_batches = batches.take()  # none on a rank that only serves parameters
     counts = [count_labels(run.task, batch, run.data.split) for batch in micro_batches]
     other_trained = begin_step_of_task(run, step)
-    run.agreement.start(counts, run.asked(), batches.data_left, other_trained)
+    run.vote.start(counts, run.asked(), batches.data_left, other_trained)
 
     if other_trained:
-        run.agreement.result()  # raises if only some ranks changed what they train
+        run.vote.result()  # raises if only some ranks changed what they train
         with run.report.meter.resting():
             if follow_begin_step(run):
                 make_dry_run(run, micro_batches)
@@ -68,9 +68,9 @@ def train_step(run: Run, batches: Batches) -> Step:
     if run.config.train.logs(step):
         run.guards.buffers.compare([run.guards.buffers.hashes()] if losses else [])
     strategy.share_buffers(run.model)
-    agreed = run.agreement.result()
+    agreed = run.vote.result()
     state.attach_gradients()
-    norm = strategy.grad_norm(state.trained)
+    norm = strategy.grad_norm(state.trainable)
     run.checkpointer.saving.wait_until_copied()  # of an asynchronous save, before the weights change
     update = apply_update(run, step, norm, losses)
     return Step(losses, norm, update, agreed.after)
@@ -89,7 +89,7 @@ def add_gradients(run: Run, batch: Any, label_count: float, step: int, number: i
         nonlocal loss_of_step
         # DDP and FSDP divide the sum of gradients by the number of replicas, so the loss is divided by the
         # mean number of labels of a replica; with train.exact nothing is divided later, so by that of all.
-        all_labels = run.agreement.result().num_labels / strategy.order.mean_over(strategy.num_replicas)
+        all_labels = run.vote.result().num_labels / strategy.order.mean_over(strategy.num_replicas)
         loss = divided(loss, all_labels, label_count)
         run.report.meter.count_batch(run.task, batch, parts, all_labels, label_count)
         enter("backward")

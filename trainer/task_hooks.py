@@ -35,7 +35,7 @@ def begin_step_of_task(run: Run, step: int) -> bool:
     run.strategy.weights_changed(run.model)  # so that parameters are the shards, and not copies of the whole
     call_begin_step(task, step, run.plan.total_steps, run.state.model)
     run.guards.unsaved.leave_out(name for name, now in vars(task).items() if now is not before.get(name, ...))
-    return run.state.trained.has_changed()
+    return run.state.trainable.has_changed()
 
 
 def follow_begin_step(run: Run) -> bool:
@@ -47,7 +47,7 @@ def follow_begin_step(run: Run) -> bool:
     Raises:
         UserError: on every rank, if ranks differ or no parameter is left to train.
     """
-    trained, step = run.state.trained, run.ranks.heartbeat.step
+    trained, step = run.state.trainable, run.ranks.heartbeat.step
     trainable = trained.trainable()
     flags = {f"requires_grad of {name}": p.requires_grad for name, p in parameter_names(run.state.model)}
     compare_across_ranks(flags, run.ranks, f"let begin_step() do the same on every rank (step {step})")
@@ -68,7 +68,7 @@ def refuse_changed_by_loss(run: Run) -> None:
 
     Called after a loss in the dry run, and before each save. A loss that only freezes parameters may do so.
     """
-    changed, trainable = run.state.trained.changed(), run.state.trained.trainable()
+    changed, trainable = run.state.trainable.changed(), run.state.trainable.trainable()
     new = [name for name in changed if name in trainable]
     if new or (changed and run.strategy.uses == "all"):
         raise UserError(

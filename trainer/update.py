@@ -55,7 +55,7 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
         update = Update.MADE if waits_later else check()
         if update is Update.MADE:
             if settings.clip_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(state.trained.own.values(), settings.clip_grad_norm, norm)
+                nn.utils.clip_grads_with_norm_(state.trainable.own.values(), settings.clip_grad_norm, norm)
             if state.update_may_draw:  # the same numbers on replicas, others where ranks update shards
                 updater = run.ranks.rank if strategy.gradients_differ else 0
                 seed_micro_batch(run.seed, step, -1 - updater, strategy.devices)
@@ -65,14 +65,14 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
         if waits_later:
             update = check()
         is_made = update is Update.MADE
-        state.trained.drop_gradients()
+        state.trainable.drop_gradients()
         state.scaler.update()
         state.count_update(is_made)
         if is_made:
             end_step_of_task(run, step)
         if run.guards.kept_buffers is not None:
             run.guards.kept_buffers.keep()
-        data_left = run.agreement.result().data_left
+        data_left = run.vote.result().data_left
         state.progress.advance(settings.global_batch_size, data_left, is_made)
     return update
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault_parts import InjectedError, fault
+from tests.failure_parts import InjectedError, fault
 from tests.ranks import run_ranks
 from tests.runs import train
 from trainer.checkpoint.evaluations import Evaluations, State

@@ -13,7 +13,7 @@ import torch.distributed as torch_dist
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint.open_checkpoint import verified
-from trainer.errors import Fault, UserError
+from trainer.errors import RetryableError, UserError
 from trainer.state.train_state import TrainState
 
 
@@ -44,7 +44,7 @@ def _resume_others(run_dir: Path) -> None:
     tiny.train(state, 1)
     tiny.checkpointer(run_dir, state=state).save(state)
     with_maxima = tiny.state_of(tiny.Net())
-    with_maxima.optimizer = torch.optim.AdamW(with_maxima.trained.own.values(), amsgrad=True)
+    with_maxima.optimizer = torch.optim.AdamW(with_maxima.trainable.own.values(), amsgrad=True)
     for other, words in (
         (tiny.train_state(optimizer="momentum"), "the checkpoint is of another optimizer, without"),
         (tiny.train_state(width=8), r"first.weight \(\[7, 5\] float32 there, \[8, 5\] float32 here\)"),
@@ -128,7 +128,7 @@ def _fail_to_copy(run_dir: Path, sharded: bool) -> list[str]:
     """The failures of a copy in the background, and of one that cannot begin, on rank 1 alone."""
     state, messages = tiny.train_state(sharded), []
     checkpointer = tiny.checkpointer(run_dir, async_=True, state=state)
-    checkpointer.save(state).done()
+    checkpointer.save(state).wait()
     for failing in ("on", "event"):  # called in the background, and before
         state.progress.step += 1
         with pytest.MonkeyPatch.context() as patch:
@@ -136,10 +136,10 @@ def _fail_to_copy(run_dir: Path, sharded: bool) -> list[str]:
                 patch.setattr(f"trainer.accelerator.{failing}", Mock(side_effect=MemoryError("no memory")))
             saving = checkpointer.save(state)
             saving.wait_until_copied()
-        with pytest.raises(Fault) as fault:
-            saving.done()
+        with pytest.raises(RetryableError) as fault:
+            saving.wait()
         messages.append(str(fault.value))
-    checkpointer.save(state).done()
+    checkpointer.save(state).wait()
     assert verified(run_dir / "checkpoints" / "step_00000002").progress.step == 2
     return messages
 
@@ -168,7 +168,7 @@ def _gpu_cpu_gpu(run_dir: Path, format: str, async_: bool) -> None:
     checkpointer = tiny.checkpointer(run_dir / "gpu", device, format=format, async_=async_, state=on_gpu)
     checkpointer.save(on_gpu)
     tiny.train(on_gpu, 1, before_update=checkpointer.saving.wait_until_copied)
-    checkpointer.saving.done()
+    checkpointer.saving.wait()
     on_cpu = tiny.train_state(seed=3)
     assert tiny.restore(tiny.checkpointer(run_dir / "gpu"), on_cpu, "auto")
     tiny.checkpointer(run_dir / "cpu", format=format, state=on_cpu).save(on_cpu)

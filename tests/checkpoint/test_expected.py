@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint import tiny
-from tests.faults.test_ends import TINY, refusals
+from tests.failures.test_ends import TINY, refusals
 from tests.ranks import run_ranks
 from tests.runs import whole_and_resumed
 from trainer import api

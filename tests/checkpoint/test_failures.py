@@ -18,7 +18,7 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.finding import saved_settings_of
 from trainer.checkpoint.store import Store
 from trainer.config import KeepBest
-from trainer.errors import Fault, UserError
+from trainer.errors import RetryableError, UserError
 
 TENSORS = "model-00000-of-00001.safetensors"
 
@@ -30,7 +30,7 @@ def _fill_the_disk(run_dir: Path, sharded: bool, async_: bool) -> dict[str, Any]
     checkpointer = tiny.checkpointer(run_dir, async_=async_, state=state)
     tiny.train(state, 1)
     checkpointer.save(state)
-    checkpointer.saving.done()
+    checkpointer.saving.wait()
     assert all(each.daemon for each in threading.enumerate()[1:]), "Python would wait for it at the end"
     saved = tiny.everything(state)
     ballast = run_dir / "ballast"
@@ -40,9 +40,9 @@ def _fill_the_disk(run_dir: Path, sharded: bool, async_: bool) -> dict[str, Any]
                 file.write(bytes(4096))
         os.truncate(ballast, ballast.stat().st_size - 12288)  # room to begin, not to finish
     tiny.train(state, 1)
-    with pytest.raises(Fault) as failure:
+    with pytest.raises(RetryableError) as failure:
         checkpointer.save(state)
-        checkpointer.saving.done()
+        checkpointer.saving.wait()
     dist.barrier()
     entries = sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
     fresh = tiny.train_state(sharded, seed=8)
@@ -53,7 +53,7 @@ def _fill_the_disk(run_dir: Path, sharded: bool, async_: bool) -> dict[str, Any]
     dist.barrier()
     tiny.train(state, 1)
     checkpointer.save(state)
-    checkpointer.saving.done()
+    checkpointer.saving.wait()
     return {
         "message": str(failure.value),
         "entries": entries,
@@ -161,7 +161,7 @@ def _delete_slowly(run_dir: Path) -> list[list[str]]:
             checkpointer.save(state)
         found.append(sorted(entry.name for entry in (run_dir / "checkpoints").iterdir()))
         may_begin.set()
-        checkpointer.saving.done()
+        checkpointer.saving.wait()
     return [*found, sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())]
 
 
@@ -180,7 +180,7 @@ def _another_run_in_the_same_place(run_dir: Path) -> dict[str, list[str]]:
         assert tiny.restore(checkpointer, state, resume) == (resume is not None)
         for steps in (2, 2) if resume is None else (1,):
             tiny.train(state, steps)
-            checkpointer.save(state).done()
+            checkpointer.save(state).wait()
         found[f"{run_id} {resume}"] = sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
     return found
 

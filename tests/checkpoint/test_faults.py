@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint.open_checkpoint import verified
-from trainer.errors import Fault
+from trainer.errors import RetryableError
 
 SAVE = ((1, os, "fsync"), (0, Path, "open"), (0, Path, "rename"))
 RESUME = ((0, Path, "iterdir"), (1, io, "FileIO"), (1, os, "preadv"))
@@ -34,7 +34,7 @@ def _fail_once(patch: pytest.MonkeyPatch, where: Any, name: str, code: int) -> N
 def _fail_everywhere(run_dir: Path, code: int) -> list[str]:
     state = tiny.train_state(sharded=True)
     checkpointer = tiny.checkpointer(run_dir, format="sharded", state=state)
-    checkpointer.save(state).done()
+    checkpointer.save(state).wait()
     messages = []
     for rank, where, name in (*SAVE, *RESUME):
         state.progress.step += 1
@@ -46,12 +46,12 @@ def _fail_everywhere(run_dir: Path, code: int) -> list[str]:
                     checkpointer.save(state)
                 else:
                     tiny.checkpointer(run_dir).open("auto")
-        assert type(raised.value) is Fault and raised.value.exit_code == 1, repr(raised.value)
+        assert type(raised.value) is RetryableError and raised.value.exit_code == 1, repr(raised.value)
         messages.append(str(raised.value))
         torch_dist.barrier()
         assert not list((run_dir / "checkpoints").glob(".*"))
         torch_dist.barrier()
-        checkpointer.save(state).done()  # of the same step: what failed is not held for saved
+        checkpointer.save(state).wait()  # of the same step: what failed is not held for saved
         step = state.progress.step
         assert verified(run_dir / "checkpoints" / f"step_{step:08d}").manifest.step == step
     found = tiny.checkpointer(run_dir).open("auto")

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint.__main__ import main
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.state.train_state import Progress, TrainState
 
 transformers: Any = pytest.importorskip(
@@ -50,7 +50,7 @@ def _train(run_dir: Path, kind: str) -> tuple[Tensor, Tensor]:
     model: nn.Module = KINDS[kind]()
     if kind == "llama":
         fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    trained = Trained(model)
+    trained = TrainableParameters(model)
     optimizer = torch.optim.AdamW(trained.own.values(), lr=0.05)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.faults.test_ends import TINY, refusals
+from tests.failures.test_ends import TINY, refusals
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.user_parts import Tiny

@@ -30,14 +30,14 @@ def _state(sharded: bool, seed: int = 0) -> TrainState:
 
 def _poison(state: TrainState, what: str, value: float) -> None:
     """Its last number, which the last rank holds if it is sharded."""
-    weight = state.trained.own["first.weight"]
+    weight = state.trainable.own["first.weight"]
     tensor = {
         "first.weight": weight,
         "optimizer.state.first.weight.exp_avg": state.optimizer.state[weight]["exp_avg"],
         "ema.weights.first.weight": dict(state.average.named_parameters())["first.weight"],
         "norm.running_var": state.model.norm.running_var,
     }[what]
-    is_sharded = state.trained.is_sharded and "first" in what
+    is_sharded = state.trainable.is_sharded and "first" in what
     if not is_sharded or torch_dist.get_rank() == torch_dist.get_world_size() - 1:
         to_local(tensor).detach().view(-1)[-1] = value
 
@@ -63,7 +63,7 @@ def _refused(run_dir: Path, sharded: bool, async_: bool) -> list[str]:
         _poison(state, what, value)
         with pytest.raises(NonFiniteError) as refusal:
             checkpointer.save(state)
-        checkpointer.saving.done()
+        checkpointer.saving.wait()
         messages.append(str(refusal.value))
         other = _state(sharded, seed=7)
         again = tiny.checkpointer(run_dir / what)

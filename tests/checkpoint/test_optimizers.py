@@ -10,13 +10,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests import runs
 from tests.checkpoint import tiny
 from tests.checkpoint.whole_runs import SINGLE, differences, run
-from tests.faults.test_ends import TINY, refusals
+from tests.failures.test_ends import TINY, refusals
 from tests.ranks import run_ranks
 from trainer.checkpoint.tree import take_apart
 from trainer.distributed.process_group import process_group
 from trainer.errors import UserError
 from trainer.guards.replicas import ReplicaCheck
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.state.train_state import Progress, TrainState
 from trainer.tensors.bits import same_bits
 
@@ -166,7 +166,11 @@ def _bf16_state() -> TrainState:
     optimizer = Odd(model.parameters(), {"lr": 0.1})
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     return TrainState(
-        Trained(model), optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False), Progress()
+        TrainableParameters(model),
+        optimizer,
+        schedule,
+        torch.amp.GradScaler("cpu", enabled=False),
+        Progress(),
     )
 
 
@@ -207,7 +211,7 @@ def test_state_of_other_dtypes_than_the_parameters_goes_on_exactly(tmp_path: Pat
 def _sharded() -> str:
     """How a save ends of a sharded model whose optimizer keeps several tensors in one."""
     state = tiny.train_state(sharded=True)
-    for own in state.trained.own.values():
+    for own in state.trainable.own.values():
         state.optimizer.state[own]["both"] = TwoTensor(own.detach(), own.detach())
     with pytest.raises(UserError) as raised:
         state.state_dict()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import tiny
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.programs import finish_ranks, started_ranks
 from tests.ranks import run_ranks
 from tests.runs import settings

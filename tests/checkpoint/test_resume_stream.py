@@ -11,7 +11,7 @@ import torch
 from tests import runs
 from tests.checkpoint.whole_runs import DDP, FSDP, LAST_STEP, SINGLE, differences, run
 from tests.data.streams import numbers_of
-from tests.faults.test_ends import refusals
+from tests.failures.test_ends import refusals
 from tests.ranks import run_ranks
 from trainer.distributed.process_group import process_group
 

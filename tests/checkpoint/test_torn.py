@@ -77,7 +77,7 @@ def _train_and_save(
     tiny.train(state, last_step - state.progress.step)
     points = Points(kill_at if torch_dist.get_rank() == kill_rank else None)
     points.install()
-    checkpointer.save(state).done()
+    checkpointer.save(state).wait()
     return {"saved": tiny.everything(state), "points": points.names}
 
 

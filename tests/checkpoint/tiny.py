@@ -16,7 +16,7 @@ from trainer.checkpoint.tree import take_apart
 from trainer.checkpoint.weights import weights_for
 from trainer.config import CheckpointConfig
 from trainer.distributed.ranks import Ranks
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.state.train_state import Progress, TrainState
 from trainer.tensors.generators import seed_micro_batch
 
@@ -52,7 +52,7 @@ def checkpointer(
     **changes: Any,
 ) -> Checkpointer:
     """To save ``state``, or to ``restore`` one from what is opened."""
-    if state is not None and state.trained.is_sharded:
+    if state is not None and state.trainable.is_sharded:
         changes = {"format": "sharded", **changes}
     made = Checkpointer(
         settings(**changes), run_dir, facts(device), run_id=run_id, num_samples=48, config=CONFIG
@@ -111,7 +111,7 @@ def train_state(
 
 
 def state_of(model: nn.Module, optimizer: str = "adamw") -> TrainState:
-    trained = Trained(model)
+    trained = TrainableParameters(model)
     own = trained.own.values()
     if optimizer == "adamw":
         optim: torch.optim.Optimizer = torch.optim.AdamW(own, lr=0.01)
@@ -136,11 +136,11 @@ def train(state: TrainState, steps: int, before_update: Callable[[], None] = lam
             if parameter.grad is not None and parameter.is_cpu and not isinstance(parameter, DTensor):
                 torch_dist.all_reduce(parameter.grad, torch_dist.ReduceOp.SUM)
         before_update()
-        state.trained.attach_gradients()
+        state.trainable.attach_gradients()
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.schedule.step()
-        state.trained.drop_gradients()
+        state.trainable.drop_gradients()
         state.progress.advance(12, 48)
 
 

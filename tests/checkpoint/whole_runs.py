@@ -83,7 +83,7 @@ def run(
         if save_at is not None:  # at each step, saving would be half of such a run
             context.checkpointer.due = lambda progress, end_of_epoch: progress.step in save_at  # type: ignore[method-assign]
         result = loop.fit(dataclasses.replace(context, task=recorder))
-    context.checkpointer.saving.done()
+    context.checkpointer.saving.wait()
     end = _everything(context)
     context.strategy.close()
     context.report.run_log.close()

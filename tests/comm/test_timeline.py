@@ -18,10 +18,10 @@ def record(ready: float, start: float, end: float) -> BucketRecord:
     return BucketRecord(0, 4, ready, start, end)
 
 
-def test_hidden_and_exposed_add_up() -> None:
+def test_overlapped_and_exposed_add_up() -> None:
     sums = PassSum()
-    sums.add([record(0, 0, 4), record(3, 4, 8)])  # the last gradient at 3: 3 of 8 seconds are hidden
-    assert sums.means_ms() == {"total_ms": 8000, "hidden_ms": 3000, "exposed_ms": 5000}
+    sums.add([record(0, 0, 4), record(3, 4, 8)])  # the last gradient at 3: 3 of 8 seconds are overlapped
+    assert sums.means_ms() == {"total_ms": 8000, "overlapped_ms": 3000, "exposed_ms": 5000}
     sums.add([record(0, 0, 2), record(1, 1, 3), record(10, 10, 11)])  # two at a time count once
     assert (sums.count, sums.total_s, sums.exposed_s) == (2, 8 + 4, 5 + 1)
 
@@ -74,7 +74,7 @@ def test_a_rank_that_sleeps_before_its_backward_is_named(algorithm: str) -> None
         assert (
             min(before["comm/arrival_skew_ms"] for before in found["before"]) < late["comm/arrival_skew_ms"]
         )
-        assert late["comm/hidden_ms"] + late["comm/exposed_ms"] == pytest.approx(late["comm/total_ms"])
+        assert late["comm/overlapped_ms"] + late["comm/exposed_ms"] == pytest.approx(late["comm/total_ms"])
         early = [bucket["early_ms"] for bucket in found["typical"]]
         assert early == sorted(early, reverse=True) and early[0] > early[-1] == 0
         num_bytes = sum(bucket["bytes"] for bucket in found["typical"])

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from trainer.data.loading.batch import split_batch, split_leaves
+from trainer.data.loading.batch import split_batch, split_chunks
 from trainer.data.loading.sampler import IndexRequests, Requests
 from trainer.errors import UserError
 
@@ -73,7 +73,7 @@ def test_less_than_one_global_batch_is_refused_with_its_numbers(num_samples: int
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
 def test_leaves_are_the_same_consecutive_samples_at_any_world_size(replicas: int) -> None:
     own = [range(rank * 8 // replicas, (rank + 1) * 8 // replicas) for rank in range(replicas)]
-    splits = [split_leaves(16, None, 8, replicas, leaves) for leaves in own]
+    splits = [split_chunks(16, None, 8, replicas, chunks) for chunks in own]
     trained = [
         samples
         for rank, split in enumerate(splits)
@@ -94,7 +94,7 @@ def test_leaves_are_the_same_consecutive_samples_at_any_world_size(replicas: int
         for rank, split in enumerate(splits)
     ]
     assert len({len(batches) for batches in held_out}) == 1
-    leaves = [
+    chunks = [
         list(range(begin, begin + 2)) for begin in range(0, 48, 2)
     ]  # the reader leaves out what is beyond
-    assert sorted(filter(None, itertools.chain(*held_out))) == leaves
+    assert sorted(filter(None, itertools.chain(*held_out))) == chunks

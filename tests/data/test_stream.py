@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from tests.data.settings import eval_loader, message_of, train_loader
 from tests.data.streams import Broken, Dividing, Numbers, Stateful, Uneven, numbers_of
-from tests.faults.test_ends import refusals
+from tests.failures.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import train
 from trainer.data.loading.loaders import TrainLoader

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.ranks import RankFailure, run_ranks
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
 from trainer.distributed.ranks import Ranks
-from trainer.errors import Fault, UserError
+from trainer.errors import RetryableError, UserError
 
 
 def fail(error: Exception) -> None:
@@ -33,12 +33,14 @@ def heard() -> dict[str, object]:
         "one acts": on_main(lambda: here, ranks),
         "one errs": told(lambda: on_main(lambda: fail(UserError(f"{here} errs")), ranks)),
         "one acts on a file": files.on_main(lambda: here),
-        "one meets a full disk": told(lambda: files.on_main(lambda: fail(OSError(f"{here} is full"))), Fault),
+        "one meets a full disk": told(
+            lambda: files.on_main(lambda: fail(OSError(f"{here} is full"))), RetryableError
+        ),
         "one may not": told(lambda: files.on_main(lambda: fail(PermissionError(13, "no right")))),
         "all act": files.everywhere(lambda: here),
         "all err": told(lambda: files.everywhere(lambda: fail(UserError("the same")))),
         "the last errs": told(
-            lambda: files.everywhere(lambda: ranks.rank == 1 and fail(KeyError("x"))), Fault
+            lambda: files.everywhere(lambda: ranks.rank == 1 and fail(KeyError("x"))), RetryableError
         ),
         "differ": told(lambda: compare_across_ranks({"seed": ranks.rank}, ranks, "say seed=0")),
     }

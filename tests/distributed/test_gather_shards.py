@@ -16,7 +16,7 @@ from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.distributed.gather_shards import gather_shards_to_rank0
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.report.run_hash import parameters_sha256
 from trainer.state.train_state import Progress, TrainState
 from trainer.tensors.local_shard import own_rows
@@ -52,7 +52,7 @@ def _memory_of_a_save(run_dir: Path) -> tuple[float, float]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
-    trained = Trained(model)
+    trained = TrainableParameters(model)
     optimizer = torch.optim.AdamW(trained.own.values())
     for number, shard in enumerate(trained.own.values()):
         shard.data.fill_(number + 0.25 * dist.get_rank())

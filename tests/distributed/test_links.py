@@ -17,7 +17,7 @@ from trainer.distributed import links
 from trainer.distributed.interfaces import gloo_listener
 from trainer.distributed.process_group import process_group
 from trainer.distributed.shrink import _sockets
-from trainer.errors import Fault
+from trainer.errors import RetryableError
 
 
 def test_the_reason_why_an_address_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def _told_by_the_links(interface: str) -> tuple[float, set[str], list[str]]:
     try:
         with process_group(told, both_ways=True):
             pass
-    except Fault as fault:
+    except RetryableError as fault:
         warnings.append(str(fault))
     return float(total), addresses, warnings
 

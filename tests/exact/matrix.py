@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import runs
-from tests.faults.test_ends import refusals
+from tests.failures.test_ends import refusals
 from tests.ranks import run_ranks
 
 LEAVES = 8

@@ -16,7 +16,7 @@ from tests import runs
 from tests.exact.matrix import COMMON, MODELS, OPTIMIZERS, refused_each
 from tests.ranks import run_ranks
 from trainer import step
-from trainer.data.loading.batch import split_leaves
+from trainer.data.loading.batch import split_chunks
 from trainer.errors import NonFiniteError, UserError
 from trainer.exact.environment import exact_facts
 from trainer.loop import fit
@@ -42,11 +42,11 @@ def test_settings_that_cannot_be_exact_are_refused_in_one_line(words: str) -> No
 
 def test_batches_that_do_not_divide_are_refused_with_the_nearest_that_do() -> None:
     with pytest.raises(UserError, match=r"nearest that does: train.exact=8, or train.global_batch_size=63"):
-        split_leaves(64, None, 7, 1, range(7))
+        split_chunks(64, None, 7, 1, range(7))
     with pytest.raises(
         UserError, match=r"train.micro_batch_size is 4, but train.exact=8 .* set it to 8, or null"
     ):
-        split_leaves(64, 4, 8, 1, range(8))
+        split_chunks(64, 4, 8, 1, range(8))
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_ranks_and_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     adagrad = ("optim._target_=torch.optim.Adagrad", "~optim.momentum")
     expected = {
         ("strategy=fsdp",): "does not divide over 3 ranks",
-        ("strategy=ddp", "train.exact=2"): "fewer leaves than the 3 ranks; set train.exact=3",
+        ("strategy=ddp", "train.exact=2"): "fewer chunks than the 3 ranks; set train.exact=3",
         ("strategy=ddp", "+optim.fused=true"): "optim.fused=true rounds differently",
         ("strategy=fsdp", "train.exact=6", *adagrad): "Adagrad is not known to update each number by itself",
     }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.exact.matrix import COMMON, MODELS, NOISY, OPTIMIZERS, figures, refused_each
 from tests.ranks import run_ranks
 from tests.runs import context_of
-from trainer.faults.heartbeat import Records
+from trainer.failures.heartbeat import Records
 from trainer.loop import fit
 
 MLP = (*MODELS["mlp"], *OPTIMIZERS["adamw"], "train.max_steps=4")
@@ -76,7 +76,7 @@ FOLLOWING = (
 @pytest.mark.slow
 def test_what_has_no_mean_over_leaves_is_refused(tmp_path: Path) -> None:
     expected = {
-        "late": "a step made the buffer made, without a mean over leaves",
+        "late": "a step made the buffer made, without a mean over chunks",
         "later": "the buffer mean changes, but did not in the dry run before the first step",
         "frozen": "a forward or backward pass changes teacher",
     }
@@ -98,7 +98,7 @@ def test_what_is_easily_missed_has_one_hash(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_layers_that_some_leaves_skip_have_one_hash(tmp_path: Path) -> None:
-    """Also one that only an earlier leaf than the last of each rank has used."""
+    """Also one that only an earlier chunk than the last of each rank has used."""
     words = (*NOISY, *OPTIMIZERS["adamw"], "model._target_=tests.exact.odd_parts.SkipsLayers")
     ddp = (*words, "strategy=ddp", "comm=ring", "strategy.find_unused_parameters=true")
     found = figures(tmp_path / "1", 1, (*words, "strategy=single"))
@@ -114,6 +114,6 @@ def _positions(*overrides: str) -> int:
 
 @pytest.mark.slow
 def test_ranks_with_fewer_leaves_are_not_behind(tmp_path: Path) -> None:
-    """A verdict names the rank that entered the fewest phases."""
+    """A report names the rank that entered the fewest phases."""
     words = (*COMMON, *MLP, "strategy=ddp", f"run_dir={tmp_path}")
     assert len(set(run_ranks(_positions, 3, *words, init=False))) == 1

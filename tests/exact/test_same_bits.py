@@ -19,7 +19,7 @@ def test_two_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_strategies_and_all_reduces_give_one_hash(tmp_path: Path) -> None:
-    """Also a number of ranks that does not divide the leaves, and evaluation."""
+    """Also a number of ranks that does not divide the chunks, and evaluation."""
     alone = figures(tmp_path / "1", 1, (*NORM, "strategy=single"), (*NORM, "strategy=fsdp"))
     three = figures(tmp_path / "3", 3, (*NORM, "strategy=ddp", "comm=ring"))
     two = figures(tmp_path / "2", 2, (*NORM, "strategy=fsdp"), (*NORM, "strategy=ddp"))

@@ -25,7 +25,7 @@ from trainer.comm.overlap import SideStream
 from trainer.comm.timeline import BucketRecord, GpuClock
 from trainer.data.device import Normalise, ToDevice
 from trainer.errors import NonFiniteError
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.param_groups import build_optimizer
 from trainer.state.train_state import Progress, TrainState
 
@@ -65,7 +65,7 @@ def network() -> nn.Module:
 @pytest.mark.usefixtures("group")
 def test_a_bad_update_is_left_out_by_the_gpu_and_the_host_does_not_wait_for_good_ones() -> None:
     model = network()
-    trained = Trained(model)
+    trained = TrainableParameters(model)
     optimizer = build_optimizer(trained, {"_target_": "torch.optim.AdamW", "lr": 0.1})
     off = torch.amp.GradScaler("cuda", enabled=False)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)

@@ -20,13 +20,13 @@ from trainer.distributed.backend_flags import described, set_backend_flags, set_
 from trainer.distributed.collectives import broadcast_tensors
 from trainer.distributed.process_group import _join
 from trainer.errors import UserError
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim import param_groups
 from trainer.optim.schedules import constant
 from trainer.report.mfu import peak_tflops
 from trainer.state.train_state import Progress, TrainState
 from trainer.strategies import ddp
-from trainer.strategies.base import Computing, Strategy
+from trainer.strategies.base import ComputeOptions, Strategy
 from trainer.strategies.data_parallel import GpuReplica
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -76,7 +76,7 @@ def test_an_exact_run_has_kernels_with_the_same_bits_and_none_that_fill(
 def test_a_step_is_fused_where_that_is_to_be_had() -> None:
     def fused(target: str, fused_on_cpu: bool = True, **options: Any) -> Any:
         optim = {"_target_": f"torch.optim.{target}", "lr": 0.1, **options}
-        made = param_groups.build_optimizer(Trained(nn.Linear(2, 2)), optim, fused_on_cpu)
+        made = param_groups.build_optimizer(TrainableParameters(nn.Linear(2, 2)), optim, fused_on_cpu)
         return made.param_groups[0].get("fused")
 
     assert not fused("AdamW", fused_on_cpu=False), "on a CPU it has other last bits in shards"
@@ -86,7 +86,9 @@ def test_a_step_is_fused_where_that_is_to_be_had() -> None:
     assert fused("AdamW", fused=False) is False
     assert not fused("Adagrad")
     sparse = nn.Embedding(3, 2, sparse=True)
-    made = param_groups.build_optimizer(Trained(sparse), {"_target_": "torch.optim.SGD", "lr": 0.1})
+    made = param_groups.build_optimizer(
+        TrainableParameters(sparse), {"_target_": "torch.optim.SGD", "lr": 0.1}
+    )
     assert not made.defaults["fused"]
 
 
@@ -94,7 +96,11 @@ def state_of(kind: type[torch.optim.Optimizer], **options: Any) -> TrainState:
     model = nn.Linear(2, 2)
     optimizer = kind(model.parameters(), lr=0.5, **options)  # type: ignore[call-arg]
     return TrainState(
-        Trained(model), optimizer, constant(optimizer), torch.amp.GradScaler("cpu", enabled=False), Progress()
+        TrainableParameters(model),
+        optimizer,
+        constant(optimizer),
+        torch.amp.GradScaler("cpu", enabled=False),
+        Progress(),
     )
 
 
@@ -108,7 +114,7 @@ def test_how_a_step_is_made_is_not_taken_over_from_a_checkpoint() -> None:
 
 
 def test_convolutions_are_laid_out_as_the_images_are() -> None:
-    strategy = Strategy(CPU, Computing(channels_last=True))
+    strategy = Strategy(CPU, ComputeOptions(channels_last=True))
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
     before = model[0].weight.detach().clone()
     strategy.wrap(model)
@@ -123,7 +129,7 @@ def test_a_thread_that_saves_works_on_its_own_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         accelerator, "use", lambda device: chosen.append((threading.current_thread().name, device))
     )
-    Saving(write=lambda: None, device=torch.device("cuda", 3)).done()
+    Saving(write=lambda: None, device=torch.device("cuda", 3)).wait()
     assert chosen == [("checkpoint", torch.device("cuda", 3))]
 
 
@@ -140,7 +146,7 @@ def copied(module: nn.Module, factor: float) -> nn.Module:
 
 
 def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision() -> None:
-    replica = GpuReplica(nn.Linear(3, 2), Strategy(CPU, Computing("bf16")).autocast)
+    replica = GpuReplica(nn.Linear(3, 2), Strategy(CPU, ComputeOptions("bf16")).autocast)
     x, outputs = torch.randn(4, 3), {}
     # As in parallel_apply: a thread for each copy, where autocast is on with a dtype of its own.
     for factor in (1.0, 2.0, 4.0):
@@ -207,7 +213,7 @@ def test_sparse_gradients_are_refused_where_nccl_would_add_them(monkeypatch: pyt
         device=GPU, backend="cpu:gloo,cuda:nccl", hosts=(0, 1), world_size=2, rank=0, heartbeat=None
     )
     config = settings("strategy=ddp", "comm=native", "comm.timeline=false")
-    strategy: Any = ddp.Ddp(config.strategy, config.comm, facts, Computing(), 60.0)  # type: ignore[arg-type]
+    strategy: Any = ddp.Ddp(config.strategy, config.comm, facts, ComputeOptions(), 60.0)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"distributed\.backend=gloo"):
         strategy.wrap(nn.Embedding(3, 2, sparse=True))
 

@@ -18,8 +18,8 @@ from tests.runs import context_of, steps_of
 from trainer.distributed.collectives import broadcast_tensors
 from trainer.errors import UserError
 from trainer.evaluation import evaluate
-from trainer.exact.buffers import LeafBuffers
-from trainer.faults.heartbeat import Heartbeat
+from trainer.exact.buffers import ChunkBuffers
+from trainer.failures.heartbeat import Heartbeat
 from trainer.guards import failure_snapshot
 from trainer.guards.replicas import ReplicaCheck
 from trainer.log_step import log_step
@@ -231,12 +231,12 @@ def readings(folder: Path) -> dict[str, Any]:
         part.add_(1)  # as the replay of a CUDA graph
         found["part"] = run.report.meter.parts._of_step.pop()[1].item()
         norms = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(5))).to(device)
-        buffers, rows = LeafBuffers(norms, 1), torch.ones(3, 4, device=device)
+        buffers, rows = ChunkBuffers(norms, 1), torch.ones(3, 4, device=device)
 
         def leaf() -> None:
-            buffers.begin_leaf()
+            buffers.start_chunk()
             norms(rows)
-            buffers.end_leaf()
+            buffers.end_chunk()
             buffers.finish()
 
         actions: dict[str, Callable[[], object]] = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.fault_parts import flip
+from tests.failure_parts import flip
 from tests.ranks import run_ranks
 from tests.runs import context_of
 from trainer.context import Run
@@ -77,11 +77,11 @@ def test_every_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
             "exp_avg_sq",
             "step",
         }
-        for odd, name, verdict in rank["flips"]:
-            assert verdict["ranks"] == (odd,)
+        for odd, name, report in rank["flips"]:
+            assert report["ranks"] == (odd,)
             others = ", ".join(str(other) for other in range(3) if other != odd)
-            assert f"rank {odd} (host 0), unlike ranks {others}, first in {name}." in verdict["message"]
-            assert verdict["status"] == 1
+            assert f"rank {odd} (host 0), unlike ranks {others}, first in {name}." in report["message"]
+            assert report["status"] == 1
 
 
 @pytest.mark.slow
@@ -89,12 +89,12 @@ def test_two_replicas_are_both_named_and_none_is_blamed(tmp_path: Path) -> None:
     hybrid = ("strategy=fsdp", "strategy.shard_group=2", f"run_dir={tmp_path}")
     for rank in run_ranks(flips, 4, hybrid, 2, 6, init=False):
         assert rank["trained"] is rank["mended"] is None
-        for odd, name, verdict in rank["flips"]:
-            assert verdict["ranks"] == ()
+        for odd, name, report in rank["flips"]:
+            assert report["ranks"] == ()
             first = odd % 2
             assert (
                 f"rank {first + 2} (host 0), unlike rank {first} (host 0), first in {name};"
-                in verdict["message"]
+                in report["message"]
             )
 
 

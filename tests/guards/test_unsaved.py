@@ -123,7 +123,7 @@ def warnings_of(
     model, task = model or Keeper(""), task or Teaching()
     made = (optimizer or torch.optim.SGD)(model.parameters(), 0.1)
     unsaved = UnsavedState(model, task, made, looks=True)
-    unsaved.begin({})
+    unsaved.start({})
     for _ in range(6):
         task.loss(model, torch.randn(3, 6)).backward()
         made.step()
@@ -164,13 +164,13 @@ def test_what_differs_after_a_resume_is_named(caplog: pytest.LogCaptureFixture) 
     task.center = task.reference = None
     unsaved = UnsavedState(model, task, torch.optim.SGD(model.parameters(), 0.1), looks=True)
     model(torch.randn(3, 6))  # as in the dry run
-    unsaved.begin({})
+    unsaved.start({})
     task.center, task.reference = torch.ones(2), torch.ones(2)
     unsaved.look()
     saved = unsaved.look_at_save()
     assert saved.keys() == {"cache", "task.center", "task.reference"} and not caplog.records
     task.center = None
-    unsaved.begin(saved)
+    unsaved.start(saved)
     assert [record.getMessage().split(" had another")[0] for record in caplog.records] == ["task.center"]
 
 

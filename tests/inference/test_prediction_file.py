@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.errors import Fault, UserError
+from trainer.errors import RetryableError, UserError
 from trainer.files.writing import output_file
 from trainer.inference.prediction_file import writer_for
 
@@ -54,7 +54,7 @@ def test_tensors(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     with (
-        pytest.raises(Fault, match=r"a\.csv cannot be written: No space left"),
+        pytest.raises(RetryableError, match=r"a\.csv cannot be written: No space left"),
         output_file(tmp_path / "a.csv"),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")

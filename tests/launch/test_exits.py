@@ -7,7 +7,7 @@ def test_a_rank_of_launch_local_tells_its_end_before_the_verdict_ends_rank_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise launch=local, to which rank 0's status means that it has told, kills the rank unheard."""
-    from trainer.faults.ending import ALONE_S
+    from trainer.failures.ending import ALONE_S
     from trainer.launch import exits
 
     slept: list[float] = []
@@ -28,14 +28,14 @@ def test_two_runs_that_end_alike_both_say_why(capsys: pytest.CaptureFixture[str]
 
 def test_what_ends_a_run_names_its_entry_on_the_page_of_messages(capfd: pytest.CaptureFixture[str]) -> None:
     from trainer.errors import UserError
-    from trainer.faults import exit_report
-    from trainer.faults.verdict import Verdict
+    from trainer.failures import exit_report
+    from trainer.failures.diagnosis import Failure
     from trainer.launch.exits import exits
 
     with pytest.raises(SystemExit), exits():
         raise UserError("optim.lrr is not a setting")
-    exit_report.say(Verdict((1,), "died", 1, "rank 1 (host 0) died of SIGKILL"), 2, None)
-    exit_report.say(Verdict((1,), "raised", 1, "rank 1 (host 0) failed"), 2, None)
+    exit_report.say(Failure((1,), "died", 1, "rank 1 (host 0) died of SIGKILL"), 2, None)
+    exit_report.say(Failure((1,), "raised", 1, "rank 1 (host 0) failed"), 2, None)
     assert capfd.readouterr().err.splitlines() == [
         "optim.lrr is not a setting",
         "  see docs/howto/troubleshooting.md#unknown-setting",

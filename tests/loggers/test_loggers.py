@@ -12,9 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
-from trainer.errors import Fault, UserError
-from trainer.faults import exit_report
-from trainer.faults.verdict import Verdict
+from trainer.errors import RetryableError, UserError
+from trainer.failures import exit_report
+from trainer.failures.diagnosis import Failure
 from trainer.loggers.tensorboard import TensorBoard
 from trainer.loggers.wandb import Wandb
 from trainer.run_dir.metrics_file import read_metrics
@@ -54,7 +54,7 @@ def refused(run_dir: Path, *overrides: str) -> str:
 
 @pytest.mark.slow
 def test_a_logger_that_cannot_end_takes_nothing_along(tmp_path: Path) -> None:
-    with pytest.raises(Fault, match=r"logger\.away of run_dir=.* cannot be written: no route"):
+    with pytest.raises(RetryableError, match=r"logger\.away of run_dir=.* cannot be written: no route"):
         train(*SHORT, "+logger.away._target_=tests.user_parts.Away", *NOTED, f"run_dir={tmp_path}")
     assert (tmp_path / "result.json").exists()
     assert '["close"]' in (tmp_path / "noted.jsonl").read_text()
@@ -71,7 +71,7 @@ def test_what_is_no_text_is_spelt_out_wherever_it_is_told(tmp_path: Path) -> Non
     """Half a surrogate pair, which no file of UTF-8 holds."""
     task = "data.task._target_=tests.user_parts.SaysNoText"
     run_ranks(train, 1, *SHORT, "strategy=single", task, f"run_dir={tmp_path}", init=False)
-    exit_report.keep(Verdict((0,), "raised", 1, "at caf\udce9.py:1", {}), tmp_path, {})
+    exit_report.keep(Failure((0,), "raised", 1, "at caf\udce9.py:1", {}), tmp_path, {})
     log = (tmp_path / "train.log").read_text()
     assert r"said \ud800" in log and r"at caf\udce9.py:1" in log
     (events,) = tmp_path.glob("events.*")

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from trainer.distributed.agreement import gather_objects
 from trainer.errors import UserError
 from trainer.loop import fit
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.combined import CombinedOptimizer, parts_of
 from trainer.optim.param_groups import build_optimizer, described
 from trainer.optim.schedules import ScheduleFacts, build_schedule
@@ -43,7 +43,7 @@ def stepped(model: nn.Module, *optimizers: Any, steps: int = 3) -> list[Tensor]:
 
 def test_each_group_is_updated_by_its_own_optimizer_as_by_torch() -> None:
     model, plain = network(), network()
-    optimizer = build_optimizer(Trained(model), OPTIM)
+    optimizer = build_optimizer(TrainableParameters(model), OPTIM)
     assert isinstance(optimizer, CombinedOptimizer)
     assert [type(part) for part in optimizer.parts] == [AdamW, Muon]
     assert [(g.get("name"), g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
@@ -55,14 +55,14 @@ def test_each_group_is_updated_by_its_own_optimizer_as_by_torch() -> None:
     muon = Muon([plain[0].weight], lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
     for one, other in zip(stepped(model, optimizer), stepped(plain, adamw, muon), strict=True):
         assert torch.equal(one, other)
-    words = described(optimizer, Trained(model))
+    words = described(optimizer, TrainableParameters(model))
     assert words["  0"] == "Muon, 1 tensors, 35 parameters, weight_decay 0.2"
 
 
 def test_a_saved_state_goes_on_and_a_schedule_scales_all() -> None:
     def fresh() -> tuple[nn.Module, Any, Any]:
         model = network()
-        optimizer = build_optimizer(Trained(model), OPTIM)
+        optimizer = build_optimizer(TrainableParameters(model), OPTIM)
         node = {"_target_": "trainer.optim.schedules.linear", "total_steps": "auto"}
         return model, optimizer, build_schedule(node, optimizer, ScheduleFacts(10, 5))
 
@@ -100,16 +100,18 @@ def test_a_saved_state_goes_on_and_a_schedule_scales_all() -> None:
 )
 def test_refuses(group: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        build_optimizer(Trained(network()), OPTIM | {"groups": [group]})
+        build_optimizer(TrainableParameters(network()), OPTIM | {"groups": [group]})
 
 
 def test_the_rate_of_a_group_is_that_of_its_node_or_of_optim() -> None:
     def rate(optimizer: dict[str, Any], **group: Any) -> float:
         groups = [{"dims": 2, "optimizer": MUON | optimizer, **group}]
-        return build_optimizer(Trained(network()), OPTIM | {"groups": groups}).param_groups[-1]["lr"]
+        return build_optimizer(TrainableParameters(network()), OPTIM | {"groups": groups}).param_groups[-1][
+            "lr"
+        ]
 
     assert (rate({}), rate({"lr": 0.3}), rate({}, lr_scale=0.5)) == (0.1, 0.3, 0.05)
-    matrix = Trained(nn.Linear(2, 2, bias=False))
+    matrix = TrainableParameters(nn.Linear(2, 2, bias=False))
     alone = build_optimizer(matrix, OPTIM | {"groups": [{"dims": 2, "optimizer": MUON}]})
     assert type(alone) is Muon, "no other optimizer has parameters"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import constant
 from trainer.state.train_state import Progress, TrainState
@@ -18,10 +18,10 @@ def state_of(target: str, fused: bool, memory_format: torch.memory_format = LAST
     torch.manual_seed(0)
     model = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=memory_format)  # type: ignore[call-overload]
     optimizer = build_optimizer(
-        Trained(model), {"_target_": f"torch.optim.{target}", "lr": 0.1, "fused": fused}
+        TrainableParameters(model), {"_target_": f"torch.optim.{target}", "lr": 0.1, "fused": fused}
     )
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return TrainState(Trained(model), optimizer, constant(optimizer), scaler, Progress())
+    return TrainState(TrainableParameters(model), optimizer, constant(optimizer), scaler, Progress())
 
 
 def step(state: TrainState, memory_format: torch.memory_format = LAST) -> torch.Tensor:
@@ -53,7 +53,7 @@ def test_a_parameter_with_gaps_is_not_fused() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.randn(4, 6)[:, ::2])
     optim = {"_target_": "torch.optim.SGD", "lr": 0.1}
-    assert not build_optimizer(Trained(model), optim).defaults["fused"]
+    assert not build_optimizer(TrainableParameters(model), optim).defaults["fused"]
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}, {}])
@@ -62,7 +62,7 @@ def test_a_first_gradient_may_come_after_those_of_others(options: dict[str, floa
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
         settings = {"_target_": "torch.optim.SGD", "lr": 0.1, "weight_decay": 0.1, **options, **more}
-        optimizer = build_optimizer(Trained(model), settings)
+        optimizer = build_optimizer(TrainableParameters(model), settings)
         for last in (1, 2, 2):
             optimizer.zero_grad()
             nn.Sequential(*model[:last])(torch.ones(2, 3)).pow(2).sum().backward()

@@ -15,7 +15,7 @@ from trainer.config import load
 from trainer.errors import UserError
 from trainer.loop import fit
 from trainer.model.frozen_statistics import follow_frozen_statistics, keep_frozen_statistics
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.param_groups import build_optimizer, freeze, parameter_sets
 from trainer.optim.schedules import ScheduleFacts, build_schedule
 from trainer.run_dir.metrics_file import read_metrics
@@ -31,7 +31,9 @@ def _names(model: nn.Module, sets: list[dict[str, Any]]) -> dict[str, set[str]]:
 
 def test_what_decays_of_a_gpt() -> None:
     model = GPT(vocab_size=8, block_size=4, width=4, depth=1, num_heads=1)
-    found = _names(model, parameter_sets(Trained(model), {**ADAMW, "no_decay": NO_DECAY})["optim"])
+    found = _names(
+        model, parameter_sets(TrainableParameters(model), {**ADAMW, "no_decay": NO_DECAY})["optim"]
+    )
     every = dict(model.named_parameters())
     assert found.keys() == {"base", "no_decay"}
     assert found["no_decay"] == {n for n, p in every.items() if p.ndim < 2} | {"position_embedding.weight"}
@@ -41,7 +43,7 @@ def test_what_decays_of_a_gpt() -> None:
 def test_a_group_is_named_after_a_word_and_otherwise_by_its_pattern() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     groups = [{"match": r"^0\.", "lr_scale": 1}, {"match": "^(?!2)", "lr_scale": 1}]
-    sets = parameter_sets(Trained(model), {**ADAMW, "groups": groups})["optim"]
+    sets = parameter_sets(TrainableParameters(model), {**ADAMW, "groups": groups})["optim"]
     assert set(_names(model, sets)) == {"0", "^(?!2)", "base"}
 
 
@@ -52,7 +54,9 @@ def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
         {"match": "bias", "weight_decay": 0.25},
         {"match": "^0", "lr_scale": 0},
     ]
-    sets = parameter_sets(Trained(model), {**ADAMW, "no_decay": NO_DECAY, "groups": groups})["optim"]
+    sets = parameter_sets(TrainableParameters(model), {**ADAMW, "no_decay": NO_DECAY, "groups": groups})[
+        "optim"
+    ]
     assert _names(model, sets) == {
         "no_decay": {"1.weight"},
         "head": {"2.weight"},
@@ -68,7 +72,7 @@ def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
         "bias": {"lr": None, "weight_decay": 0.25},
         "0": {"lr": 0, "weight_decay": None},
     }
-    optimizer = build_optimizer(Trained(model), {**ADAMW, "no_decay": NO_DECAY, "groups": groups})
+    optimizer = build_optimizer(TrainableParameters(model), {**ADAMW, "no_decay": NO_DECAY, "groups": groups})
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 0.5, 0, 0.25, 0.5]
 
 
@@ -104,19 +108,23 @@ def test_refuses(override: str, words: str) -> None:
 )
 def test_refuses_of_this_model(groups: list[dict[str, Any]], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        parameter_sets(Trained(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), {**ADAMW, "groups": groups})
+        parameter_sets(
+            TrainableParameters(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), {**ADAMW, "groups": groups}
+        )
 
 
 def test_refuses_what_the_optimizer_does_not_have() -> None:
     model, rprop = nn.Linear(2, 2), {"_target_": "torch.optim.Rprop", "lr": 0.1}
     with pytest.raises(UserError, match="sets a weight_decay, but Rprop has none"):
-        build_optimizer(Trained(model), {**rprop, "groups": [{"match": "bias", "weight_decay": 0.1}]})
+        build_optimizer(
+            TrainableParameters(model), {**rprop, "groups": [{"match": "bias", "weight_decay": 0.1}]}
+        )
     del rprop["lr"]
     with pytest.raises(UserError, match=r"lr_scale multiplies optim\.lr, which has no value"):
-        build_optimizer(Trained(model), {**rprop, "groups": [{"match": "bias", "lr_scale": 0.1}]})
+        build_optimizer(TrainableParameters(model), {**rprop, "groups": [{"match": "bias", "lr_scale": 0.1}]})
     sgd = {"_target_": "torch.optim.SGD", "lr": 0.1, "weight_decay": 0.5}
     with pytest.raises(UserError, match=r"is 0\.5, but torch decays no weights with sparse gradients"):
-        build_optimizer(Trained(nn.Embedding(2, 2, sparse=True)), sgd)
+        build_optimizer(TrainableParameters(nn.Embedding(2, 2, sparse=True)), sgd)
 
 
 def test_a_frozen_batch_norm_keeps_its_statistics() -> None:

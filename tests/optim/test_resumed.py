@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.errors import UserError
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import ScheduleFacts, build_schedule, settings_of
 from trainer.state.train_state import Progress, TrainState
@@ -80,7 +80,7 @@ NODES: list[dict[str, Any]] = [
 
 def _state(node: dict[str, Any], total: int = 20, **optim: Any) -> TrainState:
     torch.manual_seed(0)
-    trained, facts = Trained(nn.Linear(2, 2)), ScheduleFacts(total, 5)
+    trained, facts = TrainableParameters(nn.Linear(2, 2)), ScheduleFacts(total, 5)
     chosen = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "no_decay": None, "groups": []}
     optimizer = build_optimizer(trained, chosen | optim)
     schedule = build_schedule(node, optimizer, facts)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks import fsdp_optimizers as optimizers
 from tests import runs
-from tests.faults.test_ends import TINY
+from tests.failures.test_ends import TINY
 from tests.ranks import run_ranks
 from trainer.errors import UserError
 from trainer.loop import fit

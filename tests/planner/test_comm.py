@@ -237,7 +237,7 @@ def test_a_step_is_what_it_computes_and_what_is_exposed(tmp_path: Path) -> None:
     assert run.computed_s(None) == pytest.approx(0.025)
     # The first has gone 9 ms before the end, and the second at the end; the third is yet to go.
     found = run.step(slow, "ring", 0.025)
-    assert (found.hidden_s, found.exposed_s) == pytest.approx((0.003, 0.001), rel=0.02)
+    assert (found.overlapped_s, found.exposed_s) == pytest.approx((0.003, 0.001), rel=0.02)
     assert found.seconds == pytest.approx(0.026, rel=1e-3)
     tenth = run.step(replace(slow, machine=Machine(link_bytes_per_s=1e8)), "ring", 0.025)
     assert tenth.exposed_s == pytest.approx(

@@ -66,7 +66,7 @@ def test_each_strategy_and_choice_takes_its_own() -> None:
     single = _footprint(dry_run, "strategy=single", ranks=1)
     ddp = _footprint(dry_run, "strategy=ddp")
     leaves = _footprint(dry_run, "strategy=ddp", "train.exact=4")
-    assert leaves.peak == ddp.peak + 8 * NUM_PARAMETERS, "one leaf a rank: messages alone"
+    assert leaves.peak == ddp.peak + 8 * NUM_PARAMETERS, "one chunk a rank: messages alone"
     whole = _footprint(dry_run, *fsdp)
     hybrid = _footprint(dry_run, *fsdp, "strategy.shard_group=2")
     num_bytes = 4 * NUM_PARAMETERS

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import conftest
-from tests.faults import test_ends
-from tests.faults.test_launchers_end import attempt
+from tests.failures import test_ends
+from tests.failures.test_launchers_end import attempt
 from tests.ranks import run_ranks
 from trainer.checkpoint.manifest import write_text
 from trainer.checkpoint.store import Store

@@ -15,7 +15,7 @@ from trainer import cli
 from trainer.config.saved_run import saved_settings
 from trainer.errors import UserError
 from trainer.evaluate import evaluate
-from trainer.files import failure
+from trainer.files import failure_file
 from trainer.run_dir.claim import LOCK
 
 TINY = (
@@ -98,12 +98,12 @@ def test_a_fault_of_the_set_up_is_written_down_in_a_used_directory_too(tmp_path:
 def test_a_refusal_is_not_told_in_the_words_of_an_earlier_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failure.write(tmp_path, {"status": 2, "message": "of an earlier run"})
+    failure_file.write(tmp_path, {"status": 2, "message": "of an earlier run"})
     for message, words in ((None, "see its output"), ("of this one", "of this one")):
 
         def launch(*_: object, message: str | None = message) -> tuple[int, None]:
             if message is not None:
-                failure.write(tmp_path, {"status": 2, "message": message})
+                failure_file.write(tmp_path, {"status": 2, "message": message})
             return 2, None
 
         monkeypatch.setitem(cli.LAUNCHERS, "local", launch)

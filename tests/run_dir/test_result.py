@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from trainer.files import failure
+from trainer.files import failure_file
 from trainer.run_dir.metrics_file import RESULT, write_result
 
 
@@ -26,6 +26,6 @@ def test_a_result_stands_where_nothing_was_added_to_it(tmp_path: Path) -> None:
 
 def test_a_disk_that_takes_no_failure_raises_none(tmp_path: Path) -> None:
     """The failure comes before the file that reports it."""
-    (tmp_path / failure.NAME).mkdir()
-    assert not failure.write(tmp_path, {"status": 2, "message": "the disk is full"})
-    assert [path.name for path in tmp_path.iterdir()] == [failure.NAME]
+    (tmp_path / failure_file.NAME).mkdir()
+    assert not failure_file.write(tmp_path, {"status": 2, "message": "the disk is full"})
+    assert [path.name for path in tmp_path.iterdir()] == [failure_file.NAME]

@@ -15,7 +15,7 @@ from tests.checkpoint import tiny
 from tests.updates import run_of, update
 from trainer.checkpoint.tree import put_together, take_apart
 from trainer.model.plain_names import load_model_state, model_state, parameter_names
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.state.progress import Update
 from trainer.state.train_state import Progress, TrainState
 
@@ -113,7 +113,7 @@ def test_a_step_that_fp16_skips_moves_no_weight_momentum_or_average(fused: bool)
     alone = copy.deepcopy(layer)
     optimizer, plain = (torch.optim.SGD(m.parameters(), 0.1, 0.9, fused=fused) for m in (layer, alone))
     scaler, schedule = torch.amp.GradScaler("cpu"), torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    state = TrainState(Trained(layer), optimizer, schedule, scaler, Progress())
+    state = TrainState(TrainableParameters(layer), optimizer, schedule, scaler, Progress())
     state.keep_average(0.5, warmup=False)
     assert state.average is not None
     run = run_of(state)

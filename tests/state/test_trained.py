@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.ranks import run_ranks
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 
 
 class Rows(nn.Module):
@@ -33,7 +33,7 @@ def sharded(hybrid: bool = False) -> Rows:
 
 def _norms(hybrid: bool) -> dict[str, Any]:
     model = sharded(hybrid)
-    trained, gradients = Trained(model), []
+    trained, gradients = TrainableParameters(model), []
     for number, whole in enumerate(trained.whole.values()):
         assert isinstance(whole, DTensor)
         gradients.append(
@@ -55,7 +55,7 @@ def _norms(hybrid: bool) -> dict[str, Any]:
 def _steps(moves: bool) -> list[Tensor]:
     """The whole model after three steps; `moves`: its parameters are moved first."""
     model = sharded()
-    trained = Trained(model)
+    trained = TrainableParameters(model)
     assert all(type(own) is nn.Parameter for own in trained.own.values())
     if moves:
         model._apply(lambda tensor: tensor.clone())

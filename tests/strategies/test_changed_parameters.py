@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.faults.test_ends import refusals
+from tests.failures.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import whole_and_resumed
 from tests.strategies.test_ddp import QUICK

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.faults.test_ends import TINY
+from tests.failures.test_ends import TINY
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from trainer.comm.overlap import Worker

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from torch import Tensor, nn
 
-from tests.faults.test_ends import TINY, refusals
+from tests.failures.test_ends import TINY, refusals
 from tests.programs import finish_ranks
 from tests.ranks import run_ranks
 from trainer.tasks import Classification

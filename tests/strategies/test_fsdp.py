@@ -12,7 +12,7 @@ from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.config import FsdpConfig
 from trainer.errors import UserError
-from trainer.strategies.base import Computing, Strategy
+from trainer.strategies.base import ComputeOptions, Strategy
 from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.sharding import ranks_by_host
 
@@ -167,7 +167,7 @@ def fsdp(precision: str = "fp32", min_params: int = MIN_PARAMS) -> Fsdp:
 
 
 def plain_fsdp(settings: FsdpConfig, precision: str = "fp32") -> Fsdp:
-    return Fsdp(settings, tiny.facts(), Computing(precision))
+    return Fsdp(settings, tiny.facts(), ComputeOptions(precision))
 
 
 def gradients(build: Callable[[], nn.Module], strategy: Fsdp | None) -> dict[str, Tensor]:
@@ -297,10 +297,10 @@ def test_what_shares_memory_is_refused_where_it_would_not_do_so_any_more() -> No
     buffered.register_buffer("last", buffered.weight.data[1])
     for each in (model, buffered):
         with pytest.raises(UserError, match="would no longer be tied"):
-            Strategy(torch.device("meta"), Computing())._placed(each)
+            Strategy(torch.device("meta"), ComputeOptions())._placed(each)
     for each in (frozen, views_of_one_storage()):
-        Strategy(torch.device("meta"), Computing())._placed(each)
-    Strategy(torch.device("cpu"), Computing())._placed(model)
+        Strategy(torch.device("meta"), ComputeOptions())._placed(each)
+    Strategy(torch.device("cpu"), ComputeOptions())._placed(model)
 
 
 def test_a_shard_group_of_a_host_has_its_ranks_however_they_are_numbered() -> None:

@@ -20,8 +20,8 @@ from tests.runs import TORCH_2_14
 from tests.strategies.test_fsdp import plain_fsdp
 from trainer.config import FsdpConfig, UnitsConfig
 from trainer.errors import UserError
-from trainer.model.trained import Trained
-from trainer.strategies.base import Computing
+from trainer.model.trainable_parameters import TrainableParameters
+from trainer.strategies.base import ComputeOptions
 from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.units import checkpoint_activations, named_units
 
@@ -79,7 +79,7 @@ def _accumulated(
         if strategy is None:
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
         else:
-            trained = Trained(model)
+            trained = TrainableParameters(model)
             trained.attach_gradients()
             norm = strategy.grad_norm(trained)
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -134,7 +134,7 @@ def _asked_of_torch() -> Counter[str]:
     """The modules that are compiled with train.compile; and what a setting that needs a newer torch says."""
     asked = Counter[str]()
     torch.compile = lambda forward, mode: asked.update([type(forward.__self__).__name__]) or forward  # type: ignore
-    Fsdp(_config(), tiny.facts(), Computing(compile=True)).wrap(_model())
+    Fsdp(_config(), tiny.facts(), ComputeOptions(compile=True)).wrap(_model())
     if TORCH_2_14:
         del FSDPModule.set_reduce_scatter_unused_params
     with pytest.raises(UserError, match=r"find_unused_parameters=true under fsdp needs torch 2\.14"):

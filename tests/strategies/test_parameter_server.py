@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import context_of, train, trained
 from trainer.errors import UserError

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
-from trainer.strategies.base import Computing, Strategy
+from trainer.strategies.base import ComputeOptions, Strategy
 from trainer.strategies.data_parallel import DataParallel
 from trainer.strategies.ddp import device_ids
 from trainer.strategies.parameter_server import ParameterServer
@@ -21,11 +21,11 @@ def _placed() -> nn.Module:
 
 
 def test_it_is_not_moved_and_batches_go_to_its_first_device() -> None:
-    strategy = Strategy(CPU, Computing())
+    strategy = Strategy(CPU, ComputeOptions())
     model = strategy.wrap(_placed())
     assert [layer.weight.device for layer in model] == [META, CPU, META]  # type: ignore[attr-defined]
     assert strategy.devices == [META, CPU] and strategy.device == META
-    whole = Strategy(META, Computing())
+    whole = Strategy(META, ComputeOptions())
     assert devices_of(whole.wrap(nn.Linear(2, 2))) == whole.devices == [META]
 
 
@@ -39,7 +39,7 @@ def test_strategies_that_place_models_themselves_refuse_it() -> None:
     with pytest.raises(UserError, match=r"strategy=fsdp .* has placed it on meta, cpu; .* use strategy=ddp"):
         refuse_what_cannot_be_sharded(_placed(), [])
     with pytest.raises(UserError, match=r"strategy=dp .* has placed it on meta, cpu"):
-        DataParallel(CPU, Computing()).wrap(_placed())
+        DataParallel(CPU, ComputeOptions()).wrap(_placed())
     servers = object.__new__(ParameterServer)  # it refuses before it asks for a group
     with pytest.raises(UserError, match=r"strategy=parameter_server .* has placed it on meta, cpu"):
         servers.wrap(_placed())

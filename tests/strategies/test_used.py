@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.faults.test_ends import refusals
+from tests.failures.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import TORCH_2_14, train
 from tests.strategies.test_ddp import QUICK

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from models.gpt import GPT
-from tests.faults.test_ends import refusals
+from tests.failures.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import context_of
 from trainer.data.digits import Digits

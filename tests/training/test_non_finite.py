@@ -14,7 +14,7 @@ from tests.strategies.test_comm_hook import POWERSGD
 from tests.updates import run_of, update
 from trainer.errors import NonFiniteError
 from trainer.loop import fit
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.state.train_state import Progress, TrainState
 
 # The third loss of the last rank is finite, and its slope NaN.
@@ -111,7 +111,7 @@ def checked(gradients: list[Tensor], **options: Any) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     off = torch.amp.GradScaler(enabled=False)
-    update(run_of(TrainState(Trained(model), optimizer, schedule, off, Progress())), step=7)
+    update(run_of(TrainState(TrainableParameters(model), optimizer, schedule, off, Progress())), step=7)
     return model
 
 

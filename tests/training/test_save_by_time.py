@@ -4,13 +4,13 @@ from pathlib import Path
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.step_agreement import AfterStep, Agreed, StepAgreement
+from trainer.step_vote import AfterStep, Agreed, StepVote
 
 
 def _asked_by_the_clock(run_dir: Path) -> list[Agreed]:
     state, ranks = tiny.train_state(), tiny.facts()
     checkpointer = tiny.checkpointer(run_dir, state=state, every_minutes=5.0)
-    agreement, found = StepAgreement(ranks), []
+    agreement, found = StepVote(ranks), []
     for minutes in (4, 2, 4, 2):
         checkpointer._last_save_s -= 60 * minutes
         is_due = ranks.is_main and checkpointer.minutes_are_over()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.programs import finish
 from tests.ranks import run_ranks
 from tests.runs import context_of, steps_of, train, whole_and_resumed

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from trainer.config import Config, DataConfig, TrainConfig
 from trainer.config.instantiate import filled, instantiate
 from trainer.data.device import Normalise, ToDevice
-from trainer.data.loading.batch import BatchSplit, split_batch, split_leaves
+from trainer.data.loading.batch import BatchSplit, split_batch, split_chunks
 from trainer.data.loading.loaders import EvalLoader, TrainLoader, eval_loader, train_loader
 from trainer.data.loading.reader import Collate, Share
 from trainer.data.order import shuffled
@@ -40,7 +40,7 @@ def split_for(train: TrainConfig, strategy: Strategy) -> BatchSplit:
     if train.exact is None:
         share = split_batch(size, micro, replicas)
         return share if strategy.replica < replicas else dataclasses.replace(share, accumulation=0)
-    return split_leaves(size, micro, train.exact, replicas, train.own_leaves(replicas, strategy.replica))
+    return split_chunks(size, micro, train.exact, replicas, train.own_chunks(replicas, strategy.replica))
 
 
 def load_data(config: Config, batch: BatchSplit, strategy: Strategy, ranks: Ranks) -> LoadedData:

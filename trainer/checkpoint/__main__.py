@@ -16,7 +16,7 @@ from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
 from trainer.distributed.backend_flags import DTYPES
-from trainer.errors import Fault, UserError, kind_of
+from trainer.errors import RetryableError, UserError, kind_of
 from trainer.files.address import Address, Location, location
 from trainer.files.untrusted import first_five, printable
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _report(path, chosen.command == "show", is_listed=path != chosen.directory)
             for path in _checkpoints(chosen.directory)
         ]
-    except (UserError, Fault, OSError) as error:
+    except (UserError, RetryableError, OSError) as error:
         print(error, file=sys.stderr)
         return kind_of(error).exit_code
     return 0 if all(reports) else UserError.exit_code
@@ -72,11 +72,14 @@ def _report(directory: Location, in_full: bool, is_listed: bool) -> bool:
     """Print a report of one checkpoint; return whether it is intact, or may be on its way to an address."""
     try:
         source = verified(directory)
-    except (UserError, Fault) as error:
+    except (UserError, RetryableError) as error:
         if is_listed and isinstance(directory, Address) and not (directory / MANIFEST).exists():
             print(f"{printable(directory)}: incomplete: it is being copied or deleted, or that was cut off")
             return True
-        print(f"{printable(directory)}: {'UNREADABLE' if isinstance(error, Fault) else 'DAMAGED'}: {error}")
+        print(
+            f"{printable(directory)}: "
+            f"{'UNREADABLE' if isinstance(error, RetryableError) else 'DAMAGED'}: {error}"
+        )
         return False
     print(f"{printable(directory)}: intact")
     for name, value in _facts(source).items() if in_full else ():

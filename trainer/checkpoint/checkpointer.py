@@ -24,8 +24,8 @@ from trainer.checkpoint.writing import Contents, Saving, host_stager, write_chec
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.ranks import Ranks
-from trainer.errors import Fault, UserError, kind_of, writing
-from trainer.faults.heartbeat import at_disk
+from trainer.errors import RetryableError, UserError, kind_of, writing
+from trainer.failures.heartbeat import at_disk
 from trainer.files.address import Address
 from trainer.files.untrusted import first_five
 from trainer.state.train_state import Progress, TrainState
@@ -244,7 +244,7 @@ class Checkpointer:
             Whether ``keep_best`` asks to save this state, because no ancestor with a checkpoint was better.
 
         Raises:
-            UserError, Fault: on rank 0: the disk fails.
+            UserError, RetryableError: on rank 0: the disk fails.
         """
         state, best = State(self._branch, step), self._settings.keep_best
         self._evaluations.add(state, metrics)
@@ -260,7 +260,7 @@ class Checkpointer:
         ``data_state`` is where this rank's data stands, in plain values and tensors, if it has to be saved.
 
         With ``checkpoint.async`` this returns at once. ``state`` is copied to host memory while the next step
-        is computed, until ``wait_until_copied()``, and is written while training continues. ``done()``, for
+        is computed, until ``wait_until_copied()``, and is written while training continues. ``wait()``, for
         which the next save waits, then raises a failure. Older checkpoints are
         always deleted while training continues.
 
@@ -268,7 +268,8 @@ class Checkpointer:
         wrote, and rank 0 answers how the save ended.
 
         Raises:
-            UserError, Fault: on every rank alike, with the rank that failed and why; the attempt is deleted.
+            UserError, RetryableError: on every rank alike, naming the rank that failed and why; what was
+                written is deleted.
             NonFiniteError: on every rank alike: a number is NaN or Inf; nothing is saved of this step.
         """
         step = state.progress.step
@@ -276,7 +277,7 @@ class Checkpointer:
         if self._last_saved == step:
             return self.saving
         self._ranks.heartbeat.enter("checkpoint")
-        self.saving.done()
+        self.saving.wait()
         draft: Draft
 
         def report() -> SaveReport:
@@ -289,7 +290,7 @@ class Checkpointer:
             refuse_not_finite([of_rank.not_finite for of_rank in reports], step, hosts)
             return self._store.new_directory(step), draft.add(reports)
 
-        directory, alike = self._agreement.decided(report, decide)
+        directory, alike = self._agreement.decide_on_rank0(report, decide)
         plan = self._planner.plan(draft, alike)
         part = plan.part_of(draft.tensors, self._ranks.rank)
         self._last_saved = step
@@ -320,7 +321,7 @@ class Checkpointer:
             write_checkpoint(
                 self._store, directory, contents, self._agreement, clears=self._ranks.local_rank == 0
             )
-        except (UserError, Fault) as error:
+        except (UserError, RetryableError) as error:
             self._last_saved = None
             raise kind_of(error)(f"the checkpoint of step {step} could not be saved: {error}") from error
         self._remote.follow(step)
@@ -330,7 +331,7 @@ class Checkpointer:
         if self._ranks.is_main:
             try:
                 self._store.prune(self._settings, self._evaluations, spared=self._remote.in_hand)
-            except (UserError, Fault) as error:
+            except (UserError, RetryableError) as error:
                 log.warning("older checkpoints stay: %s", error)
 
     def _newest_step(self) -> int | None:
@@ -358,7 +359,8 @@ class Checkpointer:
             False: the newest checkpoint of this run is of this step already.
 
         Raises:
-            UserError, Fault: a number is NaN or Inf, or the disk fails; what was saved before is unchanged.
+            UserError, RetryableError: a number is NaN or Inf, or the disk fails; existing checkpoints are
+                unchanged.
         """
         step = state.progress.step
         draft = Draft(state, *self._savable.to_save(state, kept))
@@ -384,7 +386,7 @@ class Checkpointer:
         return self._remote.metrics()
 
     def finish_remote(self) -> None:
-        """Wait until `checkpoint.remote` has all, at most `checkpoint.timeout_s`; after ``saving.done()``.
+        """Wait until `checkpoint.remote` has all, at most `checkpoint.timeout_s`; after ``saving.wait()``.
 
         No collective: a logger that is slow to close may delay rank 0, while the others just end.
         """

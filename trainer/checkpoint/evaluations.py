@@ -45,7 +45,7 @@ class Evaluations:
         """Return the record in `run_dir`, which may be an address; an empty one if there is none.
 
         Raises:
-            OSError, UserError, Fault: it cannot be read, or is damaged.
+            OSError, UserError, RetryableError: it cannot be read, or is damaged.
         """
         found = Evaluations(Path())
         origins, metrics = {}, {}

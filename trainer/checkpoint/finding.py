@@ -15,7 +15,7 @@ from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, ver
 from trainer.checkpoint.restoring import check_left_out, load_model
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement
-from trainer.errors import Fault, UserError
+from trainer.errors import RetryableError, UserError
 from trainer.files.address import Address, Location, location
 from trainer.files.untrusted import printable
 from trainer.model.plain_names import model_state
@@ -46,7 +46,7 @@ def candidates(
             )
         evaluations = Evaluations.read(run_dir)
         if remote is not None:
-            with contextlib.suppress(UserError, Fault):  # `all_found` says why
+            with contextlib.suppress(UserError, RetryableError):  # `all_found` says why
                 evaluations.merge(Evaluations.read(Address(remote)))
         own = {each.path: each.manifest for each in all_found(listing, remote) if each.manifest is not None}
         if not (chosen := best_of(own, best, evaluations)):

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_of
 from trainer.config import CheckpointConfig, KeepBest
-from trainer.errors import Fault, NoAccessError, UserError, kind_of
+from trainer.errors import NoAccessError, RetryableError, UserError, kind_of
 from trainer.files.address import Address, Location, UnreachableError
 from trainer.files.untrusted import printable
 
@@ -56,7 +56,7 @@ class Listing(Generic[P]):
 
         Raises:
             UserError: ``root`` is not a directory, or may not be read.
-            Fault: it cannot be read now.
+            RetryableError: it cannot be read now.
         """
         try:
             if not self.root.is_dir():
@@ -82,8 +82,8 @@ class Listing(Generic[P]):
         older.
 
         Raises:
-            Fault, NoAccessError: a disk or an address does not answer, or refuses to; which is the newest
-                there is not known.
+            RetryableError, NoAccessError: the disk or the address does not answer or denies access, so the
+                newest checkpoint there is unknown.
         """
         found: list[Found[P]] = []
         paths = self.directories()
@@ -105,7 +105,7 @@ class Listing(Generic[P]):
         """The manifests of the undamaged ones, newest first."""
         return {each.path: each.manifest for each in self.found() if each.manifest is not None}
 
-    def beyond(self, settings: CheckpointConfig, evaluations: Evaluations) -> list[P]:
+    def to_prune(self, settings: CheckpointConfig, evaluations: Evaluations) -> list[P]:
         """Return the checkpoints of this run that no ``keep_...`` of ``settings`` retains.
 
         Of a step that was saved twice the later counts: the former may be one that a resume found damaged.
@@ -128,7 +128,7 @@ def all_found(own: Listing[Any], remote: str | None) -> list[Found[Any]]:
     checkpoint: its machine was lost during the copy.
 
     Raises:
-        UserError, Fault: ``remote`` cannot be reached, and ``own`` has none.
+        UserError, RetryableError: ``remote`` cannot be reached, and ``own`` has none.
     """
     found: list[Found[Any]] = list(own.found())
     if remote is None:
@@ -139,7 +139,7 @@ def all_found(own: Listing[Any], remote: str | None) -> list[Found[Any]]:
                 log.warning("passing over %s: its copy was never completed", printable(each.path))
             else:
                 found.append(each)
-    except (UserError, Fault) as error:
+    except (UserError, RetryableError) as error:
         if not found:
             raise
         log.warning("%s; going by what is in %s", error, own.root)

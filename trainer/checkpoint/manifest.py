@@ -13,7 +13,7 @@ from typing import Any
 from trainer.checkpoint.evaluations import State
 from trainer.checkpoint.reading import MissingFileError, PlainFile, opened
 from trainer.errors import NoAccessError, UserError
-from trainer.faults.heartbeat import at_disk
+from trainer.failures.heartbeat import at_disk
 from trainer.files.address import Location, UnreachableError
 from trainer.files.untrusted import printable, read_json
 

@@ -243,7 +243,7 @@ def first_intact(found: Sequence[Location], agreement: Agreement, more: str = ""
 
     Raises:
         UserError: there is none; with ``more`` at the end.
-        NoAccessError, Fault: one cannot be read now.
+        NoAccessError, RetryableError: one cannot be read now.
     """
     reasons: list[str] = []
     for directory in found:

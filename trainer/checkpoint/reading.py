@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.errors import Fault, UserError, kind_of
+from trainer.errors import RetryableError, UserError, kind_of
 from trainer.files.address import Address, Location
 from trainer.files.untrusted import printable, reason
 from trainer.tensors.bits import as_bytes
@@ -31,7 +31,7 @@ class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
     Raises:
         MissingFileError: there is none.
         UserError: it is a directory, or may not be read.
-        Fault: it cannot be read now: what it holds is not known.
+        RetryableError: it cannot be read now: what it holds is not known.
     """
 
     chunk_bytes = 1 << 20
@@ -137,5 +137,5 @@ def opened(path: Location) -> PlainFile:
     return RemoteFile(path) if isinstance(path, Address) else PlainFile(path)
 
 
-def _unreadable(path: Location, error: OSError) -> UserError | Fault:
+def _unreadable(path: Location, error: OSError) -> UserError | RetryableError:
     return kind_of(error)(f"{printable(path)} is unreadable ({error.strerror or reason(error)})")

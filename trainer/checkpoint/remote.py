@@ -28,7 +28,7 @@ from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.listing import Listing, best_of, newest_run_id
 from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_text, read_manifest, step_of
 from trainer.config import CheckpointConfig
-from trainer.errors import Fault, UserError, kind_of
+from trainer.errors import RetryableError, UserError, kind_of
 from trainer.files.address import Address, UnreachableError
 from trainer.files.untrusted import printable, read_json, reason
 from trainer.files.writing import atomic_file
@@ -130,7 +130,7 @@ class Copier(NoRemote):
 
     def _note_failure(self, error: Exception) -> None:
         """Warn of the first failure since a success; keep later ones for `finish`."""
-        told = isinstance(error, UserError | Fault)
+        told = isinstance(error, UserError | RetryableError)
         words = str(error) if told else f"{type(error).__name__}: {reason(error)}"
         if self._problem is None:
             more = "tried again, and training continues"
@@ -307,7 +307,7 @@ class Remote(Copier):
         self._owner_now()
         (there / MANIFEST).write(manifest_text(manifest).encode(), create=True)
         self._forget_checkpoints()
-        for old in self._there.beyond(self._settings, self._evaluations):
+        for old in self._there.to_prune(self._settings, self._evaluations):
             if old != there:
                 (old / MANIFEST).remove()  # first: without it, this is not a checkpoint
                 self._there.forget(old)
@@ -318,7 +318,7 @@ class Remote(Copier):
         """Wait until the files of other ranks are there.
 
         Raises:
-            Fault: none has arrived for `checkpoint.timeout_s`; a newer checkpoint is tried then.
+            RetryableError: none has arrived for `checkpoint.timeout_s`; a newer checkpoint is tried then.
         """
         missing, until = len(sizes) + 1, 0.0
         while sizes:
@@ -329,7 +329,7 @@ class Remote(Copier):
             if len(left) < missing:
                 missing, until = len(left), time.monotonic() + self._settings.timeout_s
             if time.monotonic() > until:
-                raise Fault(f"{there / left[0]} has not arrived in full from its rank")
+                raise RetryableError(f"{there / left[0]} has not arrived in full from its rank")
             self._owner_now()
             time.sleep(_LOOK_S)
 
@@ -366,12 +366,12 @@ def run_at(address: str) -> str | None:
     """The id of the run to which `address` belongs; None if it is free.
 
     Raises:
-        UserError, Fault: the address could not be reached.
+        UserError, RetryableError: the address could not be reached.
     """
     try:
         there = Address(address)
         return _run_of(_owner(there), there)
-    except (UserError, Fault) as error:
+    except (UserError, RetryableError) as error:
         raise kind_of(error)(f"checkpoint.remote: {error}") from error
 
 

@@ -26,7 +26,7 @@ from trainer.model.plain_names import (
     named_buffers,
     named_modules,
 )
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.combined import has_user_part
 from trainer.optim.resumed import OF_SCHEDULES
 from trainer.state.train_state import TrainState
@@ -69,7 +69,7 @@ def restore(
 
     def read() -> None:
         source.read_into(targets)
-        state.load_state_dict(saved_state(plain, targets, state.trained))
+        state.load_state_dict(saved_state(plain, targets, state.trainable))
 
     notes, data_states = agreement.everywhere(fit)
     agreement.everywhere(read)
@@ -120,9 +120,9 @@ def targets_for(state: TrainState, source: OpenCheckpoint) -> tuple[dict[str, Te
     for name, (shape, dtype) in shapes.items():
         if name in targets or name.startswith(("buffers.", "ema.")):
             continue
-        of = parameter_of(name, shape, state.trained)
-        if not state.trained.is_elsewhere(of):
-            parameter = state.trained.whole.get(of) if of not in state.trained.owners else None
+        of = parameter_of(name, shape, state.trainable)
+        if not state.trainable.is_elsewhere(of):
+            parameter = state.trainable.whole.get(of) if of not in state.trainable.owners else None
             # "step" is on the CPU, and so are all tensors within one, which its class moves together.
             within = name.rpartition(".")[2].startswith(WITHIN)
             if parameter is not None and parameter.shape == shape and len(shape) > 0 and not within:
@@ -152,10 +152,12 @@ def model_targets(ours: Mapping[str, Any], shapes: Shapes, left_out: Collection[
     return own | {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kept.items()}
 
 
-def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor], trained: Trained) -> dict[str, Any]:
+def saved_state(
+    plain: Mapping[str, Any], targets: Mapping[str, Tensor], trainable: TrainableParameters
+) -> dict[str, Any]:
     """The saved state for ``TrainState.load_state_dict``, made of ``plain`` and ``targets``, once read."""
     states = plain["optimizer"]["state"]
-    here = {name: states[name] for name in states if not trained.is_elsewhere(name)}
+    here = {name: states[name] for name in states if not trainable.is_elsewhere(name)}
     buffers = plain["buffers"]
     read = {name: value for name, value in buffers.items() if f"buffers.{name}" in targets}
     average = plain["ema"] if any(name.startswith("ema.") for name in targets) else {}
@@ -164,17 +166,17 @@ def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor], trained
     return saved
 
 
-def parameter_of(name: str, shape: torch.Size, trained: Trained) -> str:
+def parameter_of(name: str, shape: torch.Size, trainable: TrainableParameters) -> str:
     """The parameter to whose state the optimizer's tensor ``name`` belongs, maybe in lists; "" without one.
 
     Raises:
         UserError: it is sharded and not updated whole, and the tensor has another shape.
     """
     prefix = name.removeprefix("optimizer.state.")
-    while prefix and prefix not in trained.whole:
+    while prefix and prefix not in trainable.whole:
         prefix = prefix.rpartition(".")[0]
-    parameter = trained.whole.get(prefix)
-    in_rows = is_dtensor(parameter) and prefix not in trained.owners
+    parameter = trainable.whole.get(prefix)
+    in_rows = is_dtensor(parameter) and prefix not in trainable.owners
     if parameter is not None and in_rows and len(shape) > 0 and shape != parameter.shape:
         words = "has another shape than its parameter and cannot be sharded; resume, or begin, without FSDP"
         raise UserError(f"{name} {words}")

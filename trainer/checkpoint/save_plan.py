@@ -70,10 +70,10 @@ class Planner:
 
     def report(self, draft: Draft, state: TrainState, data_state: Mapping[str, Any]) -> SaveReport:
         """Complete the `draft` of this rank, and describe it to rank 0."""
-        trained, rank, live = state.trained, self._ranks.rank, draft.tensors
-        writers = {of: trained.writer_of(of) for of in trained.owners}
+        trainable, rank, live = state.trainable, self._ranks.rank, draft.tensors
+        writers = {of: trainable.writer_of(of) for of in trainable.owners}
         if writers or self._last is None:  # the first save sees whether all tensors can be sharded
-            owned = {n: parameter_of(n, live[n].shape, trained) for n in live if n.startswith("optimizer.")}
+            owned = {n: parameter_of(n, live[n].shape, trainable) for n in live if n.startswith("optimizer.")}
             draft.written_by |= {name: writers[of] for name, of in owned.items() if of in writers}
         shared = {name: live[name] for name in live if name not in draft.written_by}
         layout = hashlib.sha256(repr(_layout_of(shared)).encode()).hexdigest()

@@ -24,8 +24,8 @@ from trainer.checkpoint.manifest import (
     write_text,
 )
 from trainer.config import CheckpointConfig
-from trainer.errors import Fault, UserError, first_few
-from trainer.faults.heartbeat import at_disk
+from trainer.errors import RetryableError, UserError, first_few
+from trainer.failures.heartbeat import at_disk
 from trainer.files.writing import unused_path
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Store(Listing[Path]):
 
         A directory without a manifest stays. Each is renamed first: a kill leaves no half of a checkpoint.
         """
-        for path in self.beyond(settings, evaluations):
+        for path in self.to_prune(settings, evaluations):
             if path != spared:
                 self._delete(path, unused_path(self.root / f"{_TEMPORARY}{path.name}"))
 
@@ -145,5 +145,5 @@ class Store(Listing[Path]):
         """When it was saved, in seconds since 1970; its directory's time if its manifest cannot tell."""
         try:
             return self.manifest(directory).saved_at
-        except (UserError, Fault):
+        except (UserError, RetryableError):
             return directory.lstat().st_mtime

@@ -18,7 +18,7 @@ from trainer.checkpoint.reading import PlainFile, opened
 from trainer.checkpoint.safetensors_files import INDEX, SINGLE, tensors_in
 from trainer.checkpoint.tree import is_extra_state
 from trainer.distributed.agreement import Agreement
-from trainer.errors import Fault, UserError, kind_of
+from trainer.errors import RetryableError, UserError, kind_of
 from trainer.files.address import Address, Location, location
 from trainer.files.untrusted import first_five, printable, read_json, reason
 
@@ -240,7 +240,7 @@ def _read(path: Location) -> dict[str, Any]:
         if (path / INDEX).exists():
             return _read_index(path)
         return _checkpoint_in(path).model_state() if path.is_dir() else _read_file(path)
-    except (UserError, Fault) as error:
+    except (UserError, RetryableError) as error:
         raise kind_of(error)(f"model.init_from={printable(path)}: {error}") from error
 
 

@@ -21,8 +21,8 @@ from trainer.checkpoint.open_checkpoint import STATE
 from trainer.checkpoint.safetensors_files import ToStore, write_file
 from trainer.checkpoint.store import Store
 from trainer.distributed.agreement import Agreement
-from trainer.errors import Fault, UserError
-from trainer.faults.heartbeat import at_disk
+from trainer.errors import RetryableError, UserError
+from trainer.failures.heartbeat import at_disk
 from trainer.tensors.local_shard import num_rows, to_local
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def write_checkpoint(
         check: called on rank 0 when all is written; raises if it must not appear.
 
     Raises:
-        UserError, Fault: on every rank alike; what was there before is unchanged.
+        UserError, RetryableError: on every rank alike; what was there before is unchanged.
     """
     plan = contents.plan
 
@@ -97,8 +97,8 @@ def write_checkpoint(
         store.commit(contents.step, plan.format, files, contents.branch)
 
     try:
-        agreement.decided(write, commit)
-    except (UserError, Fault):
+        agreement.decide_on_rank0(write, commit)
+    except (UserError, RetryableError):
         if clears:
             with at_disk():
                 shutil.rmtree(directory, ignore_errors=True)
@@ -174,16 +174,16 @@ class Saving:
             self._thread.start()
 
     def wait_until_copied(self) -> None:
-        """Wait until the state is copied; called before it changes. `done` raises if the copy failed."""
+        """Wait until the state is copied; called before it changes. `wait` raises if the copy failed."""
         if self._copy is not None:
             wait([self._copy])
             self._copy = None
 
-    def done(self) -> None:
+    def wait(self) -> None:
         """Wait until all is written.
 
         Raises:
-            UserError, Fault: the save failed; on every rank alike, and only at the first call.
+            UserError, RetryableError: the save failed; on every rank alike, and only at the first call.
         """
         if self._thread is None:
             return

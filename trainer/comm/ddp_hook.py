@@ -23,7 +23,7 @@ from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.executor import Executor
 from trainer.comm.overlap import SideStream, Worker
 from trainer.comm.timeline import BucketRecord, GpuClock, Timeline
-from trainer.exact.leaf_sums import LeafSums, Message
+from trainer.exact.chunk_sums import ChunkSums, Message
 from trainer.torch_private import profiler_enabled
 
 WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,15 +48,15 @@ class CommHook:
         reduce: Reduce,
         mover: Worker | SideStream | None,
         enter: Enter,
-        leaf_sums: LeafSums | None,
+        chunk_sums: ChunkSums | None,
     ) -> None:
-        self.timeline, self._enter, self._leaf_sums = timeline, enter, leaf_sums
+        self.timeline, self._enter, self._chunk_sums = timeline, enter, chunk_sums
         self._reduce, self._mover = reduce, mover
 
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Called by DDP when a bucket of gradients is complete."""
         self._enter("all_reduce", bucket.index())
-        sent = bucket if self._leaf_sums is None else self._leaf_sums.message(bucket)
+        sent = bucket if self._chunk_sums is None else self._chunk_sums.message(bucket)
         record = self.timeline.arrive(bucket.index(), sent.buffer().nbytes, bucket.is_last())
         if not profiler_enabled():  # a range costs 30 us, and only the profiler sees it
             return self._reduced(sent, record)
@@ -95,7 +95,7 @@ def attach(
     timeout_s: float = 600.0,
     hook: Hook | None = None,
     enter: Enter = lambda phase, bucket: None,
-    leaf_sums: LeafSums | None = None,
+    chunk_sums: ChunkSums | None = None,
 ) -> CommHook:
     """Make `algorithm` the gradient all-reduce of `model`, which all ranks share (a collective).
 
@@ -113,14 +113,14 @@ def attach(
         timeout_s: the longest wait for a neighbour.
         hook: any communication hook of DDP, with its state; gives the mean of a bucket over ranks.
         enter: called with `("all_reduce", bucket)` before the all-reduce of each bucket starts.
-        leaf_sums: what turns buckets into integers; gradients then become their sum over ranks. Not for
+        chunk_sums: what turns buckets into integers; gradients then become their sum over ranks. Not for
             `hook`.
     """
     device = next(model.parameters()).device
     clock = GpuClock(device) if accelerator.is_accelerator(device) else None
     mover: Worker | SideStream | None = None
     if algorithm == "native":
-        native = partial(_NATIVE[wire_dtype], model.process_group) if leaf_sums is None else _summed
+        native = partial(_NATIVE[wire_dtype], model.process_group) if chunk_sums is None else _summed
         reduce = _by_hook(native, clock, one_at_a_time=False)
     elif hook is not None:
         reduce = _by_hook(hook, clock, one_at_a_time=True)
@@ -130,7 +130,7 @@ def attach(
         own = cast(dist.ProcessGroup, dist.new_group(None, timedelta(seconds=timeout_s), backend))
         wire = WIRE_DTYPES[wire_dtype]
         executor = Executor(own, schedule, device, wire, segment_mb, hosts=hosts, timeout_s=timeout_s)
-        divisor = len(hosts) if leaf_sums is None else 1
+        divisor = len(hosts) if chunk_sums is None else 1
 
         def all_reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> torch.Tensor:
             executor.run(bucket.buffer(), divisor)
@@ -139,7 +139,7 @@ def attach(
         mover = Worker(all_reduce, executor.close) if clock is None else SideStream(all_reduce, clock)
         reduce = mover.submit
     facts = {"device": device.type, "hosts": list(hosts), "wire_dtype": wire_dtype}
-    attached = CommHook(Timeline(clock, facts if hook is None else None), reduce, mover, enter, leaf_sums)
+    attached = CommHook(Timeline(clock, facts if hook is None else None), reduce, mover, enter, chunk_sums)
     model.register_comm_hook(None, attached.reduce)
     return attached
 

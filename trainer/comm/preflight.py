@@ -54,7 +54,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"preflight: {socket.gethostname()}: {where}", file=sys.stderr, flush=True)
     with exits(), process_group(_settings(options), both_ways=True) as ranks:
         report = _report(ranks, options.timeout_s)
-        passed = Agreement(ranks).decided(lambda: report, lambda reports: _conclude(ranks, reports, options))
+        passed = Agreement(ranks).decide_on_rank0(
+            lambda: report, lambda reports: _conclude(ranks, reports, options)
+        )
     return int(not passed)
 
 
@@ -115,9 +117,9 @@ def _report(ranks: Ranks, timeout_s: float) -> RankReport:
     # The default group waits an hour longer, for the watch. Before step 1 that cannot tell who is behind, but
     # can if all other ranks fail. So gloo's operations fail in time, and after each of NCCL's all ranks meet
     # by gloo: those that are through fail there.
-    meeting = gloo_group(timeout_s, in_time=True)
-    groups = {"cpu": meeting}
-    me = GroupRank(ranks.rank, ranks.world_size, ranks.device, groups.get(ranks.device.type), meeting)
+    control = gloo_group(timeout_s, in_time=True)
+    groups = {"cpu": control}
+    me = GroupRank(ranks.rank, ranks.world_size, ranks.device, groups.get(ranks.device.type), control)
     operations = {}
     ranks_by_host = [[r for r, h in enumerate(ranks.hosts) if h == host] for host in sorted({*ranks.hosts})]
     for device in dict.fromkeys((ranks.device, torch.device("cpu"))):  # beside NCCL the trainer uses gloo
@@ -131,7 +133,7 @@ def _report(ranks: Ranks, timeout_s: float) -> RankReport:
                 began = time.perf_counter()
                 check(name, group)
                 took_s = time.perf_counter() - began
-                group.meet()
+                group.barrier()
             except RuntimeError as error:
                 raise RuntimeError(f"{name}: {first_line(error)}") from error
             operations[f"{name} ({device.type})"] = fault, took_s * 1e3

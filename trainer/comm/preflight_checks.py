@@ -26,14 +26,14 @@ _SEGMENTS, _GPU_SEGMENTS = (64, 1 << 18), (16, 1 << 24)
 class GroupRank:
     """One of all ranks, the device of its tensors, and the group that it uses (None: the default one).
 
-    `meeting` is a group of all ranks on the host.
+    `control` is a group of all ranks on the host.
     """
 
     rank: int
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
-    meeting: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
 
     def data(self, rank: int) -> Tensor:
         """What `rank` contributes, (1031,) float64: sums stay exact at any world size.
@@ -50,9 +50,9 @@ class GroupRank:
         """Wait for queued work on a GPU; a CPU queues none."""
         accelerator.synchronize(self.device)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks on the host, where a wait ends in time; one in NCCL may take an hour."""
-        dist.barrier(self.meeting)
+        dist.barrier(self.control)
 
 
 OPERATIONS = (
@@ -146,7 +146,7 @@ def measure_links(
                 found.append({"source": source, "target": target, **_link(me, end, leads=True)})
             elif me.rank == end:
                 _link(me, start, leads=False)
-    me.meet()
+    me.barrier()
     return found
 
 
@@ -195,7 +195,7 @@ def measure_costs(me: GroupRank) -> dict[str, float]:
     slot, costs = torch.zeros_like(segments[0]), {"parallelism": float(len(os.sched_getaffinity(0)))}
     work: dict[str, Callable[[Tensor], object]] = {"copy": slot.copy_, "add": lambda part: part.add_(slot)}
     for name, one in work.items():
-        me.meet()
+        me.barrier()
         times = []
         for _ in range(_TURNS):
             started = clock()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _KEPT = 100  # passes, for the medians of `Timeline.measured`
-_COLOURS = {"queued": "#d0d4da", "hidden": "#4c78a8", "exposed": "#e45756"}
+_COLOURS = {"queued": "#d0d4da", "overlapped": "#4c78a8", "exposed": "#e45756"}
 ReadGpu = Callable[[bool], tuple[float, ...] | None]
 
 
@@ -88,7 +88,7 @@ class BucketRecord:
 
 @dataclass(slots=True)
 class PassSum:
-    """Communication summed over passes; hidden + exposed = total."""
+    """Communication summed over passes; overlapped + exposed = total."""
 
     count: int = 0
     total_s: float = 0.0  # in which some bucket was moving
@@ -106,9 +106,9 @@ class PassSum:
         self.count += 1
 
     def means_ms(self) -> dict[str, float]:
-        """Per pass: total, hidden and exposed."""
+        """Per pass: total, overlapped and exposed."""
         total, exposed = (1e3 * seconds / self.count for seconds in (self.total_s, self.exposed_s))
-        return {"total_ms": total, "hidden_ms": total - exposed, "exposed_ms": exposed}
+        return {"total_ms": total, "overlapped_ms": total - exposed, "exposed_ms": exposed}
 
 
 class Timeline:
@@ -171,7 +171,7 @@ class Timeline:
     def measured(self) -> dict[str, Any]:
         """A typical backward pass on this rank, for result.json; {} if there was none.
 
-        Medians over the newest passes: total, hidden and exposed communication; for each bucket in the order
+        Medians over the newest passes: total, overlapped and exposed communication; for each bucket, in order
         in which they are ready, its bytes, and how long before the last one it was ready.
         """
         self._sum_up(wait=True)
@@ -200,7 +200,7 @@ class Timeline:
         self._sum_up(wait=True)
         if self._passes.count == 0:
             return ""
-        words = "{total_ms:.2f} ms, {hidden_ms:.2f} hidden and {exposed_ms:.2f} exposed"
+        words = "{total_ms:.2f} ms, {overlapped_ms:.2f} overlapped and {exposed_ms:.2f} exposed"
         text = f"communication in a backward pass: {words.format(**self._passes.means_ms())}"
         for rank, times in self._times_last.most_common(1):
             text += f"\nlast to be ready: rank {rank}, {times} of {self._times_last.total()} times measured"

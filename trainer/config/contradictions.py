@@ -63,7 +63,7 @@ def check_contradictions(config: Config) -> None:
         )
     if train.micro_batch_size == "auto" and train.exact is not None:
         raise UserError(
-            f"train.micro_batch_size=auto does not go with train.exact={train.exact}, whose leaves are the "
+            f"train.micro_batch_size=auto does not go with train.exact={train.exact}, whose chunks are the "
             "micro-batches; set it to null"
         )
     _check_comm(strategy, config.comm)
@@ -195,9 +195,9 @@ def _check_exact(config: Config) -> None:
         words = "train.compile=true, which fuses a model differently in each strategy; set it to false"
     elif options.get("sync_batchnorm"):
         words = "strategy.sync_batchnorm=true, which depends on the ranks; set it to false: statistics of "
-        words += "leaves are averaged"
+        words += "chunks are averaged"
     elif options.get("static_graph"):
-        words = "strategy.static_graph=true, with which DDP cannot add leaves; set it to false"
+        words = "strategy.static_graph=true, with which DDP cannot add chunks; set it to false"
     elif (group := options.get("shard_group", "world")) != "world":
         words = f"strategy.shard_group={group}, whose replicas add sums of their own; set it to world"
     elif strategy.name == "fsdp" and train.channels_last:

@@ -97,7 +97,7 @@ class LaunchConfig:
         return None
 
     @property
-    def leaves_result(self) -> bool:
+    def chunks_result(self) -> bool:
         """Whether the run has ended, and left its result, when its launcher returns."""
         return True
 
@@ -134,7 +134,7 @@ class SlurmLaunchConfig(LaunchConfig):
         return self.nodes * self.processes
 
     @property
-    def leaves_result(self) -> bool:
+    def chunks_result(self) -> bool:
         return self.wait and not self.dry_run
 
 
@@ -194,7 +194,7 @@ class TrainConfig:
     micro_batch_size: int | str | None = limited(
         lambda value: value == "auto" or (isinstance(value, int) and value >= 1), "at least 1, auto or null"
     )
-    exact: int | None = limited(lambda value: 1 <= value <= 1024, "from 1 to 1024 leaves, or null")
+    exact: int | None = limited(lambda value: 1 <= value <= 1024, "from 1 to 1024 chunks, or null")
     precision: str = one_of(*PRECISIONS)
     matmul_precision: str = one_of("highest", "high")
     cudnn_benchmark: bool = MISSING
@@ -215,8 +215,8 @@ class TrainConfig:
     def logs(self, step: int) -> bool:
         return self.log_every_steps is not None and step % self.log_every_steps == 0
 
-    def own_leaves(self, num_replicas: int, replica: int) -> range:
-        """The leaves of each step that `replica` computes; there is `exact`."""
+    def own_chunks(self, num_replicas: int, replica: int) -> range:
+        """The chunks of each step that `replica` computes; there is `exact`."""
         assert self.exact is not None
         return range(replica * self.exact // num_replicas, (replica + 1) * self.exact // num_replicas)
 

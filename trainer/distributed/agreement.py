@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from trainer.distributed.collectives import gloo_group
 from trainer.distributed.ranks import Ranks
-from trainer.errors import Fault, NonFiniteError, RunEndError, UserError, kind_of
+from trainer.errors import NonFiniteError, RetryableError, RunEndError, UserError, kind_of
 from trainer.files.untrusted import reason
 
 _T = TypeVar("_T")
@@ -63,9 +63,10 @@ def on_main(action: Callable[[], _T], ranks: Ranks) -> _T:
     """Call `action` on rank 0 only, and return its result on every rank (a collective).
 
     Raises:
-        UserError, Fault: the one that `action` raised, on every rank. Any other error is of rank 0 only.
+        UserError, RetryableError: what `action` raised, on every rank. Any other error is raised on rank 0
+            only.
     """
-    return Agreement(ranks)._from_main(action, (UserError, Fault))
+    return Agreement(ranks)._from_main(action, (UserError, RetryableError))
 
 
 class Agreement:
@@ -78,7 +79,7 @@ class Agreement:
 
     Raises:
         UserError: from each method, a person must change something: see `kind_of`.
-        Fault: any other error, of a disk, a store or unknown: it may pass.
+        RetryableError: any other error, of a disk, a store or unknown: it may pass.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Agreement:
         _raise_first(self.gather(failure), cause)
         return cast(_T, value)
 
-    def decided(self, report: Callable[[], _Report], decide: Callable[[list[_Report]], _T]) -> _T:
+    def decide_on_rank0(self, report: Callable[[], _Report], decide: Callable[[list[_Report]], _T]) -> _T:
         """What rank 0 decides from every rank's `report`, by rank: one gather to it, and one answer back.
 
         The error of a report is raised on every rank, too, and nothing is decided then.
@@ -158,6 +159,6 @@ def _attempt(
     except expected as error:
         if isinstance(error, NonFiniteError):
             return None, _Failure(NonFiniteError, str(error), error.ranks), error
-        is_told = isinstance(error, UserError | Fault)
+        is_told = isinstance(error, UserError | RetryableError)
         message = str(error) if is_told else f"{type(error).__name__}: {reason(error)}"
         return None, _Failure(kind_of(error), message), error

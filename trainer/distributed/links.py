@@ -19,7 +19,7 @@ import torch.distributed as dist
 from trainer.distributed.collectives import backstop
 from trainer.distributed.interfaces import gloo_listener
 from trainer.distributed.rendezvous import gather_in_store
-from trainer.errors import Fault, few_lines
+from trainer.errors import RetryableError, few_lines
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def check_links(
         names: host name of every rank.
 
     Raises:
-        Fault: on all ranks, with one line for each ordered pair of hosts.
+        RetryableError: on all ranks, with one line for each ordered pair of hosts.
     """
     if len(set(hosts)) == 1:
         return
@@ -76,7 +76,7 @@ def check_links(
             "open all TCP ports between the hosts; if a host listens at the wrong address, set "
             "GLOO_SOCKET_IFNAME on that host to the network interface that the other hosts can reach"
         )
-        raise Fault("\n".join([*few_lines(lines), advice]))
+        raise RetryableError("\n".join([*few_lines(lines), advice]))
     for line in few_lines(lines) if rank == 0 else []:
         log.warning("%s", line)
 

@@ -19,15 +19,15 @@ from trainer.distributed.collectives import backstop
 from trainer.distributed.interfaces import address_towards, choose_interface, store_host
 from trainer.distributed.links import check_links
 from trainer.distributed.ranks import Ranks
-from trainer.distributed.rendezvous import meet, on_this_host
+from trainer.distributed.rendezvous import join, on_this_host
 from trainer.distributed.shrink import Shrunk
 from trainer.errors import UserError
-from trainer.faults.heartbeat import Heartbeat
-from trainer.faults.neighbour import RankIdentity, introduction
-from trainer.faults.stacks import Stacks
-from trainer.faults.watch import Watch
+from trainer.failures.heartbeat import Heartbeat
+from trainer.failures.neighbour import RankIdentity, introduction
+from trainer.failures.stacks import Stacks
+from trainer.failures.watch import Watch
 from trainer.launch.fresh import is_watched
-from trainer.launch.place import Place, place
+from trainer.launch.rank_info import RankInfo, rank_info
 
 log = logging.getLogger(__name__)
 
@@ -47,19 +47,19 @@ def process_group(settings: DistributedConfig, both_ways: bool = False) -> Itera
 def watched_process_group(
     settings: DistributedConfig,
     is_stopped: Callable[[], bool] = lambda: False,
-    here: Place | None = None,
+    here: RankInfo | None = None,
     check_shares: Callable[[int], object] = lambda num_ranks: None,
     both_ways: bool = False,
 ) -> Iterator[tuple[Ranks, Watch]]:
     """Join the other processes, and leave them after a success.
 
-    The group is the one that `place` finds; a single process gets one without a port. After an exception
+    The group is the one that `rank_info` finds; a single process gets one without a port. After an exception
     among several processes nothing is torn down: the peers may be gone, and a collective would wait for them
     and delay the exception.
 
     Args:
         is_stopped: whether a signal asked for a stop before this call.
-        here: the place of this process, if it is another than its launcher has told.
+        here: the rank info to use instead of what the launcher set.
         check_shares: raises UserError if the batch can't be divided among that many ranks; the run then ends
             instead of continuing without the lost ranks.
         both_ways: whether both directions between two hosts must work, and not only the one that gloo uses.
@@ -70,20 +70,20 @@ def watched_process_group(
     Raises:
         UserError: a device or backend is not available on this machine or in this torch; or ranks contradict
             each other or have no rendezvous address.
-        Fault: ranks did not arrive within `distributed.timeout_s`, or hosts can't connect to each other; the
-            message names them.
+        RetryableError: ranks did not arrive within `distributed.timeout_s`, or hosts can't connect to each
+            other; the message names them.
         Shrunk: other ranks died or hang, and this one goes on without them.
     """
-    begins, here = here is None, here or place(settings)
+    begins, here = here is None, here or rank_info(settings)
     if here.world_size > 1 and sys.platform != "linux":
         raise UserError(f"a Mac trains in a single process, and this run has {here.world_size}; start one")
-    heartbeat, stacks, own_door = Heartbeat(), Stacks(), None
-    told = introduction(here.rank, heartbeat, stacks)
-    told["address"] = address_towards(store_host(here.init_method)) if here.world_size > 1 else None
+    heartbeat, stacks, listener = Heartbeat(), Stacks(), None
+    identity = introduction(here.rank, heartbeat, stacks)
+    identity["address"] = address_towards(store_host(here.init_method)) if here.world_size > 1 else None
     if settings.shrink:
-        own_door = shrink.door(told["address"])
-        told["door"] = own_door.getsockname()[1]
-    store, hosts, members = meet(here, told, timedelta(seconds=settings.timeout_s), is_stopped)
+        listener = shrink.listen_for_survivors(identity["address"])
+        identity["rendezvous_port"] = listener.getsockname()[1]
+    store, hosts, members = join(here, identity, timedelta(seconds=settings.timeout_s), is_stopped)
     identities = [RankIdentity(host=host, **member) for host, member in zip(hosts, members, strict=True)]
     watch = Watch(
         heartbeat,
@@ -102,7 +102,7 @@ def watched_process_group(
         check_links(store, here.rank, hosts, names, settings.timeout_s, both_ways)
         with shrink.connecting():
             joined = _join(settings, here, hosts, store)
-        if own_door is not None:
+        if listener is not None:
             if begins:  # the launcher of the one host that is left has left its ranks alone
                 shrink.refuse(here, joined.hosts)
             why_not = shrink.why_not(joined.device, joined.backend, addresses)
@@ -119,8 +119,8 @@ def watched_process_group(
         error = _in_mid_run(caught)
         if dist.is_initialized() and dist.get_world_size() == 1:  # no peers; a notebook may continue
             dist.destroy_process_group()
-        going_on = watch.end_or_go_on(error, symptom=_is_of_communication(error))
-        if not going_on:
+        survivors = watch.end_or_continue(error, symptom=_is_of_communication(error))
+        if not survivors:
             if error is not caught:
                 raise error from None
             raise
@@ -129,11 +129,11 @@ def watched_process_group(
         watch.ended_well()
         return
     dist.destroy_process_group()  # waits for nothing: their connections are cut
-    assert own_door is not None and watch.ending.run_dir is not None
-    raise Shrunk(shrink.place_among(going_on, here, identities, own_door), watch.ending.run_dir)
+    assert listener is not None and watch.ending.run_dir is not None
+    raise Shrunk(shrink.rank_info_among(survivors, here, identities, listener), watch.ending.run_dir)
 
 
-def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dist.Store) -> Ranks:
+def _join(settings: DistributedConfig, here: RankInfo, hosts: list[int], store: dist.Store) -> Ranks:
     """Make the default group of all ranks that have met."""
     local_rank, local_world_size = on_this_host(here, hosts)
     device = _device(settings.device, local_rank, here)
@@ -176,7 +176,7 @@ def _is_of_communication(error: BaseException) -> bool:
     return False
 
 
-def _device(wanted: str, local_rank: int, here: Place) -> torch.device:
+def _device(wanted: str, local_rank: int, here: RankInfo) -> torch.device:
     """The device of this process."""
     kind, num_gpus = accelerator.found(wanted)
     if wanted in ("cpu", "auto") and num_gpus == 0:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainer.faults.heartbeat import Heartbeat
+from trainer.failures.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True)

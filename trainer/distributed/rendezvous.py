@@ -16,9 +16,9 @@ from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
 
-from trainer.errors import Fault, StoppedBySignal, UserError, kind_of
-from trainer.faults.processes import surroundings
-from trainer.launch.place import ENV, LISTENING, Place
+from trainer.errors import RetryableError, StoppedBySignal, UserError, kind_of
+from trainer.failures.processes import surroundings
+from trainer.launch.rank_info import ENV, LISTENING, RankInfo
 from trainer.launch.signals import stop_signals_to
 
 # Ranks load torch before they meet: on a busy machine, or from a cold disk, they may arrive this far apart.
@@ -26,8 +26,8 @@ AT_LEAST_S = 60.0
 _T = TypeVar("_T")
 
 
-def meet(
-    here: Place,
+def join(
+    here: RankInfo,
     introduction: Mapping[str, Any],
     timeout: timedelta,
     is_stopped: Callable[[], bool] = lambda: False,
@@ -41,7 +41,7 @@ def meet(
     Raises:
         UserError: the port is taken, the file cannot be written, or a rank was started twice.
         StoppedBySignal: a signal asked for a stop in the meantime.
-        Fault: named ranks did not arrive within `timeout`, or AT_LEAST_S; or no answer of the store.
+        RetryableError: named ranks did not arrive within `timeout`, or AT_LEAST_S; or no answer of the store.
     """
     if here.init_method is None:
         return dist.HashStore(), [0], [dict(introduction)]
@@ -54,7 +54,9 @@ def meet(
     return met
 
 
-def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta, is_stopped: Callable[[], bool]) -> _T:
+def _in_time(
+    action: Callable[[], _T], here: RankInfo, timeout: timedelta, is_stopped: Callable[[], bool]
+) -> _T:
     """The result of `action`, which may hang in a store whose host is unreachable."""
     results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
@@ -71,7 +73,7 @@ def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta, is_stopp
                 raise StoppedBySignal(None)
             value, error = results.get(timeout=timeout.total_seconds() + 2)
     except Empty:
-        raise Fault(
+        raise RetryableError(
             f"the store at {_store_address(here)} has not answered for {_shown(timeout)}: this host cannot "
             "reach the host of rank 0, or gets no answer from it"
         ) from None
@@ -84,7 +86,7 @@ def _shown(patience: timedelta) -> str:
     return f"{patience.total_seconds():.0f} s (distributed.timeout_s, at least {AT_LEAST_S:.0f})"
 
 
-def _store_address(here: Place) -> str:
+def _store_address(here: RankInfo) -> str:
     """Return the rendezvous address, for messages."""
     if here.init_method != ENV:
         return str(here.init_method)
@@ -96,7 +98,7 @@ def _give_up(number: int) -> None:
 
 
 def _meet(
-    here: Place, introduction: Mapping[str, Any], timeout: timedelta, over: threading.Event
+    here: RankInfo, introduction: Mapping[str, Any], timeout: timedelta, over: threading.Event
 ) -> tuple[dist.Store, list[int], list[dict[str, Any]]]:
     assert here.init_method is not None
     shown = _shown(timeout)
@@ -108,7 +110,7 @@ def _meet(
                 f"the port of {here.init_method} is taken on this host, perhaps by another run; set another "
                 "in MASTER_PORT or distributed.init_method"
             ) from error
-        raise Fault(
+        raise RetryableError(
             f"rank {here.rank} waited {shown} for rank 0 to open {_store_address(here)}; check that rank 0 "
             "runs there, and that the two hosts can reach each other"
         ) from error
@@ -123,11 +125,11 @@ def _meet(
         try:
             missing = [rank for rank in range(here.world_size) if not store.check([f"arrived/{rank}"])]
         except RuntimeError:
-            raise Fault(
+            raise RetryableError(
                 f"rank 0, which holds the store at {_store_address(here)}, ended before all ranks had met; "
                 "the output of rank 0 names the missing ranks"
             ) from error
-        raise Fault(
+        raise RetryableError(
             f"waited {shown} for all {here.world_size} ranks; missing: {missing}; these ranks were not "
             f"started, or their hosts cannot reach the store at {_store_address(here)}; read their output"
         ) from error
@@ -157,7 +159,9 @@ def gather_in_store(
     return gathered
 
 
-def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, over: threading.Event) -> dist.Store:
+def _of_this_attempt(
+    store: dist.Store, here: RankInfo, timeout: timedelta, over: threading.Event
+) -> dist.Store:
     """This attempt's own part of the store, which may hold entries of others.
 
     torchrun's agent keeps one store across restarts, which agents of several hosts may count differently. A
@@ -177,7 +181,9 @@ def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, over: t
         way = ""
         if str(here.init_method).startswith("file:"):
             way = f"; check that it started, and that all hosts share the disk of {here.init_method}"
-        raise Fault(f"waited {_shown(timeout)} for all {here.world_size} ranks; missing: [0]{way}") from error
+        raise RetryableError(
+            f"waited {_shown(timeout)} for all {here.world_size} ranks; missing: [0]{way}"
+        ) from error
     return dist.PrefixStore(f"attempt/{store.get(f'answer/{name}').decode()}", store)
 
 
@@ -195,7 +201,7 @@ def _answer(store: dist.Store, name: str, over: threading.Event) -> None:
             time.sleep(0.01)
 
 
-def on_this_host(here: Place, hosts: list[int]) -> tuple[int, int]:
+def on_this_host(here: RankInfo, hosts: list[int]) -> tuple[int, int]:
     """Local rank and local world size: as given, or else counted in `hosts`, the host of every rank."""
     if here.local_rank is not None and here.local_world_size is not None:
         return here.local_rank, here.local_world_size
@@ -203,7 +209,7 @@ def on_this_host(here: Place, hosts: list[int]) -> tuple[int, int]:
     return beside.index(here.rank), len(beside)
 
 
-def _open(init_method: str, here: Place, timeout: timedelta) -> dist.Store:
+def _open(init_method: str, here: RankInfo, timeout: timedelta) -> dist.Store:
     url = urlsplit(init_method)
     if url.scheme == "file":
         path = Path(unquote(url.path))
@@ -223,7 +229,7 @@ def _open(init_method: str, here: Place, timeout: timedelta) -> dist.Store:
         here.world_size,
         is_master=here.rank == 0,
         timeout=timeout,
-        wait_for_workers=False,  # `meet` waits, and can name missing ranks
+        wait_for_workers=False,  # `join` waits, and can name missing ranks
         multi_tenant=True,
         master_listen_fd=None if listening is None else int(listening),
     )

@@ -19,8 +19,8 @@ import torch
 
 from trainer.distributed.interfaces import is_loopback
 from trainer.errors import UserError
-from trainer.faults.neighbour import RankIdentity
-from trainer.launch.place import LISTENING, Place
+from trainer.failures.neighbour import RankIdentity
+from trainer.launch.rank_info import LISTENING, RankInfo
 
 _of_groups = set[int]()  # the inodes of sockets of this process
 
@@ -28,12 +28,12 @@ _of_groups = set[int]()  # the inodes of sockets of this process
 class Shrunk(Exception):  # noqa: N818, the run goes on
     """The run goes on in this process, which has another place in it, from its newest checkpoint."""
 
-    def __init__(self, place: Place, run_dir: Path) -> None:
-        super().__init__(f"goes on as rank {place.rank} of {place.world_size}")
-        self.place, self.run_dir = place, run_dir
+    def __init__(self, rank_info: RankInfo, run_dir: Path) -> None:
+        super().__init__(f"goes on as rank {rank_info.rank} of {rank_info.world_size}")
+        self.rank_info, self.run_dir = rank_info, run_dir
 
 
-def refuse(here: Place, hosts: Sequence[int]) -> None:
+def refuse(here: RankInfo, hosts: Sequence[int]) -> None:
     """Raise UserError if the launcher ends the other ranks when one dies."""
     if here.launcher == "mpirun" or (here.under_torchrun and len(set(hosts)) == 1):
         raise UserError(
@@ -81,19 +81,22 @@ def _sockets() -> dict[int, int]:
     return found
 
 
-def door(address: str | None) -> socket.socket:
+def listen_for_survivors(address: str | None) -> socket.socket:
     """A socket that listens where the ranks that are left meet, should this one be the lowest of them."""
     address = address or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family)
 
 
-def place_among(
-    going_on: Sequence[int], here: Place, members: Sequence[RankIdentity], own: socket.socket
-) -> Place:
-    """The place of this process among the ranks that go on; the lowest opens its `door`."""
-    first, rank = members[going_on[0]], going_on.index(here.rank)
-    beside = [other for other in going_on if members[other].host == members[here.rank].host]
+def rank_info_among(
+    survivors: Sequence[int], here: RankInfo, members: Sequence[RankIdentity], own: socket.socket
+) -> RankInfo:
+    """Return the rank info of this process among the survivors.
+
+    The lowest of them serves the store from `own`, its listening socket.
+    """
+    first, rank = members[survivors[0]], survivors.index(here.rank)
+    beside = [other for other in survivors if members[other].host == members[here.rank].host]
     if rank == 0:
         os.environ[LISTENING] = str(own.detach())
     address = first.address or "127.0.0.1"
@@ -101,8 +104,8 @@ def place_among(
     return replace(
         here,
         rank=rank,
-        world_size=len(going_on),
+        world_size=len(survivors),
         local_rank=beside.index(here.rank),
         local_world_size=len(beside),
-        init_method=f"tcp://{shown}:{first.door}",
+        init_method=f"tcp://{shown}:{first.rendezvous_port}",
     )

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 def dry_run(run: Run, batches: Batches) -> list[str]:
     """Compute gradients of the first micro-batch of the next step of `batches` (a collective).
 
-    With train.exact it is all of its micro-batches, since leaves of all ranks are averaged.
+    With train.exact it is all of its micro-batches, since chunks of all ranks are averaged.
 
     Returns:
         The parameters that a forward or backward pass changes on this rank.
@@ -70,10 +70,10 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
         begins_step: whether to call the task's `begin_step`; otherwise the step has already called it.
     """
     strategy = run.strategy
-    is_exact = strategy.order.by_leaves
+    is_exact = strategy.order.by_chunks
     own = micro_batches if is_exact else micro_batches[:1]
     model, heartbeat = run.state.model, run.ranks.heartbeat
-    is_sharded = run.state.trained.is_sharded
+    is_sharded = run.state.trainable.is_sharded
     gathered = GatheredParameters(model) if is_sharded else None
     weights = {} if is_sharded else bit_sums(model.named_parameters())
     versions = {} if is_sharded else _versions(model)
@@ -82,7 +82,7 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
             other_trained = begin_step_of_task(run, heartbeat.step)
             if any(gather_objects(other_trained)):
                 follow_begin_step(run)
-        trained = run.state.trained.trainable()
+        trained = run.state.trainable.trainable()
         for _ in range(strategy.num_dry_runs):
             _drop_gradients(model)
             strategy.begin_step(run.model)
@@ -93,7 +93,7 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
             heartbeat.skip(("forward", "backward"), run.data.split.fewer if is_exact else 1 - len(own))
             changed = _changed(model, weights, versions)
             if is_exact:
-                _refuse_what_outlives_a_leaf(changed)
+                _refuse_what_outlives_a_chunk(changed)
             idle = [name for name, parameter in trained.items() if parameter.grad is None]
             if strategy.uses == "all" and own and idle and not is_exact:
                 raise UserError(f"strategy=ddp: the loss used {not_all(idle)}")
@@ -276,8 +276,8 @@ def _drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def _refuse_what_outlives_a_leaf(changed: Sequence[str]) -> None:
-    """With train.exact: a leaf must leave nothing to the next one, which may be on another rank."""
+def _refuse_what_outlives_a_chunk(changed: Sequence[str]) -> None:
+    """With train.exact: a chunk must leave nothing to the next one, which may be on another rank."""
     if changed:
         raise UserError(
             f"train.exact: a forward or backward pass changes {changed[0]}, and each part of the batch would "

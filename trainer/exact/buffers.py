@@ -1,6 +1,6 @@
-"""Buffers that a forward pass changes, such as running statistics: the mean over leaves.
+"""Buffers that a forward pass changes, such as running statistics: the mean over chunks.
 
-Whole numbers, such as a count of batches, have no mean: every leaf must leave the same ones.
+Whole numbers, such as a count of batches, have no mean: every chunk must leave the same ones.
 """
 
 import torch
@@ -13,32 +13,32 @@ from trainer.model.plain_names import named_buffers, places_of_buffers
 from trainer.tensors.bits import same_bits
 from trainer.torch_private import version_of
 
-_CHUNK = 1 << 12  # numbers of all leaves at once, since each takes some 50 times its memory
+_BLOCK = 1 << 12  # numbers of all chunks at once, since each takes some 50 times its memory
 
 
-class LeafBuffers:
-    """Each leaf starts from the buffers at the step's beginning; afterwards they are the mean over leaves.
+class ChunkBuffers:
+    """Each chunk starts from the buffers at the step's beginning; afterwards they are the mean over chunks.
 
     Which buffers change is learned in the dry run, by their bits: torch counts no version of what is
     written through ``.data``, by NumPy or by a batch norm's kernel. Later the versions are looked at.
 
     Args:
         model: unwrapped; its buffers may be replaced by others of the same size.
-        num_leaves: of a step, over all ranks.
+        num_chunks: of a step, over all ranks.
     """
 
-    def __init__(self, model: nn.Module, num_leaves: int) -> None:
-        self._model, self._num_leaves = model, num_leaves
+    def __init__(self, model: nn.Module, num_chunks: int) -> None:
+        self._model, self._num_chunks = model, num_chunks
         self._places = places_of_buffers(model)
         self._names = list(self._places)
         self._changing: list[str] | None = None
         self._begin: dict[str, Tensor] = {}
         self._seen: dict[str, tuple[Tensor, int]] = {}
         self._changed: set[str] = set()
-        self._made: list[dict[str, Tensor]] = []  # by this rank's leaves
+        self._made: list[dict[str, Tensor]] = []  # by this rank's chunks
 
-    def begin_leaf(self) -> None:
-        """Called before each leaf's forward pass."""
+    def start_chunk(self) -> None:
+        """Called before each chunk's forward pass."""
         if not self._made:
             self._begin = self._copies()
         else:
@@ -47,8 +47,8 @@ class LeafBuffers:
                     self._buffer(name).copy_(value)
         self._seen = {name: (now := self._buffer(name), version_of(now)) for name in self._names}
 
-    def end_leaf(self) -> None:
-        """Called after each leaf's backward pass, which may compute the forward pass again."""
+    def end_chunk(self) -> None:
+        """Called after each chunk's backward pass, which may compute the forward pass again."""
         for name, (before, version) in self._seen.items():
             now = self._buffer(name)
             if now is not before or version_of(now) != version:
@@ -58,16 +58,16 @@ class LeafBuffers:
         self._made.append(self._copies())
 
     def finish(self) -> None:
-        """Called after the last leaf of a step (a collective, if any buffer changes).
+        """Called after the last chunk of a step (a collective, if any buffer changes).
 
         Raises:
-            UserError: leaves disagree in a buffer of integers, a buffer changed that did not before, or the
+            UserError: chunks disagree in a buffer of integers, a buffer changed that did not before, or the
                 step made one.
         """
         made, self._made = self._made, []
         if late := {name for name, _ in named_buffers(self._model)} - self._places.keys():
             raise UserError(
-                f"train.exact: a step made the buffer {min(late)}, without a mean over leaves; register it "
+                f"train.exact: a step made the buffer {min(late)}, without a mean over chunks; register it "
                 "in __init__"
             )
         if not self._names:
@@ -90,12 +90,12 @@ class LeafBuffers:
 
     @torch.no_grad()
     def _set_means(self, names: list[str], made: list[dict[str, Tensor]]) -> None:
-        """Set the means over all ranks' leaves, of which this rank has made these (a collective).
+        """Set the means over all ranks' chunks, of which this rank has made these (a collective).
 
         BufferCheck compares whole numbers with those of other ranks.
         """
         wholes = [name for name in names if not self._buffer(name).is_floating_point()]
-        differ = [(torch.stack([leaf[name] for leaf in made]) != made[0][name]).any() for name in wholes]
+        differ = [(torch.stack([chunk[name] for chunk in made]) != made[0][name]).any() for name in wholes]
         if differ and torch.stack(differ).any():  # read once, since a GPU is waited for
             name = next(name for name, differs in zip(wholes, differ, strict=True) if differs)
             raise UserError(
@@ -104,9 +104,9 @@ class LeafBuffers:
             )
         if not (floats := [name for name in names if name not in wholes]):
             return
-        rows = [torch.cat([leaf[name].double().flatten() for name in floats]) for leaf in made]
-        digits = torch.cat([to_digits(part) for part in torch.stack(rows).split(_CHUNK, 1)], 1)
-        means = from_digits(sum_over_ranks(digits)) / self._num_leaves
+        rows = [torch.cat([chunk[name].double().flatten() for name in floats]) for chunk in made]
+        digits = torch.cat([to_digits(part) for part in torch.stack(rows).split(_BLOCK, 1)], 1)
+        means = from_digits(sum_over_ranks(digits)) / self._num_chunks
         buffers = [self._buffer(name) for name in floats]
         for buffer, mean in zip(buffers, means.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(mean.view(buffer.shape))

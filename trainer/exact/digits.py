@@ -1,6 +1,6 @@
 """Sums of losses, metrics, buffers and squares as integers, which have the same bits in any order.
 
-`trainer.exact.leaf_sums` adds each number of a gradient as one integer. These numbers are fewer, and of any
+`trainer.exact.chunk_sums` adds each number of a gradient as one integer. These numbers are fewer, and of any
 size, so each is cut into digits to the base 2**32, and each digit is added as an int64. Numbers below 2**128,
 the range of fp32, add up without an error down to 2**-160. NaN, Inf and larger numbers are counted, and then
 the sum is NaN or Inf. Up to 2**31 numbers may be added.

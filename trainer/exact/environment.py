@@ -50,24 +50,24 @@ def _cpu() -> str:
 
 
 def exact_facts(
-    num_leaves: int | None, ranks: Ranks, saved: Mapping[str, Any] | None, step: int
+    num_chunks: int | None, ranks: Ranks, saved: Mapping[str, Any] | None, step: int
 ) -> dict[str, Any] | None:
     """What checkpoints and result.json say of an exact run; None if it is not exact.
 
     These are its `leaves`, `ground` (the environment), and `since` which step its bits have had them.
 
     Args:
-        num_leaves: as in `train.exact`.
+        num_chunks: as in `train.exact`.
         saved: the same of the checkpoint of `step` that the run goes on from; None without one, or if its run
             was not exact. A difference is told once.
     """
-    if num_leaves is None:
+    if num_chunks is None:
         return None
-    here = {"leaves": num_leaves, "ground": environment(ranks.device), "since": step}
+    here = {"leaves": num_chunks, "ground": environment(ranks.device), "since": step}
     if saved is None:
         return here
     then = saved["ground"] | {"train.exact": str(saved["leaves"])}
-    now = environment(ranks.device) | {"train.exact": str(num_leaves)}
+    now = environment(ranks.device) | {"train.exact": str(num_chunks)}
     differ = [name for name in sorted(then.keys() | now) if then.get(name) != now.get(name)]
     if not differ:
         return here | {"since": saved["since"]}

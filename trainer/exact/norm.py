@@ -5,19 +5,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.exact.digits import from_digits, to_digits
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.tensors.local_shard import num_rows
 
 
 @torch.no_grad()
-def exact_norm(trained: Trained) -> Tensor:
+def exact_norm(trainable: TrainableParameters) -> Tensor:
     """The norm of all gradients, a scalar (a collective if parameters are sharded)."""
-    gradients = [own.grad for own in trained.own.values() if own.grad is not None]
+    gradients = [own.grad for own in trainable.own.values() if own.grad is not None]
     if not gradients:
         return torch.zeros(())
     sums = to_digits(torch.cat([_of_rows(gradient).to(gradients[0].device) for gradient in gradients]))
-    if trained.group is not None:
-        dist.all_reduce(sums, group=trained.group)
+    if trainable.group is not None:
+        dist.all_reduce(sums, group=trainable.group)
     return from_digits(sums).sqrt().float()
 
 

@@ -1,4 +1,4 @@
-"""Numbers of micro-batches are added by leaves, with equal bits anywhere."""
+"""Numbers of micro-batches are added by chunks, with equal bits anywhere."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,34 +8,34 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from trainer.errors import UserError
-from trainer.exact.buffers import LeafBuffers
+from trainer.exact.buffers import ChunkBuffers
+from trainer.exact.chunk_sums import ChunkSums, limit
 from trainer.exact.digits import from_digits, to_digits
 from trainer.exact.environment import NUM_THREADS
-from trainer.exact.leaf_sums import LeafSums, limit
 from trainer.exact.norm import exact_norm
 from trainer.exact.shard_sums import ShardSums
 from trainer.exact.sum_order import SumOrder
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.combined import parts_of
 from trainer.optim.whole_tensors import whole_parts
 
 _ELEMENTWISE = (AdamW, Adam, SGD, RMSprop, NAdam)  # compared bit by bit, in shards cut anywhere
 
 
-class ByLeaves(SumOrder):
-    """By leaves, fixed parts of each global batch, as integers.
+class ByChunks(SumOrder):
+    """By chunks, fixed parts of each global batch, as integers.
 
     Args:
         where: this rank, for messages.
     """
 
-    by_leaves = True
+    by_chunks = True
 
-    def __init__(self, num_leaves: int, where: str) -> None:
-        self.num_leaves, self._where, self.limit = num_leaves, where, limit(num_leaves)
+    def __init__(self, num_chunks: int, where: str) -> None:
+        self.num_chunks, self._where, self.limit = num_chunks, where, limit(num_chunks)
         self._shards: Sequence[ShardSums] = ()
         self._reduces = False
-        self._buffers: LeafBuffers | None = None
+        self._buffers: ChunkBuffers | None = None
 
     def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
         return to_digits(torch.stack(list(numbers)))
@@ -47,10 +47,10 @@ class ByLeaves(SumOrder):
         return 1
 
     def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:
-        self._buffers = LeafBuffers(model, self.num_leaves)
+        self._buffers = ChunkBuffers(model, self.num_chunks)
         self._shards, self._reduces = shards, reduces
         if not shards:
-            self.sums = LeafSums(_trainable(model), self.num_leaves)
+            self.sums = ChunkSums(_trainable(model), self.num_chunks)
 
     def follow_trainable(self, model: nn.Module) -> None:
         trainable = _trainable(model)
@@ -84,13 +84,13 @@ class ByLeaves(SumOrder):
                 part.reset()
 
     @contextmanager
-    def leaf(self, last: bool) -> Iterator[None]:
+    def chunk(self, last: bool) -> Iterator[None]:
         assert self._buffers is not None
-        self._buffers.begin_leaf()
+        self._buffers.start_chunk()
         yield
-        self._buffers.end_leaf()
+        self._buffers.end_chunk()
         if self.sums is not None and not (last and self._reduces):
-            self.sums.add_leaf()
+            self.sums.add_chunk()
 
     def finish(self) -> None:
         assert self._buffers is not None
@@ -98,8 +98,8 @@ class ByLeaves(SumOrder):
             self.sums.write_gradients()
         self._buffers.finish()
 
-    def norm(self, trained: Trained) -> Tensor:
-        return exact_norm(trained)
+    def norm(self, trainable: TrainableParameters) -> Tensor:
+        return exact_norm(trainable)
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

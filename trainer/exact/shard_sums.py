@@ -1,4 +1,4 @@
-"""Sums of the leaves of all ranks in shards: what a unit of FSDP reduces, as integers."""
+"""Sums of the chunks of all ranks in shards: what a unit of FSDP reduces, as integers."""
 
 import math
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.distributed.collectives import reduce_scatter_single
 from trainer.errors import UserError
-from trainer.exact.leaf_sums import Encoder, decode
+from trainer.exact.chunk_sums import Encoder, decode
 from trainer.tensors.local_shard import rows_of_shard
 
 
-def add_by_leaves(model: nn.Module, num_leaves: int) -> list["ShardSums"]:
+def add_by_chunks(model: nn.Module, num_chunks: int) -> list["ShardSums"]:
     """Have the gradients of each unit of `model` added as integers.
 
     Args:
         model: on which `fully_shard` has been called, with all its units, over several ranks; not hybrid.
     """
-    encoder, all_sums = Encoder(num_leaves), []
+    encoder, all_sums = Encoder(num_chunks), []
     for name, unit in units_of(model):
         parameters = {getattr(part, of) for part, of in own_parameters(unit)}
         all_sums.append(ShardSums(name, list(parameters), encoder))
@@ -51,15 +51,15 @@ def own_parameters(unit: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 class ShardSums:
-    """Adds the leaves of all ranks for one unit of FSDP, in this rank's shard: 8 bytes an element of it.
+    """Adds the chunks of all ranks for one unit of FSDP, in this rank's shard: 8 bytes an element of it.
 
     It has the methods of torch's ReduceScatter, whose base class is not public.
 
-    torch is given the sum of all leaves so far as a new gradient, so a unit that the last leaf does not use
+    torch is given the sum of all chunks so far as a new gradient, so a unit that the last chunk does not use
     keeps that of the others.
 
     Args:
-        parameters: of the unit, sharded; each leaf uses all that require gradients.
+        parameters: of the unit, sharded; each chunk uses all that require gradients.
     """
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter], encoder: Encoder) -> None:
@@ -67,7 +67,7 @@ class ShardSums:
         self._sums: Tensor | None = None
 
     def reset(self) -> None:
-        """Called before the first leaf of a step."""
+        """Called before the first chunk of a step."""
         if self._sums is not None:
             self._sums.zero_()
 
@@ -84,10 +84,10 @@ class ShardSums:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Add a leaf's gradients of the unit, a block for each rank; write this rank's sum to the output.
+        """Add a chunk's gradients of the unit, a block for each rank; write this rank's sum to the output.
 
         Raises:
-            UserError: a leaf used only some parameters of the unit: torch leaves out the others.
+            UserError: a chunk used only some parameters of the unit: torch leaves out the others.
         """
         world, numel, device = dist.get_world_size(group), len(output_tensor), output_tensor.device
         if numel != self._num_elements(world):

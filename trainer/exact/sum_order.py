@@ -1,4 +1,4 @@
-"""How numbers of micro-batches are added: here as they come; order.py adds them by leaves."""
+"""How numbers of micro-batches are added: here as they come; order.py adds them by chunks."""
 
 import math
 from collections.abc import Sequence
@@ -9,25 +9,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.distributed.collectives import sum_over_ranks
-from trainer.exact.leaf_sums import LeafSums
+from trainer.exact.chunk_sums import ChunkSums
 from trainer.exact.shard_sums import ShardSums
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 
 
 class SumOrder:
     """As they come: each rank adds its micro-batches, and an all-reduce the ranks.
 
     Attributes:
-        by_leaves: whether sums have the same bits however leaves are shared among ranks.
-        num_leaves: of a step, over all ranks.
+        by_chunks: whether sums have the same bits however chunks are shared among ranks.
+        num_chunks: of a step, over all ranks.
         limit: of the numbers in a gradient, beyond which it becomes NaN.
-        sums: what adds the gradients of leaves before they are reduced; None: autograd does.
+        sums: what adds the gradients of chunks before they are reduced; None: autograd does.
     """
 
-    by_leaves = False
-    num_leaves = 1
+    by_chunks = False
+    num_chunks = 1
     limit = math.inf
-    sums: LeafSums | None = None
+    sums: ChunkSums | None = None
 
     def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
         """The sum of `numbers`, of one shape, in a form to be added to others, and by `over_ranks`."""
@@ -50,7 +50,7 @@ class SumOrder:
 
         Args:
             shards: what adds the units of FSDP, if a collective does.
-            reduces: whether the strategy itself adds the last leaf of a step and those of other ranks (DDP).
+            reduces: whether the strategy itself adds the last chunk of a step and those of other ranks (DDP).
         """
 
     def follow_trainable(self, model: nn.Module) -> None:
@@ -66,16 +66,16 @@ class SumOrder:
     def begin_step(self) -> None:
         """Called when a step begins."""
 
-    def leaf(self, last: bool) -> AbstractContextManager:
+    def chunk(self, last: bool) -> AbstractContextManager:
         """The context of one forward and backward pass of a step."""
         return nullcontext()
 
     def finish(self) -> None:
         """Called after the last backward pass of a step (a collective): the gradients are complete."""
 
-    def norm(self, trained: Trained) -> Tensor:
+    def norm(self, trainable: TrainableParameters) -> Tensor:
         """The norm of all gradients, a scalar (a collective over the ranks of sharded ones, if any)."""
-        return trained.gradient_norm()
+        return trainable.gradient_norm()
 
 
 AS_THEY_COME = SumOrder()

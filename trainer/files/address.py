@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, TypeAlias, TypeVar
 
-from trainer.errors import Fault, NoAccessError, UserError
+from trainer.errors import NoAccessError, RetryableError, UserError
 from trainer.files.untrusted import printable, reason
 
 _T = TypeVar("_T")
@@ -21,7 +21,7 @@ _PAUSES_S = (1.0, 2.0, 4.0)  # between the tries of a question
 _FINAL = (NotImplementedError, ImportError, TypeError, ValueError)  # the same at each try
 
 
-class UnreachableError(Fault):
+class UnreachableError(RetryableError):
     """The store gave no answer: what is there is not known."""
 
 

@@ -42,7 +42,7 @@ def output_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
     """`atomic_file` for a name given by a user: an existing file is kept, unless `replace`.
 
     Raises:
-        UserError, Fault: in place of an OSError, such as a full disk; or the file exists.
+        UserError, RetryableError: in place of an OSError, such as a full disk; or the file exists.
     """
     check_free(path, replace)
     try:

@@ -15,7 +15,7 @@ from trainer.config import Config
 from trainer.data.loading.loaders import TrainLoader
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
-from trainer.faults.fault_save import FaultSave
+from trainer.failures.save_on_failure import SaveOnFailure
 from trainer.guards.kept_buffers import KeptBuffers
 from trainer.model.plain_names import keepers_of_extra_state
 from trainer.state.train_state import TrainState
@@ -51,7 +51,7 @@ class Snapshot:
 
 
 class FailureSnapshot(Snapshot):
-    """The state after the last finished step: the `faults.fault_save.LastStep` that the watch saves.
+    """The state after the last finished step: the `failures.save_on_failure.LastStep` that the watch saves.
 
     The watch's thread saves while the main thread may still be running. It takes the lock and never gives it
     back, so that no update begins while it reads. It waits for an update that has begun. That wait is short,
@@ -127,7 +127,7 @@ class FailureSnapshot(Snapshot):
         return step
 
     def save(self) -> bool:
-        self._ranks.heartbeat.enter("fault_save")
+        self._ranks.heartbeat.enter("save_on_failure")
         with self._own_stream():
             kept = {**self._buffers.kept(), **self._extra_states}
             return self._checkpointer.save_alone(self._state, self._data_state, kept, self._check_whole)
@@ -176,7 +176,7 @@ def build_snapshot(
     loader: TrainLoader,
     strategy: Strategy,
     ranks: Ranks,
-    failure_save: FaultSave | None,
+    failure_save: SaveOnFailure | None,
 ) -> tuple[KeptBuffers | None, Snapshot]:
     """Return copies of the buffers, if the run needs them, and the snapshot, which the watch saves."""
     at_failure = failure_save if config.checkpoint.on_failure else None

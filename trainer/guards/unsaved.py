@@ -36,7 +36,7 @@ _WAY_OUT = (
     "set_extra_state; an optimizer should keep it in its state, or as numbers and small tensors in attributes"
 )
 
-Print = tuple[int, int]
+Fingerprint = tuple[int, int]
 """The size and a checksum of what an attribute holds."""
 
 
@@ -68,7 +68,7 @@ class UnsavedState:
         """Attributes of the task that each step sets again."""
         self._left_out.update(names)
 
-    def begin(self, saved: Mapping[str, Sequence[int]]) -> None:
+    def start(self, saved: Mapping[str, Sequence[int]]) -> None:
         """Called after the dry run, with what `look_at_save` returned for the checkpoint resumed from."""
         if not self._looks:
             return
@@ -87,7 +87,7 @@ class UnsavedState:
         if self._looks and self._num_steps <= 2:
             self._compare(by_one_step=self._num_steps == 2)
 
-    def look_at_save(self) -> dict[str, Print]:
+    def look_at_save(self) -> dict[str, Fingerprint]:
         """Called before each save. Returns the fingerprints of what has changed since the start."""
         if not self._looks:
             return {}
@@ -112,7 +112,7 @@ class UnsavedState:
                 _WAY_OUT,
             )
 
-    def _attributes(self) -> Iterator[tuple[str, Print | None]]:
+    def _attributes(self) -> Iterator[tuple[str, Fingerprint | None]]:
         """The fingerprint of each attribute, by name, without the model's parameters, buffers and modules."""
         model, task = self._model, self._task
         known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
@@ -136,7 +136,7 @@ class UnsavedState:
                     yield f"{path}.{name}", fingerprint(value, known)
 
 
-def fingerprint(value: Any, known: Collection[int]) -> Print | None:
+def fingerprint(value: Any, known: Collection[int]) -> Fingerprint | None:
     """The size and a checksum of all in `value` that can be compared; None if it cannot be looked at.
 
     Args:

@@ -16,7 +16,7 @@ from trainer.files.address import location
 from trainer.launch import local
 from trainer.launch.exits import ends_its_threads, exits
 from trainer.launch.fresh import die_with_parent, extend_path, launched_by, take_limits
-from trainer.launch.place import place, publish, told_rank
+from trainer.launch.rank_info import publish, rank_from_environment, rank_info
 
 
 def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -63,14 +63,14 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
                 )
             if config.launch.name == "local" and launched_by() is None:
                 sys.exit(local.launch(config, sys.argv[1:], module)[0])
-            here = place(config.distributed)
+            here = rank_info(config.distributed)
             publish(here)
             if here.rank == 0:  # it writes files: remove partial ones
                 signal.signal(signal.SIGTERM, _end)
             do(options, config)
     except KeyboardInterrupt as ended:
         (number,) = ended.args or (signal.SIGINT,)
-        if number == signal.SIGINT and not told_rank():
+        if number == signal.SIGINT and not rank_from_environment():
             print("\ninterrupted", file=sys.stderr)
         sys.exit(128 + number)
 

@@ -161,17 +161,17 @@ def evaluates_ema(config: Config) -> bool:
     return config.ema.decay is not None and config.ema.evaluate == "ema"
 
 
-def held_out(restored: RestoredRun, by_leaves: bool = True) -> tuple[Any, EvalLoader]:
+def held_out(restored: RestoredRun, by_chunks: bool = True) -> tuple[Any, EvalLoader]:
     """The held-out data and the loader of this process's part.
 
     Args:
-        by_leaves: as an exact run evaluates; otherwise the k-th batches of all ranks are consecutive.
+        by_chunks: as an exact run evaluates; otherwise the k-th batches of all ranks are consecutive.
 
     Raises:
         UserError: the run has no held-out data.
     """
     config, ranks, strategy = restored.config, restored.ranks, restored.strategy
-    train = config.train if by_leaves else dataclasses.replace(config.train, exact=None)
+    train = config.train if by_chunks else dataclasses.replace(config.train, exact=None)
     dataset, loader = load_held_out(config, _batch(train, strategy), ranks)
     compare_across_ranks({"the length of the evaluation data": loader.num_samples}, ranks)
     return dataset, loader

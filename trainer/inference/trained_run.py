@@ -16,7 +16,7 @@ from trainer.config.instantiate import instantiate
 from trainer.data.loading.reader import collated
 from trainer.errors import UserError, on_one_line
 from trainer.evaluation import evaluation_mode
-from trainer.strategies.base import Computing, Strategy
+from trainer.strategies.base import ComputeOptions, Strategy
 from trainer.tasks import Task, offers
 
 
@@ -60,7 +60,7 @@ class TrainedRun:
             raise UserError("predict() was given no samples")
         data, device = self.config.data, next(self.model.parameters()).device
         to_device, collate = build_to_device(self.config, device), build_collate(data)
-        strategy = Strategy(device, Computing(self.config.train.precision))
+        strategy = Strategy(device, ComputeOptions(self.config.train.precision))
         parts: list[dict[str, Tensor]] = []
         with evaluation_mode(self.model), strategy.autocast():
             for first in range(0, len(samples), batch_size):

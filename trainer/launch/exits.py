@@ -23,9 +23,9 @@ from trainer.errors import (
     tell_torchrun,
     which_try,
 )
-from trainer.files import failure
+from trainer.files import failure_file
 from trainer.files.untrusted import load_json
-from trainer.launch.place import place, told_rank
+from trainer.launch.rank_info import rank_from_environment, rank_info
 from trainer.launch.signals import signal_at_parents_death
 from trainer.troubleshooting import see
 
@@ -68,8 +68,8 @@ def _leave(error: BaseException | None, left: Sequence[threading.Thread]) -> Non
         sys.excepthook(type(error), error, error.__traceback__)
     names = " and ".join(f"thread {thread.name}" for thread in left)
     print(
-        f"[rank {told_rank()}] {names}, still at work, ends with the program: join it before, in a "
-        "logger's close for example, or start it with daemon=True",
+        f"[rank {rank_from_environment()}] {names} is still running and ends with the program; join it "
+        "earlier, for example in a logger's close(), or start it with daemon=True",
         file=sys.stderr,
     )
     atexit._run_exitfuncs()
@@ -88,7 +88,7 @@ def exits() -> Iterator[None]:
     """
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
-        if place().under_torchrun:
+        if rank_info().under_torchrun:
             signal_at_parents_death()  # until StopRequest takes over: there is nothing to save yet
         _end_as_before()
         yield
@@ -97,16 +97,16 @@ def exits() -> Iterator[None]:
         status = getattr(error, "exit_code", UserError.exit_code)
         # Before the ranks have met, the stop may be torchrun's, which is about to restart after a death.
         if not (isinstance(error, StoppedBySignal) and error.step is None):
-            failure.tell_launcher(status, message)
+            failure_file.tell_launcher(status, message)
         if not isinstance(error, StoppedBySignal):  # perhaps by torchrun, because of another rank
             tell_torchrun(message)
         if wants_traceback:
             raise
-        if not (isinstance(error, StoppedBySignal) and told_rank()):  # rank 0 says the same
+        if not (isinstance(error, StoppedBySignal) and rank_from_environment()):  # rank 0 says the same
             _say_once(message + (which_try() if status not in _FINAL else "") + see(message))
         sys.exit(status)
     except Exception as error:
-        failure.tell_launcher(1, str(error))
+        failure_file.tell_launcher(1, str(error))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
@@ -119,7 +119,7 @@ def _end_as_before() -> None:
 
     After a fault, wait: the disk or the store that failed needs a moment.
     """
-    file_of_end, restarts = failure.end_file(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    file_of_end, restarts = failure_file.end_file(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if file_of_end is not None and restarts:
         file_of_end = file_of_end.parents[1] / f"attempt_{restarts - 1}" / file_of_end.name
         with contextlib.suppress(OSError, UserError):
@@ -133,9 +133,9 @@ def _end_as_before() -> None:
 
 def refuse_sweep_in_ranks() -> None:
     """A sweep inside ranks would run on all of them at once; each trial must be its own launch."""
-    if place().among_ranks:
+    if rank_info().among_ranks:
         raise UserError(
-            f"-m (multirun) inside {place().launcher or 'ranks'} starts every trial on every rank; sweep "
+            f"-m (multirun) inside {rank_info().launcher or 'ranks'} starts every trial on every rank; sweep "
             "outside, where each trial is its own launch: python train.py -m optim.lr=0.1,0.01 "
             "launch=local launch.processes=2"
         )
@@ -147,7 +147,7 @@ def _say_once(message: str) -> None:
     torchrun and launch=local end the other ranks as soon as rank 0 has exited, which may take it a while:
     until then it holds a name of the system's (of no file).
     """
-    rank = told_rank()
+    rank = rank_from_environment()
     if rank:
         time.sleep(3)  # a verdict ends it after 5
     launch = f"{os.getppid()} {os.environ.get('MASTER_PORT')}"  # its process, and where its ranks meet

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.place import TELLING, Place
+from trainer.launch.rank_info import TELLING, RankInfo
 from trainer.launch.signals import signal_at_parents_death
 
 _PARENT, _LAUNCHER, _PATH = "RINGMASTER_PARENT", "RINGMASTER_LAUNCHER", "RINGMASTER_PATH"
@@ -40,7 +40,7 @@ def start(
         popen: for subprocess.Popen (stdout, cwd, ...).
     """
     variables = {name: value for name, value in os.environ.items() if not TELLING.match(name)}
-    variables |= {_PARENT: str(os.getpid()), **told_to_ranks(launcher)}
+    variables |= {_PARENT: str(os.getpid()), **variables_for_ranks(launcher)}
     variables |= {name: str(value) for name, value in (environment or {}).items()}
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -52,10 +52,10 @@ def start(
     return subprocess.Popen([*command, *argv], env=variables, start_new_session=True, **popen)
 
 
-def told_to_ranks(launcher: str | None) -> dict[str, str]:
+def variables_for_ranks(launcher: str | None) -> dict[str, str]:
     """The variables that tell a process who started it, and where the user's classes are."""
-    told = {_PATH: os.pathsep.join(_own_folders()), "PYTHONUNBUFFERED": "1"}
-    return told if launcher is None else told | {_LAUNCHER: launcher}
+    variables = {_PATH: os.pathsep.join(_own_folders()), "PYTHONUNBUFFERED": "1"}
+    return variables if launcher is None else variables | {_LAUNCHER: launcher}
 
 
 def launched_by() -> str | None:
@@ -63,7 +63,7 @@ def launched_by() -> str | None:
     return os.environ.get(_LAUNCHER)
 
 
-def is_watched(here: Place) -> bool:
+def is_watched(here: RankInfo) -> bool:
     """Whether a launcher on this host waits for this process, which must end with it (StopRequest)."""
     return launched_by() == "local" or here.under_torchrun
 
@@ -89,8 +89,8 @@ def extend_path() -> None:
 
     The packages `trainer` and `models` are imported already, so no folder of that name hides them.
     """
-    told = os.environ.get(_PATH)
-    folders = [str(Path.cwd())] if told is None else told.split(os.pathsep)
+    given = os.environ.get(_PATH)
+    folders = [str(Path.cwd())] if given is None else given.split(os.pathsep)
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 

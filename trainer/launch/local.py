@@ -19,11 +19,11 @@ from typing import IO, Any
 from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
-from trainer.files import failure
+from trainer.files import failure_file
 from trainer.files.writing import new_run_dir
 from trainer.launch import fresh
 from trainer.launch.exits import PAUSES_S
-from trainer.launch.place import LISTENING, place
+from trainer.launch.rank_info import LISTENING, rank_info
 from trainer.launch.signals import stop_signals_to
 
 _GRACE_S = 30.0  # for the other ranks, after one has failed: to report, or to finish a save
@@ -44,10 +44,10 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tu
         UserError: this process is one of several itself.
     """
     assert isinstance(config.launch, LocalLaunchConfig)
-    if place().among_ranks:
+    if rank_info().among_ranks:
         raise UserError(
-            f"launch=local inside {place().launcher or 'ranks'} would start {place().world_size} runs; "
-            "use only one of the two"
+            f"launch=local inside {rank_info().launcher or 'ranks'} would start "
+            f"{rank_info().world_size} runs; use only one of the two"
         )
     on_gpus = config.distributed.device != "cpu"
     processes = config.launch.processes or (fresh.num_gpus() if on_gpus else 0) or 1
@@ -99,33 +99,35 @@ def _attempt(
             socket.create_server(("127.0.0.1", 0)) as server,
         ):
             address, port = server.getsockname()
-            told = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": address}
-            told |= {"MASTER_PORT": port, failure.END_FILE: f"{folder}/{failure.NAME}"}
+            variables = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": address}
+            variables |= {"MASTER_PORT": port, failure_file.END_FILE: f"{folder}/{failure_file.NAME}"}
             for rank in range(processes):
-                ranks.append(_start(rank, server, argv, module, told))
+                ranks.append(_start(rank, server, argv, module, variables))
                 for pipe, out in ((ranks[-1].stdout, sys.stdout), (ranks[-1].stderr, sys.stderr)):
                     if pipe:
                         printers.append(threading.Thread(target=_print, args=(pipe, out, rank), daemon=True))
                         printers[-1].start()
             server.close()
             codes = _wait(ranks, shrinks)
-            told_end = failure.read(Path(folder)) or {}
+            last_end = failure_file.read(Path(folder)) or {}
     finally:
         for process in ranks:
             process.kill()
             process.wait()
         for printer in printers:
             printer.join(1)
-    return _status(codes, received, shrinks), told_end.get("message")
+    return _status(codes, received, shrinks), last_end.get("message")
 
 
 def _start(
-    rank: int, server: socket.socket, argv: Sequence[str], module: str | None, told: Mapping[str, object]
+    rank: int, server: socket.socket, argv: Sequence[str], module: str | None, variables: Mapping[str, object]
 ) -> subprocess.Popen[bytes]:
-    told = {**told, "RANK": rank, "LOCAL_RANK": rank} | ({} if rank else {LISTENING: server.fileno()})
+    variables = {**variables, "RANK": rank, "LOCAL_RANK": rank} | (
+        {} if rank else {LISTENING: server.fileno()}
+    )
     pipe = None if rank == 0 and sys.stdout is sys.__stdout__ else subprocess.PIPE  # None not in a notebook
     streams: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "pass_fds": [] if rank else [server.fileno()]}
-    return fresh.start(argv, module=module, launcher="local", environment=told, **streams)
+    return fresh.start(argv, module=module, launcher="local", environment=variables, **streams)
 
 
 def _print(pipe: IO[bytes], out: IO[str], rank: int) -> None:

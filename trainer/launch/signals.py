@@ -21,7 +21,7 @@ class StopRequest:
     """A flag set by SIGTERM, SIGINT, SIGHUP or SIGUSR1 while the ``with`` block runs, or by the death of the
     launcher, if there is one; a second signal ends the process.
 
-    The flag is local to this process: ranks agree on it in each step, by `StepAgreement`. Enter it in the
+    The flag is local to this process: ranks agree on it in each step, by `StepVote`. Enter it in the
     main thread, since Python delivers signals there. A handler only runs between two bytecodes, so a rank
     that waits inside a collective answers when the collective returns.
 

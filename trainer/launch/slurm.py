@@ -14,7 +14,7 @@ from pathlib import Path
 from trainer.config import Config, SlurmLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import StoppedBySignal, UserError
-from trainer.files import failure
+from trainer.files import failure_file
 from trainer.files.writing import new_run_dir
 from trainer.launch import fresh
 from trainer.launch.signals import stop_signals_to
@@ -64,7 +64,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
         raise UserError("SLURM refuses the job; the reason is in the line above")
     jobs.append(job)
     number.write_text(job)
-    failed_before = failure.written_at(run_dir)
+    failed_before = failure_file.written_at(run_dir)
 
     def pass_on(number: int) -> None:
         """Have it save and stop for good, even if it was requeued."""
@@ -81,7 +81,10 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
         status = StoppedBySignal.exit_code
     if status:
         why = f"see {run_dir}/slurm/{job}.out"
-        if failure.written_at(run_dir) != failed_before and (end := failure.read(run_dir)) is not None:
+        if (
+            failure_file.written_at(run_dir) != failed_before
+            and (end := failure_file.read(run_dir)) is not None
+        ):
             why = end["message"]
         print(f"job {job} ended with status {status}: {why}", file=sys.stderr, flush=True)
     return status, None
@@ -134,7 +137,10 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bo
                 for name, value in told.items()
             ),
             *settings.setup,
-            *(f"export {name}={shlex.quote(value)}" for name, value in fresh.told_to_ranks("slurm").items()),
+            *(
+                f"export {name}={shlex.quote(value)}"
+                for name, value in fresh.variables_for_ranks("slurm").items()
+            ),
             *(["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"] if "cpus-per-task" in told else []),
             *([f"before=$({newest})"] if settings.requeue else []),
             f"srun {waits} {logs} {command} ${{SLURM_RESTART_COUNT:+resume=auto}}",

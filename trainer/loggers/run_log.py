@@ -80,13 +80,13 @@ class RunLog:
     def open(self) -> None:
         """Called when the run begins for certain (a collective): until then run_dir is unchanged."""
 
-        def begin() -> None:
+        def start() -> None:
             facts = {"first_step": self._steps_before, "total_steps": self._total_steps}
             with writing(self._run_dir):
                 self._scalars = MetricsFile(self._run_dir, self._steps_before)
                 write_facts(self._run_dir, self._run_id, **facts, best=asdict(self._best))
 
-        on_main(begin, self._ranks)
+        on_main(start, self._ranks)
         self.progress = ProgressBar(self._total_steps, self._steps_before, self.enabled)
 
     @property

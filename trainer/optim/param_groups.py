@@ -15,7 +15,7 @@ from trainer.config import NoDecay, ParameterGroup, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
 from trainer.model.plain_names import parameter_names
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.combined import CombinedOptimizer, parts_of
 from trainer.optim.optimizers import check_optimizer, sparse_weights
 from trainer.optim.shard_trial import needs_whole_tensors
@@ -38,8 +38,10 @@ def freeze(model: nn.Module, node: dict[str, Any]) -> None:
         raise UserError(f"model.freeze={node['freeze']} leaves no parameter of {len(parameters)} to train")
 
 
-def build_optimizer(trained: Trained, optim: dict[str, Any], fused_on_cpu: bool = True) -> Optimizer:
-    """The optimizer of `trained.own`.
+def build_optimizer(
+    trainable: TrainableParameters, optim: dict[str, Any], fused_on_cpu: bool = True
+) -> Optimizer:
+    """The optimizer of `trainable.own`.
 
     Args:
         fused_on_cpu: whether a CPU may make a step in one kernel. Not with `train.exact`: a kernel rounds
@@ -49,14 +51,14 @@ def build_optimizer(trained: Trained, optim: dict[str, Any], fused_on_cpu: bool 
     Raises:
         UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
     """
-    sets = parameter_sets(trained, optim)
-    parts = [_part(name, trained, optim, own, fused_on_cpu) for name, own in sets.items()]
+    sets = parameter_sets(trainable, optim)
+    parts = [_part(name, trainable, optim, own, fused_on_cpu) for name, own in sets.items()]
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
 def _part(
     name: str,
-    trained: Trained,
+    trainable: TrainableParameters,
     optim: dict[str, Any],
     sets: list[dict[str, Any]],
     fused_on_cpu: bool,
@@ -69,7 +71,7 @@ def _part(
         own = entries[0].optimizer or {}
     optimizer = _built(name, own, sets)
     check_optimizer(optimizer)
-    sparse = sparse_weights(trained.model)
+    sparse = sparse_weights(trainable.model)
     for group in optimizer.param_groups:
         if group.get("weight_decay") and not sparse.isdisjoint(group["params"]):
             raise UserError(
@@ -87,8 +89,8 @@ def _part(
             "use optim=adamw"
         )
     make = partial(_built, name, own)
-    if trained.is_sharded and needs_whole_tensors(type(optimizer).__name__, make, sets):
-        return WholeTensors(optimizer, trained)
+    if trainable.is_sharded and needs_whole_tensors(type(optimizer).__name__, make, sets):
+        return WholeTensors(optimizer, trainable)
     return optimizer
 
 
@@ -138,8 +140,8 @@ def _is_dense(parameter: Tensor) -> bool:
     return as_images or parameter.is_contiguous()
 
 
-def parameter_sets(trained: Trained, optim: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """`trained.own` as groups for torch's optimizers; one without a name if all are alike.
+def parameter_sets(trainable: TrainableParameters, optim: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """`trainable.own` as groups for torch's optimizers; one without a name if all are alike.
 
     They are by the setting of their optimizer: `optim`, or `optim.groups.0.optimizer`. First those that no
     entry of `optim.groups` matches, then entry by entry; in each first those that decay.
@@ -150,9 +152,9 @@ def parameter_sets(trained: Trained, optim: dict[str, Any]) -> dict[str, list[di
     entries, no_decay = parameter_groups(optim)
     taken: dict[str, ParameterGroup] = {}
     for index, entry in enumerate(entries):
-        found = _matched(f"optim.groups.{index}.match", entry.match, trained.own)
+        found = _matched(f"optim.groups.{index}.match", entry.match, trainable.own)
         if entry.dims is not None:
-            found = [name for name in found if trained.own[name].ndim == entry.dims]
+            found = [name for name in found if trainable.own[name].ndim == entry.dims]
             if not found:
                 raise UserError(
                     f"optim.groups.{index}.dims={entry.dims} selects no parameter: none of this "
@@ -162,14 +164,14 @@ def parameter_sets(trained: Trained, optim: dict[str, Any]) -> dict[str, list[di
     rest = ParameterGroup()
     sets: dict[str, list[dict[str, Any]]] = {}
     for index, entry in enumerate((rest, *entries), start=-1):
-        mine = {name: value for name, value in trained.own.items() if taken.get(name, rest) is entry}
+        mine = {name: value for name, value in trainable.own.items() if taken.get(name, rest) is entry}
         setting = "optim" if entry.optimizer is None else f"optim.groups.{index}.optimizer"
         for names, decays in _halves(mine, entry, entry.optimizer or optim, no_decay):
             if names:
                 title = _title(entry, decays)
                 options = _options(entry, decays, optim) | ({"name": title} if title else {})
                 own = sets.setdefault(setting, [])
-                own.append({"params": [trained.own[name] for name in names], **options})
+                own.append({"params": [trainable.own[name] for name in names], **options})
     titles = [each.get("name") for of_one in sets.values() for each in of_one]
     if doubled := [title for title in titles if titles.count(title) > 1]:
         raise UserError(f"two of optim.groups have the name {doubled[0]}; give each its own name")
@@ -218,13 +220,13 @@ def _options(entry: ParameterGroup, decays: bool, optim: dict[str, Any]) -> dict
     return options
 
 
-def described(optimizer: Optimizer, trained: Trained) -> dict[str, str]:
+def described(optimizer: Optimizer, trainable: TrainableParameters) -> dict[str, str]:
     """The size of each of several groups, its weight decay and its learning rate, for people."""
     groups, parts = optimizer.param_groups, parts_of(optimizer)
     kinds = [f"{type(part).__name__}, " * isinstance(optimizer, CombinedOptimizer) for part in parts]
     return {
         f"  {group.get('name', 'base')}": f"{kind}{len(group['params'])} tensors, "
-        f"{sum(trained.whole[trained.names[own]].numel() for own in group['params']):,} parameters"
+        f"{sum(trainable.whole[trainable.names[own]].numel() for own in group['params']):,} parameters"
         + "".join(f", {key} {group[key]:g}" for key in ("weight_decay", "initial_lr") if key in group)
         for group, kind in zip(groups, kinds, strict=True)
         if len(groups) > 1

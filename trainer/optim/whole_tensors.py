@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.tensors.bits import bytes_of
 from trainer.tensors.local_shard import rows_of_shard
 
 
 class _Owned(NamedTuple):
-    """A sharded parameter, and the rank of `Trained.group` that updates it."""
+    """A sharded parameter, and the rank of `TrainableParameters.group` that updates it."""
 
     shard: nn.Parameter
     shape: torch.Size  # of the whole parameter
@@ -32,20 +32,20 @@ class WholeTensors(Optimizer):
     sends and receives three times the size of its shards.
 
     Args:
-        optimizer: a new optimizer of shards in `trained`. This object takes over its groups; from now on,
+        optimizer: a new optimizer of shards in `trainable`. This object takes over its groups; from now on,
             `optimizer` updates the whole parameters that this rank owns.
     """
 
-    def __init__(self, optimizer: Optimizer, trained: Trained) -> None:
+    def __init__(self, optimizer: Optimizer, trainable: TrainableParameters) -> None:
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
-        assert trained.group is not None
-        self.optimizer, self._ranks = optimizer, trained.group
+        assert trainable.group is not None
+        self.optimizer, self._ranks = optimizer, trainable.group
         self._all: dict[nn.Parameter, _Owned] = {}
         loads = [0] * self._ranks.size()
-        named = [(trained.names[shard], shard) for group in self.param_groups for shard in group["params"]]
-        for name, shard in sorted(named, key=lambda each: -trained.whole[each[0]].numel()):
-            shape = trained.whole[name].shape
-            owner = trained.owners.setdefault(name, loads.index(min(loads)))
+        named = [(trainable.names[shard], shard) for group in self.param_groups for shard in group["params"]]
+        for name, shard in sorted(named, key=lambda each: -trainable.whole[each[0]].numel()):
+            shape = trainable.whole[name].shape
+            owner = trainable.owners.setdefault(name, loads.index(min(loads)))
             loads[owner] += shape.numel()
             whole = _freed(nn.Parameter(shard)) if owner == self._ranks.rank() else None
             self._all[shard] = _Owned(shard, shape, owner, whole)

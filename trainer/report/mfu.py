@@ -21,7 +21,7 @@ from trainer.distributed.backend_flags import peak_is_tf32
 from trainer.distributed.ranks import Ranks
 from trainer.errors import first_line
 from trainer.forward_backward import forward_backward
-from trainer.strategies.base import Computing, Strategy
+from trainer.strategies.base import ComputeOptions, Strategy
 from trainer.tasks import Task
 from trainer.tensors.generators import generators_kept
 from trainer.tensors.nested import mapped
@@ -117,7 +117,7 @@ class ModelFlops:
         try:
             with generators_kept(), self._fakes, FlopCounterMode(display=False) as counter:
                 model.train()
-                alone = Strategy(self._device, Computing())
+                alone = Strategy(self._device, ComputeOptions())
                 faked = mapped(batch, self._faked)
                 forward_backward(alone, self._task, model, faked, lambda loss, _: loss)
             self._per_step = counter.get_total_flops() * self._micro_batches

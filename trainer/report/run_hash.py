@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.data.loading.loaders import EvalLoader, TrainLoader
 from trainer.distributed.gather_shards import gather_shards_to_rank0
-from trainer.faults.heartbeat import progress
+from trainer.failures.heartbeat import beat
 from trainer.model.plain_names import model_state
 from trainer.tensors.bits import as_bytes
 
@@ -51,5 +51,5 @@ def parameters_sha256(model: nn.Module) -> str:
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         for part in gather_shards_to_rank0(tensor):
             digest.update(as_bytes(part))
-            progress()
+            beat()
     return digest.hexdigest()

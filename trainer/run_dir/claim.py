@@ -19,8 +19,8 @@ from typing import Any
 from trainer.checkpoint.listing import newest_run_id
 from trainer.checkpoint.manifest import is_run_id, read_manifest
 from trainer.checkpoint.remote import fetch_history, run_at
-from trainer.errors import Fault, UserError, writing
-from trainer.faults.processes import surroundings
+from trainer.errors import RetryableError, UserError, writing
+from trainer.failures.processes import surroundings
 from trainer.files.address import Location
 from trainer.files.untrusted import load_json, printable
 from trainer.files.writing import atomic_file, new_run_dir, unused_path
@@ -113,7 +113,7 @@ def write_facts(path: Path, run_id: str, **facts: Any) -> None:
 def _run_at(remote: str, may_fail: bool) -> str | None:
     try:
         return run_at(remote)
-    except (UserError, Fault) as error:
+    except (UserError, RetryableError) as error:
         if not may_fail:
             raise
         log.warning("%s; continuing with what is here", error)

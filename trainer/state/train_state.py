@@ -16,7 +16,7 @@ from trainer.model.plain_names import (
     parameter_names,
     plain_name,
 )
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.attributes import OptimizerAttributes
 from trainer.optim.combined import has_user_part, parts_of
 from trainer.optim.optimizers import check_gradients
@@ -39,17 +39,18 @@ class TrainState:
     and schedule were built with, by which a resume finds what has changed.
     """
 
-    trained: Trained
-    optimizer: torch.optim.Optimizer  # of `trained.own`
+    trainable: TrainableParameters
+    optimizer: torch.optim.Optimizer  # of `trainable.own`
     schedule: torch.optim.lr_scheduler.LRScheduler
     scaler: torch.amp.GradScaler
     progress: Progress
     schedule_settings: Mapping[str, Any] = field(default_factory=dict)
     average: MovingAverage | None = None
     early_end: EarlyEnd = field(default_factory=EarlyEnd)
-    build: Callable[[Trained], tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]] | None = (
-        None
-    )
+    build: (
+        Callable[[TrainableParameters], tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]]
+        | None
+    ) = None
     rates: list[Any] = field(default_factory=list)  # learning rates of the last update, by parameter group
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class TrainState:
     @property
     def model(self) -> nn.Module:
         """The plain module, without a wrapper; its parameters are tensors or, if sharded, DTensors."""
-        return self.trained.model
+        return self.trainable.model
 
     @cached_property
     def update_may_draw(self) -> bool:
@@ -70,9 +71,9 @@ class TrainState:
         return has_user_part(self.optimizer)
 
     def keep_average(self, decay: float, warmup: bool) -> None:
-        """Start a moving average of the trained parameters, and of floating-point buffers."""
-        trained = set(self.trained.whole.values())
-        parameters = {name: p for name, p in every_parameter(self.model) if p in trained}
+        """Start a moving average of the trainable parameters, and of floating-point buffers."""
+        trainable = set(self.trainable.whole.values())
+        parameters = {name: p for name, p in every_parameter(self.model) if p in trainable}
         in_state = model_state(self.model).keys()
         buffers = {
             plain_name(name): (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
@@ -86,20 +87,22 @@ class TrainState:
         self.average = MovingAverage(parameters, buffers, decay, warmup)
 
     def follow_trainable(self) -> list[str]:
-        """Follow what has been frozen or made trainable; return the names of newly trained parameters.
+        """Follow what has been frozen or made trainable; return the names of newly trainable parameters.
 
         For these, optimizer and schedule are built again and continue as at a resume. A frozen parameter has
         no gradient, so the optimizer skips it and keeps its state.
         """
-        if new := self.trained.accept():
+        if new := self.trainable.accept():
             assert self.build is not None
             saved = self.state_dict()
-            self.trained = Trained(self.model, also=self.trained.whole, owners=self.trained.owners)
-            self.optimizer, self.schedule = self.build(self.trained)
+            self.trainable = TrainableParameters(
+                self.model, also=self.trainable.whole, owners=self.trainable.owners
+            )
+            self.optimizer, self.schedule = self.build(self.trainable)
             self._note_settings()
             self._load_optimizer_and_schedule(saved)
             if self.average is not None:
-                added = {self.trained.whole[name] for name in new}
+                added = {self.trainable.whole[name] for name in new}
                 self.average.add({name: p for name, p in every_parameter(self.model) if p in added})
         return new
 
@@ -109,7 +112,7 @@ class TrainState:
 
     def attach_gradients(self) -> None:
         """Give the optimizer the gradients of a step, complete and unscaled (in fp16, collective)."""
-        self.trained.attach_gradients()
+        self.trainable.attach_gradients()
         self.scaler.unscale_(self.optimizer)  # a fused step would, but sees only this rank's overflows
 
     def count_update(self, is_made: bool) -> None:
@@ -159,7 +162,7 @@ class TrainState:
         between ranks.
         """
         yield from parameter_names(self.model)
-        for name, own in self.trained.own.items():
+        for name, own in self.trainable.own.items():
             for key, value in self.optimizer.state.get(own, {}).items():
                 if isinstance(value, Tensor):
                     within = tensors_within(value).items()
@@ -212,14 +215,14 @@ class TrainState:
     def _as_saved(self, name: str, value: Any) -> Any:
         """A value in the state of a parameter, for a checkpoint: SGD's momentum may be sparse."""
         dense = value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
-        return self.trained.as_rows(name, dense)
+        return self.trainable.as_rows(name, dense)
 
     def _load_optimizer_and_schedule(self, everything: Mapping[str, Any]) -> None:
         optimizer, names, saved = self.optimizer, self._optimizer_names(), everything["optimizer"]
         group_of = {name: index for index, of in enumerate(saved["param_groups"]) for name in of["params"]}
-        # A group of parameters that are trained for the first time continues the first group.
+        # A group of parameters that are trainable for the first time continues the first group.
         known = [
-            [group_of[name] for p in group["params"] if (name := self.trained.names[p]) in group_of]
+            [group_of[name] for p in group["params"] if (name := self.trainable.names[p]) in group_of]
             for group in optimizer.param_groups
         ]
         earlier = [indices[0] if indices else 0 for indices in known]
@@ -258,7 +261,7 @@ class TrainState:
 
     def _optimizer_names(self) -> list[str]:
         groups = self.optimizer.param_groups
-        return [self.trained.names[parameter] for group in groups for parameter in group["params"]]
+        return [self.trainable.names[parameter] for group in groups for parameter in group["params"]]
 
 
 def _moved(saved: Any, device: torch.device) -> Any:

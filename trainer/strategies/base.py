@@ -16,7 +16,7 @@ from trainer.distributed.backend_flags import DTYPES
 from trainer.distributed.collectives import broadcast_buffers
 from trainer.errors import UserError
 from trainer.exact.sum_order import AS_THEY_COME, SumOrder
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.state.train_state import TrainState
 from trainer.strategies.placement import devices_of, lay_out_channels_last, refuse_shared_memory
 
@@ -29,7 +29,7 @@ Fill = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
-class Computing:
+class ComputeOptions:
     """How a model is computed under any strategy: settings of `train`, by the same names."""
 
     precision: str = "fp32"
@@ -95,9 +95,9 @@ class Strategy:
     copies_gradients = False
     order: SumOrder = AS_THEY_COME
 
-    def __init__(self, device: torch.device, computing: Computing) -> None:
+    def __init__(self, device: torch.device, compute: ComputeOptions) -> None:
         self.device, self.devices = device, [device]
-        self.computing = computing
+        self.compute = compute
         self.notes: list[str] = []
         self.report: Report = NoReport()
 
@@ -111,8 +111,8 @@ class Strategy:
         fill(model)
         model = self._placed(model)
         self.order.attach(model)
-        if self.computing.compile:
-            model.compile(mode=self.computing.compile_mode)
+        if self.compute.compile:
+            model.compile(mode=self.compute.compile_mode)
         return model
 
     def _placed(self, model: nn.Module) -> nn.Module:
@@ -120,7 +120,7 @@ class Strategy:
 
         Such a model moves its own activations, and returns its output to the first of them.
         """
-        if self.computing.channels_last:
+        if self.compute.channels_last:
             lay_out_channels_last(model)
         placed = devices_of(model)
         if len(placed) > 1:
@@ -149,9 +149,9 @@ class Strategy:
 
     def autocast(self) -> AbstractContextManager:
         """The context of the forward pass that gives `train.precision`."""
-        if self.computing.precision == "fp32":
+        if self.compute.precision == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, DTYPES[self.computing.precision])
+        return torch.autocast(self.device.type, DTYPES[self.compute.precision])
 
     def begin_step(self, model: nn.Module) -> None:
         """Called when a step begins: next come the gradients of this process (a collective)."""
@@ -163,12 +163,12 @@ class Strategy:
         Called before the first step, and after the passes of each step, so that between steps every rank has
         the same model.
         """
-        if self.num_replicas > 1 and not self.order.by_leaves:
+        if self.num_replicas > 1 and not self.order.by_chunks:
             broadcast_buffers(self.unwrap(model), src=0)
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         """The context of one forward and backward; gradients are reduced across ranks only if `enabled`."""
-        return self.order.leaf(enabled)
+        return self.order.chunk(enabled)
 
     def groups_of_a_pass(self) -> list[dist.ProcessGroup]:
         """Return the groups in which ranks wait for each other within a forward pass."""
@@ -178,9 +178,9 @@ class Strategy:
         """Wait until the parameters that this process updates hold the mean of all replicas' gradients."""
         self.order.finish()
 
-    def grad_norm(self, trained: Trained) -> Tensor:
+    def grad_norm(self, trainable: TrainableParameters) -> Tensor:
         """The norm of all gradients, a scalar, the same on every rank (a collective)."""
-        return self.order.norm(trained)
+        return self.order.norm(trainable)
 
     def share_updates(self) -> None:
         """Give every rank the parameters that other ranks have just updated (a collective)."""
@@ -224,7 +224,7 @@ class Strategy:
 
 def grad_scaler(strategy: Strategy) -> torch.amp.GradScaler:
     """fp16 needs a scaled loss to keep small gradients; otherwise the scaler does nothing."""
-    device, enabled = strategy.device, strategy.computing.precision == "fp16"
+    device, enabled = strategy.device, strategy.compute.precision == "fp16"
     if not strategy.gradients_differ:
         return torch.amp.GradScaler(device.type, enabled=enabled)
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

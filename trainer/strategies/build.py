@@ -6,8 +6,8 @@ from trainer.distributed.backend_flags import set_backend_flags
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 from trainer.exact.environment import environment, prepare
-from trainer.exact.order import ByLeaves
-from trainer.strategies.base import Computing, Strategy
+from trainer.exact.order import ByChunks
+from trainer.strategies.base import ComputeOptions, Strategy
 
 _ALIKE = (
     "train.exact needs the same environment on each rank: machine, build of torch and its flags; or set "
@@ -20,53 +20,53 @@ def build_strategy(config: Config, ranks: Ranks) -> Strategy:
 
     Raises:
         UserError: more processes than the strategy can use, or an option that this machine does not support.
-            With train.exact, fewer leaves than ranks, or ranks in different environments.
+            With train.exact, fewer chunks than ranks, or ranks in different environments.
     """
     set_backend_flags(config.train, ranks.device)
     strategy = _named(config, ranks)
     if config.train.exact is not None:
-        _check_leaves(config.train.exact, config.strategy.name, strategy.num_replicas)
+        _check_chunks(config.train.exact, config.strategy.name, strategy.num_replicas)
         prepare(ranks.device)
         compare_across_ranks(environment(ranks.device), ranks, _ALIKE)
         if config.train.precision == "bf16":
             strategy.notes.append("train.exact: in bf16, single and ddp have equal bits, and fsdp others")
-        strategy.order = ByLeaves(config.train.exact, ranks.describe(ranks.rank))
+        strategy.order = ByChunks(config.train.exact, ranks.describe(ranks.rank))
     return strategy
 
 
-def _check_leaves(num_leaves: int, strategy: str, num_replicas: int) -> None:
-    above = -(-num_leaves // num_replicas) * num_replicas
-    if num_leaves < num_replicas:
+def _check_chunks(num_chunks: int, strategy: str, num_replicas: int) -> None:
+    above = -(-num_chunks // num_replicas) * num_replicas
+    if num_chunks < num_replicas:
         raise UserError(
-            f"train.exact={num_leaves} has fewer leaves than the {num_replicas} ranks; set "
-            f"train.exact={above}, or start at most {num_leaves} ranks"
+            f"train.exact={num_chunks} has fewer chunks than the {num_replicas} ranks; set "
+            f"train.exact={above}, or start at most {num_chunks} ranks"
         )
-    if strategy == "fsdp" and num_leaves % num_replicas:
+    if strategy == "fsdp" and num_chunks % num_replicas:
         raise UserError(
-            f"train.exact={num_leaves} does not divide over {num_replicas} ranks, and strategy=fsdp needs as "
-            f"many leaves on each; set train.exact={above}, or use strategy=ddp"
+            f"train.exact={num_chunks} does not divide over {num_replicas} ranks, and strategy=fsdp needs as "
+            f"many chunks on each; set train.exact={above}, or use strategy=ddp"
         )
 
 
 def _named(config: Config, ranks: Ranks) -> Strategy:
     settings, train, timeout_s = config.strategy, config.train, config.distributed.timeout_s
-    computing = Computing(train.precision, train.compile, train.compile_mode, train.channels_last)
+    compute = ComputeOptions(train.precision, train.compile, train.compile_mode, train.channels_last)
     match settings:
         case DdpConfig():
             from trainer.strategies.ddp import Ddp
 
-            return Ddp(settings, config.comm, ranks, computing, timeout_s)
+            return Ddp(settings, config.comm, ranks, compute, timeout_s)
         case FsdpConfig():
             from trainer.strategies.fsdp import Fsdp
 
-            return Fsdp(settings, ranks, computing)
+            return Fsdp(settings, ranks, compute)
         case ParameterServerConfig():
             from trainer.strategies.parameter_server import ParameterServer
 
-            return ParameterServer(settings, ranks, computing, timeout_s)
+            return ParameterServer(settings, ranks, compute, timeout_s)
     check_one_process(settings.name, ranks.world_size)
     if settings.name == "dp":
         from trainer.strategies.data_parallel import DataParallel
 
-        return DataParallel(ranks.device, computing)
-    return Strategy(ranks.device, computing)
+        return DataParallel(ranks.device, compute)
+    return Strategy(ranks.device, compute)

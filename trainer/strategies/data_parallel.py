@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer import accelerator
 from trainer.accelerator import is_accelerator
-from trainer.strategies.base import Computing, Fill, Strategy
+from trainer.strategies.base import ComputeOptions, Fill, Strategy
 from trainer.strategies.placement import refuse_several_devices
 
 
@@ -18,8 +18,8 @@ class DataParallel(Strategy):
 
     name = "dp"
 
-    def __init__(self, device: torch.device, computing: Computing) -> None:
-        super().__init__(device, computing)
+    def __init__(self, device: torch.device, compute: ComputeOptions) -> None:
+        super().__init__(device, compute)
         if is_accelerator(device):
             kind, count = accelerator.found(device.type)
             self.devices = [torch.device(kind, index) for index in range(count)]

@@ -17,7 +17,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.distributed.shrink import connecting
 from trainer.errors import UserError, first_few
 from trainer.optim.optimizers import sparse_weights
-from trainer.strategies.base import Computing, Fill, Phase, Strategy
+from trainer.strategies.base import ComputeOptions, Fill, Phase, Strategy
 from trainer.strategies.ddp_comm import auto_choice, hook_options, users_hook
 from trainer.strategies.placement import not_all
 
@@ -35,10 +35,10 @@ class Ddp(Strategy):
         settings: DdpConfig,
         comm: CommConfig,
         ranks: Ranks,
-        computing: Computing,
+        compute: ComputeOptions,
         timeout_s: float,
     ) -> None:
-        super().__init__(ranks.device, computing)
+        super().__init__(ranks.device, compute)
         self.settings, self.comm, self.hosts, self.timeout_s = settings, comm, ranks.hosts, timeout_s
         self.heartbeat = ranks.heartbeat
         self.hook: CommHook | None = None
@@ -57,10 +57,10 @@ class Ddp(Strategy):
         if self.settings.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = self._placed(model)
-        if self.computing.compile:
+        if self.compute.compile:
             # Not DDP's wrapper, at whose bookkeeping torch would stop compiling before it reaches the module.
             # The graph is still split at the bucket borders, since torch compiles it when DDP calls it.
-            model.compile(mode=self.computing.compile_mode)
+            model.compile(mode=self.compute.compile_mode)
         if self.num_replicas > 1:  # a single rank has no peers
             self.order.attach(model, reduces=True)
             # Not by DDP, which cannot send int16 or float8.
@@ -70,7 +70,7 @@ class Ddp(Strategy):
             if isinstance(self.comm, AutoCommConfig):
                 self.comm = auto_choice(self.comm, model.module, self.hosts)
             self.algorithm = self.comm.algorithm
-            options = hook_options(self.comm, always=self.order.by_leaves)
+            options = hook_options(self.comm, always=self.order.by_chunks)
             if options is not None or not self._adds_sparse:
                 self._refuse_sparse(model.module)
             if options is not None:
@@ -82,7 +82,7 @@ class Ddp(Strategy):
                             "(PowerSGD: without error feedback), and is not exact"
                         )
                 options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
-                options["leaf_sums"] = self.order.sums
+                options["chunk_sums"] = self.order.sums
                 with connecting():
                     self.hook = attach(model, self.comm.algorithm, **options)
                 self.report = self.hook.timeline
@@ -145,7 +145,7 @@ class Ddp(Strategy):
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         if not isinstance(model, DistributedDataParallel):
-            return self.order.leaf(enabled)
+            return self.order.chunk(enabled)
         if self.settings.static_graph and not enabled:
             raise UserError(
                 "strategy.static_graph=true, but a step has several micro-batches, which DDP then cannot add "
@@ -156,9 +156,9 @@ class Ddp(Strategy):
     @contextmanager
     def _pass(self, model: DistributedDataParallel, last: bool) -> Iterator[None]:
         if last and self.settings.find_unused_parameters and self.order.sums is not None:
-            self.order.sums.begin_last_leaf()
+            self.order.sums.start_last_chunk()
         reduced = self._reduced(model.module, self.hook) if last and self.hook is not None else nullcontext()
-        with self.order.leaf(last), reduced, nullcontext() if last else model.no_sync():
+        with self.order.chunk(last), reduced, nullcontext() if last else model.no_sync():
             yield
 
     @contextmanager

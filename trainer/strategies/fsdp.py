@@ -21,9 +21,9 @@ from trainer.config import FsdpConfig
 from trainer.distributed.backend_flags import DTYPES, return_large_blocks
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
-from trainer.exact.shard_sums import add_by_leaves
+from trainer.exact.shard_sums import add_by_chunks
 from trainer.state.train_state import TrainState
-from trainer.strategies.base import Computing, Fill, Phase, Strategy
+from trainer.strategies.base import ComputeOptions, Fill, Phase, Strategy
 from trainer.strategies.sharding import (
     StaleReferenceCheck,
     batch_norms,
@@ -44,8 +44,8 @@ class Fsdp(Strategy):
     fills_by_unit = True
     not_whole = "each rank holds a shard only"
 
-    def __init__(self, settings: FsdpConfig, ranks: Ranks, computing: Computing) -> None:
-        super().__init__(ranks.device, computing)
+    def __init__(self, settings: FsdpConfig, ranks: Ranks, compute: ComputeOptions) -> None:
+        super().__init__(ranks.device, compute)
         return_large_blocks(ranks.device)
         self.settings = settings
         self._used: UsedParameters | None = None
@@ -84,13 +84,13 @@ class Fsdp(Strategy):
             stale_check.note(norm)
             shard(norm, mp_policy=in_fp32)
         for unit in units:
-            if self.computing.compile:  # without the gathering hooks, at which torch would stop compiling
-                unit.forward = torch.compile(unit.forward, mode=self.computing.compile_mode)
+            if self.compute.compile:  # without the gathering hooks, at which torch would stop compiling
+                unit.forward = torch.compile(unit.forward, mode=self.compute.compile_mode)
             fill(unit)
             stale_check.note(unit)
             shard(unit, mp_policy=self._precision(unit))
-        if self.computing.compile and not units:
-            model.forward = torch.compile(model.forward, mode=self.computing.compile_mode)
+        if self.compute.compile and not units:
+            model.forward = torch.compile(model.forward, mode=self.compute.compile_mode)
         fill(model)
         stale_check.note(model)
         shard(model, mp_policy=self._precision(model, is_root=True))
@@ -99,8 +99,8 @@ class Fsdp(Strategy):
             cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
         if self.settings.reshard_after_forward is None:
             model.register_forward_hook(self._reshard_without_gradient)
-        by_leaves = self.order.by_leaves and self.num_replicas > 1  # one rank reduces nothing
-        shards = add_by_leaves(model, self.order.num_leaves) if by_leaves else ()
+        by_chunks = self.order.by_chunks and self.num_replicas > 1  # one rank reduces nothing
+        shards = add_by_chunks(model, self.order.num_chunks) if by_chunks else ()
         self.order.attach(model, shards)
         self.notes.append(
             f"fsdp: {len(units)} units and the root"
@@ -117,7 +117,7 @@ class Fsdp(Strategy):
         reduce_dtype = DTYPES[self.settings.reduce_dtype]
         own = [p for p in unit.parameters() if not isinstance(p, DTensor)] or list(unit.parameters())
         is_double = all(parameter.dtype == torch.float64 for parameter in own)
-        if self.settings.param_dtype is None and (self.computing.precision == "fp32" or is_double):
+        if self.settings.param_dtype is None and (self.compute.precision == "fp32" or is_double):
             return MixedPrecisionPolicy(reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype)
         return MixedPrecisionPolicy(self.param_dtype, reduce_dtype, torch.float32 if is_root else None)
 
@@ -154,7 +154,7 @@ class Fsdp(Strategy):
 
     @property
     def param_dtype(self) -> torch.dtype:
-        return DTYPES[self.settings.param_dtype or self.computing.precision]
+        return DTYPES[self.settings.param_dtype or self.compute.precision]
 
     def _units(self, model: nn.Module, apart: list[nn.Module]) -> list[nn.Module]:
         """The submodules to gather one at a time, children before parents, each once, without the root."""
@@ -178,11 +178,11 @@ class Fsdp(Strategy):
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         sharded = cast(FSDPModule, model)
-        if self.settings.reduce_every_micro_batch or self.order.by_leaves:
+        if self.settings.reduce_every_micro_batch or self.order.by_chunks:
             sharded.set_requires_all_reduce(enabled)  # hybrid: shards are reduced over replicas once a step
         else:
             sharded.set_requires_gradient_sync(enabled)
-        return self.order.leaf(enabled)
+        return self.order.chunk(enabled)
 
     def weights_changed(self, model: nn.Module) -> None:
         # Drops full copies that outlive a forward pass: the root's, or all with reshard_after_forward=false.

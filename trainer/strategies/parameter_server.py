@@ -15,10 +15,10 @@ from trainer.distributed.collectives import broadcast_buffers, broadcast_tensors
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 from trainer.model.plain_names import keepers_of_extra_state, parameter_names
-from trainer.model.trained import Trained
+from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.combined import has_user_part
 from trainer.state.train_state import TrainState
-from trainer.strategies.base import Computing, Fill, Report, Strategy
+from trainer.strategies.base import ComputeOptions, Fill, Report, Strategy
 from trainer.strategies.placement import refuse_several_devices
 from trainer.tensors.nested import mapped
 
@@ -36,9 +36,9 @@ class ParameterServer(Strategy):
     not_whole = "each server holds the optimizer's state of its own parameters"
 
     def __init__(
-        self, settings: ParameterServerConfig, ranks: Ranks, computing: Computing, timeout_s: float
+        self, settings: ParameterServerConfig, ranks: Ranks, compute: ComputeOptions, timeout_s: float
     ) -> None:
-        super().__init__(ranks.device, computing)
+        super().__init__(ranks.device, compute)
         self.settings, self.ranks, self.timeout_s = settings, ranks, timeout_s
         self.servers, self.workers = roles(settings.servers, ranks.world_size)
         self.num_replicas = len(self.workers)
@@ -84,9 +84,9 @@ class ParameterServer(Strategy):
     def aggregate(self, model: nn.Module) -> None:
         self.exchange.push()
 
-    def grad_norm(self, trained: Trained) -> Tensor:
+    def grad_norm(self, trainable: TrainableParameters) -> Tensor:
         # A rank that owns nothing has a norm of another dtype; the squares of doubles are added as such.
-        square = super().grad_norm(trained).to(self.device, torch.float64) ** 2
+        square = super().grad_norm(trainable).to(self.device, torch.float64) ** 2
         dist.all_reduce(square)
         return square.sqrt()
 

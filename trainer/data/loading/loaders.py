@@ -176,7 +176,7 @@ class _IndexLoader(TrainLoader):
         """Samples before ``first_sample`` are not read."""
         requests = self._requests
         requests.epoch, requests.first_sample = epoch, first_sample
-        self._reads.begin(epoch)  # also where workers read: the order may ask the dataset here
+        self._reads.start_epoch(epoch)  # also where workers read: the order may ask the dataset here
         return Batches(iter(self._answers), requests.batch.accumulation, left=len(requests))
 
     def not_finite(self, epoch: int, first_sample: int) -> str | None:
@@ -204,7 +204,7 @@ class _StreamLoader(TrainLoader):
 
     def __init__(self, dataset: Any, settings: DataConfig, batch: BatchSplit, share: Share) -> None:
         own_of = batch.num_replicas if getattr(dataset, "divides_itself", False) else None
-        if own_of and (settings.sharded or batch.leaves is not None):
+        if own_of and (settings.sharded or batch.chunks is not None):
             setting = "data.sharded is true" if settings.sharded else "train.exact is set"
             raise UserError(
                 f"{setting}, but {type(dataset).__name__} divides itself by rank (divides_itself), so its "

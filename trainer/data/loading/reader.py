@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
 from trainer.data.loading.worker import answer
 from trainer.errors import UserError, may_pass, on_one_line
-from trainer.faults.heartbeat import Heartbeat
+from trainer.failures.heartbeat import Heartbeat
 from trainer.tensors.bits import as_bytes
 from trainer.tensors.generators import generators_kept
 from trainer.tensors.nested import leaves, mapped
@@ -188,7 +188,7 @@ class TrainReader(IndexReader):
         super().__init__(dataset, share, on_bad_sample)
         self._has_told = multiprocessing.RawValue("b")  # shared by the workers of all epochs
 
-    def begin(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int) -> None:
         """Tell the dataset which epoch is read: here, and in each data worker before its first batch."""
         if epoch != self._epoch:
             self._epoch = epoch
@@ -196,7 +196,7 @@ class TrainReader(IndexReader):
 
     def _answer(self, request: Request) -> Answer:
         epoch, indices = request.epoch, request.numbers
-        self.begin(epoch)
+        self.start_epoch(epoch)
         if self.in_batches:
             self.heartbeat.read(indices[0])
             if hasattr(self.dataset, "draw"):

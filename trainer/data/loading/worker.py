@@ -14,8 +14,8 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from trainer.errors import UserError, class_and_line
-from trainer.faults import stacks
-from trainer.faults.heartbeat import Heartbeat
+from trainer.failures import stacks
+from trainer.failures.heartbeat import Heartbeat
 from trainer.launch.signals import signal_at_parents_death
 
 _LONGEST_TMPDIR = 70  # the path of a socket holds 107 characters, and multiprocessing adds 32

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.futures import Future
 
-from trainer import accelerator, non_finite, step, step_agreement
-from trainer.faults import stacks as watched
-from trainer.faults.stacks import STACK_SIGNAL, StackReader, Stacks, ask, frames_of, waits
+from trainer import accelerator, non_finite, step, step_vote
+from trainer.failures import stacks as watched
+from trainer.failures.stacks import STACK_SIGNAL, StackReader, Stacks, ask, frames_of, waits
 
 
 def test_a_process_that_comes_or_goes_is_not_killed_by_the_question() -> None:
@@ -117,7 +117,7 @@ def test_who_waits_for_what_a_thread_moves_waits_for_others() -> None:
 SEAM = (accelerator.__file__, "130", "read")
 
 
-@pytest.mark.parametrize("file", [step_agreement.__file__, non_finite.__file__])
+@pytest.mark.parametrize("file", [step_vote.__file__, non_finite.__file__])
 @pytest.mark.parametrize(
     "inner",
     [[], [(threading.__file__, "7", "wait")], [(torch.cuda.streams.__file__, "7", "synchronize")], [SEAM]],

@@ -14,12 +14,12 @@ from typing import Any
 from torch.distributed import Store
 
 from trainer.errors import RunEndError, class_and_line
-from trainer.faults import exit_report, stacks
-from trainer.faults.ending import ALONE_S, Ending
-from trainer.faults.fault_save import SAVE_S
-from trainer.faults.heartbeat import Heartbeat, set_mine
-from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity, take_stacks
-from trainer.faults.verdict import ASLEEP_S, Observed, judge, slow, stand_still
+from trainer.failures import exit_report, stacks
+from trainer.failures.diagnosis import ASLEEP_S, Observed, diagnose, slow, stand_still
+from trainer.failures.ending import ALONE_S, Ending
+from trainer.failures.heartbeat import Heartbeat, set_mine
+from trainer.failures.neighbour import TICK_S, Neighbour, RankIdentity, take_stacks
+from trainer.failures.save_on_failure import SAVE_S
 
 _SUSPICIOUS_S = 1.0  # without progress, at least: then look at the other hosts too
 _SUSPICIOUS = 1 / 20  # of timeout_s: half of the silence that a line names
@@ -69,7 +69,7 @@ class Watch:
     def start(self) -> None:
         self._stacks.open(crashes=len(self._here) > 1)  # others read them
         self._heartbeat.tick()
-        self._heartbeat.progress()  # all have met: the wait for them was not a silence
+        self._heartbeat.beat()  # all have met: the wait for them was not a silence
         set_mine(self._heartbeat)
         self._thread.start()
 
@@ -98,7 +98,7 @@ class Watch:
         self._closed.set()
         self._thread.join()
 
-    def end_or_go_on(self, error: BaseException, symptom: bool) -> tuple[int, ...]:
+    def end_or_continue(self, error: BaseException, symptom: bool) -> tuple[int, ...]:
         """Record that this rank ends with `error`, for the others, and return the ranks that go on.
 
         With a `symptom`, an error that another rank may have caused, this returns only if the watch itself
@@ -119,24 +119,24 @@ class Watch:
         }
         self._heartbeat.note(**note)
         is_last = all("status" in other.records.notes() for other in self._others_here())
-        may_go_on = symptom or not isinstance(error, RunEndError)
-        if note["symptom"] or (may_go_on and self.ending.survivors):
+        may_continue = symptom or not isinstance(error, RunEndError)
+        if note["symptom"] or (may_continue and self.ending.survivors):
             self._closed.wait(_GRACE_S + ALONE_S)
             if self.ending.save.has_begun:
                 self._closed.wait(SAVE_S)
-        going_on = self.ending.survivors if may_go_on else ()
-        if not going_on and not note["symptom"]:  # with one, the watch itself has failed
+        survivors = self.ending.survivors if may_continue else ()
+        if not survivors and not note["symptom"]:  # with one, the watch itself has failed
             if isinstance(error, RunEndError):
                 self.ending.record_orderly(error)
             elif is_last:
                 self._stop_looking()  # or it ends this process, for a rank that ended before, while it saves
                 self.ending.print_at_exit()
-        self._here[self._rank].end_workers(idle=bool(going_on))
+        self._here[self._rank].end_workers(idle=bool(survivors))
         holds_store = self._rank == 0 and not self._launched
-        if (is_last or holds_store) and not going_on and not note["symptom"]:
+        if (is_last or holds_store) and not survivors and not note["symptom"]:
             self.ending.send_last_report()
         self.close()
-        return going_on
+        return survivors
 
     # ---- the thread
 
@@ -166,10 +166,10 @@ class Watch:
             neighbour.look_for_death()
         for neighbour in self._others_here():
             notes = neighbour.records.notes()
-            if "verdict" in notes:
-                self.ending.leave(int(notes["verdict"]))
-            if ranks := notes.get("going_on"):
-                self.ending.go_on(ranks)
+            if "failure" in notes:
+                self.ending.leave(int(notes["failure"]))
+            if ranks := notes.get("survivors"):
+                self.ending.continue_with(ranks)
                 return
         if self._closed.is_set():
             return
@@ -185,10 +185,10 @@ class Watch:
         suspicious_s = max(_SUSPICIOUS_S, _SUSPICIOUS * self.timeout_s)
         suspicious = any(rank.silent_s > suspicious_s or rank.status or rank.state == "dead" for rank in here)
         reports.tell(here, eager=suspicious)
-        if reports.verdict is not None and not self.ending.prints_traceback(reports.verdict):
-            self.ending.end(reports.verdict)
+        if reports.failure is not None and not self.ending.prints_traceback(reports.failure):
+            self.ending.end(reports.failure)
         elif suspicious:
-            self._judge(here, reports.others())
+            self._diagnose(here, reports.others())
         else:
             reports.suspicion = None
 
@@ -198,7 +198,7 @@ class Watch:
         since_ns = min((own.main().resumed_ns for own in alive if "status" not in own.notes()), default=0)
         return [neighbour.observe(since_ns) for neighbour in self._here.values()]
 
-    def _judge(self, here: list[Observed], elsewhere: list[Observed]) -> None:
+    def _diagnose(self, here: list[Observed], elsewhere: list[Observed]) -> None:
         everyone = sorted(here + elsewhere, key=lambda rank: rank.rank)
         if self._alone or all(rank.orderly or rank.status == 0 for rank in everyone):
             return  # it blocks no rank, or each ends by itself
@@ -210,13 +210,13 @@ class Watch:
         asks = pressing or since_symptom > 1 or almost_late or still
         if asks and take_stacks(self._here.values(), fresh_s=max(_FRESH_S, self.timeout_s / 10)):
             return  # look again, with the stacks
-        verdict = judge(everyone, self.timeout_s, pressing)
-        if verdict is not None:
-            is_fact = verdict.kind not in ("stopped", "hangs")
-            of = (verdict.ranks, verdict.facts["phase"], verdict.facts["step"])
-            host = next(rank.host for rank in everyone if rank.rank == verdict.ranks[0])
+        failure = diagnose(everyone, self.timeout_s, pressing)
+        if failure is not None:
+            is_fact = failure.kind not in ("stopped", "hangs")
+            of = (failure.ranks, failure.facts["phase"], failure.facts["step"])
+            host = next(rank.host for rank in everyone if rank.rank == failure.ranks[0])
             if is_fact or self.ending.reports.confirmed(of, host):
-                self.ending.give(verdict, everyone)
+                self.ending.give(failure, everyone)
         elif still and (found := slow(everyone)) is not None:
             if self.ending.reports.confirmed((found.rank, found.position), found.host):
                 self._name_slow(found)

@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.faults.processes import nameless_file, place_of
+from trainer.failures.processes import nameless_file, place_of
 
-PHASES = {  # and how a verdict calls them
+PHASES = {  # and how a failure calls them
     "set_up": "the set-up",
     "data": "data",
     "forward": "forward",
@@ -26,7 +26,7 @@ PHASES = {  # and how a verdict calls them
     "checkpoint": "the checkpoint",
     "log": "the log",
     "end": "the end",
-    "fault_save": "the save at a fault",
+    "save_on_failure": "the save at a fault",
 }
 ALL_REDUCE = "all_reduce"  # of one bucket, during the backward pass
 
@@ -115,7 +115,7 @@ class Heartbeat:
     def _serve(self, slot: int) -> None:
         self._own = Beat.from_buffer(self._memory, slot * _RECORD_BYTES)
         self._own._bucket = self._own._index = _NONE
-        self.progress()
+        self.beat()
         self._own.pid = os.getpid()
 
     def enter(self, phase: str, bucket: int = _NONE) -> None:
@@ -137,7 +137,7 @@ class Heartbeat:
     def read(self, index: int) -> None:
         """Record that this process begins to read sample `index`."""
         self._own._index = index
-        self.progress()
+        self.beat()
 
     def rest(self) -> None:
         """Record that a data worker's batch is complete."""
@@ -156,7 +156,7 @@ class Heartbeat:
         else:
             self._own = Beat()
 
-    def progress(self) -> None:
+    def beat(self) -> None:
         """Record progress within a phase that may take long, such as a written part of a file."""
         self._own.progress_ns = time.monotonic_ns()
 
@@ -242,10 +242,10 @@ def set_mine(heartbeat: Heartbeat) -> None:
     _of_this_process = heartbeat
 
 
-def progress() -> None:
-    """As `Heartbeat.progress`, for that code."""
+def beat() -> None:
+    """As `Heartbeat.beat`, for that code."""
     if _of_this_process is not None:
-        _of_this_process.progress()
+        _of_this_process.beat()
 
 
 @contextlib.contextmanager

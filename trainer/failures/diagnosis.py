@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from trainer.faults.heartbeat import PHASES
+from trainer.failures.heartbeat import PHASES
 
 UNHEARD_S = 2.0  # a host whose reports stop for this long is lost or cut off
 ASLEEP_S = 3.0  # a watch that has not run for this long is blocked: its process holds the interpreter
@@ -93,10 +93,10 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Failure:
     """The ranks to look at first. `status` is the exit status of every rank of the run.
 
-    The `saving_host` saves the last finished step. Then the ranks `going_on` do so without the others; none:
+    The `saving_host` saves the last finished step. Then the ranks `survivors` do so without the others; none:
     the run ends.
     """
 
@@ -106,19 +106,19 @@ class Verdict:
     message: str
     facts: Mapping[str, object] = field(default_factory=dict)  # rank, host, phase, where, step, silent_s
     saving_host: int | None = None
-    going_on: tuple[int, ...] = ()
+    survivors: tuple[int, ...] = ()
 
-    def followed_by(self, words: str) -> "Verdict":
+    def followed_by(self, words: str) -> "Failure":
         return replace(self, message=f"{self.message}; {words}") if words else self
 
 
 def takes_part(rank: Observed) -> bool:
-    """Whether it is at work, or waits for the verdict: it can still save, or go on."""
+    """Whether it is at work, or waits for the failure: it can still save, or go on."""
     is_awake = rank.asleep_s < ASLEEP_S and rank.heard_s < UNHEARD_S
     return rank.state == "running" and is_awake and (rank.status is None or rank.symptom)
 
 
-def judge(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Verdict | None:
+def diagnose(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Failure | None:
     """Decide who stopped first, or return None if nothing has failed yet.
 
     Args:
@@ -126,14 +126,14 @@ def judge(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Verdic
             certain knowledge counts, or a silence of `timeout_s`.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
-    if verdict := _of_those_that_ended(ranks):
-        return verdict
+    if failure := _first_that_ended(ranks):
+        return failure
     if pressing or _stuck(ranks, timeout_s):
-        return _of_those_that_wait(ranks)
+        return _first_that_waits(ranks)
     return None
 
 
-def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
+def _first_that_ended(ranks: Sequence[Observed]) -> Failure | None:
     """The first rank that failed by itself: a fact, independent of what the others wait for."""
     ended = [rank for rank in ranks if rank.failed_by_itself]
     if not ended:
@@ -141,12 +141,12 @@ def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
     first = max(ended, key=lambda rank: rank.ended_ago_s)
     at = f", at {first.where}" if first.where else ""
     if first.orderly:
-        return _verdict(first, "orderly", str(first.error), first.status or 1)
+        return _failure(first, "orderly", str(first.error), first.status or 1)
     if first.status is not None:
         worker = f"; {first.worker}" if first.worker else ""
-        return _verdict(first, "raised", f"failed in {first.doing}{at}: {first.error}{worker}")
+        return _failure(first, "raised", f"failed in {first.doing}{at}: {first.error}{worker}")
     death = first.death or "is gone without a message"
-    return _verdict(first, "died", f"{death}, in {first.doing}{at}")
+    return _failure(first, "died", f"{death}, in {first.doing}{at}")
 
 
 def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
@@ -173,15 +173,15 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
     return (last.step > 1 or unheard or waits) and all(rank.is_late(timeout_s) for rank in alive)
 
 
-def _of_those_that_wait(ranks: Sequence[Observed]) -> Verdict:
-    """The verdict from the most reliable sign to the least."""
+def _first_that_waits(ranks: Sequence[Observed]) -> Failure:
+    """The failure from the most reliable sign to the least."""
     silent = [rank for rank in ranks if rank.status is None or rank.symptom]
     if unheard := [rank for rank in silent if rank.heard_s >= UNHEARD_S]:
         return _lost(unheard)
     if stopped := [rank for rank in silent if rank.state == "stopped"]:
         first = min(stopped, key=_progress)
         message = f"is stopped (SIGSTOP, or a debugger) in {first.doing}"
-        return _verdict(first, "stopped", f"{message}, for {first.silent_s:.1f} s")
+        return _failure(first, "stopped", f"{message}, for {first.silent_s:.1f} s")
     quiet = [rank for rank in silent if not rank.symptom]  # the others have timed out, and reported it
     if quiet:
         behind = _first_of(quiet)
@@ -224,17 +224,17 @@ def _progress(rank: Observed) -> tuple[int, int]:
     return rank.position, rank.buckets
 
 
-def _hangs(rank: Observed) -> Verdict:
+def _hangs(rank: Observed) -> Failure:
     at = f", at {rank.where}" if rank.where else ""
     message = f"hangs in {rank.doing} for {rank.silent_s + rank.heard_s:.1f} s{at}"
     if rank.asleep_s >= ASLEEP_S:
         message += "; it does not let go of the interpreter"
     if rank.worker:
         message += f"; {rank.worker}"
-    return _verdict(rank, "hangs", message)
+    return _failure(rank, "hangs", message)
 
 
-def _lost(unheard: Sequence[Observed]) -> Verdict:
+def _lost(unheard: Sequence[Observed]) -> Failure:
     first = min(unheard, key=lambda rank: rank.rank)
     hosts = sorted({(rank.host, rank.hostname) for rank in unheard})
     of_hosts = " and ".join(f"host {host} ({name})" for host, name in hosts)
@@ -244,15 +244,15 @@ def _lost(unheard: Sequence[Observed]) -> Verdict:
         f"{of_hosts} with {names}: not heard of for {age:.1f} s, lost or cut off; "
         f"rank {first.rank} was last heard of in {first.doing}"
     )
-    return Verdict(tuple(rank.rank for rank in unheard), "lost", 1, message, _facts(first))
+    return Failure(tuple(rank.rank for rank in unheard), "lost", 1, message, _facts(first))
 
 
-def _unknown(ranks: Sequence[Observed]) -> Verdict:
+def _unknown(ranks: Sequence[Observed]) -> Failure:
     """Communication failed, but every process seems to be alive."""
     said = [rank for rank in ranks if rank.symptom] or list(ranks)
     first = max(said, key=lambda rank: rank.ended_s or 0.0)
     message = f"cannot continue in {first.doing}: {first.error or 'all ranks wait'}"
-    return _verdict(
+    return _failure(
         first,
         "unknown",
         f"{message}; no process is gone, stopped or behind: perhaps ranks call different collectives"
@@ -273,8 +273,8 @@ def _places(ranks: Sequence[Observed]) -> str:
     return ": " + ", ".join(said) if said else ""
 
 
-def _verdict(rank: Observed, kind: str, message: str, status: int = 1) -> Verdict:
-    return Verdict((rank.rank,), kind, status, f"{rank.name} {message}", _facts(rank))
+def _failure(rank: Observed, kind: str, message: str, status: int = 1) -> Failure:
+    return Failure((rank.rank,), kind, status, f"{rank.name} {message}", _facts(rank))
 
 
 def _facts(rank: Observed) -> dict[str, object]:

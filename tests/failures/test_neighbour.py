@@ -8,9 +8,9 @@ import signal
 import time
 from collections.abc import Iterator
 
-from trainer.faults.heartbeat import Heartbeat
-from trainer.faults.neighbour import Neighbour, RankIdentity
-from trainer.faults.stacks import Stacks
+from trainer.failures.heartbeat import Heartbeat
+from trainer.failures.neighbour import Neighbour, RankIdentity
+from trainer.failures.stacks import Stacks
 
 
 @contextlib.contextmanager

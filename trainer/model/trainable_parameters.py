@@ -13,7 +13,7 @@ from trainer.tensors.local_shard import is_dtensor, tensors_within, to_local
 from trainer.torch_private import foreach_norm
 
 
-class Trained:
+class TrainableParameters:
     """The parameters of `model` that a run has trained so far, by their names in the plain module.
 
     Those that FSDP sharded are DTensors. In their place the optimizer has plain parameters in the memory of

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.faults.reports import Reports
-from trainer.faults.verdict import Observed, judge, slow, stand_still
+from trainer.failures.diagnosis import Observed, diagnose, slow, stand_still
+from trainer.failures.host_reports import HostReports
 
 T = 10.0
 
@@ -119,21 +119,21 @@ def test_a_rank_that_was_kept_waiting_is_given_time_to_wake() -> None:
     """Rank 0 is back from a slow disk and continues first, by many micro-batches."""
     kept = silent({"phase": "checkpoint", "position": 50}, 3 * T)
     gone_on = {"phase": "backward", "step": 8, "position": 74, "buckets": 9}
-    assert judge([rank(0, **gone_on), rank(1, **kept)], T, pressing=False) is None
-    assert judge([rank(0, **silent(gone_on, T - 0.1)), rank(1, **kept)], T, pressing=False) is None
-    verdict = judge([rank(0, **silent(gone_on, T)), rank(1, **kept)], T, pressing=False)
-    assert verdict is not None and verdict.ranks == (1,)
+    assert diagnose([rank(0, **gone_on), rank(1, **kept)], T, pressing=False) is None
+    assert diagnose([rank(0, **silent(gone_on, T - 0.1)), rank(1, **kept)], T, pressing=False) is None
+    report = diagnose([rank(0, **silent(gone_on, T)), rank(1, **kept)], T, pressing=False)
+    assert report is not None and report.ranks == (1,)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_to_stop_is_named(case: str) -> None:
     ranks, pressing, (culprit, kind, words) = CASES[case]
     for order in (ranks, ranks[::-1]):
-        verdict = judge(order, T, pressing)
-        assert verdict is not None
-        assert (verdict.ranks[0], verdict.kind) == (culprit, kind), verdict
-        assert words in verdict.message
-        assert {"rank", "host", "phase", "where", "step", "silent_s"} == verdict.facts.keys()
+        report = diagnose(order, T, pressing)
+        assert report is not None
+        assert (report.ranks[0], report.kind) == (culprit, kind), report
+        assert words in report.message
+        assert {"rank", "host", "phase", "where", "step", "silent_s"} == report.facts.keys()
 
 
 NO_REASON = {
@@ -158,7 +158,7 @@ NO_REASON = {
 
 @pytest.mark.parametrize("case", NO_REASON)
 def test_without_a_reason_there_is_no_verdict(case: str) -> None:
-    assert judge(NO_REASON[case], T, pressing=False) is None
+    assert diagnose(NO_REASON[case], T, pressing=False) is None
 
 
 def test_a_slow_rank_is_named_while_it_is_slow() -> None:
@@ -177,19 +177,19 @@ def test_a_slow_rank_is_named_while_it_is_slow() -> None:
 
 
 def test_an_orderly_end_passes_its_status_on() -> None:
-    verdict = judge(
+    report = diagnose(
         four({3: {"status": 2, "orderly": True, "error": "no such file", "ended_s": 6.0}}), T, False
     )
-    assert verdict is not None
-    assert (verdict.kind, verdict.status, verdict.ranks) == ("orderly", 2, (3,))
+    assert report is not None
+    assert (report.kind, report.status, report.ranks) == ("orderly", 2, (3,))
 
 
 def test_who_hangs_elsewhere_is_named_when_that_host_has_reported_since() -> None:
     """A report of ranks in the set-up may be read when all have long left it."""
     waiting = four({3: silent({"position": 1, "step": 0, "phase": "set_up"}, 10.1)}, **silent(WAITING, T))
-    hangs = judge(waiting, T, pressing=False)
+    hangs = diagnose(waiting, T, pressing=False)
     assert hangs is not None and hangs.kind == "hangs" and hangs.ranks == (3,)
-    there = Reports(lambda: 1 / 0, 0, [rank(3)])  # type: ignore[arg-type, return-value]
+    there = HostReports(lambda: 1 / 0, 0, [rank(3)])  # type: ignore[arg-type, return-value]
     for count, is_confirmed in ((7, False), (8, False), (9, True)):
         there.counts[1] = count
         assert there.confirmed(hangs.ranks, 1) is is_confirmed

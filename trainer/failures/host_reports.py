@@ -1,4 +1,4 @@
-"""Communication of hosts through the store: reports at times, and one verdict.
+"""Communication of hosts through the store: reports at times, and one failure.
 
 All of it is in a separate thread: a store whose host is gone or cut off may block a call for minutes.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from torch.distributed import Store
 
-from trainer.faults.verdict import Observed, Verdict
+from trainer.failures.diagnosis import Failure, Observed
 
 _EVERY_S, _EAGER_EVERY_S = 1.0, 0.2
 _HEALTHY_EVERY_S = 10.0  # a report that nobody has asked for
@@ -21,14 +21,14 @@ _PER_HOST_S = 0.005  # eager hosts take at least this long for each of them: the
 _ASKED_S = 5.0  # for which a host reports eagerly because another asks
 _ENDED_S = 5.0  # for the store to accept a host's last report
 _HEARD_S = 2.0  # for the other hosts to read of a bad end: the store may end with this process
-_VERDICT, _NEWS, _ENDS = "verdict", "news", "ends"
+_FAILURE, _NEWS, _ENDS = "failure", "news", "ends"
 
 
-class Reports:
+class HostReports:
     """The reports of this host and of the others.
 
     While all is well, a host asks for one number a second, and reports at times; it reads nothing. The number
-    grows with a verdict, with a bad end, and with a host that suspects something: then all report often, and
+    grows with a failure, with a bad end, and with a host that suspects something: then all report often, and
     those that suspect read what the others report, all in one call.
 
     Nothing begins before this rank reports: of a host only one does. With no other host nothing ever begins.
@@ -38,14 +38,14 @@ class Reports:
         first: what is known of the ranks of other hosts before they have reported.
 
     Attributes:
-        verdict: that of the run, once a host has given one.
+        failure: that of the run, once a host has given one.
         counts: the number of reports read, by host.
         suspicion: of a rank that seems to keep others waiting, and of what; None while all is well.
         ended: the hosts whose last report has been read.
     """
 
     def __init__(self, connect: Callable[[], Store], host: int, first: Iterable[Observed]) -> None:
-        self.verdict: Verdict | None = None
+        self.failure: Failure | None = None
         self._connect, self._host = connect, host
         self._known: dict[int, list[Observed]] = {}
         for rank in first:
@@ -61,7 +61,7 @@ class Reports:
         self.resumed()
         self._own: list[Observed] = []
         self._eager, self._asked = False, threading.Event()
-        self._proposed: Verdict | None = None
+        self._proposed: Failure | None = None
         self._agreed = threading.Event()
         self._over = False
         self._last_report: list[Observed] = []
@@ -116,15 +116,15 @@ class Reports:
             self.suspicion, self._counts_before = suspicion, dict(self.counts)
         return host not in self.counts or self.counts[host] >= self._counts_before[host] + 2
 
-    def agree(self, verdict: Verdict, timeout_s: float) -> Verdict | None:
-        """The first verdict that a host gives, perhaps this one; None without an answer in time."""
+    def agree(self, failure: Failure, timeout_s: float) -> Failure | None:
+        """The first failure that a host gives, perhaps this one; None without an answer in time."""
         if not self._hosts:
-            return verdict
+            return failure
         self._begin()
-        self._proposed = verdict
+        self._proposed = failure
         self._asked.set()
         self._agreed.wait(timeout_s)
-        return self.verdict
+        return self.failure
 
     def close(self, last_report: Sequence[Observed] = ()) -> None:
         """Stop reporting; a `last_report` stays in the store, if the store accepts it in time."""
@@ -150,8 +150,8 @@ class Reports:
                     # Another rank may have reported for this host before, with its own count.
                     store.set(f"report/{self._host}", _report(f"{os.getpid()}/{count}", own))  # type: ignore[arg-type]  # its stub lacks bytes
                     next_report = now + _HEALTHY_EVERY_S
-                self._exchange_verdicts(store)
-                if self._eager or self.verdict is not None:
+                self._exchange_failures(store)
+                if self._eager or self.failure is not None:
                     self._read_others(store)
                 self._answered_at = time.monotonic()
             except RuntimeError:  # DistStoreError and DistNetworkError of torch are such
@@ -162,11 +162,11 @@ class Reports:
             self._asked.wait(self._eager_s if is_asked else _EVERY_S)
             self._asked.clear()
 
-    def _exchange_verdicts(self, store: Store) -> None:
+    def _exchange_failures(self, store: Store) -> None:
         if self._proposed is not None:
             text = json.dumps(dataclasses.asdict(self._proposed))
-            is_new = self.verdict is None
-            self.verdict = _verdict(store.compare_set(_VERDICT, "", text))
+            is_new = self.failure is None
+            self.failure = _failure(store.compare_set(_FAILURE, "", text))
             self._agreed.set()
             if is_new:
                 store.add(_NEWS, 1)
@@ -178,8 +178,8 @@ class Reports:
         if (news := store.add(_NEWS, int(asks))) != self._news:
             self._news, self._asked_until = news, now + _ASKED_S
             self._read_ends(store)
-            if self.verdict is None and store.check([_VERDICT]):
-                self.verdict = _verdict(store.get(_VERDICT))
+            if self.failure is None and store.check([_FAILURE]):
+                self.failure = _failure(store.get(_FAILURE))
 
     def _read_ends(self, store: Store) -> None:
         if (ends := store.add(_ENDS, 0)) == self._ends:
@@ -230,6 +230,6 @@ def _opened(report: bytes) -> tuple[str, list[Observed]]:
     return name, [Observed(*row) for row in rows]
 
 
-def _verdict(text: bytes) -> Verdict:
+def _failure(text: bytes) -> Failure:
     values = json.loads(text)
-    return Verdict(**values | {name: tuple(values[name]) for name in ("ranks", "going_on")})
+    return Failure(**values | {name: tuple(values[name]) for name in ("ranks", "survivors")})

@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from trainer.faults.heartbeat import Heartbeat
+from trainer.failures.heartbeat import Heartbeat
 from trainer.tensors.local_shard import to_local
 
 KINDS = ("kill", "term", "stop", "raise", "hang", "exit", "slow", "nan", "nan_gradient", "diverge", "cut")
@@ -68,7 +68,7 @@ def fault(
     facts |= {"command": f"'{command}'"} if command else {}
     told = ",".join(f"{name}:{value}" for name, value in facts.items())
     return (
-        "data.task._target_=tests.fault_parts.faulty",
+        "data.task._target_=tests.failure_parts.faulty",
         f"+data.task.fault={{{told}}}",
         f"+data.task.of={task}",
     )

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.exact.buffers import LeafBuffers
-from trainer.exact.leaf_sums import Encoder, LeafSums, decode
+from trainer.exact.buffers import ChunkBuffers
+from trainer.exact.chunk_sums import ChunkSums, Encoder, decode
 
 
-def _sum(*gradients: Tensor, num_leaves: int = 9) -> Tensor:
+def _sum(*gradients: Tensor, num_chunks: int = 9) -> Tensor:
     sums, count = torch.zeros(len(gradients[0]), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    encoder = Encoder(num_leaves)
+    encoder = Encoder(num_chunks)
     for gradient in gradients:
         encoder.add(sums, count, gradient)
     decode(sums, count, out := torch.empty_like(gradients[0]))
@@ -40,13 +40,13 @@ def test_what_has_no_such_form_becomes_nan(value: float, place: int) -> None:
     assert _sum(torch.ones(70_001), torch.full((70_001,), 511.9)).isfinite().all()
 
 
-@pytest.mark.parametrize("num_leaves", [8, 16, 17, 64, 1024])
-def test_no_sum_overflows(num_leaves: int) -> None:
-    largest = torch.tensor([math.nextafter(min(512, 8192 / num_leaves), 0)], dtype=torch.float64)
-    total = _sum(*[largest] * num_leaves, num_leaves=num_leaves)
-    torch.testing.assert_close(total, largest * num_leaves)
-    assert _sum(*[-largest] * num_leaves, num_leaves=num_leaves).equal(-total)
-    assert _sum(*[largest * 1.01] * num_leaves, num_leaves=num_leaves).isnan().all()
+@pytest.mark.parametrize("num_chunks", [8, 16, 17, 64, 1024])
+def test_no_sum_overflows(num_chunks: int) -> None:
+    largest = torch.tensor([math.nextafter(min(512, 8192 / num_chunks), 0)], dtype=torch.float64)
+    total = _sum(*[largest] * num_chunks, num_chunks=num_chunks)
+    torch.testing.assert_close(total, largest * num_chunks)
+    assert _sum(*[-largest] * num_chunks, num_chunks=num_chunks).equal(-total)
+    assert _sum(*[largest * 1.01] * num_chunks, num_chunks=num_chunks).isnan().all()
 
 
 def test_parameters_with_and_without_gradients_and_of_any_layout() -> None:
@@ -54,21 +54,21 @@ def test_parameters_with_and_without_gradients_and_of_any_layout() -> None:
     shapes = [(3, 4), (400, 400), (5, 2, 3, 3), (7,), (2,)]
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     parameters[2].data = parameters[2].data.contiguous(memory_format=torch.channels_last)
-    sums = LeafSums({str(number): parameter for number, parameter in enumerate(parameters)}, 3)
+    sums = ChunkSums({str(number): parameter for number, parameter in enumerate(parameters)}, 3)
     for _ in range(2):
-        leaves = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
+        chunks = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
         sums.reset()
-        for number, leaf in enumerate(leaves):
-            for at, (parameter, gradient) in enumerate(zip(parameters, leaf, strict=True)):
-                # One has none in the first leaf, one in none.
+        for number, chunk in enumerate(chunks):
+            for at, (parameter, gradient) in enumerate(zip(parameters, chunk, strict=True)):
+                # One has none in the first chunk, one in none.
                 parameter.grad = None if at == 4 or (at == 0 and number == 0) else gradient.clone()
-            sums.add_leaf()
+            sums.add_chunk()
             assert all(parameter.grad is None for parameter in parameters)
         sums.write_gradients()
-        leaves[0][0] = torch.zeros(3, 4)
+        chunks[0][0] = torch.zeros(3, 4)
         for at, parameter in enumerate(parameters[:4]):
             assert parameter.grad is not None
-            torch.testing.assert_close(parameter.grad, leaves[0][at] + leaves[1][at] + leaves[2][at])
+            torch.testing.assert_close(parameter.grad, chunks[0][at] + chunks[1][at] + chunks[2][at])
         assert parameters[4].grad is None
 
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_added_is_refused() -> None:
     table = nn.Embedding(5, 3, sparse=True)
     table(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(UserError, match="a gradient is sparse; build the embedding with sparse=False"):
-        LeafSums(dict(table.named_parameters()), 2).add_leaf()
+        ChunkSums(dict(table.named_parameters()), 2).add_chunk()
 
 
 def test_large_whole_numbers_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,13 +84,13 @@ def test_large_whole_numbers_that_differ_are_refused(monkeypatch: pytest.MonkeyP
     model = nn.Module()
     model.register_buffer("mean", torch.zeros(2))
     model.register_buffer("seen", torch.tensor([2**60]))
-    buffers = LeafBuffers(model, num_leaves=2)
+    buffers = ChunkBuffers(model, num_chunks=2)
     for steps in (1, 2):
-        for leaf in range(2):
-            buffers.begin_leaf()
-            model.mean += leaf
-            model.seen += 1 + (steps == 2) * leaf
-            buffers.end_leaf()
+        for chunk in range(2):
+            buffers.start_chunk()
+            model.mean += chunk
+            model.seen += 1 + (steps == 2) * chunk
+            buffers.end_chunk()
         if steps == 1:
             buffers.finish()
             assert model.seen.tolist() == [2**60 + 1] and model.mean.tolist() == [0.5, 0.5]

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.faults import processes, stacks
-from trainer.faults.heartbeat import Beat, Heartbeat, Records
-from trainer.faults.verdict import Observed
+from trainer.failures import processes, stacks
+from trainer.failures.diagnosis import Observed
+from trainer.failures.heartbeat import Beat, Heartbeat, Records
 
 TICK_S = 0.2  # a rank's watch looks at least this often
 _MAY_READ = ("data", "evaluate", "set_up")  # phases in which a rank waits for its data workers
@@ -33,7 +33,7 @@ class RankIdentity:
     attempt: int  # the number of restarts, from its launcher
     address: str | None = None  # of its host, on the route to the store
     error_file: str | None = None  # torchrun's
-    door: int = 0  # the port at which ranks that go on without others may meet
+    rendezvous_port: int = 0  # where the survivors of a failure would meet on this rank
 
 
 def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Neighbour:
         waits_for_disk = beat.phase in _MAY_WRITE
         progress_ns = max(
             beat.progress_ns,
-            beat.disk_progress_ns if waits_for_disk or beat.phase == "fault_save" else 0,
+            beat.disk_progress_ns if waits_for_disk or beat.phase == "save_on_failure" else 0,
             *(worker.progress_ns for worker in self.busy_workers(beat)),
             since_ns,
         )

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fault_parts import fault
-from tests.faults.test_ends import TINY
+from tests.failure_parts import fault
+from tests.failures.test_ends import TINY
 from tests.programs import Ended, finish_ranks
 from tests.ranks import run_ranks
 from tests.runs import train
-from trainer.faults.fault_save import FaultSave, savers, saving_host
-from trainer.faults.heartbeat import Heartbeat, Records
-from trainer.faults.verdict import Observed, Verdict
+from trainer.failures.diagnosis import Failure, Observed
+from trainer.failures.heartbeat import Heartbeat, Records
+from trainer.failures.save_on_failure import SaveOnFailure, savers, saving_host
 from trainer.guards.kept_buffers import KeptBuffers
 
 RUN = (*TINY, "checkpoint.every_epochs=null", "resume=auto", "distributed.timeout_s=20")
@@ -96,7 +96,7 @@ def test_weights_that_a_forward_pass_changes_are_not_saved(tmp_path: Path) -> No
 @pytest.mark.skipif(not hasattr(torch._C._distributed_c10d, "FlightRecorderHook"), reason="needs torch 2.14")
 def test_the_last_collectives_are_kept_beside_the_stacks(tmp_path: Path) -> None:
     start(3, tmp_path, "comm=native", *fault("kill", 1, 8, "backward"), TORCH_FR_BUFFER_SIZE="50")
-    for rank in (0, 2):  # one of them writes the verdict
+    for rank in (0, 2):  # one of them writes the report
         kept = json.loads((tmp_path / f"stacks/rank{rank}.collectives.json").read_text())["entries"]
         assert len(kept) > 8 and "reduce" in kept[-1]["profiling_name"], kept
 
@@ -212,9 +212,9 @@ def test_if_a_saver_that_does_not_lead_dies_or_may_not_the_leader_saves(said: di
     own.seen = rank(0, 7)
     other.died_at_ns = None if said else 1
     heartbeat.step = 9
-    save = FaultSave(heartbeat, 0, {0: own, 1: other})  # type: ignore[dict-item]
+    save = SaveOnFailure(heartbeat, 0, {0: own, 1: other})  # type: ignore[dict-item]
     save.last_step = Kept()
-    words = save.lead(Verdict((2,), "died", 1, "", saving_host=0), lambda seconds: None)
+    words = save.lead(Failure((2,), "died", 1, "", saving_host=0), lambda seconds: None)
     assert words.startswith("step 8 is saved, by rank 0")
 
 
@@ -222,9 +222,9 @@ def test_a_host_saves_if_it_is_the_one_to_save() -> None:
     heartbeat, own = Heartbeat(), Here(2)
     own.records = Records(heartbeat._memory)
     heartbeat.step = 9
-    save, wait = FaultSave(heartbeat, 2, {2: own}), lambda seconds: None  # type: ignore[dict-item]
+    save, wait = SaveOnFailure(heartbeat, 2, {2: own}), lambda seconds: None  # type: ignore[dict-item]
     save.last_step = Kept()
-    asked = Verdict((3,), "died", 1, "", saving_host=0)
+    asked = Failure((3,), "died", 1, "", saving_host=0)
     assert save.lead(asked, wait) == "host 0 saves the last step" and not save.has_begun
     assert save.lead(replace(asked, saving_host=None), wait) == ""
     words = save.lead(replace(asked, saving_host=1), wait)

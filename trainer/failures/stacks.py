@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from trainer.faults.processes import nameless_file, place_of
+from trainer.failures.processes import nameless_file, place_of
 
 STACK_SIGNAL = signal.SIGUSR2  # answered by C code
 _QUESTION = signal.SIGURG  # answered by Python code; by default a process ignores it
@@ -33,7 +33,7 @@ _CALLED = ("/torch/cuda/", "/torch/accelerator/", "/trainer/accelerator.py")
 # A thread in one of these modules waits for another rank, or for the results of a backward pass.
 _WAITS = (
     *("/torch/distributed/", "/torch/autograd/", "/torch/futures/"),
-    *("/trainer/step_agreement.py", "/trainer/comm/", "/trainer/distributed/process_group.py"),
+    *("/trainer/step_vote.py", "/trainer/comm/", "/trainer/distributed/process_group.py"),
     *("/trainer/distributed/links.py", "/trainer/distributed/rendezvous.py"),
     "/trainer/non_finite.py",  # on a GPU, for what the all-reduce of gradients gives
 )

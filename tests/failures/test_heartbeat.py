@@ -12,9 +12,9 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.runs import settings
-from trainer.faults.heartbeat import Heartbeat, Records
-from trainer.faults.neighbour import Neighbour, RankIdentity, introduction
-from trainer.faults.stacks import Stacks
+from trainer.failures.heartbeat import Heartbeat, Records
+from trainer.failures.neighbour import Neighbour, RankIdentity, introduction
+from trainer.failures.stacks import Stacks
 
 
 def test_what_was_entered_is_read() -> None:
@@ -45,7 +45,9 @@ def test_a_word_of_any_letters_fits() -> None:
 def test_the_disk_makes_progress_for_a_rank_that_waits_for_it(phase: str, is_silent: bool) -> None:
     """While a checkpoint is written beside the steps, a rank that hangs in one is silent."""
     heartbeat, stacks = Heartbeat(), Stacks()
-    neighbour = Neighbour(RankIdentity(host=0, address=None, door=0, **introduction(0, heartbeat, stacks)))
+    neighbour = Neighbour(
+        RankIdentity(host=0, address=None, rendezvous_port=0, **introduction(0, heartbeat, stacks))
+    )
     heartbeat.enter(phase)
     time.sleep(0.2)
     with heartbeat.at_disk():
@@ -113,7 +115,7 @@ def told(run_dir: Path) -> list[tuple[int, str]]:
         context = assemble(config, "tests", dataclasses.replace(ranks, heartbeat=played), stop_request)
         context.report.run_log.open()
         fit(context)
-        context.checkpointer.saving.done()
+        context.checkpointer.saving.wait()
         context.strategy.close()
         context.report.run_log.close()
     return played.told

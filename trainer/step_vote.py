@@ -40,7 +40,7 @@ class Agreed(NamedTuple):
     """Whether all have data for another step of this epoch."""
 
 
-class StepAgreement:
+class StepVote:
     """One sum over ranks, of six numbers, in each step.
 
     `start` is called when the micro-batches of a step have been read, and `result` when its first loss is
@@ -77,7 +77,7 @@ class StepAgreement:
             other_trained,
         )
         numbers: list[tuple[float, ...]] = [(math.fsum(label_counts), *asks)]
-        if self._order.by_leaves:  # a sum of fractions would round
+        if self._order.by_chunks:  # a sum of fractions would round
             numbers = [(0, *asks), *((count, 0, 0, 0, 0, 0) for count in label_counts)]
         self._agreed = None
         self._sums = self._order.sum_of([torch.tensor(row, dtype=torch.float64) for row in numbers])

@@ -1,8 +1,9 @@
 """The rank of this process and its rendezvous with the others, for any launcher.
 
-torchrun, srun and mpirun each tell a process its rank in their own variables; started by hand, a process is
-told by `distributed.rank`, `distributed.world_size` and `distributed.init_method`. Sources that contradict
-each other raise an error: a run in which each process believes itself alone would train N times, unnoticed.
+torchrun, srun and mpirun each tell a process its rank in their own variables; a process started by hand
+takes it from `distributed.rank`, `distributed.world_size` and `distributed.init_method`. Sources that
+contradict each other raise an error: otherwise each process could believe that it is alone, and N processes
+would silently train N times.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun only
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """One process of a run. None means unknown until the rendezvous."""
 
     rank: int
@@ -76,71 +77,71 @@ _OPEN_MPI = _LauncherVariables(
 _PMI = _LauncherVariables("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
-def place(settings: DistributedConfig | None = None) -> Place:
+def rank_info(settings: DistributedConfig | None = None) -> RankInfo:
     """Return the rank of this process, from `settings` and the environment.
 
     Raises:
         UserError: variables contradict each other, are incomplete or not numbers; or no rendezvous is known.
     """
-    told = dict(os.environ)
-    if _is_interactive_shell(told.get("SLURM_TASK_PID", "")):
-        told.pop(_SRUN.rank, None)  # the rank of the shell, not of the programs that it starts
+    variables = dict(os.environ)
+    if _is_interactive_shell(variables.get("SLURM_TASK_PID", "")):
+        variables.pop(_SRUN.rank, None)  # the rank of the shell, not of the programs that it starts
     init_method = ENV
     if settings is not None:
         init_method = settings.init_method
-        told |= {
+        variables |= {
             f"distributed.{name}": str(value)
             for name in ("rank", "world_size")
             if (value := getattr(settings, name)) is not None
         }
-    source = _source(told)
+    source = _source(variables)
     if source is None:
-        _refuse_to_be_alone(told)
+        _refuse_to_be_alone(variables)
         if init_method != ENV:
             raise UserError(
                 f"distributed.init_method={init_method} does not say which process this is; add "
                 "distributed.rank=0 distributed.world_size=2, and so on for each process"
             )
-        return Place(0, 1, 0, 1, 0, None, None)
-    rank, world_size = _number(told, source.rank), _number(told, source.world_size)
+        return RankInfo(0, 1, 0, 1, 0, None, None)
+    rank, world_size = _number(variables, source.rank), _number(variables, source.world_size)
     if rank >= world_size:
         raise UserError(
-            f"{_shown(told, source.rank)}, but {_shown(told, source.world_size)}: "
+            f"{_shown(variables, source.rank)}, but {_shown(variables, source.world_size)}: "
             f"ranks count from 0 to {world_size - 1}"
         )
     local_rank, local_world_size, host = (
-        _number(told, name) if name in told else None
+        _number(variables, name) if name in variables else None
         for name in (source.local_rank, source.local_world_size, source.host)
     )
     if source is _ENVIRONMENT and local_world_size is not None and host is None:
         host = rank // local_world_size
-    launcher = "torchrun" if source is _ENVIRONMENT and _AGENT in told else source.launcher
+    launcher = "torchrun" if source is _ENVIRONMENT and _AGENT in variables else source.launcher
     if world_size == 1 and launcher != "torchrun":
-        return Place(0, 1, 0, 1, 0, launcher, None)
+        return RankInfo(0, 1, 0, 1, 0, launcher, None)
     if init_method == ENV and launcher != "torchrun":
-        init_method = _meeting_point(told, source, local_world_size == world_size)
-    return Place(rank, world_size, local_rank, local_world_size, host, launcher, init_method)
+        init_method = _rendezvous_address(variables, source, local_world_size == world_size)
+    return RankInfo(rank, world_size, local_rank, local_world_size, host, launcher, init_method)
 
 
-def told_rank() -> int:
-    """The rank from the environment, for messages, even if `place` would refuse it."""
+def rank_from_environment() -> int:
+    """The rank from the environment, for messages, even if `rank_info` would refuse it."""
     for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN):
         if (rank := os.environ.get(source.rank, "")).isdigit():
             return int(rank)
     return 0
 
 
-def publish(here: Place) -> None:
+def publish(here: RankInfo) -> None:
     """Set the variables that torchrun would set, for other libraries.
 
     Call only in a process that makes no other run, which would read this run's variables.
     """
     if here.world_size > 1:
         names = ("rank", "world_size", "local_rank", "local_world_size", "host")
-        told = {getattr(_ENVIRONMENT, name): getattr(here, name) for name in names}
+        variables = {getattr(_ENVIRONMENT, name): getattr(here, name) for name in names}
         url = urlsplit(here.init_method or "")
-        told |= {"MASTER_ADDR": url.hostname, "MASTER_PORT": url.port} if url.scheme == "tcp" else {}
-        os.environ.update({name: str(value) for name, value in told.items() if value is not None})
+        variables |= {"MASTER_ADDR": url.hostname, "MASTER_PORT": url.port} if url.scheme == "tcp" else {}
+        os.environ.update({name: str(value) for name, value in variables.items() if value is not None})
 
 
 def _is_interactive_shell(pid: str) -> bool:
@@ -155,97 +156,99 @@ def _is_interactive_shell(pid: str) -> bool:
     return False
 
 
-def _source(told: Mapping[str, str]) -> _LauncherVariables | None:
+def _source(variables: Mapping[str, str]) -> _LauncherVariables | None:
     """Return the most reliable source, or None; raise UserError if another source contradicts it."""
-    found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _speaks(source, told)]
+    found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _speaks(source, variables)]
     # The only task of its step may still be one of several ranks: a shell within srun, or an srun for each.
     if (found and found[0] is not _ENVIRONMENT) or len(found) > 1:
-        others_tell = {_SETTINGS.rank, _SETTINGS.world_size} <= told.keys()
-        crowd = [source for source in found if source is _ENVIRONMENT or _number(told, source.world_size) > 1]
+        others_tell = {_SETTINGS.rank, _SETTINGS.world_size} <= variables.keys()
+        crowd = [
+            source for source in found if source is _ENVIRONMENT or _number(variables, source.world_size) > 1
+        ]
         found = crowd or ([] if others_tell else found[:1])
     if not found:
-        return _SETTINGS if _complete(_SETTINGS, told) else None
+        return _SETTINGS if _complete(_SETTINGS, variables) else None
     best, *others = found
-    if _AGENT in told and others:
-        _refuse_one_torchrun_each(told, others[0])
+    if _AGENT in variables and others:
+        _refuse_one_torchrun_each(variables, others[0])
     elif best is _ENVIRONMENT:
         for other in others:
-            _compare(told, best, other)
-    _compare(told, _SETTINGS, best)
+            _compare(variables, best, other)
+    _compare(variables, _SETTINGS, best)
     return best
 
 
-def _speaks(source: _LauncherVariables, told: Mapping[str, str]) -> bool:
+def _speaks(source: _LauncherVariables, variables: Mapping[str, str]) -> bool:
     if source is _SRUN:
-        return {source.rank, source.world_size} <= told.keys()
-    if source is _PMI and _SRUN.world_size in told and _PMI.local_rank not in told:
+        return {source.rank, source.world_size} <= variables.keys()
+    if source is _PMI and _SRUN.world_size in variables and _PMI.local_rank not in variables:
         return False  # srun --mpi=pmi2 sets both; MPICH's own launcher sets the local rank, too
-    return _complete(source, told)
+    return _complete(source, variables)
 
 
-def _complete(source: _LauncherVariables, told: Mapping[str, str]) -> bool:
-    missing = [name for name in (source.rank, source.world_size) if name not in told]
+def _complete(source: _LauncherVariables, variables: Mapping[str, str]) -> bool:
+    missing = [name for name in (source.rank, source.world_size) if name not in variables]
     if len(missing) == 1:
         given = source.rank if missing[0] == source.world_size else source.world_size
-        raise UserError(f"{_shown(told, given)}, but {missing[0]} is not set; set both or neither")
+        raise UserError(f"{_shown(variables, given)}, but {missing[0]} is not set; set both or neither")
     return not missing
 
 
-def _compare(told: Mapping[str, str], one: _LauncherVariables, other: _LauncherVariables) -> None:
+def _compare(variables: Mapping[str, str], one: _LauncherVariables, other: _LauncherVariables) -> None:
     for mine, theirs in ((one.rank, other.rank), (one.world_size, other.world_size)):
-        if mine in told and _number(told, mine) != _number(told, theirs):
+        if mine in variables and _number(variables, mine) != _number(variables, theirs):
             raise UserError(
-                f"{_shown(told, mine)} contradicts {_shown(told, theirs)}; leave out {mine}, or start this "
-                f"process without {other.launcher or 'setting ' + theirs}"
+                f"{_shown(variables, mine)} contradicts {_shown(variables, theirs)}; leave out {mine}, or "
+                f"start this process without {other.launcher or 'setting ' + theirs}"
             )
 
 
-def _refuse_one_torchrun_each(told: Mapping[str, str], outer: _LauncherVariables) -> None:
+def _refuse_one_torchrun_each(variables: Mapping[str, str], outer: _LauncherVariables) -> None:
     """Around torchrun, another launcher starts one agent for each host: its tasks are not the ranks."""
     # An elastic torchrun may start with fewer hosts than tasks, but not as one torchrun for each task.
-    if told.get("GROUP_WORLD_SIZE") == "1" and told.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if variables.get("GROUP_WORLD_SIZE") == "1" and variables.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         raise UserError(
-            f"{_shown(told, outer.world_size)}, but torchrun's GROUP_WORLD_SIZE=1: each task of "
+            f"{_shown(variables, outer.world_size)}, but torchrun's GROUP_WORLD_SIZE=1: each task of "
             f"{outer.launcher} starts its own run; give torchrun --nnodes and --rdzv-endpoint, or leave "
             "it out"
         )
 
 
-def _refuse_to_be_alone(told: Mapping[str, str]) -> None:
+def _refuse_to_be_alone(variables: Mapping[str, str]) -> None:
     """A process that nothing tells its rank must not be one of several."""
-    if "SLURM_PROCID" in told and "SLURM_NTASKS" in told and _number(told, "SLURM_NTASKS") > 1:
+    if "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables and _number(variables, "SLURM_NTASKS") > 1:
         counted, way_out = "SLURM_NTASKS", "srun: write `srun python train.py ...`, or ask for --ntasks=1"
-    elif told.get("PET_NNODES", "1") != "1":
+    elif variables.get("PET_NNODES", "1") != "1":
         counted, way_out = "PET_NNODES", "torchrun, which reads the PET_* variables: start it with that"
     else:
         return
     raise UserError(
-        f"{_shown(told, counted)}, but this process would train alone; it was not started by {way_out}"
+        f"{_shown(variables, counted)}, but this process would train alone; it was not started by {way_out}"
     )
 
 
-def _meeting_point(told: Mapping[str, str], source: _LauncherVariables, alone_on_host: bool) -> str:
+def _rendezvous_address(variables: Mapping[str, str], source: _LauncherVariables, alone_on_host: bool) -> str:
     """Return tcp://HOST:PORT of rank 0; MASTER_ADDR and MASTER_PORT take precedence over derived values."""
-    address, port = told.get("MASTER_ADDR", "").strip("[]"), told.get("MASTER_PORT")
-    job = told.get("PMIX_NAMESPACE")
+    address, port = variables.get("MASTER_ADDR", "").strip("[]"), variables.get("MASTER_PORT")
+    job = variables.get("PMIX_NAMESPACE")
     if source is not _SRUN and alone_on_host:
         address = address or "127.0.0.1"
         # Without a job name, use the parent: all processes of an mpirun on one host have the same.
         job = job or (str(os.getppid()) if source in (_OPEN_MPI, _PMI) else None)
-    elif "SLURM_JOB_NODELIST" in told:
-        address = address or first_node(told.get("SLURM_STEP_NODELIST", told["SLURM_JOB_NODELIST"]))
-        job = f"{told['SLURM_JOB_ID']}.{told.get('SLURM_STEP_ID')}" if source is _SRUN else job
+    elif "SLURM_JOB_NODELIST" in variables:
+        address = address or first_node(variables.get("SLURM_STEP_NODELIST", variables["SLURM_JOB_NODELIST"]))
+        job = f"{variables['SLURM_JOB_ID']}.{variables.get('SLURM_STEP_ID')}" if source is _SRUN else job
     if not address:
         hint = " (mpirun -x MASTER_ADDR=HOST passes it to all)" if source is _OPEN_MPI else ""
         raise UserError(
-            f"{_shown(told, source.world_size)}, but nothing says where rank 0 is: set MASTER_ADDR to a name "
-            f"of its host{hint}, or set distributed.init_method=tcp://HOST:PORT"
+            f"{_shown(variables, source.world_size)}, but nothing says where rank 0 is: set MASTER_ADDR to a "
+            f"name of its host{hint}, or set distributed.init_method=tcp://HOST:PORT"
         )
     if port is None and job is None:
         raise UserError(
             f"MASTER_ADDR={address} is set, but MASTER_PORT is not; set it to any port that is free there"
         )
-    number = _number(told, "MASTER_PORT") if port is not None else derived_port(str(job))
+    number = _number(variables, "MASTER_PORT") if port is not None else derived_port(str(job))
     return f"tcp://{f'[{address}]' if ':' in address else address}:{number}"
 
 
@@ -260,11 +263,11 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
-def _number(told: Mapping[str, str], name: str) -> int:
-    if not re.fullmatch(r"\d+", told[name]):
-        raise UserError(f"{_shown(told, name)}, but must be a number, at least 0")
-    return int(told[name])
+def _number(variables: Mapping[str, str], name: str) -> int:
+    if not re.fullmatch(r"\d+", variables[name]):
+        raise UserError(f"{_shown(variables, name)}, but must be a number, at least 0")
+    return int(variables[name])
 
 
-def _shown(told: Mapping[str, str], name: str) -> str:
-    return f"{name}={told[name]}"
+def _shown(variables: Mapping[str, str], name: str) -> str:
+    return f"{name}={variables[name]}"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from trainer.errors import RunEndError, class_and_line
-from trainer.faults.heartbeat import Heartbeat
-from trainer.faults.neighbour import Neighbour
-from trainer.faults.processes import EXITED
-from trainer.faults.verdict import UNHEARD_S, Observed, Verdict, takes_part
+from trainer.failures.diagnosis import UNHEARD_S, Failure, Observed, takes_part
+from trainer.failures.heartbeat import Heartbeat
+from trainer.failures.neighbour import Neighbour
+from trainer.failures.processes import EXITED
 
 SAVE_S = 25.0  # launchers kill what is left 30 s after the first end
 _LOOK_S = 0.02
@@ -39,7 +39,7 @@ class LastStep(Protocol):
 def savers(ranks: Sequence[Observed], blamed: Sequence[int], own: int | None = None) -> list[Observed]:
     """The ranks that may save, the best first: of the largest step, then of rank 0's host, then the lowest.
 
-    Those that the verdict is about are `blamed`: after the others. Without an exception of its own, a rank
+    Those that the failure is about are `blamed`: after the others. Without an exception of its own, a rank
     that hangs may still save. No rank finishes a step before all have given their gradients for it, so they
     are at most one step apart.
 
@@ -59,8 +59,8 @@ def saving_host(ranks: Sequence[Observed], blamed: Sequence[int]) -> int | None:
     return next((rank.host for rank in savers(ranks, blamed)), None)
 
 
-def who_goes_on(ranks: Sequence[Observed], verdict: Verdict, by_host: bool) -> tuple[int, ...]:
-    """The ranks that can go on without those that the verdict is about, and without any other that is gone.
+def find_survivors(ranks: Sequence[Observed], failure: Failure, by_host: bool) -> tuple[int, ...]:
+    """The ranks that can go on without those that the failure is about, and without any other that is gone.
 
     None after an exception of user code or an exit, which may come again; in the set-up; or at the end.
     Behind a cut link, each side takes the other for lost: only the larger goes on, or of halves that with
@@ -69,10 +69,10 @@ def who_goes_on(ranks: Sequence[Observed], verdict: Verdict, by_host: bool) -> t
     Args:
         by_host: whether the launcher of a host ends its other ranks when one dies.
     """
-    gone = [rank for rank in ranks if rank.rank in verdict.ranks or not takes_part(rank)]
+    gone = [rank for rank in ranks if rank.rank in failure.ranks or not takes_part(rank)]
     hosts = {rank.host for rank in gone} if by_host else set()
     able = [rank for rank in ranks if rank not in gone and rank.host not in hosts]
-    if verdict.kind not in ("died", "stopped", "hangs", "lost") or not able:
+    if failure.kind not in ("died", "stopped", "hangs", "lost") or not able:
         return ()
     if any(EXITED in (rank.death or "") for rank in gone):
         return ()
@@ -84,7 +84,7 @@ def who_goes_on(ranks: Sequence[Observed], verdict: Verdict, by_host: bool) -> t
     return tuple(rank.rank for rank in able)
 
 
-class FaultSave:
+class SaveOnFailure:
     """This rank's part in saving at a fault.
 
     Args:
@@ -106,7 +106,7 @@ class FaultSave:
     @property
     def has_begun(self) -> bool:
         """Whether a rank of this host has asked one to save: none must end before that has."""
-        return any({"saver", "going_on"} & each.records.notes().keys() for each in self._here.values())
+        return any({"saver", "survivors"} & each.records.notes().keys() for each in self._here.values())
 
     def serve(self) -> None:
         """Begin to save if a leader of this host asks this rank to."""
@@ -115,7 +115,7 @@ class FaultSave:
             self._thread = threading.Thread(target=self._save, name="fault save", daemon=True)
             self._thread.start()
 
-    def lead(self, verdict: Verdict, wait: Callable[[float], None]) -> str:
+    def lead(self, failure: Failure, wait: Callable[[float], None]) -> str:
         """Have this host save, if it is to; return what became of it, in a phrase.
 
         Args:
@@ -125,15 +125,15 @@ class FaultSave:
             return ""
         if self.why_not is not None:
             return f"{_NOTHING}: {self.why_not}"
-        if verdict.saving_host is None:
+        if failure.saving_host is None:
             return ""
-        if verdict.saving_host != self._here[self._rank].member.host:
+        if failure.saving_host != self._here[self._rank].member.host:
             self.is_saved = True
-            return f"host {verdict.saving_host} saves the last step"
+            return f"host {failure.saving_host} saves the last step"
         until = time.monotonic() + SAVE_S
         # Each rank here holds the state: if one dies, or may not save, the next one does.
         here, found = [neighbour.observe() for neighbour in self._here.values()], ""
-        for saver in [rank for rank in savers(here, verdict.ranks, self._rank) if rank.finished]:
+        for saver in [rank for rank in savers(here, failure.ranks, self._rank) if rank.finished]:
             words, self.is_saved = self._result_of(saver.rank, until, wait)
             if self.is_saved:
                 return words

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from trainer.faults import processes
+from trainer.failures import processes
 
 
 def test_how_a_child_is_and_how_it_ended() -> None:

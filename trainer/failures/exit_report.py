@@ -1,4 +1,4 @@
-"""The end of a failed run: its verdict is printed and written, and then the process exits at once."""
+"""The end of a failed run: its failure is printed and written, and then the process exits at once."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.errors import which_try
-from trainer.faults.verdict import Verdict
+from trainer.failures.diagnosis import Failure
 from trainer.files.untrusted import printable
 from trainer.torch_private import flight_recorder
 from trainer.troubleshooting import see
@@ -15,19 +15,19 @@ from trainer.troubleshooting import see
 _LONGEST = 4000  # characters of a line
 
 
-def say(verdict: Verdict, num_ranks: int, run_dir: Path | None) -> None:
-    """Print the verdict, except for an orderly end, which each rank prints itself.
+def say(failure: Failure, num_ranks: int, run_dir: Path | None) -> None:
+    """Print the failure, except for an orderly end, which each rank prints itself.
 
     Args:
         run_dir: where it was written, if it was.
     """
-    if verdict.kind == "orderly":
+    if failure.kind == "orderly":
         return
-    others = num_ranks - len(verdict.ranks)
-    tail = f"\n  the other {others} ranks end, status {verdict.status}" if others > 1 else ""
+    others = num_ranks - len(failure.ranks)
+    tail = f"\n  the other {others} ranks end, status {failure.status}" if others > 1 else ""
     tail += which_try()
     kept = f"; {run_dir}/failure.json and stacks/ say more" if run_dir is not None else ""
-    print_line(f"\n{printable(verdict.message, _LONGEST)}{tail}{kept}{see(verdict.message)}")
+    print_line(f"\n{printable(failure.message, _LONGEST)}{tail}{kept}{see(failure.message)}")
 
 
 def print_line(line: str) -> None:
@@ -40,12 +40,12 @@ def print_line(line: str) -> None:
         os.write(2, f"{shown}\n".encode())
 
 
-def keep(verdict: Verdict, run_dir: Path | None, stacks: Mapping[int, str]) -> None:
-    """Write the verdict to train.log, and the stacks, by rank."""
+def keep(failure: Failure, run_dir: Path | None, stacks: Mapping[int, str]) -> None:
+    """Write the failure to train.log, and the stacks, by rank."""
     if run_dir is None or not run_dir.is_dir():
         return
     with contextlib.suppress(OSError), (run_dir / "train.log").open("a") as log:
-        log.write(f"{printable(verdict.message, _LONGEST)}\n")
+        log.write(f"{printable(failure.message, _LONGEST)}\n")
     with contextlib.suppress(OSError):
         for rank, text in stacks.items():
             (run_dir / "stacks").mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 """Sums of gradients as integers, which have the same bits in any order, grouping and cut.
 
-A leaf is a fixed part of the global batch. Its gradient is truncated to whole multiples of 2**-50, so that
-the leaves of all ranks add up in int64, by any all-reduce or reduce-scatter. A gradient with NaN, Inf or
+A chunk is a fixed part of the global batch. Its gradient is truncated to whole multiples of 2**-50, so that
+the chunks of all ranks add up in int64, by any all-reduce or reduce-scatter. A gradient with NaN, Inf or
 numbers beyond a limit has no such form: these are counted, the count is sent as one more element, and the
 sum becomes NaN.
 
@@ -23,21 +23,21 @@ from trainer.errors import UserError
 from trainer.tensors.local_shard import is_dtensor, to_local
 
 _SCALE = 2.0**50
-_CHUNK = 1 << 15  # elements, on a CPU: what a chunk needs stays in its cache
+_BLOCK = 1 << 15  # elements, on a CPU: what a block needs stays in its cache
 _SMALL = 1 << 17  # elements of a parameter, for which a copy costs less than a call of its own
 
 
-def limit(num_leaves: int) -> float:
-    """The numbers of a leaf's gradient must be below it, so that the sum of all leaves fits in 64 bits."""
-    return min(512.0, 2.0**63 / _SCALE / num_leaves)
+def limit(num_chunks: int) -> float:
+    """The numbers of a chunk's gradient must be below it, so that the sum of all chunks fits in 64 bits."""
+    return min(512.0, 2.0**63 / _SCALE / num_chunks)
 
 
 class Encoder:
-    """Adds gradients of a number of leaves to integer sums; its scratch buffers are allocated once."""
+    """Adds gradients of a number of chunks to integer sums; its scratch buffers are allocated once."""
 
-    def __init__(self, num_leaves: int) -> None:
-        self._limit = limit(num_leaves)
-        self._scratch = {np.dtype(kind): np.empty(_CHUNK, kind) for kind in (np.float32, np.float64)}
+    def __init__(self, num_chunks: int) -> None:
+        self._limit = limit(num_chunks)
+        self._scratch = {np.dtype(kind): np.empty(_BLOCK, kind) for kind in (np.float32, np.float64)}
         self._message: Tensor | None = None
 
     def zeros(self, numel: int, device: torch.device) -> Tensor:
@@ -58,7 +58,7 @@ class Encoder:
 
     def _add_on_cpu(self, sums: Tensor, count: Tensor, gradient: Tensor) -> None:
         """`_add` by NumPy: what converts while it adds takes half the time of two passes."""
-        for part, here in zip(gradient.split(_CHUNK), sums.split(_CHUNK), strict=True):
+        for part, here in zip(gradient.split(_BLOCK), sums.split(_BLOCK), strict=True):
             numbers = (part.float() if part.itemsize < 4 else part).numpy()
             if not (numbers.min(initial=0) > -self._limit and numbers.max(initial=0) < self._limit):
                 count += 1
@@ -69,7 +69,7 @@ class Encoder:
 
 def decode(sums: Tensor, count: Tensor, out: Tensor) -> None:
     """Write what `sums` stands for to `out`, both (numel,)."""
-    size = _CHUNK if out.is_cpu else max(1, len(out))
+    size = _BLOCK if out.is_cpu else max(1, len(out))
     for part, numbers in zip(sums.split(size), out.split(size), strict=True):
         # By way of fp64: a conversion to fp32 need not round alike in a vector and in the rest behind it.
         numbers.copy_(part.double().mul_(1 / _SCALE))
@@ -89,17 +89,17 @@ class _Group:
     small: Tensor  # scratch for the gradients of the small ones
 
 
-class LeafSums:
-    """Adds the leaves of one process, for parameters that it holds whole.
+class ChunkSums:
+    """Adds the chunks of one process, for parameters that it holds whole.
 
-    Memory: 8 bytes an element, once there was a leaf other than the last one of a step.
+    Memory: 8 bytes an element, once there was a chunk other than the last one of a step.
 
     Raises:
         UserError: a parameter is complex.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], num_leaves: int) -> None:
-        self._encoder = Encoder(num_leaves)
+    def __init__(self, parameters: Mapping[str, nn.Parameter], num_chunks: int) -> None:
+        self._encoder = Encoder(num_chunks)
         self._had: set[nn.Parameter] = set()
         self._messages: dict[int, Tensor] = {}
         self.follow(parameters)
@@ -116,15 +116,15 @@ class LeafSums:
         self._place: dict[Tensor, tuple[_Group, int]] = {}
 
     def reset(self) -> None:
-        """Called before the first leaf of a step."""
+        """Called before the first chunk of a step."""
         self._had.clear()
         for group in self._groups:
             group.sums.zero_()
             group.count.zero_()
 
     @torch.no_grad()
-    def add_leaf(self) -> None:
-        """Add the gradients of a leaf, and leave no parameter any.
+    def add_chunk(self) -> None:
+        """Add the gradients of a chunk, and leave no parameter any.
 
         Raises:
             UserError: a gradient is sparse.
@@ -152,7 +152,7 @@ class LeafSums:
 
     @torch.no_grad()
     def write_gradients(self) -> None:
-        """Set the sums as gradients, of the parameters that had any in some leaf."""
+        """Set the sums as gradients, of the parameters that had any in some chunk."""
         for group in self._groups:
             decode(group.sums[: len(group.small)], group.count, group.small)
             for number, (parameter, begin) in enumerate(zip(group.parameters, group.begins, strict=True)):
@@ -166,17 +166,17 @@ class LeafSums:
                     decode(group.sums[begin:end], group.count, row)
                 parameter.grad = _as_gradient(row, parameter)
 
-    def begin_last_leaf(self) -> None:
-        """Called before the last leaf, if DDP looks for unused parameters.
+    def start_last_chunk(self) -> None:
+        """Called before the last chunk, if DDP looks for unused parameters.
 
-        To DDP, one that an earlier leaf of the step has used is used, and must then have a gradient.
+        To DDP, one that an earlier chunk of the step has used is used, and must then have a gradient.
         """
         for parameter in self._had:
             parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def message(self, bucket: dist.GradBucket) -> "Message":
-        """The last leaf's gradients of a bucket, with those of `add_leaf`: integers to be all-reduced."""
+        """The last chunk's gradients of a bucket, with those of `add_chunk`: integers to be all-reduced."""
         row, index = bucket.buffer(), bucket.index()
         message = self._messages.get(index)
         if message is None or len(message) != len(row) + 1:  # DDP rebuilds its buckets once

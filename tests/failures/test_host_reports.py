@@ -15,18 +15,18 @@ from typing import Any, cast
 import pytest
 from torch.distributed import HashStore
 
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.guards.test_replica_check import QUICK
 from tests.ranks import RankFailure, free_port, run_ranks
 from tests.runs import train
-from trainer.faults import exit_report, reports
-from trainer.faults.ending import Ending
-from trainer.faults.fault_save import LastStep
-from trainer.faults.heartbeat import Heartbeat
-from trainer.faults.neighbour import Neighbour, RankIdentity, introduction
-from trainer.faults.reports import Reports
-from trainer.faults.stacks import Stacks
-from trainer.faults.verdict import Observed, Verdict, judge
+from trainer.failures import exit_report, host_reports
+from trainer.failures.diagnosis import Failure, Observed, diagnose
+from trainer.failures.ending import Ending
+from trainer.failures.heartbeat import Heartbeat
+from trainer.failures.host_reports import HostReports
+from trainer.failures.neighbour import Neighbour, RankIdentity, introduction
+from trainer.failures.save_on_failure import LastStep
+from trainer.failures.stacks import Stacks
 
 T = 10.0
 HERE, THERE = Observed(0, 0, "here", 6), Observed(1, 1, "there", 7)
@@ -67,9 +67,9 @@ def wait_until(said: Callable[[], bool]) -> None:
 def test_a_host_leaves_its_last_report_and_stays_while_the_others_read_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reports, "_HEARD_S", 100.0)
+    monkeypatch.setattr(host_reports, "_HEARD_S", 100.0)
     store = Held()
-    one, other = Reports(lambda: store, 0, [THERE]), Reports(lambda: store, 1, [HERE])  # type: ignore[arg-type, return-value]
+    one, other = HostReports(lambda: store, 0, [THERE]), HostReports(lambda: store, 1, [HERE])  # type: ignore[arg-type, return-value]
     leaving = threading.Thread(target=other.close, args=([MISTAKE],), daemon=True)
     leaving.start()
     wait_until(lambda: "ended/1" in store.held)
@@ -79,12 +79,12 @@ def test_a_host_leaves_its_last_report_and_stays_while_the_others_read_it(
     one._heard_at[1] -= 6000.0  # since long, as is true of those that are lost
     (heard,) = one.others()
     assert (heard.status, heard.error) == (2, "UserError: no such file")
-    verdict = judge([HERE, heard], T, pressing=True)
-    assert verdict is not None and (verdict.kind, verdict.status, verdict.ranks) == ("orderly", 2, (1,))
+    report = diagnose([HERE, heard], T, pressing=True)
+    assert report is not None and (report.kind, report.status, report.ranks) == ("orderly", 2, (1,))
     one.close()
-    well = Reports(lambda: store, 1, [HERE])  # type: ignore[arg-type, return-value]
+    well = HostReports(lambda: store, 1, [HERE])  # type: ignore[arg-type, return-value]
     well.close([Observed(1, 1, "there", 7, status=0)])  # at once: nobody misses it
-    assert reports._opened(store.held["ended/1"])[1][0].status == 0
+    assert host_reports._opened(store.held["ended/1"])[1][0].status == 0
 
 
 def raised_on_rank_0(run_dir: Path, port: int) -> None:
@@ -121,21 +121,21 @@ def test_a_fault_of_one_rank_costs_no_step_and_torchrun_explains_any_end_that_it
     ending = Ending(heartbeat, 0, members, {each.rank: Neighbour(each) for each in members}, HashStore, T)
     ending.save.last_step = cast(LastStep, SimpleNamespace(freeze=lambda failed: 7, save=lambda: True))
     ending.writes_to(tmp_path)
-    ending.end(Verdict((1,), "raised", 1, "rank 1 failed", saving_host=0))
+    ending.end(Failure((1,), "raised", 1, "rank 1 failed", saving_host=0))
     shown = json.loads((tmp_path / "0").read_text())["message"]
     assert "rank 1 failed" in shown["message"] and int(shown["extraInfo"]["timestamp"]) > time.time() - 1
-    ending.end(Verdict((1,), "orderly", 1, "rank 1 Fault: no space", saving_host=0))
-    assert "rank 1 Fault: no space; step 7 is saved" in (tmp_path / "failure.json").read_text()
+    ending.end(Failure((1,), "orderly", 1, "rank 1 RetryableError: no space", saving_host=0))
+    assert "rank 1 RetryableError: no space; step 7 is saved" in (tmp_path / "failure.json").read_text()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error"))
-    ending.end(Verdict((2,), "orderly", 2, "rank 2 UserError: of another host"))
+    ending.end(Failure((2,), "orderly", 2, "rank 2 UserError: of another host"))
     assert json.loads((tmp_path / "ringmaster_end.json").read_text())["status"] == 2, "a restart ends at once"
 
 
 def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts read each other's reports only on a suspicion: then all of them are old."""
     then = Observed(1, 1, "there", 7)
-    store = Held(reports._report("7/3", [then]))
-    there = Reports(lambda: store, 0, [then])  # type: ignore[arg-type, return-value]
+    store = Held(host_reports._report("7/3", [then]))
+    there = HostReports(lambda: store, 0, [then])  # type: ignore[arg-type, return-value]
     there.tell([then], eager=False)
     there._heard_at[1] -= 6000.0
     there.tell([then], eager=True)
@@ -153,7 +153,7 @@ def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_healthy_host_asks_for_a_number_and_reads_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """And it reports at once when another asks."""
-    monkeypatch.setattr(reports, "_EVERY_S", 0.01)
+    monkeypatch.setattr(host_reports, "_EVERY_S", 0.01)
     store, calls = Held(), list[str]()
 
     def counted(name: str) -> Callable[..., Any]:
@@ -162,7 +162,7 @@ def test_a_healthy_host_asks_for_a_number_and_reads_no_report(monkeypatch: pytes
 
     for name in ("set", "get", "check", "add"):
         monkeypatch.setattr(store, name, counted(name))
-    one = Reports(lambda: store, 0, [THERE])  # type: ignore[arg-type, return-value]
+    one = HostReports(lambda: store, 0, [THERE])  # type: ignore[arg-type, return-value]
     one.tell([HERE], eager=False)
     wait_until(lambda: calls.count("add") > 50)
     assert calls.count("set") <= 1 and not {"get", "check"} & set(calls)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.programs import finish, finish_ranks, torchrun
 from tests.ranks import ROOT, RankFailure, place, run_ranks
 from tests.runs import context_of, train
@@ -248,7 +248,7 @@ def test_a_thread_that_a_program_leaves_ends_with_it(start: str, end: str, code:
     status, output = really("-c", LEAVES.format(start=start, end=end))
     assert (status, output.splitlines()[:3]) == (code, ["begun", "worked", "at exit"])
     assert said in output and re.search(
-        "0] thread uploader[^ ]*, still at work, ends with the program", output
+        "0] thread uploader[^ ]* is still running and ends with the program", output
     )
 
 
@@ -256,7 +256,7 @@ def test_a_thread_that_a_program_leaves_ends_with_it(start: str, end: str, code:
 def test_a_thread_that_a_run_leaves_ends_with_it(tmp_path: Path) -> None:
     leaves = ("data.task._target_=tests.user_parts.LeavesAThread", "~data.task.label_smoothing")
     ended = finish("train.py", *TINY, *leaves, f"run_dir={tmp_path}", "train.max_steps=1")
-    assert ended.code == 0 and "thread uploader, still at work" in ended.stderr, ended
+    assert ended.code == 0 and "thread uploader is still running" in ended.stderr, ended
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 1
 
 
@@ -290,7 +290,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path: P
 ENDS = {
     "nan": (3, 3, "the loss of step 3 is NaN or Inf on rank 1 (host 0"),
     "nan_gradient": (3, 3, "is NaN or Inf in step 3 on some rank"),
-    "raise": (1, 3, "failed in forward of step 3, at tests/fault_parts.py"),
+    "raise": (1, 3, "failed in forward of step 3, at tests/failure_parts.py"),
 }
 
 
@@ -320,7 +320,7 @@ def test_what_a_rank_raises_is_written_for_torchrun(tmp_path: Path, monkeypatch:
         raise RuntimeError("the answer was 41")
     told = json.loads((tmp_path / "error.json").read_text())["message"]
     assert told["message"] == "RuntimeError: the answer was 41"
-    assert "tests/faults/test_ends.py" in told["extraInfo"]["py_callstack"]
+    assert "tests/failures/test_ends.py" in told["extraInfo"]["py_callstack"]
 
 
 def quiet(run_dir: Path, *overrides: str) -> None:
@@ -362,12 +362,12 @@ def test_the_rank_that_others_wait_for_is_named(how: str, tmp_path: Path) -> Non
     with pytest.raises(RankFailure) as failure:
         run_ranks(quiet, 3, tmp_path, f"distributed.timeout_s={PATIENCE_S}", *failing(1, 3, how), init=False)
     assert [failure.value.reports[rank] for rank in (0, 2)] == ["died with exit code 1"] * 2
-    verdict = json.loads((tmp_path / "failure.json").read_text())
-    assert (verdict["rank"], verdict["step"], verdict["phase"]) == (1, 3, "forward")
-    assert verdict["kind"] == HANGS[how]
-    assert ("does not let go of the interpreter" in verdict["message"]) == (how == "loop in C")
+    report = json.loads((tmp_path / "failure.json").read_text())
+    assert (report["rank"], report["step"], report["phase"]) == (1, 3, "forward")
+    assert report["kind"] == HANGS[how]
+    assert ("does not let go of the interpreter" in report["message"]) == (how == "loop in C")
     if not how.startswith("SIG"):
-        assert re.fullmatch(r"tests/user_parts.py:\d+ in _act", verdict["where"]), verdict
+        assert re.fullmatch(r"tests/user_parts.py:\d+ in _act", report["where"]), report
 
 
 @pytest.mark.slow
@@ -386,9 +386,9 @@ def test_a_rank_that_hangs_in_the_set_up_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(quiet, 3, tmp_path, made, f"distributed.timeout_s={PATIENCE_S}", init=False)
     assert [failure.value.reports[rank] for rank in (0, 2)] == ["died with exit code 1"] * 2
-    verdict = json.loads((tmp_path / "failure.json").read_text())
-    assert (verdict["rank"], verdict["phase"], verdict["kind"]) == (1, "set_up", "hangs")
-    assert re.fullmatch(r"tests/user_parts.py:\d+ in __init__", verdict["where"]), verdict
+    report = json.loads((tmp_path / "failure.json").read_text())
+    assert (report["rank"], report["phase"], report["kind"]) == (1, "set_up", "hangs")
+    assert re.fullmatch(r"tests/user_parts.py:\d+ in __init__", report["where"]), report
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault_parts import fault
+from tests.failure_parts import fault
 from tests.programs import Ended, finish, started, torchrun
 from trainer.checkpoint.manifest import verify
 from trainer.errors import StoppedBySignal

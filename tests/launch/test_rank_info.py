@@ -24,8 +24,8 @@ from tests.ranks import RankFailure, run_ranks
 from tests.runs import settings
 from trainer.config.overrides import set_to
 from trainer.distributed import rendezvous
-from trainer.errors import Fault, StoppedBySignal, UserError
-from trainer.launch.place import Place, derived_port, first_node, place, publish
+from trainer.errors import RetryableError, StoppedBySignal, UserError
+from trainer.launch.rank_info import RankInfo, derived_port, first_node, publish, rank_info
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = re.compile(
@@ -63,19 +63,19 @@ PMI = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANK
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
 ALONE_IN_SRUN = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}
 
-Told = Callable[..., Place]
+Told = Callable[..., RankInfo]
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    """What `place` returns for these variables, and no others, and these overrides."""
+    """What `rank_info` returns for these variables, and no others, and these overrides."""
 
-    def told(variables: dict[str, str], *overrides: str) -> Place:
+    def told(variables: dict[str, str], *overrides: str) -> RankInfo:
         for name in [name for name in os.environ if LAUNCHERS.match(name)]:
             monkeypatch.delenv(name)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return place(settings(*overrides).distributed if overrides else None)
+        return rank_info(settings(*overrides).distributed if overrides else None)
 
     return told
 
@@ -83,31 +83,31 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, Place(0, 1, 0, 1, 0, None, None)),
-        (TORCHRUN, Place(3, 8, 1, 2, 1, "torchrun", "env://")),
-        (SRUN, Place(2, 4, 1, None, 1, "srun", f"tcp://127.0.0.1:{derived_port('7.0')}")),
-        (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "9"}, Place(2, 4, 1, None, 1, "srun", "tcp://b:9")),
-        (OPEN_MPI, Place(1, 2, 1, 2, None, "mpirun", f"tcp://127.0.0.1:{derived_port('156762113')}")),
-        (PMI | {"MASTER_PORT": "9"}, Place(1, 4, 0, 2, None, "mpirun", "tcp://a:9")),
-        (BY_HAND, Place(1, 2, None, None, None, None, "tcp://[::1]:29500")),
+        ({}, RankInfo(0, 1, 0, 1, 0, None, None)),
+        (TORCHRUN, RankInfo(3, 8, 1, 2, 1, "torchrun", "env://")),
+        (SRUN, RankInfo(2, 4, 1, None, 1, "srun", f"tcp://127.0.0.1:{derived_port('7.0')}")),
+        (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "9"}, RankInfo(2, 4, 1, None, 1, "srun", "tcp://b:9")),
+        (OPEN_MPI, RankInfo(1, 2, 1, 2, None, "mpirun", f"tcp://127.0.0.1:{derived_port('156762113')}")),
+        (PMI | {"MASTER_PORT": "9"}, RankInfo(1, 4, 0, 2, None, "mpirun", "tcp://a:9")),
+        (BY_HAND, RankInfo(1, 2, None, None, None, None, "tcp://[::1]:29500")),
         # The export RANK=$SLURM_PROCID of many a job script, an srun for each rank, torchrun in an srun of hosts.
         (
             SRUN | {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "b", "MASTER_PORT": "9"},
-            Place(2, 4, None, None, None, None, "tcp://b:9"),
+            RankInfo(2, 4, None, None, None, None, "tcp://b:9"),
         ),
-        (BY_HAND | {"MASTER_ADDR": "[::1]"}, Place(1, 2, None, None, None, None, "tcp://[::1]:29500")),
-        (ALONE_IN_SRUN | BY_HAND, Place(1, 2, None, None, None, None, "tcp://[::1]:29500")),
-        (ALONE_IN_SRUN, Place(0, 1, 0, 1, 0, "srun", None)),
-        (SRUN | TORCHRUN, Place(3, 8, 1, 2, 1, "torchrun", "env://")),
+        (BY_HAND | {"MASTER_ADDR": "[::1]"}, RankInfo(1, 2, None, None, None, None, "tcp://[::1]:29500")),
+        (ALONE_IN_SRUN | BY_HAND, RankInfo(1, 2, None, None, None, None, "tcp://[::1]:29500")),
+        (ALONE_IN_SRUN, RankInfo(0, 1, 0, 1, 0, "srun", None)),
+        (SRUN | TORCHRUN, RankInfo(3, 8, 1, 2, 1, "torchrun", "env://")),
         # mpirun starts its own servants by srun, one for each host, and the ranks inherit their variables.
         (
             ALONE_IN_SRUN | OPEN_MPI,
-            Place(1, 2, 1, 2, None, "mpirun", f"tcp://127.0.0.1:{derived_port('156762113')}"),
+            RankInfo(1, 2, 1, 2, None, "mpirun", f"tcp://127.0.0.1:{derived_port('156762113')}"),
         ),
-        (SRUN | PMI | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": "9"}, Place(1, 4, 0, 2, None, "mpirun", "tcp://a:9")),
+        (SRUN | PMI | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": "9"}, RankInfo(1, 4, 0, 2, None, "mpirun", "tcp://a:9")),
     ],
 )  # fmt: skip
-def test_the_variables_of_each_launcher(told: Told, variables: dict[str, str], expected: Place) -> None:
+def test_the_variables_of_each_launcher(told: Told, variables: dict[str, str], expected: RankInfo) -> None:
     assert told(variables) == expected
 
 
@@ -137,9 +137,9 @@ def test_an_interactive_shell_is_not_a_task(told: Told, shell: list[str], world_
 
 def test_by_hand_in_the_settings(told: Told) -> None:
     by_hand = ("distributed.init_method=file:///tmp/x", "distributed.rank=1", "distributed.world_size=2")
-    assert told({}, *by_hand) == Place(1, 2, None, None, None, None, "file:///tmp/x")
-    assert told(ALONE_IN_SRUN, *by_hand) == Place(1, 2, None, None, None, None, "file:///tmp/x")
-    assert told(SRUN, by_hand[0]) == Place(2, 4, 1, None, 1, "srun", "file:///tmp/x")
+    assert told({}, *by_hand) == RankInfo(1, 2, None, None, None, None, "file:///tmp/x")
+    assert told(ALONE_IN_SRUN, *by_hand) == RankInfo(1, 2, None, None, None, None, "file:///tmp/x")
+    assert told(SRUN, by_hand[0]) == RankInfo(2, 4, 1, None, 1, "srun", "file:///tmp/x")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_what_is_published_is_what_torchrun_would_have_told(
         here = told(variables)
         monkeypatch.setattr(os, "environ", dict(os.environ))
         publish(here)
-        again = place()
+        again = rank_info()
         assert replace(here, launcher=None, host=again.host) == again
         monkeypatch.undo()
 
@@ -184,7 +184,7 @@ def test_the_first_node_of_a_list() -> None:
 
 
 def test_finding_ones_place_takes_no_torch() -> None:
-    script = "import sys, trainer.launch.place, trainer.launch.exits; sys.exit('torch' in sys.modules)"
+    script = "import sys, trainer.launch.rank_info, trainer.launch.exits; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=200).returncode == 0
 
 
@@ -233,36 +233,36 @@ def test_ranks_by_hand_meet_in_a_file_also_after_one_to_which_none_came(tmp_path
 def test_a_rank_that_was_started_twice_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "AT_LEAST_S", 0)
     file, patience = tmp_path / "store", timedelta(seconds=2)
-    first = Place(0, 3, None, None, None, None, file.as_uri())
+    first = RankInfo(0, 3, None, None, None, None, file.as_uri())
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(rendezvous.meet, replace(first, rank=rank), {}, patience) for rank in (0, 1)]
+        waiting = [pool.submit(rendezvous.join, replace(first, rank=rank), {}, patience) for rank in (0, 1)]
         while b"arrived/1" not in (file.read_bytes() if file.exists() else b""):
             assert not any(each.done() for each in waiting)
             time.sleep(0.01)
         with pytest.raises(UserError, match=r"^rank 1 was started twice at file://.*; start each rank once$"):
-            rendezvous.meet(replace(first, rank=1), {}, patience)
+            rendezvous.join(replace(first, rank=1), {}, patience)
     assert all("missing: [2]" in str(each.exception()) for each in waiting)
 
 
 @pytest.fixture
-def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankInfo]:
     """Rank 0 of 2, and the agent's store in which it waits for rank 1."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "2"}
     for name, value in (told | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
-    yield place()
+    yield rank_info()
     del store
 
 
 def test_a_meeting_that_is_given_up_leaves_no_thread_in_the_store(
-    of_torchrun: Place, monkeypatch: pytest.MonkeyPatch
+    of_torchrun: RankInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would end the process with SIGABRT when Python exits, in place of the message."""
     monkeypatch.setattr(rendezvous, "AT_LEAST_S", 0.1)
     before = set(threading.enumerate())
-    with pytest.raises(Fault, match=r"for all 2 ranks; missing: \[1\]"):
-        rendezvous.meet(of_torchrun, {}, timedelta(seconds=0.1))
+    with pytest.raises(RetryableError, match=r"for all 2 ranks; missing: \[1\]"):
+        rendezvous.join(of_torchrun, {}, timedelta(seconds=0.1))
     deadline = time.monotonic() + 100
     while left := set(threading.enumerate()) - before:
         assert time.monotonic() < deadline, left
@@ -271,18 +271,18 @@ def test_a_meeting_that_is_given_up_leaves_no_thread_in_the_store(
 
 @pytest.mark.slow
 def test_ranks_meet_though_one_comes_later_than_timeout_s(
-    of_torchrun: Place, monkeypatch: pytest.MonkeyPatch
+    of_torchrun: RankInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine their imports end that far apart; afterwards timeout_s applies."""
     first, late = [], threading.Event()
 
     def come() -> None:
-        first.append(rendezvous.meet(of_torchrun, {}, timedelta(seconds=0.05)))
+        first.append(rendezvous.join(of_torchrun, {}, timedelta(seconds=0.05)))
         late.set()
 
     threading.Thread(target=come, daemon=True).start()
     assert not late.wait(1), "it waits for no rank"
-    store, hosts, _ = rendezvous.meet(replace(of_torchrun, rank=1), {}, timedelta(seconds=0.05))
+    store, hosts, _ = rendezvous.join(replace(of_torchrun, rank=1), {}, timedelta(seconds=0.05))
     assert late.wait(100)
     assert hosts == first[0][1] == [0, 0]
     assert store.timeout == first[0][0].timeout == timedelta(seconds=0.05)
@@ -306,9 +306,9 @@ def test_a_rank_that_waits_for_the_others_ends_on_a_signal(tmp_path: Path) -> No
 
 def test_a_stop_before_it_looks_for_the_others_is_one_too(tmp_path: Path) -> None:
     """Otherwise it would wait a minute for a rank that the same signal has ended."""
-    alone = Place(0, 2, None, None, None, None, f"file://{tmp_path}/store")
+    alone = RankInfo(0, 2, None, None, None, None, f"file://{tmp_path}/store")
     with pytest.raises(StoppedBySignal, match="before all ranks had met"):
-        rendezvous.meet(alone, {}, timedelta(seconds=60), lambda: True)
+        rendezvous.join(alone, {}, timedelta(seconds=60), lambda: True)
 
 
 def test_as_many_files_may_be_open_as_are_allowed() -> None:

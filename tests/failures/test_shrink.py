@@ -19,21 +19,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fault_parts import fault
-from tests.faults.test_ends import TINY
+from tests.failure_parts import fault
+from tests.failures.test_ends import TINY
 from tests.programs import Ended, Program, finish, finish_ranks, started
 from tests.runs import settings
 from trainer import run
 from trainer.config.saved_run import saved_settings
 from trainer.distributed import shrink
 from trainer.errors import UserError
-from trainer.faults import processes
-from trainer.faults.ending import Ending
-from trainer.faults.fault_save import who_goes_on
-from trainer.faults.heartbeat import Heartbeat
-from trainer.faults.neighbour import RankIdentity
-from trainer.faults.verdict import Observed, Verdict
-from trainer.launch.place import Place
+from trainer.failures import processes
+from trainer.failures.diagnosis import Failure, Observed
+from trainer.failures.ending import Ending
+from trainer.failures.heartbeat import Heartbeat
+from trainer.failures.neighbour import RankIdentity
+from trainer.failures.save_on_failure import find_survivors
+from trainer.launch.rank_info import RankInfo
 
 RUN = ("strategy=ddp", "distributed.shrink=true", "distributed.timeout_s=5", "checkpoint.every_epochs=null")
 EXACT = (*TINY, "train.exact=6", "train.epochs=3")
@@ -44,19 +44,19 @@ def rank(number: int, **more: object) -> Observed:
     return Observed(rank=number, hostname="h", pid=number, **facts)  # type: ignore[arg-type]
 
 
-def died(*ranks: int, kind: str = "died") -> Verdict:
-    return Verdict(ranks, kind, 1, "")
+def died(*ranks: int, kind: str = "died") -> Failure:
+    return Failure(ranks, kind, 1, "")
 
 
 def test_all_that_are_at_work_go_on() -> None:
     four = [rank(0), rank(1), rank(2), rank(3, state="dead")]
-    assert who_goes_on(four, died(3), by_host=False) == (0, 1, 2)
+    assert find_survivors(four, died(3), by_host=False) == (0, 1, 2)
     four[1] = rank(1, state="dead")  # at the same moment
-    assert who_goes_on(four, died(3), by_host=False) == (0, 2)
+    assert find_survivors(four, died(3), by_host=False) == (0, 2)
     four[0] = rank(0, status=1, symptom=True)  # it has an error of communication, which another has caused
-    assert who_goes_on(four, died(3), by_host=False) == (0, 2)
+    assert find_survivors(four, died(3), by_host=False) == (0, 2)
     four[0] = rank(0, status=1)
-    assert who_goes_on(four, died(3), by_host=False) == (2,)
+    assert find_survivors(four, died(3), by_host=False) == (2,)
 
 
 def test_who_dies_while_the_step_is_saved_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,21 +70,21 @@ def test_who_dies_while_the_step_is_saved_is_left_out(monkeypatch: pytest.Monkey
     )
     ending.let_shrink(lambda: None, lambda num_ranks: None)
     ending.save.is_saved = True
-    goes_on: list[Verdict] = []
-    monkeypatch.setattr(ending, "_let_go_on", goes_on.append)
+    goes_on: list[Failure] = []
+    monkeypatch.setattr(ending, "_let_survivors_continue", goes_on.append)
 
-    def save(verdict: Verdict) -> Verdict:
+    def save(report: Failure) -> Failure:
         seen[2] = rank(2, state="dead")
-        return verdict
+        return report
 
     monkeypatch.setattr(ending, "_with_save", save)
-    ending.end(replace(died(3), going_on=(0, 1, 2)))
-    assert [verdict.going_on for verdict in goes_on] == [(0, 1)]
+    ending.end(replace(died(3), survivors=(0, 1, 2)))
+    assert [report.survivors for report in goes_on] == [(0, 1)]
 
 
 def test_torchrun_takes_the_whole_host() -> None:
     four = [rank(0), rank(1), rank(2), rank(3, state="dead")]
-    assert who_goes_on(four, died(3), by_host=True) == (0, 1)
+    assert find_survivors(four, died(3), by_host=True) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -94,20 +94,20 @@ def test_torchrun_takes_the_whole_host() -> None:
 )
 def test_behind_a_cut_link_one_side_goes_on(lost: tuple[int, ...], left: tuple[int, ...]) -> None:
     four = [rank(number, heard_s=9.0 if number in lost else 0.0) for number in range(4)]
-    assert who_goes_on(four, died(*lost, kind="lost"), by_host=False) == left
+    assert find_survivors(four, died(*lost, kind="lost"), by_host=False) == left
 
 
 def test_none_goes_on_after_an_exception_or_an_exit_in_the_set_up_and_at_the_end() -> None:
     three = [rank(0), rank(1), rank(2, status=1)]
-    assert who_goes_on(three, died(2, kind="raised"), by_host=False) == ()
+    assert find_survivors(three, died(2, kind="raised"), by_host=False) == ()
     child = subprocess.Popen(["false"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     left_itself = replace(three[2], status=None, state="dead", death=processes.death_of(child.pid))
-    assert who_goes_on([*three[:2], left_itself], died(2), by_host=False) == ()
+    assert find_survivors([*three[:2], left_itself], died(2), by_host=False) == ()
     child.wait()
     for more in ({"step": 0}, {"phase": "end"}):
         some = [replace(three[0], **more), three[1], replace(three[2], state="dead")]
-        assert who_goes_on(some, died(2), by_host=False) == ()
+        assert find_survivors(some, died(2), by_host=False) == ()
 
 
 def test_only_the_connections_of_groups_are_cut() -> None:
@@ -136,13 +136,13 @@ def test_nothing_of_the_run_before_is_kept_in_memory(monkeypatch: pytest.MonkeyP
     before: list[weakref.ref[Part]] = []
 
     def shrinks_once(
-        config: object, here: Place | None, stop: object, at_shrink: contextlib.ExitStack
+        config: object, here: RankInfo | None, stop: object, at_shrink: contextlib.ExitStack
     ) -> dict[str, Any]:
         if here is not None:
             return {"kept": before[0]()}
         at_shrink.callback(run._close, part := Part())
         before.append(weakref.ref(part))
-        raise shrink.Shrunk(Place(0, 1, 0, 1, 0, None, None), Path("run"))
+        raise shrink.Shrunk(RankInfo(0, 1, 0, 1, 0, None, None), Path("run"))
 
     monkeypatch.setattr(run, "_run", shrinks_once)
     monkeypatch.setattr(run, "publish", lambda here: None)
@@ -152,9 +152,9 @@ def test_nothing_of_the_run_before_is_kept_in_memory(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("launcher", "hosts"), [("torchrun", (0, 0)), ("mpirun", (0, 1))])
 def test_a_launcher_that_ends_the_others_is_refused(launcher: str, hosts: tuple[int, ...]) -> None:
     with pytest.raises(UserError, match=rf"shrink=true, but {launcher} ends all its ranks .* launch=local"):
-        shrink.refuse(Place(0, 2, 0, 2, 0, launcher, "env://"), hosts)
-    shrink.refuse(Place(0, 2, 0, 1, 0, "torchrun", "env://"), (0, 1))
-    shrink.refuse(Place(0, 2, 0, 2, 0, "srun", "tcp://here:1"), (0, 0))
+        shrink.refuse(RankInfo(0, 2, 0, 2, 0, launcher, "env://"), hosts)
+    shrink.refuse(RankInfo(0, 2, 0, 1, 0, "torchrun", "env://"), (0, 1))
+    shrink.refuse(RankInfo(0, 2, 0, 2, 0, "srun", "tcp://here:1"), (0, 0))
 
 
 def test_where_it_has_no_effect_it_says_why() -> None:

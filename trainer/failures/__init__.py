@@ -1,0 +1,1 @@
+"""Handling of failures: heartbeats, the watch that reads them, and the failure."""

@@ -1,1 +1,0 @@
-"""Handling of failures: heartbeats, the watch that reads them, and the verdict."""
