@@ -186,6 +186,9 @@ def test_data_workers_end_with_the_run_not_with_a_garbage_collection(tmp_path: P
     assert run_ranks(_workers_after, 1, tmp_path, init=False, fresh=True) == [0]
 
 
-@pytest.mark.parametrize(("hosts", "words"), [([0, 1, 0, 1], "2 x 2"), ([0, 0, 1], "2 + 1")])
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [([0], "1 on 1 host"), ([0, 1, 0, 1], "4 on 2 hosts"), ([0, 0, 1], "3 on 2 hosts (2 + 1)")],
+)
 def test_the_start_table_counts_the_ranks_of_every_host(hosts: list[int], words: str) -> None:
     assert layout(hosts) == words

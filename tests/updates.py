@@ -27,6 +27,7 @@ def run_of(state: TrainState, device: str = "cpu") -> Any:
         task=None,
         strategy=Strategy(there, ComputeOptions()),
         config=SimpleNamespace(train=train),
+        plan=SimpleNamespace(logs=lambda step: False),
         data=SimpleNamespace(train_loader=SimpleNamespace(not_finite=lambda *begin: None)),
         vote=SimpleNamespace(result=lambda: SimpleNamespace(data_left=True)),
         report=SimpleNamespace(weight_statistics=WeightStatistics(state.model, ranks, None)),

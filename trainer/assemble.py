@@ -99,7 +99,7 @@ def assemble(
         model=wrapped,
         state=state,
         data=RunData(*loaders, split, first, build_to_device(config, strategy.device, data.train_set)),
-        plan=RunPlan(step, total_steps, num_parameters, exact),
+        plan=RunPlan(step, total_steps, num_parameters, exact, train.log_interval(total_steps)),
         checkpointer=checkpointer,
         vote=StepVote(ranks, strategy.order, rows_of_host(ranks, timeout_s)),
         guards=Guards(

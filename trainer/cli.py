@@ -1,5 +1,6 @@
 """From a command line to a run: composes the settings, then launches the run or takes part in it."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -8,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any
 
 import hydra
@@ -116,7 +118,18 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
         return None
     here = rank_info(settings.distributed)
     publish(here)
+    if here.rank == 0:  # before the import of torch, which takes seconds
+        print(banner(here.world_size), flush=True)
     return loaded_run()(settings)  # loads torch only after the settings are checked
+
+
+def banner(num_processes: int) -> str:
+    """Return the first line of a run's output: versions, and the number of processes."""
+    version = ""
+    with contextlib.suppress(metadata.PackageNotFoundError):  # a clone that is on the path, not installed
+        version = f" {metadata.version('ringmaster-trainer')}"
+    processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
+    return f"Ringmaster{version}, torch {metadata.version('torch')}, {processes}"
 
 
 @functools.cache  # a second gc.freeze would also freeze what was made since the first

@@ -46,6 +46,11 @@ class RunPlan(NamedTuple):
     total_steps: int  # an upper limit: a stream may end before
     num_parameters: int  # of the whole model
     exact: Mapping[str, Any] | None  # of an exact run: what decides its bits, as in result.json
+    log_interval: int | None  # steps; None: nothing is logged
+
+    def logs(self, step: int) -> bool:
+        """Return whether `step` is a log step."""
+        return self.log_interval is not None and step % self.log_interval == 0
 
 
 class Guards(NamedTuple):

@@ -26,7 +26,7 @@ def log_step(run: Run, grad_norm: Tensor) -> None:
         **run.strategy.report.metrics(),
         **run.checkpointer.metrics(),
     }
-    if meter.window.steps == 0 and steps_before and not train.logs(steps_before):
+    if meter.window.steps == 0 and steps_before and not run.plan.logs(steps_before):
         values["train/loss_steps"] = meter.steps  # the steps before the resume are not in this mean
     if progress.skipped_steps:
         values["train/skipped_steps"] = progress.skipped_steps

@@ -111,14 +111,14 @@ def make_step(run: Run, batches: Batches) -> AfterStep:
         run.state.early_end.end()
     run.guards.unsaved.look()
     run.guards.replicas.check_if_due(run.state)
-    if run.config.train.logs(progress.step):
+    if run.plan.logs(progress.step):
         run.ranks.heartbeat.enter("log")
         with meter.resting():
             log_step(run, step.grad_norm)
         meter.begin_window()
     elif (
         progress.step == run.plan.steps_before + 1
-        and run.config.train.log_every_steps
+        and run.plan.log_interval is not None
         and step.update is not Update.SKIPPED
     ):
         run.ranks.heartbeat.enter("log")
@@ -215,12 +215,21 @@ def evaluate_now(run: Run) -> tuple[dict[str, float], bool]:
         with averages_in_place(run):
             metrics |= evaluate_as(run, run.data.eval_loader, "eval/" if instead else "eval/ema/", shows=True)
     run.report.run_log.scalars(metrics, progress.step)
-    words = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
-    run.report.run_log.progress.line(f"eval at step {progress.step}  {words}")
     is_best = run.checkpointer.record_evaluation(progress.step, metrics)
+    words = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
+    run.report.run_log.progress.line(f"eval at step {progress.step}  {words}{_best_words(run)}")
     with run.guards.snapshot.held():
         run.state.after_evaluation(metrics)
     return metrics, is_best
+
+
+def _best_words(run: Run) -> str:
+    if (best := run.checkpointer.best_so_far(run.state.progress.step)) is None:
+        return ""
+    metric, value, step = best
+    if step == run.state.progress.step:
+        return "  (best so far)"
+    return f"  (best {metric.removeprefix('eval/')} {value:.4f} at step {step})"
 
 
 def evaluate_as(run: Run, loader: EvalLoader, prefix: str, shows: bool) -> dict[str, float]:

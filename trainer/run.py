@@ -30,7 +30,7 @@ from trainer.loop import fit
 from trainer.micro_batch import with_micro_batch_size
 from trainer.report import run_hash
 from trainer.run_dir.claim import RunDir, claim
-from trainer.run_dir.console import messages
+from trainer.run_dir.console import messages, table
 from trainer.run_dir.metrics_file import write_result
 from trainer.start_table import start_table
 from trainer.troubleshooting import causes_named
@@ -113,7 +113,7 @@ def _run(
                 write_result(run_dir, result, made_steps=run_.state.progress.step > run_.plan.steps_before)
             run_.report.run_log.close()  # last, so that a failing logger loses nothing else
             run_.checkpointer.finish_remote()
-            log.info("%s  ->  %s", run_dir, run_.report.run_log.look)
+            _log_end(run_, metrics)
     return result
 
 
@@ -145,6 +145,20 @@ def _log_start(run_: Run) -> None:
     log.info("%s", start_table(run_))
     for note in run_.strategy.notes:
         log.info("%s", note)
+
+
+def _log_end(run_: Run, metrics: Mapping[str, float]) -> None:
+    if not run_.ranks.is_main:
+        return
+    shown = [
+        f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith(("train/loss", "eval/"))
+    ]
+    rows = {"finished": f"{metrics['steps']:,} steps, {', '.join(shown)}"}
+    if best := run_.checkpointer.best_so_far(run_.state.progress.step):
+        rows["best"] = "{} {:.4f} at step {}".format(*best)
+    if checkpoint := run_.checkpointer.best_or_newest():
+        rows["checkpoint"] = str(checkpoint)
+    log.info("%s", table(rows | {"view with": run_.report.run_log.look}))
 
 
 def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int, int | None]:

@@ -1,4 +1,4 @@
-"""What a run is about to do, as a table: printed before its first step."""
+"""The table that a run prints before its first step: what it is about to do."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,49 +10,66 @@ from trainer.run_dir.console import table
 
 
 def start_table(run: Run) -> str:
-    config = run.config
-    ranks, train_loader, held_out = run.ranks, run.data.train_loader, run.data.eval_loader
-    steps_per_epoch = "an unknown number" if (steps := train_loader.steps_per_epoch) is None else f"{steps:,}"
-    processes = f"{layout(ranks.hosts)} processes"
+    """Return the table as text, one setting or fact per line."""
+    config, ranks, algorithm = run.config, run.ranks, run.strategy.algorithm
     return table(
         {
-            "strategy": f"{config.strategy.name}, comm {run.strategy.algorithm}",
-            "hosts": f"{processes} on {ranks.device.type}, {ranks.backend}",
+            "processes": f"{layout(ranks.hosts)} ({ranks.device.type}, {ranks.backend})",
+            "strategy": config.strategy.name
+            + ("" if algorithm == "native" else f" (all-reduce: {algorithm})"),
             "precision": backend_flags.described(config.train, ranks.device),
             "model": f"{config.model['_target_']}, {run.plan.num_parameters:,} parameters",
-            "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
-            + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),
-            "optim": _optimizer_words(run),
+            "data": _data(run),
+            "optimizer": _optimizer(run),
             **described(run.state.optimizer, run.state.trainable),
             "batch": str(run.data.split),
-            **_leaves(run),
-            "steps": f"{run.plan.total_steps:,}, {steps_per_epoch} an epoch, from {run.plan.steps_before:,}",
+            **_exact(run),
+            "steps": _steps(run),
             "seed": str(config.seed),
-            "run": str(config.run_dir),
+            "run dir": str(config.run_dir),
         }
     )
 
 
 def layout(hosts: Sequence[int]) -> str:
-    """Hosts and ranks of each, from the host of every rank: 2 x 4, or 2 + 1 if hosts differ."""
+    """Describe the processes from the host of every rank: 8 on 2 hosts, or 3 on 2 hosts (2 + 1)."""
     sizes = list(Counter(hosts).values())
-    alike = len(set(sizes)) == 1
-    return f"{len(sizes)} x {sizes[0]}" if alike else " + ".join(map(str, sizes))
+    words = f"{len(hosts)} on {len(sizes)} host{'s' * (len(sizes) > 1)}"
+    return words if len(set(sizes)) == 1 else f"{words} ({' + '.join(map(str, sizes))})"
 
 
-def _leaves(run: Run) -> dict[str, str]:
-    if (exact := run.plan.exact) is None:
-        return {}
-    each, more = divmod(exact["leaves"], run.data.split.num_replicas)
-    words = f"{exact['leaves']} chunks, {each}{f' or {each + 1}' if more else ''} a rank"
-    return {"exact": words + (f", since step {exact['since']:,}" if exact["since"] else "")}
+def _data(run: Run) -> str:
+    train, held_out = run.data.train_loader.num_samples, run.data.eval_loader
+    words = "a stream" if train is None else f"{train:,} training"
+    if held_out is not None:
+        number = held_out.num_samples
+        words += ", a validation stream" if number is None else f", {number:,} validation"
+    return f"{run.config.data.dataset['_target_']}: {words}" + (" samples" if train is not None else "")
 
 
-def _optimizer_words(run: Run) -> str:
-    trained = sum(parameter.numel() for parameter in run.state.trainable.whole.values())
-    frozen = run.plan.num_parameters - trained
+def _optimizer(run: Run) -> str:
+    trainable = sum(parameter.numel() for parameter in run.state.trainable.whole.values())
+    frozen = run.plan.num_parameters - trainable
     return f"{run.config.optim['_target_']}{f', {frozen:,} parameters frozen' * (frozen > 0)}"
 
 
-def _samples(number: int | None) -> str:
-    return "a stream" if number is None else f"{number:,} samples"
+def _exact(run: Run) -> dict[str, str]:
+    if (exact := run.plan.exact) is None:
+        return {}
+    each, more = divmod(exact["leaves"], run.data.split.num_replicas)
+    words = f"{exact['leaves']} chunks, {each}{f' or {each + 1}' if more else ''} per rank"
+    return {"exact": words + (f", since step {exact['since']:,}" if exact["since"] else "")}
+
+
+def _steps(run: Run) -> str:
+    total, before, per_epoch = (
+        run.plan.total_steps,
+        run.plan.steps_before,
+        run.data.train_loader.steps_per_epoch,
+    )
+    words = f"{total:,}"
+    if per_epoch is not None:
+        epochs, rest = divmod(total, per_epoch)
+        of_epochs = f"{epochs} epoch{'s' * (epochs > 1)} x {per_epoch:,}"
+        words += f" ({per_epoch:,} per epoch)" if rest or not epochs else f" ({of_epochs})"
+    return words + (f", resumed after step {before:,}" if before else "")

@@ -65,7 +65,7 @@ def train_step(run: Run, batches: Batches) -> Step:
 
     heartbeat.enter("optimizer")
     strategy.aggregate(run.model)
-    if run.config.train.logs(step):
+    if run.plan.logs(step):
         run.guards.buffers.compare([run.guards.buffers.hashes()] if losses else [])
     strategy.share_buffers(run.model)
     agreed = run.vote.result()

@@ -41,7 +41,7 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
         NonFiniteError: on every rank; no parameter has changed.
     """
     state, strategy, settings = run.state, run.strategy, run.config.train
-    statistics = run.report.weight_statistics.around_update(step, settings.logs(step))
+    statistics = run.report.weight_statistics.around_update(step, run.plan.logs(step))
     with statistics, run.guards.snapshot.update(step):  # within the snapshot, ddp waits for no rank
         on_host, copied = norm.to("cpu", non_blocking=True), accelerator.event(norm.device)
         copied.record()

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.checkpoint.evaluations import Evaluations, State
 from trainer.checkpoint.finding import check_data, opened_for, tell_what_changed
 from trainer.checkpoint.layout import Plan, plan_save
-from trainer.checkpoint.listing import all_found
+from trainer.checkpoint.listing import all_found, best_of
 from trainer.checkpoint.open_checkpoint import ADAPTERS, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
 from trainer.checkpoint.remote import Copier, NoRemote, Remote
 from trainer.checkpoint.restoring import load_model, restore
@@ -253,6 +253,18 @@ class Checkpointer:
                 self._evaluations.write()
             self._remote.follow()
         return best is not None and self._evaluations.best(state, best, [*self._saved, state]) == state
+
+    def best_so_far(self, step: int) -> tuple[str, float, int] | None:
+        """Return the metric that decides, its best value up to ``step`` and the step that had it, if any."""
+        best = self._settings.best
+        state = self._evaluations.best(State(self._branch, step), best)
+        return None if state is None else (best.metric, self._evaluations.of(state)[best.metric], state.step)
+
+    def best_or_newest(self) -> Path | None:
+        """Return the best checkpoint if ``keep_best`` is set, otherwise the newest one; on rank 0 only."""
+        own, best = self._store.own(), self._settings.keep_best
+        chosen = best_of(own, best, self._evaluations) if best is not None else []
+        return next(iter([*chosen, *own]), None)
 
     def save(self, state: TrainState, data_state: Mapping[str, Any] | None = None) -> Saving:
         """Save ``state``.

@@ -26,7 +26,8 @@ def check_contradictions(config: Config) -> None:
             "resume=auto continues the run in run_dir, but run_dir is null, which means a new directory for "
             "each run; set it, as in run_dir=runs/mine resume=auto"
         )
-    if train.histograms_every is not None and not train.logs(train.histograms_every):
+    interval = train.log_interval(1)
+    if train.histograms_every is not None and (interval is None or train.histograms_every % interval):
         raise UserError(
             f"train.histograms_every is {train.histograms_every}, but must be a multiple of "
             f"train.log_every_steps, {train.log_every_steps}: histograms are taken at log steps"

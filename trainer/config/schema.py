@@ -1,6 +1,7 @@
 """The settings of every run, with any choice of groups: types and limits; defaults are in conf/."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -203,7 +204,9 @@ class TrainConfig:
     channels_last: bool = MISSING
     clip_grad_norm: float | None = above(0)
     skip_nonfinite: int = count_or_never()
-    log_every_steps: int | None = at_least(1)
+    log_every_steps: int | str | None = limited(
+        lambda value: value == "auto" or (isinstance(value, int) and value >= 1), "auto, at least 1, or null"
+    )
     eval_every_epochs: int = count_or_never()
     eval_every_steps: int | None = at_least(1)
     show_every: int | None = at_least(1)
@@ -212,8 +215,14 @@ class TrainConfig:
     peak_tflops: float | None = above(0)
     profile: ProfileConfig | None = MISSING
 
-    def logs(self, step: int) -> bool:
-        return self.log_every_steps is not None and step % self.log_every_steps == 0
+    def log_interval(self, total_steps: int) -> int | None:
+        """Return the number of steps from one log line to the next, in a run of `total_steps`; None: never.
+
+        `auto` gives short runs 50 points, and histograms, which are taken at log steps, their steps.
+        """
+        if self.log_every_steps != "auto":
+            return None if self.log_every_steps is None else int(self.log_every_steps)
+        return math.gcd(min(50, max(1, total_steps // 50)), self.histograms_every or 0)
 
     def own_chunks(self, num_replicas: int, replica: int) -> range:
         """The chunks of each step that `replica` computes; there is `exact`."""
@@ -303,6 +312,11 @@ class CheckpointConfig:
         "a password or a key: those belong into the environment",
         default=None,
     )
+
+    @property
+    def best(self) -> KeepBest:
+        """What the best evaluation is, also in runs without `keep_best`."""
+        return self.keep_best or KeepBest("eval/loss")
 
 
 @dataclass

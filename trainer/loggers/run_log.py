@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.config import Config, KeepBest, flatten
+from trainer.config import Config, flatten
 from trainer.config.instantiate import instantiate
 from trainer.distributed.agreement import on_main
 from trainer.distributed.ranks import Ranks
@@ -67,7 +67,7 @@ class RunLog:
         self._plotting = Pace(first_after_s=60)  # the first plot imports matplotlib: 0.6 s, 1 % of a minute
         self._run_dir, self._total_steps, self._steps_before = run_dir, total_steps, steps_before
         self._loggers: dict[str, Logger] = {}  # by their settings
-        self._run_id, self._best = run_id, config.checkpoint.keep_best or KeepBest("eval/loss")
+        self._run_id, self._best = run_id, config.checkpoint.best
         told = {"run_dir": run_dir, "run_id": run_id, "first_step": steps_before, "settings": flatten(config)}
 
         def build() -> None:
