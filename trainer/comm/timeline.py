@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _KEPT = 100  # passes, for the medians of `Timeline.measured`
-_COLOURS = {"queued": "#d0d4da", "overlapped": "#4c78a8", "exposed": "#e45756"}
+_COLOURS = {"queued": "#9aa0a6", "overlapped": "#4c78a8", "exposed": "#e45756"}
+_INK = "#8a8a8a"  # of text and axes, on a transparent page: readable in light and in dark
 ReadGpu = Callable[[bool], tuple[float, ...] | None]
 
 
@@ -215,11 +216,15 @@ class Timeline:
         from matplotlib.figure import Figure  # costs half a second, and only rank 0 draws
 
         records = self.last_pass
-        figure = Figure(figsize=(9, 1.6 + 0.3 * len(records)), layout="constrained")
-        axes = figure.add_subplot()
-        axes.set_xlabel("ms since the first bucket was ready")
-        axes.set_title(f"gradient all-reduce, rank {self._own}, backward pass {self.num_passes}")
-        axes.set_yticks(range(len(records)), [record.label for record in records])
+        # As narrow as TensorBoard's cards, which scale a wide figure down until nobody can read it.
+        figure = Figure(figsize=(4.4, 2 + 0.32 * len(records)), layout="constrained", facecolor="none")
+        axes = figure.add_subplot(facecolor="none")
+        axes.set_xlabel("ms since the first bucket was ready", color=_INK)
+        axes.set_title(f"rank {self._own}, backward pass {self.num_passes}", color=_INK)
+        axes.set_yticks(range(len(records)), [record.label.removeprefix("bucket ") for record in records])
+        axes.set_ylabel("bucket", color=_INK)
+        axes.tick_params(colors=_INK)
+        axes.spines[:].set_color(_INK)
         axes.invert_yaxis()
         if not records:
             return {"comm/buckets": figure}
@@ -233,9 +238,9 @@ class Timeline:
             late = (self._waits[self._own] - self._waits.amin(0)).tolist()
             last = [1e3 * (r.ready - origin + late_s) for r, late_s in zip(records, late, strict=True)]
             rank, skew_s = self._latest(self._waits)
-            label = f"ready on the last rank (rank {rank}, {1e3 * skew_s:.3g} ms late)"
-            axes.scatter(last, range(len(records)), marker="|", s=120, color="black", zorder=3, label=label)
-        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+            label = f"rank {rank} ready, {1e3 * skew_s:.3g} ms late"
+            axes.scatter(last, range(len(records)), marker="|", s=160, color=_INK, zorder=3, label=label)
+        figure.legend(loc="outside lower left", ncols=2, frameon=False, labelcolor=_INK)
         return {"comm/buckets": figure}
 
     def _sum_up(self, wait: bool) -> None:

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
 class TensorBoard(Logger):
     """Events in run_dir, under the names of metrics.jsonl.
 
-    They are flushed at every log step, so a killed run loses only later ones.
+    They are flushed at every log step, so a killed run loses only later ones. A curve appears once it has a
+    value other than zero.
     """
 
     def __init__(self, run_dir: Path, first_step: int, **told: Any) -> None:
         self._run_dir, self._first_step = run_dir, first_step
+        self._shown = set[str]()
+        self._last_zero: dict[str, int] = {}  # by the name of a curve that is not shown yet
         # TensorBoard names a run by its path below this folder.
         folder = run_dir.parent if run_dir.name else run_dir.resolve().parent
         self.look = f"tensorboard --logdir {shlex.quote(str(folder))}"
@@ -34,11 +38,17 @@ class TensorBoard(Logger):
         # purge_step hides those of the earlier process.
         writer = SummaryWriter(str(self._run_dir), purge_step=self._first_step + 1)
         together = ["Multiline", ["^train/(plain_)?loss$", "^eval/loss$"]]
-        writer.add_custom_scalars({"learning": {"loss of training and evaluation": together}})
+        writer.add_custom_scalars({"loss": {"training and validation": together}})
         return writer
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
+            if value == 0 and name not in self._shown:
+                self._last_zero[name] = step
+                continue
+            if name in self._last_zero:
+                self._writer.add_scalar(name, 0.0, self._last_zero.pop(name))
+            self._shown.add(name)
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
@@ -49,7 +59,12 @@ class TensorBoard(Logger):
         self._writer.add_image(name, image, step)
 
     def figure(self, name: str, figure: "Figure", step: int) -> None:
-        self._writer.add_figure(name, figure, step)
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        # Not add_figure, which drops the transparency that makes a plot readable in light and in dark.
+        self._writer.add_image(name, np.asarray(canvas.buffer_rgba()), step, dataformats="HWC")
 
     def histogram(self, name: str, counts: Tensor, edges: Tensor, step: int) -> None:
         middles = (edges[:-1] + edges[1:]) / 2
