@@ -46,9 +46,12 @@ def _resume_others(run_dir: Path) -> None:
     with_maxima = tiny.state_of(tiny.Net())
     with_maxima.optimizer = torch.optim.AdamW(with_maxima.trainable.own.values(), amsgrad=True)
     for other, words in (
-        (tiny.train_state(optimizer="momentum"), "the checkpoint is of another optimizer, without"),
-        (tiny.train_state(width=8), r"first.weight \(\[7, 5\] float32 there, \[8, 5\] float32 here\)"),
-        (with_maxima, "the checkpoint is of another optimizer, without amsgrad; set optim"),
+        (
+            tiny.train_state(optimizer="momentum"),
+            "the checkpoint is from a different optimizer, which has no",
+        ),
+        (tiny.train_state(width=8), r"first.weight \(\[7, 5\] float32 saved, \[8, 5\] float32 here\)"),
+        (with_maxima, "the checkpoint is from a different optimizer, which has no amsgrad; set optim"),
     ):
         with pytest.raises(UserError, match=words):
             tiny.restore(tiny.checkpointer(run_dir), other, "auto")
@@ -149,7 +152,7 @@ def test_a_copy_that_fails_on_one_rank_is_a_fault_of_all(tmp_path: Path, sharded
     first, second = run_ranks(_fail_to_copy, 2, tmp_path, sharded)
     assert first == second
     for step, message in enumerate(first, start=1):
-        assert message == f"the checkpoint of step {step} could not be saved: rank 1: MemoryError: no memory"
+        assert message == f"failed to save the checkpoint of step {step}: rank 1: MemoryError: no memory"
 
 
 @pytest.mark.cuda

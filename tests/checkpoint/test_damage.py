@@ -116,6 +116,6 @@ def test_weights_that_hold_a_call_run_nothing(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Payload(tmp_path / "would")))
     assert (tmp_path / "would").exists()
     torch.save({"first.weight": Payload(tmp_path / "ran")}, tmp_path / "w.pt")
-    with pytest.raises(UserError, match=r"torch.load\(weights_only=True\) refuses it"):
+    with pytest.raises(UserError, match=r"torch.load\(weights_only=True\) failed"):
         tiny.load_weights(tiny.Net(), tmp_path / "w.pt")
     assert not (tmp_path / "ran").exists()

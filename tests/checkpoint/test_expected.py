@@ -43,15 +43,15 @@ def test_what_modules_keep_is_resumed(tmp_path: Path, world_size: int, overrides
 
 BEFORE = {
     model("Renamed"): r"load_state_dict.. does not restore its state_dict.*Missing key.* .layers.0.weight",
-    model("Rounded"): "other values come back of layers.0.weight",
-    model("OneWay"): r"the model, a \w*OneWay, has get_extra_state without set_extra_state",
-    model("Keeps"): "a checkpoint cannot hold model._extra_state.seen, a set",
+    model("Rounded"): "the values of layers.0.weight change",
+    model("OneWay"): r"the model, a \w*OneWay, defines get_extra_state but not set_extra_state",
+    model("Keeps"): "model._extra_state.seen cannot be saved, because it is a set",
 }
-MADE = r"no longer what it was before the first step, .*: {}; make buffers in __init__"
+MADE = r"has changed since before the first step, .*: {}; create buffers in __init__"
 AFTER = {
-    model("Late", grows="false", persistent="true"): MADE.format("it also holds model.cache"),
+    model("Late", grows="false", persistent="true"): MADE.format("unexpected model.cache"),
     model("Late", grows="true", persistent="true"): MADE.format(
-        r"these differ: model.cache \(\[2\] float32 now, \[1\] float32 then\)"
+        r"different model.cache \(\[2\] float32 now, \[1\] float32 before\)"
     ),
 }
 
@@ -75,13 +75,13 @@ def test_what_no_resume_would_take_is_refused_by_name(tmp_path: Path, world_size
 @pytest.mark.parametrize(
     ("held", "words"),
     [
-        (torch.empty(2, dtype=torch.uint4), r"is of torch.uint4, .* view\(torch.uint8\)"),
-        (torch.zeros(1).expand(3), r"is expanded: .* add .clone\(\)"),
+        (torch.empty(2, dtype=torch.uint4), r"is torch.uint4, .* view\(torch.uint8\)"),
+        (torch.zeros(1).expand(3), r"is expanded, .* add .clone\(\)"),
     ],
     ids=["dtype", "expanded"],
 )
 def test_a_buffer_that_no_resume_could_fill_is_refused(held: Tensor, words: str) -> None:
     state = tiny.train_state()
     state.model.register_buffer("held", held)
-    with pytest.raises(UserError, match=f"a checkpoint cannot hold model.held, which {words}"):
+    with pytest.raises(UserError, match=f"model.held cannot be saved, because it {words}"):
         Savable(state)

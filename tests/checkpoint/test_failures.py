@@ -67,7 +67,7 @@ def test_a_full_disk_spares_the_checkpoint_before(small_disk: Path, sharded: boo
     results = run_ranks(_fill_the_disk, 2, small_disk, sharded, async_)
     for result in results:
         assert result["message"] == results[0]["message"]
-        assert "checkpoint of step 2 could not be saved" in result["message"]
+        assert "failed to save the checkpoint of step 2" in result["message"]
         assert "No space left on device" in result["message"]
         assert result["entries"] == ["step_00000001"]
         assert result["after"] == ["step_00000001", "step_00000003"]
@@ -104,7 +104,9 @@ def _pass_over(run_dir: Path) -> dict[str, Any]:
     tiny.assert_same(tiny.everything(fresh), saved[0])
     with pytest.raises(UserError, match="step_00000002 is damaged"):
         tiny.restore(other, fresh, str(run_dir / "checkpoints" / "step_00000002"))
-    with pytest.raises(UserError, match="is a run; give the path of a checkpoint, or run_dir=DIR"):
+    with pytest.raises(
+        UserError, match="is a run directory, not a checkpoint; give the path of a checkpoint, or run_dir=DIR"
+    ):
         tiny.restore(other, fresh, str(run_dir))
     assert not tiny.restore(tiny.checkpointer(run_dir / "empty"), fresh, "auto")
     assert not tiny.restore(other, fresh, None)
@@ -114,8 +116,8 @@ def _pass_over(run_dir: Path) -> dict[str, Any]:
 def test_auto_says_what_it_passed_over_and_what_differs(tmp_path: Path) -> None:
     (result,) = run_ranks(_pass_over, 1, tmp_path)
     text = "\n".join(result["messages"])
-    assert "passing over step_00000003" in text and "no manifest.json" in text
-    assert "passing over step_00000002" in text and f"sha256 of {TENSORS}" in text
+    assert "skipping step_00000003" in text and "no manifest.json" in text
+    assert "skipping step_00000002" in text and f"sha256 of {TENSORS}" in text
     assert "resumed from" in text and "step_00000001 at step 1" in text
     assert "optim.lr was 0.1 in the checkpoint, is 0.5 now" in text
     assert "new was no setting in the checkpoint, is 1 now" in text
@@ -131,12 +133,12 @@ def _all_damaged(run_dir: Path) -> None:
     checkpointer.save(state)
     (run_dir / "checkpoints" / "step_00000000" / TENSORS).write_bytes(b"")
     with pytest.raises(
-        UserError, match=r"none of the 1 checkpoints in .* is intact.* another run_dir starts"
+        UserError, match=r"none of the 1 checkpoints in .* is intact.* set another run_dir to start"
     ):
         tiny.restore(tiny.checkpointer(run_dir), state, "auto")
     (run_dir / "away").mkdir()
     (run_dir / "away" / "checkpoints").symlink_to(run_dir / "not mounted")
-    with pytest.raises(UserError, match="is a file, or a link to nothing: is its disk there"):
+    with pytest.raises(UserError, match="is a file or a broken link: is its disk mounted"):
         tiny.checkpointer(run_dir / "away").open("auto")
 
 

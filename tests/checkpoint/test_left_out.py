@@ -69,9 +69,7 @@ def test_a_resume_reads_them_from_init_from(
     assert model.get_parameter("layers.0.bias").equal(base["layers.0.bias"])
     assert not model.get_parameter("layers.2.bias").equal(base["layers.2.bias"])
     assert main(["convert", str(newest), str(tmp_path / "out"), "--to", "torch"]) == 2
-    assert (
-        "leaves out layers.0.weight, layers.0.bias: they are in model.init_from=" in capsys.readouterr().err
-    )
+    assert "does not contain layers.0.weight, layers.0.bias, because its run" in capsys.readouterr().err
 
 
 def refused(root: Path) -> list[str]:
@@ -97,13 +95,16 @@ def test_other_or_missing_weights_are_refused_in_a_line(tmp_path: Path) -> None:
     begun(tmp_path)
     changed, missing, own, none, weights = run_ranks(refused, 1, tmp_path, init=False)[0]
     left_out = (
-        f"leaves out {{}}, as checkpoint.frozen=false has it: model.init_from={tmp_path}/base.pt had other"
+        "does not contain {}, because its run had checkpoint.frozen=false, and "
+        f"model.init_from={tmp_path}/base.pt has other values"
     )
     assert left_out.format("layers.0.bias") in changed
-    assert f"model.init_from={tmp_path}/base.pt does not exist; give its current path. A new run" in missing
+    assert f"model.init_from={tmp_path}/base.pt does not exist; set its current path. A new run" in missing
     assert left_out.format("layers.0.weight, layers.0.bias") in own
     assert "leaves out frozen parameters that came from model.init_from, and this model has none" in none
-    assert "layers.0.bias: they are in model.init_from=" in weights
+    assert (
+        "layers.0.bias, because its run had checkpoint.frozen=false: they are in model.init_from=" in weights
+    )
 
 
 class Drifts(Tiny):
@@ -118,4 +119,4 @@ def test_a_frozen_parameter_that_changes_cannot_be_left_out(tmp_path: Path) -> N
     begun(tmp_path)
     drifts = (f"model._target_={__name__}.Drifts", "strategy=single", f"run_dir={tmp_path / 'run'}")
     ((said,),) = run_ranks(refusals, 1, (*words(tmp_path), *drifts), init=False)
-    assert "layers.0.bias is frozen, but has other values than it began with" in said
+    assert "layers.0.bias is frozen, but its values differ from those in model.init_from" in said

@@ -116,8 +116,8 @@ def test_a_store_that_fails_is_told_once_tried_again_and_never_waited_for(
         remote.finish(10)
     assert tried == ["a.txt", *5 * ["b.txt"]], "what has arrived is not put twice"
     told = [record.message for record in caplog.records if "no space left" in record.message]
-    assert len(told) == 1 and "training continues. It holds step 0" in told[0]
-    assert "accepts files again, and holds step 10" in caplog.text
+    assert len(told) == 1 and "The newest checkpoint there is of step 0" in told[0]
+    assert "accepts uploads again and contains step 10" in caplog.text
 
 
 def test_a_file_that_arrives_cut_short_gets_no_manifest(
@@ -142,17 +142,17 @@ def test_the_end_waits_so_long_and_says_what_is_safe(
     monkeypatch.setattr(Address, "put", lambda address, file: gate.wait(60))
     path = _save(store, 20)
     remote.follow(20)
-    _wait(lambda: remote.in_hand)
+    _wait(lambda: remote.copying)
     assert remote.metrics() == {"checkpoint/remote_behind": 10.0}
     for step in (30, 40):
         _save(store, step)
-        store.prune(tiny.settings(keep_last=1), Evaluations(tmp_path), spared=remote.in_hand)
+        store.prune(tiny.settings(keep_last=1), Evaluations(tmp_path), spared=remote.copying)
     assert path.exists(), "what is being copied stays"
     begin = time.monotonic()
     with caplog.at_level(logging.INFO):
         remote.finish(0.3)
     assert 0.2 < time.monotonic() - begin < 5
-    assert "holds step 10; step 20 is in" in caplog.text
+    assert "contains step 10; step 20 is only in" in caplog.text
     gate.set()
 
 
@@ -173,7 +173,7 @@ def test_one_that_was_taken_for_dead_stops_when_another_goes_on_with_its_run(
     _save(store, 20)
     first.follow(20)
     first.finish(10)
-    assert "nothing more of this run is put there" in caplog.text
+    assert "this run uploads nothing more" in caplog.text
     assert _steps_there(tmp_path) == ["step_00000010"]
     second.follow(20)
     second.finish(10)
@@ -288,7 +288,7 @@ def _put_by_their_hosts(root: Path, hosts: tuple[int, ...]) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Address, "put", recorded)
         patch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
-        patch.setattr("trainer.checkpoint.remote._LOOK_S", 0.01)
+        patch.setattr("trainer.checkpoint.remote._POLL_S", 0.01)
         patch.setattr(tiny, "facts", lambda *device: dataclasses.replace(facts, hosts=hosts))
         saver = tiny.checkpointer(root / "run", format="sharded", remote=str(_address(root)), state=state)
         for _ in range(2):  # rank 1 hears of the second before it has put the first
@@ -324,7 +324,7 @@ def test_a_file_that_the_store_loses_is_put_again_by_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 0 has waited for it in vain, and tries again."""
-    monkeypatch.setattr("trainer.checkpoint.remote._LOOK_S", 0.01)
+    monkeypatch.setattr("trainer.checkpoint.remote._POLL_S", 0.01)
     monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
     store, _ = _run(tmp_path)
     remote = Remote(

@@ -79,7 +79,7 @@ def test_no_answer_is_not_taken_for_nothing(
     with pytest.raises(UnreachableError, match="cannot be reached: OSError: 500"):
         all_found(elsewhere, str(remote._address))
     assert [each.path.name[-2:] for each in all_found(here, str(remote._address))] == ["20", "10"]
-    assert "500 Internal Server Error; going by what is in" in caplog.text
+    assert "500 Internal Server Error; using only the checkpoints in" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -169,4 +169,4 @@ def test_a_copy_cut_off_with_its_machine_is_no_checkpoint(
     (tmp_path / "there/checkpoints/step_00000010/manifest.json").unlink()
     elsewhere, remote = _run(tmp_path, "elsewhere")
     assert all_found(elsewhere, str(remote._address)) == []
-    assert "step_00000010: its copy was never completed" in caplog.text
+    assert "step_00000010: its upload was never completed" in caplog.text

@@ -31,7 +31,7 @@ def test_state_comes_back_as_it_was():
     ids=["dots", "types of keys", "bytes"],
 )
 def test_two_tensors_of_one_path_are_refused(state):
-    with pytest.raises(UserError, match=r"two tensors at x\.(a\.b|1)"):
+    with pytest.raises(UserError, match=r"two tensors cannot be saved at the same path x\.(a\.b|1)"):
         take_apart({"x": state})
 
 
@@ -41,5 +41,5 @@ def test_two_tensors_of_one_path_are_refused(state):
     ids=["names", "default", "long double", "function"],
 )
 def test_what_would_come_back_as_something_else_is_refused(state):
-    with pytest.raises(UserError, match=r"a checkpoint cannot hold x\.state"):
+    with pytest.raises(UserError, match=r"x\.state\S* cannot be saved"):
         take_apart({"x": {"state": state}})

@@ -172,9 +172,10 @@ def test_what_is_not_there_is_named(text_run: Path, tmp_path: Path) -> None:
     shutil.copy(text_run / "config.yaml", tmp_path / "empty")
     said = run_ranks(refusals, 1, str(text_run), str(tmp_path), init=False)[0]
     assert f"{tmp_path}/empty has no checkpoint" in said["no checkpoint"]
-    assert "was not told what is best" in said["no best"]
+    assert "its checkpoint.keep_best is null" in said["no best"]
     assert "step_00000007 is not a directory; use newest, best" in said["not there"]
-    assert "of another model" in said["another model"] and "[256, 32] float32 there" in said["another model"]
+    assert "from a different model" in said["another model"]
+    assert "[256, 32] float32 saved" in said["another model"]
     assert "exists already" in said["taken"]
     assert "must end in .csv, .jsonl or .pt" in said["no kind"]
 

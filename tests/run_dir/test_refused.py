@@ -26,7 +26,7 @@ TINY = (
     "checkpoint.every_steps=3",
 )
 REFUSED = {
-    "another model": (["model.hidden=[9]"], "of another model"),
+    "another model": (["model.hidden=[9]"], "from a different model"),
     "another optimizer": (["optim=adamw"], "optim"),
     "other data": (["data=fake"], "the training data"),
     "a profile after the end": (["+train.profile={start: 90, steps: 2}"], "train.profile"),

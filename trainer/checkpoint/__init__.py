@@ -1,1 +1,1 @@
-"""Checkpoints that cannot be torn, and a resume that is exact to the bit."""
+"""Atomic checkpoints and bit-exact resume."""

@@ -1,6 +1,6 @@
-"""Look at checkpoints, verify and convert them: ``python -m trainer.checkpoint show|verify|convert``.
+"""Inspect, verify and convert checkpoints: ``python -m trainer.checkpoint show|verify|convert``.
 
-Needs no GPU and no process group, and runs no code from a checkpoint.
+Needs neither a GPU nor a process group, and never runs code from a checkpoint.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.convert import FORMS, convert
+from trainer.checkpoint.convert import FORMATS, convert
 from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
@@ -22,24 +22,29 @@ from trainer.files.untrusted import first_five, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0, or 2 if a checkpoint is damaged or a request cannot be met."""
+    """Run the command and return its exit status: 0, or 2 if a checkpoint is damaged or an argument wrong."""
     parser = argparse.ArgumentParser(prog="python -m trainer.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help in (
-        ("show", "what a checkpoint, or each checkpoint of a run, holds, and whether it is intact"),
-        ("verify", "compare every file with its sha256; the exit status says whether all are intact"),
-        ("convert", "write the weights of a checkpoint in a form of other programs"),
+        ("show", "print the contents of a checkpoint, or of each checkpoint of a run, and verify it"),
+        ("verify", "compare every file with its sha256; the exit status is 0 if all are intact"),
+        ("convert", "export the weights of a checkpoint to a format that other programs read"),
     ):
         command = commands.add_parser(name, help=help)
-        words = "a checkpoint, or, but for convert, a run; its path, or an address as s3://..."
-        command.add_argument("directory", type=location, help=words)
+        what = "a checkpoint" if name == "convert" else "a checkpoint or a run"
+        help = f"{what}: its path, or an address such as s3://..."
+        command.add_argument("directory", type=location, help=help)
         if name == "convert":
-            command.add_argument("out", type=Path, help="what to write; must not exist")
-            command.add_argument("--to", required=True, choices=FORMS)
-            command.add_argument("--ema", action="store_true", help="the weights' moving averages")
-            command.add_argument("--dtype", choices=DTYPES, help="of the weights; without it, their own")
+            command.add_argument("out", type=Path, help="the output file or folder; must not exist")
+            command.add_argument("--to", required=True, choices=FORMATS, help="the output format")
+            command.add_argument(
+                "--ema", action="store_true", help="export the moving averages of the weights"
+            )
+            command.add_argument(
+                "--dtype", choices=DTYPES, help="dtype of the exported weights (default: as saved)"
+            )
     chosen = parser.parse_args(arguments)
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # an ASCII terminal's
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for ASCII terminals
     try:
         if chosen.command == "convert":
             convert(chosen.directory, chosen.out, chosen.to, chosen.ema, DTYPES.get(chosen.dtype))
@@ -56,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _checkpoints(directory: Location) -> Iterator[Location]:
-    """`directory` itself, or the checkpoints in it if it is a run or its folder `checkpoints`."""
+    """Yield `directory`, or the checkpoints in it if it is a run or the `checkpoints` folder of a run."""
     if (directory / MANIFEST).exists() or not directory.is_dir():
         yield directory
         return
@@ -64,17 +69,22 @@ def _checkpoints(directory: Location) -> Iterator[Location]:
     listing: Listing[Any] = Listing(inner if inner.is_dir() else directory)
     found = listing.directories()
     if not found:
-        raise UserError(f"{printable(directory)} is not a checkpoint (it has no {MANIFEST}) and holds none")
+        raise UserError(
+            f"{printable(directory)} is neither a checkpoint (it has no {MANIFEST}) nor contains checkpoints"
+        )
     yield from found
 
 
 def _report(directory: Location, in_full: bool, is_listed: bool) -> bool:
-    """Print a report of one checkpoint; return whether it is intact, or may be on its way to an address."""
+    """Print a report on one checkpoint; return False if it is damaged or unreadable.
+
+    A checkpoint without a manifest at an address may still be uploading, so it does not count as damaged.
+    """
     try:
         source = verified(directory)
     except (UserError, RetryableError) as error:
         if is_listed and isinstance(directory, Address) and not (directory / MANIFEST).exists():
-            print(f"{printable(directory)}: incomplete: it is being copied or deleted, or that was cut off")
+            print(f"{printable(directory)}: incomplete: a copy or deletion is in progress or was interrupted")
             return True
         print(
             f"{printable(directory)}: "
@@ -91,7 +101,7 @@ def _facts(source: OpenCheckpoint) -> dict[str, str]:
     manifest, progress = source.manifest, source.facts["state"]["progress"]
     parameters = [shape for name, (shape, _) in source.shapes.items() if name.startswith("model.")]
     metrics = Evaluations.read(source.directory.parent.parent).of(manifest.state)
-    left_out = f"{first_five(source.left_out)}, of {source.initial_weights}" if source.left_out else "none"
+    not_saved = f"{first_five(source.left_out)} (in {source.initial_weights})" if source.left_out else "none"
     facts = {
         "step": f"{progress['step']:,} (epoch {progress['epoch']}, sample {progress['samples_in_epoch']:,})",
         "samples seen": f"{progress['samples_seen']:,}",
@@ -99,8 +109,8 @@ def _facts(source: OpenCheckpoint) -> dict[str, str]:
         "strategy": f"{source.facts['strategy']} on {source.facts['world_size']} ranks",
         "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at)),
         "torch": source.facts["torch_version"],
-        "model": f"{sum(shape.numel() for shape in parameters):,} numbers in {len(parameters)} tensors",
-        "left out": left_out,
+        "model": f"{sum(shape.numel() for shape in parameters):,} values in {len(parameters)} tensors",
+        "not saved": not_saved,
         "metrics": ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()) or "none",
         "size": f"{manifest.num_bytes / 1e6:,.2f} MB",
     }

@@ -1,4 +1,4 @@
-"""Saving and resuming a run, agreed among all ranks: `open`, `bind` and `save`."""
+"""Saving and resuming a run on all ranks together: `open`, `bind` and `save`."""
 
 import logging
 import secrets
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.evaluations import Evaluations, State
-from trainer.checkpoint.finding import check_data, opened_for, tell_what_changed
+from trainer.checkpoint.finding import check_data, log_changed_settings, opened_for
 from trainer.checkpoint.layout import Plan, plan_save
 from trainer.checkpoint.listing import all_found, best_of
 from trainer.checkpoint.open_checkpoint import ADAPTERS, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
@@ -32,21 +32,21 @@ from trainer.state.train_state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 _UNSAVED = "unsaved"  # the key of `Checkpointer.unsaved` in a checkpoint
-_HOURS = "hours"  # the key of how long the run has taken
+_HOURS = "hours"  # the key of the run's duration so far
 
 
 class Checkpointer:
     """Saves a ``TrainState`` under ``run_dir/checkpoints`` and restores it.
 
-    ``open``, ``bind``, ``check`` and ``save`` are collective, and called in this order. They use a separate
-    gloo group with a long timeout, so that a slow disk does not look like a failed network. All ranks know
-    how each action ended before one of them raises.
+    ``open``, ``bind``, ``check`` and ``save`` are collectives, called in this order. They use a separate
+    gloo group with a long timeout, so that a slow disk does not look like a failed network. If an action
+    fails on one rank, all ranks raise the same error.
 
     Attributes:
-        saving: the last save, which may still be written.
+        saving: the last save, which may still be in progress.
         restored_metrics: the metrics of the state that ``bind`` restored; {} if it was not evaluated.
-        unsaved: the fingerprints of attributes that no checkpoint contains, for each save of this process.
-        restored_unsaved: those of the checkpoint that ``bind`` restored.
+        unsaved: the fingerprints of attributes that checkpoints do not contain, included in each save.
+        restored_unsaved: the same fingerprints as saved in the checkpoint that ``bind`` restored.
     """
 
     def __init__(
@@ -58,9 +58,11 @@ class Checkpointer:
         num_samples: int | None,
         config: Mapping[str, Any],
     ) -> None:
-        """``run_id`` marks this run's checkpoints in ``run_dir``. ``num_samples`` is the length of the
-        training data, None for a stream. ``config`` has the settings by dotted name, as plain values: they
-        are saved, and compared on resume.
+        """
+        Args:
+            run_id: identifies this run's checkpoints in ``run_dir``.
+            num_samples: the length of the training data; None for a stream.
+            config: the settings by dotted name, as plain values: saved, and compared on resume.
         """
         self._settings, self._ranks = settings, ranks
         self._store = Store(Path(run_dir) / "checkpoints", run_id)
@@ -77,13 +79,14 @@ class Checkpointer:
         }
         self._stage = host_stager(ranks.device)
         self._opened: OpenCheckpoint | None = None
-        self._savable: Savable  # from `bind` on
+        self._savable: Savable  # set by `bind`
         self._changing: set[str] = set()  # parameters that a forward pass changes
         self._planner: Planner
         self._last_saved: int | None = None
-        self._branch, self._origin = "", State("", 0)  # of the run; and what it resumed from, if it did
-        self._saved: set[State] = set()  # by this run: what keep_best may compare an evaluation with
-        self._last_save_s = time.monotonic()  # or the start
+        self._branch = ""
+        self._origin = State("", 0)  # the state that the run resumed from, if any
+        self._saved: set[State] = set()  # states with a checkpoint of this run, for keep_best
+        self._last_save_s = time.monotonic()  # of the last save, or of the start
         self.saving = Saving()
         self.restored_metrics: Mapping[str, float] = {}
         self.unsaved: Mapping[str, Any] = {}
@@ -94,30 +97,29 @@ class Checkpointer:
             return NoRemote()
         address, session = Address(settings.remote), self._agreement.on_main(lambda: secrets.token_hex(8))
         hosts, rank = self._ranks.hosts, self._ranks.rank
-        here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        on_this_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         if rank == 0:
-            return Remote(address, self._store, session, here, settings, self._evaluations)
-        leads = rank == here[0] and settings.format == "sharded"
-        return Copier(address, self._store, session, here) if leads else NoRemote()
+            return Remote(address, self._store, session, on_this_host, settings, self._evaluations)
+        copies = rank == on_this_host[0] and settings.format == "sharded"
+        return Copier(address, self._store, session, on_this_host) if copies else NoRemote()
 
     def open(self, resume: str | None) -> OpenCheckpoint | None:
-        """The checkpoint that ``resume`` asks to continue from, verified; None if there is none.
+        """Verify and return the checkpoint that ``resume`` names; None if there is none.
 
-        Called first, before there is a state. Deletes what killed saves of this run left behind.
+        Called first, before the state is built. Deletes the partial files of interrupted saves of this run.
 
         Args:
-            resume: None; "auto" for the newest checkpoint of this run_dir that verifies; or the path of one.
+            resume: None; "auto" for the newest intact checkpoint in run_dir; or the path of a checkpoint.
 
         Raises:
-            UserError: on every rank alike: the checkpoint is missing, damaged, or of a run on other data.
+            UserError: on every rank, if the checkpoint is missing, damaged, or from a run on other data.
         """
         self._agreement.on_main(self._store.recover)
         if resume is None:
             return None
         source = opened_for(resume, self._store, self._settings.remote, self._agreement)
         if source is not None:
-            found, num_samples = source, self._facts["num_samples"]
-            self._agreement.everywhere(lambda: check_data(found, num_samples))
+            self._agreement.everywhere(lambda: check_data(source, self._facts["num_samples"]))
         self._opened = source
         return source
 
@@ -127,18 +129,19 @@ class Checkpointer:
         exact: Mapping[str, Any] | None = None,
         frozen: Mapping[str, str] | None = None,
     ) -> list[dict[str, Any]]:
-        """Save ``state``, as built, from now on; first restore what was opened, if it fits.
+        """Prepare to save ``state``, and restore the opened checkpoint into it, if there is one.
 
         Args:
-            exact: of an exact run, what decides its bits, in plain values; saved with it.
-            frozen: the `frozen_digests` of the model: with checkpoint.frozen=false saves leave these out.
+            exact: with train.exact, the plain values that determine the result bit for bit; saved.
+            frozen: the `frozen_digests` of the model; with checkpoint.frozen=false these parameters are
+                not saved.
 
         Returns:
-            Where the data of each rank stood in what was opened; none if nothing was.
+            The data position of each rank in the opened checkpoint; [] without one.
 
         Raises:
-            UserError: on every rank alike: a checkpoint cannot hold something in the model's state, by name;
-                or what was opened is of another model, or cannot be read.
+            UserError: on every rank, if part of the model's state cannot be saved (named in the message),
+                or if the opened checkpoint is from a different model or cannot be read.
         """
         frozen = frozen or {}
         left_out = {} if self._settings.frozen else frozen
@@ -153,7 +156,7 @@ class Checkpointer:
         data_states = restore(state, self._opened, frozen, self._agreement, self._ranks.device)
         state.early_end.continue_after(self._opened.facts.get(_HOURS, 0.0))
         if self._ranks.is_main:
-            tell_what_changed(self._opened.facts["config"], self._facts["config"])
+            log_changed_settings(self._opened.facts["config"], self._facts["config"])
         self._origin = self._opened.manifest.state
         self._evaluations.merge(before)
         self._evaluations.start_branch(self._branch, self._origin)
@@ -165,28 +168,28 @@ class Checkpointer:
         return data_states
 
     def _before(self, source: OpenCheckpoint | None) -> tuple[str, Evaluations, set[State]]:
-        """Return a new branch, the evaluations before it, and the states that this run has saved."""
+        """Return the name of a new branch, the evaluations before it, and the states that this run saved."""
         run_dir, saved = self._store.root.parent, set[State]()
         evaluations = Evaluations(run_dir)
         if source is not None:
             evaluations.merge(Evaluations.read(run_dir))
-            if (origin := source.directory.parent.parent) != run_dir:  # of another run, or at an address
+            if (origin := source.directory.parent.parent) != run_dir:  # in another run, or at an address
                 evaluations.merge(Evaluations.read(origin))
         if source is not None and self._settings.keep_best is not None:
-            found = all_found(self._store, self._settings.remote)
-            saved = {each.manifest.state for each in found if each.manifest is not None}
+            checkpoints = all_found(self._store, self._settings.remote)
+            saved = {each.manifest.state for each in checkpoints if each.manifest is not None}
         return secrets.token_hex(4), evaluations, saved
 
     def check(self, state: TrainState, changed: Sequence[str] = ()) -> None:
-        """Check, after the dry run, that a resume could load what a save would write (a collective).
+        """Check, after the dry run, that a save could be resumed (a collective).
 
         Args:
-            changed: parameters that the dry run changed on this rank. After a resume the model is read
-                again then, so that they have the values of the checkpoint.
+            changed: parameters that the dry run changed on this rank. After a resume, they are restored from
+                the checkpoint again.
 
         Raises:
-            UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter;
-                or ranks that are to write cannot reach the directory.
+            UserError: on every rank, if a forward pass created or resized a buffer or replaced a parameter,
+                or if a rank that writes files cannot reach the directory.
         """
         self._ranks.heartbeat.enter("checkpoint")
         source, self._opened = self._opened, None
@@ -196,34 +199,34 @@ class Checkpointer:
             with writing(root):
                 root.mkdir(parents=True, exist_ok=True)
 
-        def look() -> None:
+        def check_save() -> None:
             if self._settings.format == "sharded" and not root.is_dir():
                 raise UserError(
-                    f"{root} does not exist here, but each rank writes its part of a checkpoint there: is "
-                    "run_dir on a file system that all hosts share?"
+                    f"{root} does not exist on this host, but each rank writes its shards of a checkpoint "
+                    "there: is run_dir on a file system that all hosts share?"
                 )
             self._savable.to_save(state)
-            if self._ranks.is_main and source is not None:  # before a checkpoint names the branch
+            if self._ranks.is_main and source is not None:  # must precede the branch's first checkpoint
                 with writing(self._store.root.parent):
                     self._evaluations.write()
             if source is not None and changed:
                 load_model(state.model, source, self._ranks.device)
 
         self._agreement.on_main(make_root)
-        self._agreement.everywhere(look)
+        self._agreement.everywhere(check_save)
         self._changing = {f"model.{name}" for name in changed}
         self._remote.follow()
 
     def refuse_left_out(self, names: Collection[str]) -> None:
-        """Raise UserError if saves leave out one of these parameters, which are trained from now on."""
-        if found := sorted(self._facts[LEFT_OUT].keys() & names):
+        """Raise UserError if one of these parameters, which have become trainable, is not saved."""
+        if not_saved := sorted(self._facts[LEFT_OUT].keys() & names):
             raise UserError(
-                f"checkpoint.frozen=false leaves out {first_five(found)}, frozen at the start and trainable "
-                "now; set checkpoint.frozen=true"
+                f"checkpoint.frozen=false does not save {first_five(not_saved)}, which was frozen at the "
+                "start but is trainable now; set checkpoint.frozen=true"
             )
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:
-        """Whether the settings ask for a checkpoint after this optimizer step, or at this end of an epoch."""
+        """Return whether the settings ask for a checkpoint after this step or at this end of an epoch."""
         every_steps, every_epochs = self._settings.every_steps, self._settings.every_epochs
         if every_steps is not None and progress.step % every_steps == 0:
             return True
@@ -238,13 +241,13 @@ class Checkpointer:
         return every is not None and time.monotonic() - self._last_save_s >= 60 * every
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Record the metrics of the state after ``step``, the same on every rank, on rank 0's disk.
+        """Record the metrics of the state after ``step``, which are equal on all ranks; rank 0 writes them.
 
         Returns:
             Whether ``keep_best`` asks to save this state, because no ancestor with a checkpoint was better.
 
         Raises:
-            UserError, RetryableError: on rank 0: the disk fails.
+            UserError, RetryableError: on rank 0, if writing fails.
         """
         state, best = State(self._branch, step), self._settings.keep_best
         self._evaluations.add(state, metrics)
@@ -267,22 +270,23 @@ class Checkpointer:
         return next(iter([*chosen, *own]), None)
 
     def save(self, state: TrainState, data_state: Mapping[str, Any] | None = None) -> Saving:
-        """Save ``state``.
+        """Save ``state`` (a collective).
 
-        ``data_state`` is where this rank's data stands, in plain values and tensors, if it has to be saved.
+        With ``checkpoint.async`` this returns at once: ``state`` is copied to host memory while the next step
+        is computed, and written while training continues. Call ``wait_until_copied()`` of the returned
+        object before changing ``state``, and ``wait()`` to get an error of the save; the next save calls it.
+        Older checkpoints are always deleted in the background.
 
-        With ``checkpoint.async`` this returns at once. ``state`` is copied to host memory while the next step
-        is computed, until ``wait_until_copied()``, and is written while training continues. ``wait()``, for
-        which the next save waits, then raises a failure. Older checkpoints are
-        always deleted while training continues.
+        Each rank reports to rank 0, which decides where to write. When all ranks have written their files,
+        they report them, and rank 0 decides whether the save succeeded.
 
-        Each rank reports to rank 0, which answers where to write. When all have written, each reports what it
-        wrote, and rank 0 answers how the save ended.
+        Args:
+            data_state: the position in this rank's data, as plain values and tensors, if it must be saved.
 
         Raises:
-            UserError, RetryableError: on every rank alike, naming the rank that failed and why; what was
-                written is deleted.
-            NonFiniteError: on every rank alike: a number is NaN or Inf; nothing is saved of this step.
+            UserError, RetryableError: on every rank, naming the rank that failed and the reason. The files
+                written so far are deleted.
+            NonFiniteError: on every rank, if a value is NaN or Inf. Nothing is saved.
         """
         step = state.progress.step
         self._last_save_s = time.monotonic()
@@ -330,26 +334,25 @@ class Checkpointer:
     def _write(self, directory: Path, contents: Contents) -> None:
         step = contents.step
         try:
-            write_checkpoint(
-                self._store, directory, contents, self._agreement, clears=self._ranks.local_rank == 0
-            )
+            cleans_up = self._ranks.local_rank == 0
+            write_checkpoint(self._store, directory, contents, self._agreement, cleans_up)
         except (UserError, RetryableError) as error:
             self._last_saved = None
-            raise kind_of(error)(f"the checkpoint of step {step} could not be saved: {error}") from error
+            raise kind_of(error)(f"failed to save the checkpoint of step {step}: {error}") from error
         self._remote.follow(step)
 
     def _prune(self) -> None:
-        """Delete older checkpoints on rank 0, while training continues: thousands of files take seconds."""
+        """Delete older checkpoints on rank 0. Deleting thousands of files takes seconds."""
         if self._ranks.is_main:
             try:
-                self._store.prune(self._settings, self._evaluations, spared=self._remote.in_hand)
+                self._store.prune(self._settings, self._evaluations, spared=self._remote.copying)
             except (UserError, RetryableError) as error:
-                log.warning("older checkpoints stay: %s", error)
+                log.warning("failed to delete older checkpoints: %s", error)
 
     def _newest_step(self) -> int | None:
-        """The step of the newest checkpoint here that led to the present state.
+        """Return the step of the newest checkpoint in run_dir that is an ancestor of the current state.
 
-        A run that was resumed from an older one left the later ones behind.
+        Checkpoints after the one that the run resumed from are not ancestors.
         """
         own = (manifest.state for manifest in self._store.own().values())
         return next((each.step for each in own if each.branch == self._branch or each == self._origin), None)
@@ -361,17 +364,19 @@ class Checkpointer:
         kept: Mapping[str, Any],
         check: Callable[[], None],
     ) -> bool:
-        """`save` without any other rank, after a failure. ``state`` must be whole here.
+        """Save ``state``, which must not be sharded, without the other ranks, after a failure.
 
-        ``kept``, by names in the model's state, is saved in place of its own values there. Other ranks' data
-        states are left out: what of a stream they read is read again on resume, and dropped. ``check`` is
-        called when all is written, and raises if the state has changed meanwhile.
+        The data positions of other ranks are not saved: on resume, a stream is read again up to this step.
+
+        Args:
+            kept: values to save in place of the model's own, by their names in the model's state.
+            check: called when all files are written; raises if the state has changed in the meantime.
 
         Returns:
-            False: the newest checkpoint of this run is of this step already.
+            False if the newest checkpoint of this run already has this step.
 
         Raises:
-            UserError, RetryableError: a number is NaN or Inf, or the disk fails; existing checkpoints are
+            UserError, RetryableError: if a value is NaN or Inf, or writing fails. Existing checkpoints are
                 unchanged.
         """
         step = state.progress.step
@@ -380,7 +385,7 @@ class Checkpointer:
             [data_state if rank == self._ranks.rank else {} for rank in range(self._ranks.world_size)]
         )
         if bad := sorted(self._savable.new_in(draft.tensors)):
-            raise UserError(f"{first_five(bad)} is not finite")
+            raise UserError(f"{first_five(bad)} contains NaN or Inf")
         plan = plan_save(draft.tensors, "full", rank=0, world_size=1)
         contents = self._contents(state, draft, plan, lambda: plan.part_of(draft.tensors, rank=0))
         store = Store(self._store.root, self._store.run_id, shared=True)
@@ -388,19 +393,20 @@ class Checkpointer:
         newest = self._newest_step()
         if newest == step:
             return False
-        if newest == step + 1:  # behind a cut link: ranks are one step apart at most
-            raise UserError(f"the last step here is {step}; another rank has saved step {newest}")
+        if newest == step + 1:  # saved by ranks on the other side of a network failure
+            raise UserError(f"this rank is at step {step}, but another rank has saved step {newest}")
         write_checkpoint(store, store.new_directory(step), contents, Agreement(), check=check)
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Metrics for the log, by name."""
+        """Return metrics to log, by name."""
         return self._remote.metrics()
 
     def finish_remote(self) -> None:
-        """Wait until `checkpoint.remote` has all, at most `checkpoint.timeout_s`; after ``saving.wait()``.
+        """Wait up to `checkpoint.timeout_s` until everything is copied to `checkpoint.remote`.
 
-        No collective: a logger that is slow to close may delay rank 0, while the others just end.
+        Call after ``saving.wait()``. Not a collective, because rank 0 may be delayed by a slow logger while
+        the other ranks exit.
         """
         self._ranks.heartbeat.enter("checkpoint")
         with at_disk():

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in a form of other programs, with no GPU and no process group."""
+"""Export the weights of a checkpoint to formats of other programs, without a GPU or a process group."""
 
 import json
 import os
@@ -14,13 +14,13 @@ import torch
 from trainer.checkpoint.manifest import fsync_directory, write_text
 from trainer.checkpoint.open_checkpoint import ADAPTERS, MODEL_CONFIG, OpenCheckpoint, verified
 from trainer.checkpoint.safetensors_files import NAMES, SINGLE, ToStore, write_file
-from trainer.checkpoint.store import appear
+from trainer.checkpoint.store import publish
 from trainer.errors import UserError
 from trainer.files.address import Location
 from trainer.files.untrusted import printable
 from trainer.files.writing import check_free
 
-FORMS = ("safetensors", "torch", "hf", "peft")
+FORMATS = ("safetensors", "torch", "hf", "peft")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -29,18 +29,18 @@ def convert(
 ) -> None:
     """Write the model's weights from the checkpoint in `directory` to `out`.
 
-    `out` appears whole or not at all. `safetensors` and `torch` are files. `hf` is a folder for transformers'
-    `from_pretrained`. `peft` is one for that of `peft.PeftModel`: the adapters without the model. All but
-    `torch` need memory for one tensor.
+    `out` is created atomically. Every format except `torch` needs memory for one tensor at a time.
 
     Args:
-        averaged: use the moving averages of the weights.
-        dtype: of the floating-point weights in `out`; None keeps theirs.
+        to: `safetensors` or `torch` for a file; `hf` for a folder that transformers' `from_pretrained`
+            reads; `peft` for a folder of adapters that `peft.PeftModel.from_pretrained` reads.
+        averaged: write the moving averages of the weights.
+        dtype: of the floating-point weights in `out`; None keeps their dtypes.
 
     Raises:
-        UserError: the checkpoint does not verify, or has no model of that form; `out` exists, or its parent
-            does not.
-        OSError: of the disk.
+        UserError: if the checkpoint is damaged, its model has no such format, `out` exists, or the parent
+            directory of `out` does not exist.
+        OSError: if writing fails.
     """
     check_free(out)
     source = verified(directory)
@@ -49,50 +49,49 @@ def convert(
         ToStore(name, value, dtype if dtype is not None and value.is_floating_point() else value.dtype)
         for name, value in weights.items()
     ]
-    beside = Path(tempfile.mkdtemp(prefix=".tmp_", dir=out.parent))  # shared with no other attempt
-    temporary = beside / out.name
+    temporary_dir = Path(tempfile.mkdtemp(prefix=".tmp_", dir=out.parent))
+    temporary = temporary_dir / out.name
     try:
         if to == "safetensors":
             _write_weights(temporary, stored)
         elif to == "torch":
-            # Copies, each with memory of its own: of a mapped one, torch.save would write the whole file.
-            once = {id(each.tensor): each.tensor.to(each.dtype, copy=True) for each in stored}
+            # For a mapped tensor, torch.save would write the whole mapped file.
+            copies = {id(each.tensor): each.tensor.to(each.dtype, copy=True) for each in stored}
             with temporary.open("xb") as file:
-                torch.save({each.key: once[id(each.tensor)] for each in stored}, file)
+                torch.save({each.key: copies[id(each.tensor)] for each in stored}, file)
                 file.flush()
                 os.fsync(file.fileno())
         else:
             temporary.mkdir()
             (_write_peft if to == "peft" else _write_hf)(temporary, source, stored)
             fsync_directory(temporary)
-        appear(temporary, out)
+        publish(temporary, out)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary_dir, ignore_errors=True)
 
 
 def _write_weights(path: Path, weights: Sequence[ToStore]) -> None:
-    """Write a new safetensors file of `weights`; tied ones, which share their memory, are written twice.
+    """Write `weights` to a new safetensors file; tied weights are written once for each name.
 
     Raises:
-        UserError: the format has no name for a dtype.
+        UserError: if the format does not support a dtype.
     """
     for each in weights:
         if each.dtype not in NAMES:
-            words = "which safetensors has no name for; --to torch takes it"
-            raise UserError(f"{each.key} is {each.dtype}, {words}")
+            raise UserError(f"{each.key} is {each.dtype}, which safetensors does not support; use --to torch")
     write_file(path, sorted(weights, key=lambda each: (-each.dtype.itemsize, each.key)))
 
 
 def _write_hf(folder: Path, source: OpenCheckpoint, weights: Sequence[ToStore]) -> None:
-    """Write config.json and the file of weights."""
+    """Write config.json, the weights and, if there is one, the tokenizer."""
     config: dict[str, Any] = source.facts.get(MODEL_CONFIG) or {}
     if "model_type" not in config:
         raise UserError(
-            f"--to hf: {printable(source.directory)} is not of a model of transformers as it is, so "
-            "from_pretrained could not open it; --to peft writes adapters, which peft merges into their "
-            "base (merge_and_unload()), and --to safetensors all weights under the names that they have"
+            f"--to hf: the model of {printable(source.directory)} is not an unmodified transformers model, "
+            "so from_pretrained could not load it; use --to peft for adapters, which peft merges into their "
+            "base model (merge_and_unload()), or --to safetensors for all weights under their own names"
         )
-    if config.get("tie_word_embeddings"):  # loading ties them again, so one name of each is enough
+    if config.get("tie_word_embeddings"):  # from_pretrained ties them again, so one name is enough
         weights = list({id(each.tensor): each for each in reversed(weights)}.values())
     floating = {each.dtype for each in weights if each.tensor.is_floating_point()}
     if len(floating) == 1:
@@ -100,26 +99,27 @@ def _write_hf(folder: Path, source: OpenCheckpoint, weights: Sequence[ToStore]) 
         config["torch_dtype"] = str(floating.pop()).removeprefix("torch.")
     write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     _write_weights(folder / SINGLE, weights)
-    for name in _TOKENIZER:  # of tokens that were made by one of Hugging Face
-        beside = Path(str(source.config.get("data.dataset.path"))) / name
-        if beside.is_file():
-            shutil.copyfile(beside, folder / name)
+    for name in _TOKENIZER:  # next to a dataset that a Hugging Face tokenizer encoded
+        tokenizer_file = Path(str(source.config.get("data.dataset.path"))) / name
+        if tokenizer_file.is_file():
+            shutil.copyfile(tokenizer_file, folder / name)
 
 
 def _adapters(source: OpenCheckpoint) -> dict[str, Any]:
-    if (found := source.facts[ADAPTERS]) is None:
+    if (adapters := source.facts[ADAPTERS]) is None:
         raise UserError(
-            f"--to peft: {printable(source.directory)} holds no adapters of peft, which model.adapters sets"
+            f"--to peft: {printable(source.directory)} contains no PEFT adapters; its run did not set "
+            "model.adapters"
         )
-    return cast(dict[str, Any], found)
+    return cast(dict[str, Any], adapters)
 
 
 def _write_peft(folder: Path, source: OpenCheckpoint, weights: Sequence[ToStore]) -> None:
-    """Write adapter_config.json, which names the base by `model.init_from`, and the file of adapters."""
+    """Write the adapters, and adapter_config.json, which names `model.init_from` as the base model."""
     adapters = _adapters(source)
     base = adapters["config"].get("base_model_name_or_path") or source.config.get("model.init_from")
     config = adapters["config"] | {"base_model_name_or_path": base}
     write_text(folder / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     by_name = {each.key: each for each in weights}
-    named = [replace(by_name[ours], key=theirs) for theirs, ours in adapters["names"].items()]
+    named = [replace(by_name[own_name], key=peft_name) for peft_name, own_name in adapters["names"].items()]
     _write_weights(folder / "adapter_model.safetensors", named)

@@ -1,9 +1,9 @@
 """evaluations.jsonl: the metrics of each evaluation of a run, and the branch of the run that it belongs to.
 
-Each start of a run begins a new branch at the state that it resumed. Two branches may
+Each start of a run creates a new branch, which begins at the state that it resumed from. Two branches may
 reach the same step with different weights, for instance after a resume from an older checkpoint with
-another learning rate. So a state is identified by its branch and its step, in a checkpoint's manifest as
-well as here, and only evaluations of ancestors of the current state count.
+another learning rate. Therefore a state is identified by its branch and step, both here and in the manifest
+of a checkpoint, and only evaluations of the current state's ancestors count.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class State(NamedTuple):
 
 
 class Evaluations:
-    """The evaluations of a run, the same on every rank. A new record is empty; only rank 0 writes it."""
+    """The evaluations of a run, the same on every rank; only rank 0 writes them to disk."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
@@ -42,25 +42,25 @@ class Evaluations:
 
     @staticmethod
     def read(run_dir: Location) -> "Evaluations":
-        """Return the record in `run_dir`, which may be an address; an empty one if there is none.
+        """Return the evaluations of the run in `run_dir`, which may be an address; empty if there are none.
 
         Raises:
-            OSError, UserError, RetryableError: it cannot be read, or is damaged.
+            OSError, UserError, RetryableError: if the file cannot be read or is damaged.
         """
-        found = Evaluations(Path())
+        evaluations = Evaluations(Path())
         origins, metrics = {}, {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), (run_dir / FILE).open("rb") as file:
             try:
                 rows = [read_json(run_dir / FILE, line) for line in file.read().splitlines()]
             except UserError as error:
-                raise UserError(f"{error}; delete it to continue without the evaluations so far") from error
+                raise UserError(f"{error}; delete it to continue without the earlier evaluations") from error
             for row in rows:
                 if "metrics" in row:
                     metrics[State(row["branch"], row["step"])] = row["metrics"]
                 else:
                     origins[row["branch"]] = State(*row["resumed_from"])
-        found._origins, found._metrics = origins, metrics
-        return found
+        evaluations._origins, evaluations._metrics = origins, metrics
+        return evaluations
 
     def merge(self, other: "Evaluations") -> None:
         """Add what `other` contains, without writing it yet."""
@@ -68,7 +68,7 @@ class Evaluations:
         self._metrics = {**self._metrics, **other._metrics}
 
     def start_branch(self, branch: str, origin: State) -> None:
-        """Record that `branch` resumes from `origin`; call `write` before the first checkpoint of it."""
+        """Record that `branch` resumes from `origin`; call `write` before the branch's first checkpoint."""
         self._origins = {**self._origins, branch: origin}
 
     def add(self, state: State, metrics: Mapping[str, float]) -> None:
@@ -107,7 +107,7 @@ class Evaluations:
         return (max if best.mode == "max" else min)(scores, key=scores.__getitem__, default=None)
 
     def write(self) -> None:
-        """Replace the file with this record; it is on disk when this returns. Raises OSError."""
+        """Replace the file with these evaluations and wait until it is on disk. Raises OSError."""
         rows: list[Any] = [{"branch": own, "resumed_from": origin} for own, origin in self._origins.items()]
         for (branch, step), metrics in self._metrics.items():
             rows.append({"step": step, "branch": branch, "metrics": metrics})

@@ -1,4 +1,4 @@
-"""Which rank writes which part of a save, and the index of where each tensor is."""
+"""The plan of which rank writes which part of a save, and the index of tensor locations."""
 
 import heapq
 import json
@@ -16,7 +16,7 @@ from trainer.checkpoint.tree import is_extra_state
 from trainer.tensors.local_shard import is_dtensor, is_sharded, num_rows, rows_of_shard, to_local
 
 _MODEL = "model."
-# Beside those of safetensors, which has no names for these: they are stored as bytes.
+# In addition to those of safetensors. safetensors has no names for these, so they are stored as bytes.
 _OTHER_DTYPES = (
     "complex32",
     "complex64",
@@ -29,15 +29,15 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (*NAMES, *(getattr(torch, name) for name in _OTHER_DTYPES if hasattr(torch, name)))
 }
-"""What a checkpoint may hold, by the name in its index."""
+"""The dtypes that a checkpoint can contain, by their names in its index."""
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
-"""Of tensors, by their names in a checkpoint."""
+"""The shape and dtype of tensors, by their names in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a tensor, from ``begin`` on: the entry ``key`` of ``file``."""
+    """The rows of a tensor that start at row ``begin``, stored as the entry ``key`` of ``file``."""
 
     file: str
     key: str
@@ -47,14 +47,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A tensor of a checkpoint; its chunks together are all its rows, in order."""
+    """A tensor of a checkpoint; its chunks contain all its rows, in order."""
 
     dtype: torch.dtype
     shape: torch.Size
     chunks: Sequence[Chunk]
 
     def overlapping(self, begin: int, end: int) -> Iterator[Chunk]:
-        """The chunks that hold any of the rows [begin, end)."""
+        """Yield the chunks that contain any of the rows [begin, end)."""
         first = max(0, bisect_right(self.chunks, begin, key=attrgetter("begin")) - 1)
         for number in range(first, len(self.chunks)):
             chunk = self.chunks[number]
@@ -65,22 +65,23 @@ class IndexEntry:
 
 
 Index = Mapping[str, IndexEntry]
-"""By the name of a tensor in the state."""
+"""The entries by the name of a tensor in the state."""
 
 
 class WrittenChunks(Sequence[Chunk]):
-    """The chunks of a tensor that each of ``writers`` wrote a shard of, made as they are asked for.
+    """The chunks of one tensor, computed on access.
 
     Args:
-        name: of the tensor.
-        num_writers: all ranks that wrote files.
+        name: the name of the tensor.
+        writers: the ranks that each wrote a shard of it.
+        num_writers: the number of ranks that wrote files of the checkpoint.
     """
 
     def __init__(self, name: str, shape: tuple[int, ...], writers: Sequence[int], num_writers: int) -> None:
         self._name, self._shape, self._writers, self._num_writers = name, shape, writers, num_writers
         rows = num_rows(shape)
-        each = rows_of_shard(rows, 0, len(writers))[1]
-        self._len = max(1, -(-rows // max(1, each)))  # the last writers may have had no rows
+        rows_per_shard = rows_of_shard(rows, 0, len(writers))[1]
+        self._len = max(1, -(-rows // max(1, rows_per_shard)))  # the last writers may have had no rows
 
     def __len__(self) -> int:
         return self._len
@@ -94,18 +95,18 @@ class WrittenChunks(Sequence[Chunk]):
         return Chunk(file, key_of(self._name), begin, sizes)
 
 
-def index_from_json(written: Mapping[str, Any]) -> dict[str, IndexEntry]:
-    """The index, whose JSON is `Plan.index`."""
-    groups, num_writers = written["groups"], written["num_writers"]
+def index_from_json(saved: Mapping[str, Any]) -> dict[str, IndexEntry]:
+    """Return the index that `Plan.index` saved."""
+    groups, num_writers = saved["groups"], saved["num_writers"]
     index = {}
-    for name, (dtype, shape, group, written_as) in written["tensors"].items():
+    for name, (dtype, shape, group, written_as) in saved["tensors"].items():
         chunks = WrittenChunks(written_as or name, tuple(shape), groups[group], num_writers)
         index[name] = IndexEntry(DTYPES[dtype], torch.Size(shape), chunks)
     return index
 
 
 def index_of_version_4(tensors: Mapping[str, Any]) -> dict[str, IndexEntry]:
-    """The index of a checkpoint that was written before Ringmaster 0.2, which lists each chunk."""
+    """Return the index of a checkpoint written before Ringmaster 0.2, which lists each chunk."""
     return {
         name: IndexEntry(
             DTYPES[entry["dtype"]],
@@ -118,18 +119,19 @@ def index_of_version_4(tensors: Mapping[str, Any]) -> dict[str, IndexEntry]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rank writes which part of a save.
+    """The plan of which rank writes which part of a save.
 
-    The next save mostly has the same tensors, and takes it over: to make one for the 40,000 tensors of 10,000
-    parameters takes as long as the rest of a save.
+    Saves with the same tensors reuse the plan: planning for the 40,000 tensors of 10,000 parameters takes as
+    long as the rest of a save.
 
     Attributes:
         format: "full" or "sharded", for the manifest.
-        writers: by the name of a tensor, the ranks that write it, in the order of its rows; names are in the
-            order of writing.
-        aliases: names of tensors that are other names of those in ``writers``, such as tied weights; they are
-            written once.
-        index: where each tensor will be, as state.json has it; of rank 0's plan.
+        num_writers: the number of ranks that write files.
+        writers: the ranks that write each tensor, in the order of its rows. Names are in the order of
+            writing.
+        aliases: further names of tensors in ``writers``, as of tied weights, which are written once; the
+            value is the name in ``writers``.
+        index: the location of each tensor, as JSON for state.json; only in rank 0's plan.
     """
 
     format: str
@@ -139,20 +141,21 @@ class Plan:
     index: str = ""
 
     def part_of(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-        """The ``tensors`` of which ``rank`` writes all or a shard, in the order of writing."""
+        """Return the ``tensors`` of which ``rank`` writes all or a shard, in the order of writing."""
         return {name: tensors[name] for name, ranks in self.writers.items() if rank in ranks}
 
     def file_of(self, name: str, rank: int) -> str:
-        """The file to which ``rank`` writes a tensor."""
+        """Return the name of the file to which ``rank`` writes a tensor."""
         return file_of(name, rank, self.num_writers)
 
     def indexed(self, tensors: Mapping[str, Tensor]) -> "Plan":
-        """This plan with its ``index``: dtype and shape of each tensor, and the number of a group of ranks.
+        """Return this plan with its ``index``.
 
-        Where its rows are follows from these, so that the size doesn't grow with tensors times ranks.
+        The index contains the dtype, shape and group of writers of each tensor. The location of its rows
+        follows from these, so the size of the index doesn't grow with the number of tensors times ranks.
         """
-        different = dict.fromkeys(map(tuple, self.writers.values()))
-        groups = {writers: number for number, writers in enumerate(different)}
+        distinct = dict.fromkeys(map(tuple, self.writers.values()))
+        groups = {writers: number for number, writers in enumerate(distinct)}
         entries = {
             name: (
                 str(tensors[name].dtype).removeprefix("torch."),
@@ -162,23 +165,26 @@ class Plan:
             )
             for name, first in (dict(zip(self.writers, self.writers, strict=True)) | self.aliases).items()
         }
-        written = {"num_writers": self.num_writers, "groups": list(groups), "tensors": entries}
-        return replace(self, index=json.dumps(written))
+        index = {"num_writers": self.num_writers, "groups": list(groups), "tensors": entries}
+        return replace(self, index=json.dumps(index))
 
 
 def file_of(name: str, rank: int, num_writers: int) -> str:
-    """The file to which ``rank`` writes a tensor; weights have files of their own, for other programs."""
+    """Return the name of the file to which ``rank`` writes a tensor.
+
+    Weights have separate files, which other programs can read.
+    """
     kind = "model" if _is_weight(name) else "optim"
     return f"{kind}-{rank:05d}-of-{num_writers:05d}.safetensors"
 
 
 def _is_weight(name: str) -> bool:
-    """Whether a tensor of the state is one of the model's state dict, without the extra state of modules."""
+    """Return whether a tensor is in the model's state dict and is not extra state of a module."""
     return name.startswith(_MODEL) and not is_extra_state(name)
 
 
 def key_of(name: str) -> str:
-    """The name of a tensor in its file: weights have their plain names there."""
+    """Return the name of a tensor in its file, where weights have their plain names."""
     return name.removeprefix(_MODEL) if _is_weight(name) else name
 
 
@@ -190,21 +196,22 @@ def plan_save(
     written_by: Mapping[str, int] | None = None,
     alike: bool = True,
 ) -> Plan:
-    """Decide which rank writes which of the live ``tensors``: each rank decides the same of its own.
+    """Decide which rank writes which of the live ``tensors``; all ranks reach the same decision.
 
     Args:
-        format: "full": rank 0, which has all of each tensor, writes all. "sharded": each rank writes its
-            shards; of several ranks that hold a tensor, the one with the least to write.
-        written_by: by the names of some tensors, the rank that writes them in any case.
+        tensors: by name; on each rank those that it has.
+        format: with "full", rank 0, which has every tensor in full, writes all of them. With "sharded", each
+            rank writes its shards, and a replicated tensor is written by the rank with the least to write.
+        written_by: the rank that must write a tensor, by the tensor's name.
         alike: whether all ranks have tensors of the same names and sizes, except for ``written_by``. If not,
-            rank 0 writes all that are not sharded.
+            rank 0 writes all tensors that are not sharded.
     """
     aliases = aliases_in(tensors)
     writers: dict[str, list[int]] = {}
     num_writers = world_size if format == "sharded" else 1
     plan = Plan(format, num_writers, writers, aliases)
-    plain = [(0, rank) for rank in range(num_writers if alike else 1)]  # a heap
-    sharded: dict[int, int] = {}  # by the first rank of several that hold a copy, how much they write
+    bytes_per_rank = [(0, rank) for rank in range(num_writers if alike else 1)]  # a heap, of plain tensors
+    bytes_per_copy: dict[int, int] = {}  # of sharded tensors, by the first rank that has a shard of the copy
     for name in _in_order(tensors, aliases):
         tensor, num_bytes = tensors[name], tensors[name].numel() * tensors[name].itemsize
         if written_by and name in written_by:
@@ -212,30 +219,31 @@ def plan_save(
         elif is_dtensor(tensor):
             ranks = tensor.device_mesh.mesh
             copies = ranks.reshape(-1, ranks.shape[-1] if is_sharded(tensor) else 1).tolist()
-            least = min(copies if alike else copies[:1], key=lambda copy: sharded.get(copy[0], 0))
-            sharded[least[0]] = sharded.get(least[0], 0) + num_bytes // len(least)
+            least = min(copies if alike else copies[:1], key=lambda copy: bytes_per_copy.get(copy[0], 0))
+            bytes_per_copy[least[0]] = bytes_per_copy.get(least[0], 0) + num_bytes // len(least)
             writers[name] = least
         else:
-            written, of = plain[0]
-            heapq.heapreplace(plain, (written + num_bytes, of))
-            writers[name] = [of]
+            written, writer = bytes_per_rank[0]
+            heapq.heapreplace(bytes_per_rank, (written + num_bytes, writer))
+            writers[name] = [writer]
     return plan.indexed(tensors) if rank == 0 else plan
 
 
 def _in_order(tensors: Mapping[str, Tensor], aliases: Collection[str]) -> list[str]:
-    """The names to write: in a file by falling size of element, so that each is aligned if it is mapped."""
+    """Return the names in the order of writing: by descending element size, so that mapped tensors align."""
     order = {name: (not _is_weight(name), -tensor.itemsize, name) for name, tensor in tensors.items()}
     return sorted(tensors.keys() - aliases, key=order.__getitem__)
 
 
 def aliases_in(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """By the name of a tensor, the name of an earlier one with the same memory."""
+    """Return the names of tensors that share all memory with an earlier one, mapped to the earlier name."""
     first: dict[Any, str] = {}
     aliases = {}
     for name, tensor in tensors.items():
-        here = to_local(tensor)
-        if here.numel() and not here.is_meta:
-            place = (_is_weight(name), tensor.shape, here.dtype, here.device, here.data_ptr(), here.stride())
-            if first.setdefault(place, name) != name:
-                aliases[name] = first[place]
+        local = to_local(tensor)
+        if local.numel() and not local.is_meta:
+            memory = (local.dtype, local.device, local.data_ptr(), local.stride())
+            key = (_is_weight(name), tensor.shape, *memory)
+            if first.setdefault(key, name) != name:
+                aliases[name] = first[key]
     return aliases

@@ -1,4 +1,4 @@
-"""The checkpoints of a run in a directory or at an address: which there are, and which a run resumes from."""
+"""List the checkpoints of a run in a directory or at an address, and choose those to keep or resume from."""
 
 import contextlib
 import logging
@@ -23,7 +23,7 @@ P = TypeVar("P", Path, Address)
 
 @dataclass(frozen=True)
 class Found(Generic[P]):
-    """A checkpoint that was found; a damaged one has no manifest."""
+    """A checkpoint in a listing; ``manifest`` is None if it is damaged."""
 
     saved_at: float  # in seconds since 1970
     path: P
@@ -31,38 +31,38 @@ class Found(Generic[P]):
 
 
 class Listing(Generic[P]):
-    """The checkpoints of the run ``run_id`` under ``root``; without ``run_id`` those of all runs."""
+    """The checkpoints of the run ``run_id`` under ``root``, or of all runs if ``run_id`` is None."""
 
     def __init__(self, root: P, run_id: str | None = None) -> None:
         self.root: P = root
         self.run_id = run_id
-        self._known: dict[P, Manifest] = {}  # nothing writes to a checkpoint that is complete
+        self._known: dict[P, Manifest] = {}  # a complete checkpoint never changes
 
     def manifest(self, path: P) -> Manifest:
-        """The `summary` of the manifest at ``path``, parsed once: of 1 TB it takes 0.1 s, and all ranks wait.
+        """Return the `summary` of the manifest at ``path``; raises as `read_manifest` does.
 
-        Raises as `read_manifest`.
+        Cached, because parsing the manifest of a 1 TB checkpoint takes 0.1 s, while all ranks wait.
         """
         if path not in self._known:
             self._known[path] = read_manifest(path).summary
         return self._known[path]
 
     def forget(self, path: P) -> None:
-        """Called when the checkpoint at ``path`` is being deleted."""
+        """Remove ``path`` from the cache; called when the checkpoint is being deleted."""
         self._known.pop(path, None)
 
     def directories(self) -> list[P]:
-        """Every ``step_N`` directory that is not a link, lowest step first; of any run.
+        """Return every ``step_N`` directory of any run, except links, in ascending order of steps.
 
         Raises:
-            UserError: ``root`` is not a directory, or may not be read.
-            RetryableError: it cannot be read now.
+            UserError: if ``root`` is not a directory or access is denied.
+            RetryableError: if ``root`` cannot be read now.
         """
         try:
             if not self.root.is_dir():
                 if isinstance(self.root, Path) and os.path.lexists(self.root):
                     raise UserError(
-                        f"{printable(self.root)} is a file, or a link to nothing: is its disk there?"
+                        f"{printable(self.root)} is a file or a broken link: is its disk mounted?"
                     )
                 return []
             found = [
@@ -71,19 +71,19 @@ class Listing(Generic[P]):
                 if (step := step_of(entry.name)) is not None and entry.is_dir() and not entry.is_symlink()
             ]
         except OSError as error:
-            message = f"{printable(self.root)} is unreadable ({error.strerror or error})"
+            message = f"{printable(self.root)} cannot be read ({error.strerror or error})"
             raise kind_of(error)(message) from error
         return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
 
     def found(self) -> list[Found[P]]:
-        """The checkpoints of this run, newest first, and damaged ones, which may be its own.
+        """Return the checkpoints of this run and all damaged ones, which may belong to it, newest first.
 
-        The order of saving counts, not the step: after a run was resumed from step 5, its old step 10 is
-        older.
+        Checkpoints are ordered by the time of the save, not by step: after a run was resumed from step 5,
+        its earlier step 10 is older than its new step 6.
 
         Raises:
-            RetryableError, NoAccessError: the disk or the address does not answer or denies access, so the
-                newest checkpoint there is unknown.
+            RetryableError, NoAccessError: if the disk or the address does not answer or denies access, so
+                that the newest checkpoint is unknown.
         """
         found: list[Found[P]] = []
         paths = self.directories()
@@ -94,21 +94,22 @@ class Listing(Generic[P]):
             except (UnreachableError, NoAccessError):
                 raise
             except UserError:
-                with contextlib.suppress(FileNotFoundError):  # its run has just deleted it
+                with contextlib.suppress(FileNotFoundError):  # the run may just have deleted it
                     found.append(Found(path.stat().st_mtime if isinstance(path, Path) else 0.0, path, None))
             else:
-                if self.run_id in (manifest.run_id, None):  # None: those of all runs
+                if self.run_id in (manifest.run_id, None):
                     found.append(Found(manifest.saved_at, path, manifest))
         return sorted(found, key=attrgetter("saved_at"), reverse=True)
 
     def own(self) -> dict[P, Manifest]:
-        """The manifests of the undamaged ones, newest first."""
+        """Return the manifests of the undamaged checkpoints of this run, newest first."""
         return {each.path: each.manifest for each in self.found() if each.manifest is not None}
 
     def to_prune(self, settings: CheckpointConfig, evaluations: Evaluations) -> list[P]:
-        """Return the checkpoints of this run that no ``keep_...`` of ``settings`` retains.
+        """Return the checkpoints of this run that no ``keep_...`` setting retains.
 
-        Of a step that was saved twice the later counts: the former may be one that a resume found damaged.
+        If a step was saved twice, only the later checkpoint is retained: a resume may have found the earlier
+        one damaged.
         """
         own = self.own()
         newest = {manifest.step: path for path, manifest in reversed(own.items())}
@@ -122,13 +123,13 @@ class Listing(Generic[P]):
 
 
 def all_found(own: Listing[Any], remote: str | None) -> list[Found[Any]]:
-    """Return the checkpoints of ``own`` and of its `checkpoint.remote`, newest first.
+    """Return the checkpoints of ``own`` and of ``remote`` (`checkpoint.remote`), newest first.
 
-    If both have a checkpoint, the copy of ``own`` comes first. What lacks its manifest at an address is not a
-    checkpoint: its machine was lost during the copy.
+    If both have a checkpoint, the one in ``own`` comes first. Folders without a manifest at an address are
+    skipped: their upload was never completed.
 
     Raises:
-        UserError, RetryableError: ``remote`` cannot be reached, and ``own`` has none.
+        UserError, RetryableError: if ``remote`` cannot be reached and ``own`` has no checkpoint.
     """
     found: list[Found[Any]] = list(own.found())
     if remote is None:
@@ -136,27 +137,29 @@ def all_found(own: Listing[Any], remote: str | None) -> list[Found[Any]]:
     try:
         for each in Listing(Address(remote) / "checkpoints", own.run_id).found():
             if each.manifest is None and not (each.path / MANIFEST).exists():
-                log.warning("passing over %s: its copy was never completed", printable(each.path))
+                log.warning("skipping %s: its upload was never completed", printable(each.path))
             else:
                 found.append(each)
     except (UserError, RetryableError) as error:
         if not found:
             raise
-        log.warning("%s; going by what is in %s", error, own.root)
+        log.warning("%s; using only the checkpoints in %s", error, own.root)
     return sorted(found, key=attrgetter("saved_at"), reverse=True)
 
 
 def newest_run_id(run_dir: Location) -> str | None:
-    """The id of the run that saved last under ``run_dir``; None if none did."""
+    """Return the id of the run that saved the newest checkpoint under ``run_dir``; None if there is none."""
     listing: Listing[Any] = Listing(run_dir / "checkpoints")
     return next((manifest.run_id for manifest in listing.own().values()), None)
 
 
 def best_of(own: Mapping[P, Manifest], best: KeepBest, evaluations: Evaluations) -> list[P]:
-    """Return every copy of the best checkpoint among the newest of ``own`` and its ancestors; [] without one.
+    """Return the paths of all checkpoints of the best state; [] if no state was evaluated.
+
+    Only the state of the newest checkpoint and its ancestors count.
 
     Args:
-        own: newest first.
+        own: the manifests of a run's checkpoints, newest first.
     """
     states = {path: evaluations.owner(manifest.state) for path, manifest in own.items()}
     newest = next(iter(states.values()), None)

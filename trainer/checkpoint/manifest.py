@@ -1,4 +1,4 @@
-"""Files that are hashed by blocks while they are written, and the manifest that lists them."""
+"""Write and verify files with a hash for each block, and the manifest that lists them."""
 
 import hashlib
 import json
@@ -20,14 +20,14 @@ from trainer.files.untrusted import printable, read_json
 BLOCK_BYTES = 1 << 24
 _NUM_THREADS = min(4, os.cpu_count() or 1)
 _BLOCKS_TO_SYNC = 4  # between two calls of fdatasync
-_JOINED_BYTES = 1 << 20  # smaller pieces are written together: a write costs as much as to copy 100 kB
+_JOINED_BYTES = 1 << 20  # smaller pieces are joined: a write call costs as much as copying 100 kB
 
 
 @dataclass(frozen=True)
 class FileDigest:
     """The size of a file and the sha256 of each of its blocks.
 
-    One sha256 of the whole file could be computed by one core only, and a reader of a part could not use it.
+    A single sha256 of the whole file would limit hashing to one core, and a partial read couldn't verify it.
     """
 
     bytes: int
@@ -35,7 +35,7 @@ class FileDigest:
 
 
 def write_hashed(path: Path, pieces: Iterable[Any]) -> FileDigest:
-    """Write a new file, hashed and pushed to the disk on the way, and fsynced.
+    """Write a new file, compute its digest at the same time, and fsync the file.
 
     Writing, hashing and syncing release the GIL and run in separate threads. At most four blocks wait to be
     hashed, which limits the memory in use.
@@ -44,12 +44,12 @@ def write_hashed(path: Path, pieces: Iterable[Any]) -> FileDigest:
         pieces: contiguous buffers, such as bytes, which must not change before this returns.
 
     Raises:
-        FileExistsError: there is something at ``path``.
-        OSError: the disk failed.
+        FileExistsError: if ``path`` exists.
+        OSError: if writing fails.
     """
     num_bytes, hashes = 0, list[Future[str]]()
     syncing: Future[None] | None = None
-    # The threads end first, because one may still use the file's descriptor.
+    # The thread pool is left before the file is closed, because a thread may still use its descriptor.
     with (
         path.open("xb", buffering=_JOINED_BYTES) as file,
         ThreadPoolExecutor(_NUM_THREADS + 1, thread_name_prefix="checkpoint") as threads,
@@ -59,9 +59,9 @@ def write_hashed(path: Path, pieces: Iterable[Any]) -> FileDigest:
                 hashes[-_NUM_THREADS].result()
             hashes.append(threads.submit(_sha256, block))
             num_bytes += sum(map(len, block))
-            with at_disk():  # a slow disk is not a silent rank
+            with at_disk():  # so that a slow disk is not reported as a hanging rank
                 file.writelines(block)
-            # Data goes to the disk meanwhile, so that the fsync at the end is short.
+            # Syncing in between keeps the final fsync short.
             if len(hashes) % _BLOCKS_TO_SYNC == 0 and (syncing is None or syncing.done()):
                 if syncing is not None:
                     syncing.result()  # the kernel reports a failed write-back only once
@@ -75,7 +75,7 @@ def write_hashed(path: Path, pieces: Iterable[Any]) -> FileDigest:
 
 
 def _blocks(pieces: Iterable[Any]) -> Iterator[list[memoryview]]:
-    """The bytes of ``pieces`` in blocks of parts, which are not copied; the last block may be shorter."""
+    """Yield the bytes of ``pieces`` in blocks, as lists of views; the last block may be shorter."""
     block, size = list[memoryview](), 0
     for piece in pieces:
         view = memoryview(piece).cast("B")
@@ -98,10 +98,10 @@ def _sha256(parts: list[memoryview]) -> str:
 
 
 def check_blocks(file: PlainFile, digest: FileDigest, blocks: Sequence[int]) -> None:
-    """Compare the blocks of ``file`` with these numbers with ``digest``.
+    """Verify the blocks of ``file`` with the given numbers against ``digest``.
 
     Raises:
-        UserError: a block differs, or cannot be read.
+        UserError: if a block differs or cannot be read.
     """
 
     def is_intact(number: int) -> bool:
@@ -116,17 +116,17 @@ def check_blocks(file: PlainFile, digest: FileDigest, blocks: Sequence[int]) -> 
 
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint") as threads:
         if not all((threads.map if len(blocks) > 1 else map)(is_intact, blocks)):
-            where, name = printable(file.path.parent), printable(file.path.name)
-            raise UserError(f"{where} is damaged: the sha256 of {name} is not the manifest's")
+            directory, name = printable(file.path.parent), printable(file.path.name)
+            raise UserError(f"{directory} is damaged: the sha256 of {name} differs from the manifest")
 
 
 def write_text(path: Path, text: str) -> FileDigest:
-    """Write ``text`` to the new file ``path``, fsynced."""
+    """Write ``text`` to the new file ``path`` and fsync it."""
     return write_hashed(path, [text.encode()])
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in ``path`` durable: a file's own fsync does not."""
+    """Flush the directory entries of ``path`` to disk, which fsync on a file in it does not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -137,26 +137,26 @@ def fsync_directory(path: Path) -> None:
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 5
 READ_VERSIONS = (4, 5)  # 4 differs in the index of tensors: see `layout.index_of_version_4`
-_OWN = ', "sha256": "'  # before the hash of all that stands before it
-_STEP_NAME = re.compile(r"step_([0-9]{8,})(?:-[0-9]+)?")  # -2: beside another of this step
+_OWN_HASH = ', "sha256": "'  # introduces the hash of all text before it
+_STEP_NAME = re.compile(r"step_([0-9]{8,})(?:-[0-9]+)?")  # -2: a second checkpoint of the same step
 _RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint contains: enough to list and verify it without opening its tensors."""
+    """The files and the origin of a checkpoint: enough to list and verify it without opening its tensors."""
 
-    format: str  # full or sharded: who wrote the tensors, rank 0 or each rank its own
+    format: str  # "full": rank 0 wrote all tensors; "sharded": each rank wrote its shards
     step: int
     saved_at: float  # seconds since 1970, by the clock of rank 0
     files: dict[str, FileDigest]
     run_id: str = ""  # of the run that saved it
-    branch: str = ""  # and the branch of that run: see `evaluations`
+    branch: str = ""  # of that run: see `evaluations`
     format_version: int = FORMAT_VERSION
 
     @property
     def summary(self) -> "Manifest":
-        """This without the hashes, which take megabytes in a large run: of each checkpoint that is kept."""
+        """The manifest without its files, whose hashes take megabytes for a large checkpoint."""
         return replace(self, files={})
 
     @property
@@ -169,56 +169,58 @@ class Manifest:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """``manifest`` as JSON that ends with the sha256 of what stands before, so that a changed bit is found.
+    """Return ``manifest`` as JSON that ends with the sha256 of the text before it.
 
-    Without indents, which take Python ten times as long: that of 1 TB has 60,000 hashes.
+    Not indented, because that takes Python ten times as long: the manifest of 1 TB has 60,000 hashes.
     """
-    # Not by asdict, which copies each hash in ten times the time.
+    # dataclasses.asdict would copy each hash and take ten times as long.
     content = {**vars(manifest), "files": {name: vars(digest) for name, digest in manifest.files.items()}}
     text = json.dumps(content, sort_keys=True)[:-1]
-    return f'{text}{_OWN}{hashlib.sha256(text.encode()).hexdigest()}"}}\n'
+    return f'{text}{_OWN_HASH}{hashlib.sha256(text.encode()).hexdigest()}"}}\n'
 
 
 def read_manifest(directory: Location) -> Manifest:
-    """The manifest of the checkpoint in ``directory``; UserError if it is missing or damaged."""
+    """Return the manifest of the checkpoint in ``directory``. UserError if it is missing or damaged."""
     path = directory / MANIFEST
     try:
         with opened(path) as file:
             text = file.read()
     except MissingFileError as error:
-        way = "; a run has its own in its folder checkpoints"
-        raise UserError(f"{printable(directory)} is not a checkpoint: it has no {MANIFEST}{way}") from error
+        raise UserError(
+            f"{printable(directory)} is not a checkpoint: it has no {MANIFEST}; the checkpoints of a run are "
+            "in the folder checkpoints of its run directory"
+        ) from error
     values = read_json(path, text)
     if (version := values.get("format_version")) not in READ_VERSIONS:
         raise UserError(
-            f"{printable(directory)} has format version {printable(version)}; "
-            f"{READ_VERSIONS[0]} to {FORMAT_VERSION} are read here: continue with the version of this "
-            "program that saved it, or start from weights that it exports"
+            f"{printable(directory)} has format version {printable(version)}, but this version of Ringmaster "
+            f"reads {READ_VERSIONS[0]} to {FORMAT_VERSION}: continue with the version that saved it, or "
+            "start from weights exported by that version"
         )
-    content = text.rpartition(_OWN.encode())[0]
+    content = text.rpartition(_OWN_HASH.encode())[0]
     if values.pop("sha256", None) != hashlib.sha256(content).hexdigest():
-        raise UserError(f"{printable(path)} is damaged: it is not what was written")
-    values.pop("metrics", None)  # of checkpoints written before there were `evaluations`
-    files = {name: FileDigest(of["bytes"], tuple(of["sha256"])) for name, of in values["files"].items()}
+        raise UserError(f"{printable(path)} is damaged: its contents do not match its own sha256")
+    values.pop("metrics", None)  # written before evaluations.jsonl existed
+    files = {name: FileDigest(file["bytes"], tuple(file["sha256"])) for name, file in values["files"].items()}
     return Manifest(**{**values, "files": files})
 
 
 def is_run_id(text: str) -> bool:
-    """Whether ``text`` may be the id of a run: ids are used in file names."""
+    """Return whether ``text`` is a valid run id; ids are used in file names."""
     return _RUN_ID.fullmatch(text) is not None
 
 
 def step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint's directory; None if it is no such name."""
+    """Return the step in the name of a checkpoint's directory; None if the name has another form."""
     match = _STEP_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile:
-    """The file ``name`` of the checkpoint in ``directory``, opened.
+    """Open the file ``name`` of the checkpoint in ``directory``.
 
     Raises:
-        UserError: it cannot be opened, or does not have the size in the manifest.
+        UserError: if it cannot be opened, or its size differs from the manifest.
     """
     try:
         file = opened(directory / name)
@@ -228,18 +230,18 @@ def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile
         raise UserError(f"{printable(directory)} is damaged: {error}") from error
     if file.size != (size := manifest.files[name].bytes):
         file.close()
-        words = f"{printable(name)} has {file.size} bytes, the manifest says {size}"
-        raise UserError(f"{printable(directory)} is damaged: {words}")
+        problem = f"{printable(name)} has {file.size} bytes instead of the {size} in the manifest"
+        raise UserError(f"{printable(directory)} is damaged: {problem}")
     return file
 
 
 def verify(directory: Location, reader: int = 0, num_readers: int = 1) -> Manifest:
-    """Compare the files with the manifest: all blocks, or the ``reader``-th of ``num_readers`` equal parts.
+    """Verify all blocks of the files, or the ``reader``-th of ``num_readers`` equal parts of the blocks.
 
-    Four threads hash. This compares bytes only: `open_checkpoint.verified` also reads what they say.
+    Hashes in four threads. Compares only bytes; `open_checkpoint.verified` also reads the contents.
 
     Raises:
-        UserError: naming the first file that differs.
+        UserError: if a file differs from the manifest; names the first one.
     """
     manifest = read_manifest(directory)
     for name, blocks in blocks_to_verify(manifest, reader, num_readers):
@@ -249,7 +251,7 @@ def verify(directory: Location, reader: int = 0, num_readers: int = 1) -> Manife
 
 
 def blocks_to_verify(manifest: Manifest, reader: int, num_readers: int) -> Iterator[tuple[str, range]]:
-    """Which blocks of which files a reader verifies: neighbours, so that it opens few files."""
+    """Yield the files and blocks that a reader verifies: consecutive ones, so that it opens few files."""
     num_blocks = sum(len(digest.sha256) for digest in manifest.files.values())
     first, last = (number * num_blocks // num_readers for number in (reader, reader + 1))
     for name, digest in sorted(manifest.files.items()):

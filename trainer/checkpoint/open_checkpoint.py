@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading: its facts and its tensors."""
+"""A checkpoint opened for reading: its metadata and its tensors."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,36 +27,36 @@ log = logging.getLogger(__name__)
 STATE = "state.json"
 # Keys of the facts, which are the contents of that file without its index of tensors:
 MODEL_CONFIG = "model_config"  # the config.json of a Hugging Face model
-ADAPTERS = "adapters"  # of peft: their configuration, and by their names in its files those in this one
-DATA_STATES = "places"  # where the data of each rank stands
-LEFT_OUT = "left_out"  # the sha256 of parameters that are not in it, by their names
-COMPACT_INDEX = 5  # the first format version whose index names no chunks
+ADAPTERS = "adapters"  # PEFT's configuration, and the names of adapters here by their names in PEFT's files
+DATA_STATES = "places"  # the data position of each rank
+LEFT_OUT = "left_out"  # the sha256 of parameters that the checkpoint does not contain, by name
+COMPACT_INDEX = 5  # the first format version whose index does not list chunks
 _NUM_THREADS = 4
 _BUFFER_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """What ``open`` found in a directory.
+    """A checkpoint whose manifest and state.json have been read.
 
     Attributes:
         facts: strategy, world_size, torch_version, config, and the JSON parts of state and data_states.
-        index: where each tensor is.
+        index: the location of each tensor.
     """
 
     directory: Location
     manifest: Manifest
     facts: dict[str, Any]
     index: Index
-    _headers: dict[str, dict[str, Stored]] = field(default_factory=dict)  # by file, of those that were opened
+    _headers: dict[str, dict[str, Stored]] = field(default_factory=dict)  # of the files opened so far
 
     @classmethod
     def open(cls, directory: Location, manifest: Manifest | None = None) -> "OpenCheckpoint":
-        """Read all but the tensors.
+        """Read everything apart from the tensors.
 
         Raises:
-            UserError: ``directory`` cannot be read, or is not a checkpoint. Reading a tensor raises it if
-                that is missing.
+            UserError: if ``directory`` cannot be read or is not a checkpoint. Methods that read tensors raise
+                it if a tensor is missing.
         """
         manifest = manifest or read_manifest(directory)
         digest = manifest.files[STATE]
@@ -64,9 +64,9 @@ class OpenCheckpoint:
             check_blocks(file, digest, range(len(digest.sha256)))
             facts = read_json(directory / STATE, file.read())
         facts["state"]["model"] |= {name: {"$tensor": f"model.{name}"} for name in facts[LEFT_OUT]}
-        written = facts.pop("tensors")
+        saved_index = facts.pop("tensors")
         is_compact = manifest.format_version >= COMPACT_INDEX
-        index = index_from_json(written) if is_compact else index_of_version_4(written)
+        index = index_from_json(saved_index) if is_compact else index_of_version_4(saved_index)
         return cls(directory, manifest, facts, index)
 
     @property
@@ -80,52 +80,52 @@ class OpenCheckpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings of the run that saved this, by their dotted names."""
+        """The settings of the run that saved this checkpoint, by dotted name."""
         config: dict[str, Any] = self.facts["config"]
         return config
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """The sha256 of frozen parameters that are in `initial_weights`, and not here, by their names."""
-        found: dict[str, str] = self.facts[LEFT_OUT]
-        return found
+        """The sha256 of frozen parameters that are not saved here but in `initial_weights`, by name."""
+        digests: dict[str, str] = self.facts[LEFT_OUT]
+        return digests
 
     @property
     def initial_weights(self) -> str:
-        """The setting by which the run began with weights."""
+        """The setting that gave the run its initial weights."""
         path = self.config.get("model.init_from")
         return f"model.init_from={path}" if path else f"model.weights={self.config.get('model.weights')}"
 
     @property
     def progress(self) -> Progress:
-        """The run's progress, in a new object."""
+        """The progress of the run, as a new object."""
         return Progress(**self.facts["state"]["progress"])
 
     @property
     def trained(self) -> set[str]:
-        """The names of the parameters that the optimizer of the run had."""
+        """The names of the parameters that the run's optimizer updated."""
         return {
             name for group in self.facts["state"]["optimizer"]["param_groups"] for name in group["params"]
         }
 
     def data_states(self) -> list[dict[str, Any]]:
-        """Where the data of each rank stands, from its loader."""
-        found = self.read_named([name for name in self.index if name.startswith(f"{DATA_STATES}.")])
-        copies = {name: tensor.clone() for name, tensor in found.items()}  # a stream may keep them
+        """Return the data position of each rank, as its loader saved it."""
+        tensors = self.read_named([name for name in self.index if name.startswith(f"{DATA_STATES}.")])
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}  # a stream may change them
         states: list[dict[str, Any]] = put_together(self.facts[DATA_STATES], copies)
         return states
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill the tensors by their names: full ones, or this rank's rows of sharded ones.
+        """Fill `targets`, by name, in place; for sharded tensors, this rank's shard.
 
-        Those that were left out keep their values.
+        Parameters that were not saved (`left_out`) keep their values.
         """
         by_file: dict[str, list[tuple[str, Chunk, int, Tensor]]] = {}
         for name, target in targets.items():
-            (begin, end), here = own_rows(target), to_local(target)
+            (begin, end), local = own_rows(target), to_local(target)
             for chunk in self.index[name].overlapping(begin, end) if name in self.index else ():
                 first, last = max(begin, chunk.begin), min(end, chunk.begin + num_rows(chunk.shape))
-                rows = here[first - begin : last - begin] if here.ndim else here
+                rows = local[first - begin : last - begin] if local.ndim else local
                 by_file.setdefault(chunk.file, []).append((name, chunk, first - chunk.begin, rows))
         with torch.no_grad(), ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint") as threads:
             for file_name, parts in by_file.items():
@@ -139,16 +139,16 @@ class OpenCheckpoint:
                         read.result()
 
     def read(self, prefix: str = "") -> dict[str, Tensor]:
-        """The full tensors with names that begin with ``prefix``, by the rest of the name. Not collective.
+        """Return the full tensors whose names start with ``prefix``, by the rest of the name.
 
-        A tensor that was saved as one chunk is mapped from its file and read when used.
+        Not a collective. A tensor that was saved as one chunk is mapped from its file and read when used.
         """
-        found = self.read_named([name for name in self.shapes if name.startswith(prefix)])
-        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+        tensors = self.read_named([name for name in self.shapes if name.startswith(prefix)])
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
     def read_named(self, names: list[str]) -> dict[str, Tensor]:
-        """As `read`, but of the tensors of these full names."""
-        # And by key, so that a tensor with several names is read once.
+        """Return the tensors with these full names, as `read` does."""
+        # The inner key is the name in the file, so that a tensor with several names is read once.
         by_file: dict[str, dict[str, tuple[str, Chunk]]] = {}
         for name in names:
             for chunk in self.index[name].chunks:
@@ -160,57 +160,67 @@ class OpenCheckpoint:
                     stored, dtype = self._stored(file, name, chunk), self.index[name].dtype
                     data = file.part(stored.begin, stored.end)
                     parts[file_name, chunk.key] = as_tensor(data, dtype, chunk.shape)
-        whole: dict[tuple[str, str], Tensor] = {}
-        found = {}
+        full: dict[tuple[str, str], Tensor] = {}  # by the file and key of the first chunk
+        tensors = {}
         for name in names:
             chunks = self.index[name].chunks
             first = chunks[0].file, chunks[0].key
-            if first not in whole:
-                of = [parts.pop((chunk.file, chunk.key)) for chunk in chunks]
-                whole[first] = torch.cat(of) if len(of) > 1 else of[0]
-            found[name] = whole[first]
-        return found
+            if first not in full:
+                own_parts = [parts.pop((chunk.file, chunk.key)) for chunk in chunks]
+                full[first] = torch.cat(own_parts) if len(own_parts) > 1 else own_parts[0]
+            tensors[name] = full[first]
+        return tensors
 
     def _stored(self, file: PlainFile, name: str, chunk: Chunk) -> Stored:
-        """Where a chunk of the tensor ``name`` is in ``file``. UserError if it is not as the index says."""
+        """Return the location of a chunk of the tensor ``name`` in ``file``.
+
+        Raises:
+            UserError: if the file does not contain it with the dtype and shape in the index.
+        """
         if (header := self._headers.get(chunk.file)) is None:
             header = self._headers[chunk.file] = read_header(file)
         stored = header.get(chunk.key)
         if stored is None or (stored.dtype, stored.shape) != stored_as(self.index[name].dtype, chunk.shape):
-            raise UserError(f"{printable(chunk.file)} has not the {printable(name)} that {STATE} names")
+            raise UserError(f"{printable(chunk.file)} does not contain {printable(name)} as {STATE} lists it")
         return stored
 
     def weights(self, averaged: bool, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The model's state; with `averaged`, the moving averages that `ema.decay` kept in place of weights.
+        """Return the parameters and buffers of the model.
 
         Args:
-            names: those that are needed; None: all.
+            averaged: return the moving averages (`ema.decay`) in place of the weights.
+            names: the tensors to return; None for all.
 
         Raises:
-            UserError: there are no averages; or as `model_state`.
+            UserError: if there are no averages, or as `model_state` does.
         """
         averages = self.read("ema.weights.") if averaged else {}
         if averaged and not averages:
-            raise UserError(f"{printable(self.directory)} holds no averages: its run had ema.decay=null")
+            raise UserError(no_averages(self.directory))
         if names is None:
             weights = self.model_state()
         else:
-            found = self.read_named([f"model.{name}" for name in names])
-            weights = {name.removeprefix("model."): tensor for name, tensor in found.items()}
+            tensors = self.read_named([f"model.{name}" for name in names])
+            weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         return {name: weights[name] for name in weights if not is_extra_state(name)} | averages
 
     def model_state(self) -> dict[str, Tensor]:
-        """The tensors of the model's state dict. UserError if some are not here."""
+        """Return the tensors of the model's state dict. UserError if the checkpoint lacks frozen ones."""
         if self.left_out:
             raise UserError(
-                f"{printable(self.directory)} leaves out {first_five(self.left_out)}: they are in "
-                f"{self.initial_weights} (checkpoint.frozen=false); trainer.load_model(RUN) reads both"
+                f"{printable(self.directory)} does not contain {first_five(self.left_out)}, because its run "
+                f"had checkpoint.frozen=false: they are in {self.initial_weights}; use "
+                "trainer.load_model(RUN), which reads both"
             )
         return self.read("model.")
 
 
+def no_averages(directory: Location) -> str:
+    return f"{printable(directory)} contains no moving averages, because its run had ema.decay=null"
+
+
 def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> None:
-    """Read the bytes of `rows` from `offset` on: into its memory, or through a buffer."""
+    """Read `rows` from the bytes at `offset`: directly if its memory allows, otherwise through a buffer."""
     if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype:
         file.read_into(offset, as_bytes(rows))
         return
@@ -223,37 +233,40 @@ def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> Non
 
 
 def verified(directory: Location, reader: int = 0, num_readers: int = 1) -> OpenCheckpoint:
-    """The checkpoint in ``directory``, found to be complete and undamaged.
+    """Verify and open the checkpoint in ``directory``.
 
-    With ``num_readers``, each of them checks other blocks of the files.
+    With several readers, each one verifies its part of the files.
 
     Raises:
-        UserError: it is not; the message says why.
+        UserError: if it is incomplete or damaged.
     """
     return OpenCheckpoint.open(directory, verify(directory, reader, num_readers))
 
 
 def verified_by_all(directory: Location, agreement: Agreement) -> OpenCheckpoint:
-    """As `verified`, each rank its share of the blocks (a collective)."""
+    """Verify and open a checkpoint, with the files divided among the ranks (a collective)."""
     return agreement.everywhere(lambda: verified(directory, agreement.rank, agreement.world_size))
 
 
 def first_intact(found: Sequence[Location], agreement: Agreement, more: str = "") -> OpenCheckpoint:
-    """The first of ``found`` that verifies (a collective); damaged ones are passed over.
+    """Return the first intact checkpoint of ``found``; skip damaged ones (a collective).
+
+    Args:
+        more: the end of the message if none is intact.
 
     Raises:
-        UserError: there is none; with ``more`` at the end.
-        NoAccessError, RetryableError: one cannot be read now.
+        UserError: if none is intact.
+        NoAccessError, RetryableError: if a checkpoint cannot be read now.
     """
     reasons: list[str] = []
     for directory in found:
         try:
             return verified_by_all(directory, agreement)
-        except NoAccessError:  # it may be whole, so an older one would be the wrong one
+        except NoAccessError:  # it may be intact, so an older one would be the wrong choice
             raise
         except UserError as error:
             reasons.append(str(error))
             if agreement.rank == 0:
-                log.warning("passing over %s: %s", directory.name, error)
+                log.warning("skipping %s: %s", directory.name, error)
     where = printable(found[0].parent)
     raise UserError(f"none of the {len(found)} checkpoints in {where} is intact: {reasons[0]}{more}")

@@ -1,4 +1,4 @@
-"""Opens every file of a checkpoint for reading, once; all reads are of the open file, by ranges."""
+"""Read byte ranges of a checkpoint's files, each of which is opened once, locally or at an address."""
 
 import contextlib
 import io
@@ -14,24 +14,24 @@ from trainer.files.address import Address, Location
 from trainer.files.untrusted import printable, reason
 from trainer.tensors.bits import as_bytes
 
-_FETCH_BYTES, _NUM_KEPT = 1 << 20, 32  # bytes of a block, blocks
+_FETCH_BYTES, _NUM_CACHED = 1 << 20, 32  # block size in bytes; number of cached blocks
 
 
 class MissingFileError(UserError):
-    """There is nothing under the name."""
+    """The file does not exist."""
 
 
 class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
-    """A file, opened once for reading; use it as a context.
+    """A file opened for reading; a context manager that closes it.
 
     Attributes:
         size: in bytes, when it was opened.
-        chunk_bytes: the size of reads that is fastest for long files: it fits the cache of a core.
+        chunk_bytes: the fastest read size for long files, chosen to fit the cache of a core.
 
     Raises:
-        MissingFileError: there is none.
-        UserError: it is a directory, or may not be read.
-        RetryableError: it cannot be read now: what it holds is not known.
+        MissingFileError: if the file does not exist.
+        UserError: if it is a directory or access is denied.
+        RetryableError: if it cannot be read now.
     """
 
     chunk_bytes = 1 << 20
@@ -45,38 +45,38 @@ class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
         except FileNotFoundError as error:
             raise MissingFileError(f"{printable(path)} does not exist") from error
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise _read_error(path, error) from error
         self.size = os.fstat(self._file.fileno()).st_size
 
     @property
     def descriptor_path(self) -> str:
-        """A path to what was opened, even if the file was renamed or replaced since."""
+        """A path to the open file, valid even if it was renamed or replaced since."""
         return f"/dev/fd/{self._file.fileno()}"
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes from ``offset`` on. UserError if the file is too short."""
+        """Fill ``buffer`` with the bytes at ``offset``. UserError if the file is too short."""
         end = offset + len(buffer)
         while buffer:
             count = self._read_some(end - len(buffer), buffer)
             if count == 0:
-                raise UserError(f"{printable(self.path)} is too short: it has no bytes {offset} to {end}")
+                raise UserError(f"{printable(self.path)} is too short: bytes {offset} to {end} are missing")
             buffer = buffer[count:]
 
     def _read_some(self, offset: int, buffer: memoryview) -> int:
         try:
             return os.preadv(self._file.fileno(), [buffer], offset)
         except OSError as error:
-            raise _unreadable(self.path, error) from error
+            raise _read_error(self.path, error) from error
 
     def read(self, begin: int = 0, end: int | None = None) -> bytes:
-        """Bytes ``begin`` to ``end``, or all. UserError if the file is too short."""
+        """Return the bytes [begin, end), or all. UserError if the file is too short."""
         end = self.size if end is None else end
-        data = bytearray(min(end, self.size + 1) - begin)  # of a wrong `end` no more memory than of the file
+        data = bytearray(min(end, self.size + 1) - begin)  # limits the memory that a wrong `end` takes
         self.read_into(begin, memoryview(data))
         return bytes(data)
 
     def part(self, begin: int, end: int) -> Tensor:
-        """Bytes `begin` to `end` as uint8, read when used. Writing to the tensor does not change the file."""
+        """Return the bytes [begin, end) as uint8, mapped and read when used. Writes don't change the file."""
         return self._mapped[begin:end]
 
     @cached_property
@@ -91,21 +91,21 @@ class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
 
 
 class RemoteFile(PlainFile):
-    """A file at an address, read by ranges; small ones from blocks of 1 MiB, of which the last 32 are kept.
+    """A file at an address. Small reads use blocks of 1 MiB, of which the last 32 are cached.
 
     Raises:
-        MissingFileError: there is none.
+        MissingFileError: if the file does not exist.
     """
 
     chunk_bytes = 1 << 24
 
     def __init__(self, path: Address) -> None:
-        self.path = self._at = path
+        self.path = self._address = path
         try:
             self.size = path.size()
         except FileNotFoundError as error:
             raise MissingFileError(f"{printable(path)} does not exist") from error
-        self._block = lru_cache(_NUM_KEPT)(self._fetch)
+        self._block = lru_cache(_NUM_CACHED)(self._fetch)
 
     def _read_some(self, offset: int, buffer: memoryview) -> int:
         if len(buffer) >= _FETCH_BYTES:
@@ -118,12 +118,12 @@ class RemoteFile(PlainFile):
 
     def _fetch(self, begin: int, end: int) -> bytes:
         try:
-            return self._at.read(begin, min(end, self.size)) if begin < self.size else b""
+            return self._address.read(begin, min(end, self.size)) if begin < self.size else b""
         except FileNotFoundError as error:
             raise UserError(f"{printable(self.path)} was deleted while it was read") from error
 
     def part(self, begin: int, end: int) -> Tensor:
-        """Bytes `begin` to `end` as uint8, read now."""
+        """Return the bytes [begin, end) as uint8, read now."""
         data = torch.empty(end - begin, dtype=torch.uint8)
         self.read_into(begin, as_bytes(data))
         return data
@@ -133,9 +133,9 @@ class RemoteFile(PlainFile):
 
 
 def opened(path: Location) -> PlainFile:
-    """The file at `path`, opened for reading. Raises as `PlainFile`."""
+    """Open the file at `path` for reading. Raises as `PlainFile` does."""
     return RemoteFile(path) if isinstance(path, Address) else PlainFile(path)
 
 
-def _unreadable(path: Location, error: OSError) -> UserError | RetryableError:
-    return kind_of(error)(f"{printable(path)} is unreadable ({error.strerror or reason(error)})")
+def _read_error(path: Location, error: OSError) -> UserError | RetryableError:
+    return kind_of(error)(f"{printable(path)} cannot be read ({error.strerror or reason(error)})")

@@ -1,15 +1,15 @@
-"""Copies checkpoints, in a thread on each host, to an address that survives the loss of the machine.
+"""Upload checkpoints, in a thread on each host, to an address that survives the loss of the machine.
 
-The address has the files of a run directory: config.yaml, metrics.jsonl, evaluations.jsonl, result.json,
-run.json, and checkpoints/step_N. run.json has the id of the run, the launch that puts files there, which is
-the one that started last, and what it is copying. The first rank of each host reads it and puts the files
-that ranks of its host wrote, since hosts may have a disk each. Rank 0 waits until all files have arrived in
-full, and puts the manifest. Without a manifest there is no checkpoint. Rank 0 alone puts what an earlier
-launch saved, perhaps on more ranks.
+The address contains the files of a run directory: config.yaml, metrics.jsonl, evaluations.jsonl, result.json,
+run.json, and checkpoints/step_N. run.json contains the id of the run, the launch that owns the address (the
+one that started last), and the checkpoint that it is uploading. The first rank of each host reads run.json
+and uploads the files that ranks of its host wrote, because hosts may have separate disks. Rank 0 waits until
+all files have arrived in full, then uploads the manifest. A folder without a manifest is not a checkpoint.
+Checkpoints of earlier launches, which may have had more ranks, are uploaded by rank 0.
 
-Each file is put only while run.json is the launch's own: one that was wrongly taken for dead stops when
-another has resumed its run. A file on its way may still arrive, hours later: so each launch puts
-checkpoints in folders of its own, the second in step_N-2.
+Before each file, the launch checks that it still owns run.json, so a launch that was wrongly considered dead
+stops uploading when another one has resumed its run. An upload in progress may still arrive hours later, so
+each launch uploads checkpoints to separate folders: the second launch to step_N-2.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ OWNER = "run.json"
 METRICS = "metrics.jsonl"
 _SMALL_FILES = ("config.yaml", METRICS, EVALUATIONS, "result.json")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0, 5.0
-_LOOK_S = 1.0  # between looks at what other ranks have put
+_POLL_S = 1.0  # between checks of what other ranks have uploaded
 
 
 class TakenError(UserError):
@@ -47,49 +47,51 @@ class TakenError(UserError):
 
 
 class NoRemote:
-    """In place of a `Remote` where there is nothing to copy."""
+    """The interface of `Remote`, for ranks that upload nothing."""
 
-    in_hand: Path | None = None
+    copying: Path | None = None
 
     def follow(self, step: int = 0) -> None:
         """Called when the checkpoint of `step` is complete in the run directory, or other files changed."""
 
     def metrics(self) -> dict[str, float]:
-        """How many steps the address is behind the run directory, for the log."""
+        """Return by how many steps the address is behind the run directory, for the log."""
         return {}
 
     def finish(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` until everything is at the address, and log what is."""
+        """Wait up to `timeout_s` until everything is uploaded, and log the result."""
 
 
 class Copier(NoRemote):
-    """Copies what ranks have written of the newest checkpoint, in a thread that training never waits for.
+    """Uploads this host's files of the newest checkpoint, in a thread that never delays training.
 
     Args:
-        here: the run's checkpoints.
-        session: tells this launch from others of the run; the same on all ranks.
-        writers: the ranks whose files are copied: those of this host.
+        local: the run's checkpoints on disk.
+        session: identifies this launch of the run; the same on all ranks.
+        writers: the ranks whose files are uploaded, which are those of this host.
     """
 
-    def __init__(self, address: Address, here: Listing[Path], session: str, writers: Collection[int]) -> None:
-        self._address, self._here, self._session = address, here, session
+    def __init__(
+        self, address: Address, local: Listing[Path], session: str, writers: Collection[int]
+    ) -> None:
+        self._address, self._local, self._session = address, local, session
         self._writers = tuple(f"-{rank:05d}-of-" for rank in writers)
         self._changed = threading.Condition()
-        self._asked = self._done = 0  # how often `follow` was called, and up to which call all is there
-        self._newest_step = self._safe_step = 0  # of the newest checkpoint here, and of the newest there
+        self._requested = self._done = 0  # number of calls of `follow`, and how many of them are complete
+        self._newest_step = self._safe_step = 0  # of the newest checkpoint on disk, and at the address
         self._longest_pause_s = _LONGEST_PAUSE_S
-        self._copied: dict[str, tuple[int, int]] = {}  # address: its file's mtime_ns and size
+        self._copied: dict[str, tuple[int, int]] = {}  # mtime_ns and size of the local file, by address
         self._problem: str | None = None  # why the last attempt failed
         self._thread: threading.Thread | None = None
-        self._has_saved = False  # this launch, so that the newest checkpoint here is its own
-        self._has_begun = False  # run.json has named this launch
-        self._is_taken = False  # by another run or launch: this one has stopped copying
+        self._has_saved = False  # whether the newest checkpoint on disk is from this launch
+        self._has_started = False  # whether run.json has named this launch
+        self._is_taken = False  # whether another run or launch owns the address, so that this one stopped
 
     def follow(self, step: int = 0) -> None:
         with self._changed:
             self._newest_step = step or self._newest_step
             self._has_saved |= step > 0
-            self._asked += 1
+            self._requested += 1
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="remote", daemon=True)
@@ -99,7 +101,7 @@ class Copier(NoRemote):
         self._longest_pause_s = _LAST_PAUSE_S
         self.follow()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_taken or self._done == self._asked, timeout_s)
+            self._changed.wait_for(lambda: self._is_taken or self._done == self._requested, timeout_s)
 
     # ---- in the thread
 
@@ -107,112 +109,118 @@ class Copier(NoRemote):
         pause_s = _FIRST_PAUSE_S
         while not self._is_taken:
             with self._changed:
-                self._changed.wait_for(lambda: self._done < self._asked)
-                asked = self._asked
+                self._changed.wait_for(lambda: self._done < self._requested)
+                requested = self._requested
             try:
                 self._copy()
             except TakenError as error:
-                log.warning("checkpoint.remote: %s; nothing more of this run is put there", error)
+                log.warning("checkpoint.remote: %s; this run uploads nothing more", error)
                 self._problem, self._is_taken = str(error), True
             except Exception as error:  # a store's library may raise any error
                 self._note_failure(error)
                 with self._changed:
-                    self._changed.wait_for(lambda asked=asked: self._asked > asked, pause_s)  # type: ignore[misc]
+                    self._changed.wait_for(lambda n=requested: self._requested > n, pause_s)  # type: ignore[misc]
                 pause_s = min(2 * pause_s, self._longest_pause_s)
                 continue
             with self._changed:
-                self._done = self._done if self._is_taken else asked
+                self._done = self._done if self._is_taken else requested
                 self._changed.notify_all()
             if self._problem is not None and not self._is_taken:
-                log.info("%s accepts files again, and holds step %d", self._address, self._safe_step)
+                log.info("%s accepts uploads again and contains step %d", self._address, self._safe_step)
                 self._problem = None
             pause_s = _FIRST_PAUSE_S
 
     def _note_failure(self, error: Exception) -> None:
-        """Warn of the first failure since a success; keep later ones for `finish`."""
-        told = isinstance(error, UserError | RetryableError)
-        words = str(error) if told else f"{type(error).__name__}: {reason(error)}"
+        """Log the first failure since a success; keep later ones for `finish`."""
+        is_explained = isinstance(error, UserError | RetryableError)
+        problem = str(error) if is_explained else f"{type(error).__name__}: {reason(error)}"
         if self._problem is None:
-            more = "tried again, and training continues"
-            log.warning("checkpoint.remote: %s; %s. It holds step %d", words, more, self._safe_step)
-        self._problem = words
+            log.warning(
+                "checkpoint.remote: %s; the upload is retried, and training continues. The newest checkpoint "
+                "there is of step %d",
+                problem,
+                self._safe_step,
+            )
+        self._problem = problem
 
     def _copy(self) -> None:
-        """Put what rank 0 names in run.json, at each of its attempts, until the newest here is complete."""
+        """Upload the checkpoint that rank 0 names in run.json, until the newest one is complete there."""
         done: dict[str, str] = {}
         while self._safe_step < self._newest_step:
-            owner = self._owner_now()
-            path, there = self._here.root / owner["of"], self._address / "checkpoints" / owner["place"]
+            owner = self._current_owner()
+            path, folder = self._local.root / owner["of"], self._address / "checkpoints" / owner["place"]
             if owner["of"] and owner != done:
-                self._put_files(path, there, filter(self._is_ours, (file.name for file in path.iterdir())))
+                own_files = filter(self._is_from_writers, (file.name for file in path.iterdir()))
+                self._upload_files(path, folder, own_files)
                 done = owner
-            elif owner["of"] and (there / MANIFEST).exists():
+            elif owner["of"] and (folder / MANIFEST).exists():
                 self._safe_step = step_of(owner["of"]) or 0
                 self._forget_checkpoints()
             if self._safe_step < self._newest_step:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
 
-    def _is_ours(self, name: str) -> bool:
-        """Whether a rank of `writers` wrote this file of a checkpoint."""
+    def _is_from_writers(self, name: str) -> bool:
+        """Return whether a rank of `writers` wrote this file of a checkpoint."""
         return any(writer in name for writer in self._writers)
 
     def _forget_checkpoints(self) -> None:
         self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
 
-    def _owner_now(self) -> dict[str, str]:
-        """What run.json says. TakenError if it names another launch than this one, which it did name."""
+    def _current_owner(self) -> dict[str, str]:
+        """Return the contents of run.json. TakenError if it named this launch before, but no longer does."""
         owner = _owner(self._address)
         if owner is not None and owner["session"] == self._session:
-            self._has_begun = True
+            self._has_started = True
             return owner
-        if self._has_begun:
-            by = f"no run, without {OWNER}" if owner is None else f"process {owner['process']}"
-            raise TakenError(f"{self._address} belongs now to {by}")
+        if self._has_started:
+            if owner is None:
+                raise TakenError(f"{self._address} no longer contains {OWNER}")
+            raise TakenError(f"{self._address} now belongs to process {owner['process']}")
         return {"of": "", "place": ""}
 
-    def _put_files(self, path: Path, there: Address, names: Iterable[str]) -> None:
-        """Copy files of `path`, this rank's own, to the folder `there`, and see that they arrived."""
+    def _upload_files(self, path: Path, folder: Address, names: Iterable[str]) -> None:
+        """Upload files of the directory `path` to `folder`, and check that they arrived."""
         sizes = {name: (path / name).stat().st_size for name in sorted(names)}
-        found = there.sizes() if any(str(there / name) in self._copied for name in sizes) else {}
+        arrived = folder.sizes() if any(str(folder / name) in self._copied for name in sizes) else {}
         for name, size in sizes.items():
-            self._owner_now()  # before each: this process may have been stopped for hours
-            self._put_file(path / name, there / name, is_there=found.get(name) == size)
-        found = there.sizes() if sizes else {}
+            self._current_owner()  # before each file, because this process may have been suspended for hours
+            self._upload_file(path / name, folder / name, has_arrived=arrived.get(name) == size)
+        arrived = folder.sizes() if sizes else {}
         for name, size in sizes.items():
-            if found.get(name) != size:
-                raise UserError(f"{there / name} arrived with {found.get(name)} of {size} bytes")
+            if arrived.get(name) != size:
+                raise UserError(f"{folder / name} arrived with {arrived.get(name)} of {size} bytes")
 
-    def _put_file(self, file: Path, there: Address, is_there: bool = True) -> None:
-        """Copy `file`, unless it was copied as it is now and `is_there`: a failed attempt is continued."""
+    def _upload_file(self, file: Path, target: Address, has_arrived: bool = True) -> None:
+        """Upload `file`, unless its current version was uploaded before and `has_arrived`."""
         status = file.stat()
-        now = (status.st_mtime_ns, status.st_size)
-        if not is_there or self._copied.get(str(there)) != now:
-            there.put(file)
-            self._copied[str(there)] = now
+        version = (status.st_mtime_ns, status.st_size)
+        if not has_arrived or self._copied.get(str(target)) != version:
+            target.put(file)
+            self._copied[str(target)] = version
 
 
 class Remote(Copier):
-    """As `Copier`, on rank 0, which leads: it says what is copied, and puts the manifest.
+    """A `Copier` on rank 0, which also decides what is uploaded and uploads the manifest.
 
     Attributes:
-        in_hand: the checkpoint that is being copied, which must stay.
+        copying: the checkpoint that is being uploaded, which must not be deleted.
     """
 
     def __init__(
         self,
         address: Address,
-        here: Listing[Path],
+        local: Listing[Path],
         session: str,
         writers: Collection[int],
         settings: CheckpointConfig,
         evaluations: Evaluations,
     ) -> None:
-        super().__init__(address, here, session, writers)
+        super().__init__(address, local, session, writers)
         self._settings, self._evaluations = settings, evaluations
-        self._there = Listing(address / "checkpoints", here.run_id)
-        self._number = 0  # of this launch among those of the run, from 1 on; 0 before it is known
-        self._attempt = 0  # to copy a checkpoint
-        self._metrics_at = 0.0, 0.0  # when putting metrics.jsonl last began and ended
+        self._uploaded = Listing(address / "checkpoints", local.run_id)
+        self._number = 0  # of this launch of the run, counted from 1; 0 until it is known
+        self._attempt = 0  # counts attempts to upload a checkpoint
+        self._metrics_upload = 0.0, 0.0  # start and end time of the last upload of metrics.jsonl
 
     def metrics(self) -> dict[str, float]:
         return {"checkpoint/remote_behind": float(max(0, self._newest_step - self._safe_step))}
@@ -221,166 +229,166 @@ class Remote(Copier):
         if self._safe_step < self._newest_step and not self._is_taken:
             log.info("%s: waiting up to %.0f s for step %d", self._address, timeout_s, self._newest_step)
         super().finish(timeout_s)
-        words = f"{self._address} holds step {self._safe_step}"
-        if self._done == self._asked:
-            log.info("%s", words)
+        contents = f"{self._address} contains step {self._safe_step}"
+        if self._done == self._requested:
+            log.info("%s", contents)
         else:
-            where, problem = self._here.root.parent, f": {self._problem}" if self._problem else ""
-            log.warning("%s; step %d is in %s alone%s", words, self._newest_step, where, problem)
+            run_dir, problem = self._local.root.parent, f": {self._problem}" if self._problem else ""
+            log.warning("%s; step %d is only in %s%s", contents, self._newest_step, run_dir, problem)
 
     def _copy(self) -> None:
         try:
-            alone = not self._has_saved  # asked first: a save may end at any moment
-            newest = self.in_hand = next(iter(self._here.own()), None)
-            if not self._has_begun:
-                self._begin()
-            self._owner_now()
-            for file in map(self._here.root.parent.joinpath, _SMALL_FILES):
+            alone = not self._has_saved  # read first, because a save may finish at any moment
+            newest = self.copying = next(iter(self._local.own()), None)
+            if not self._has_started:
+                self._start()
+            self._current_owner()
+            for file in map(self._local.root.parent.joinpath, _SMALL_FILES):
                 if file.exists() and (file.name != METRICS or self._is_time_for_metrics()):
-                    begin = time.monotonic()
-                    self._put_file(file, self._address / file.name)
+                    start = time.monotonic()
+                    self._upload_file(file, self._address / file.name)
                     if file.name == METRICS:
-                        self._metrics_at = begin, time.monotonic()
+                        self._metrics_upload = start, time.monotonic()
             if newest is None:
                 return
-            self._safe_step = self._put_checkpoint(newest, alone).step
-            # The best may have been saved while an older one was copied, or before there was an address.
+            self._safe_step = self._upload_checkpoint(newest, alone).step
+            # The best may have been saved while an older one was uploaded, or before there was an address.
             if (keep_best := self._settings.keep_best) is not None:
-                for best in best_of(self._here.own(), keep_best, self._evaluations)[:1]:
-                    self.in_hand = best
-                    self._put_checkpoint(best, alone=True)
+                for best in best_of(self._local.own(), keep_best, self._evaluations)[:1]:
+                    self.copying = best
+                    self._upload_checkpoint(best, alone=True)
         finally:
-            self.in_hand = None
+            self.copying = None
 
     def _is_time_for_metrics(self) -> bool:
-        """Whether to put metrics.jsonl: it grows for months, and takes a twentieth of the time at most."""
-        begin, end = self._metrics_at
+        """Return whether to upload metrics.jsonl, which grows for months; limited to 1/20 of the time."""
+        start, end = self._metrics_upload
         is_last = self._longest_pause_s == _LAST_PAUSE_S
-        return is_last or time.monotonic() - end >= 20 * (end - begin)
+        return is_last or time.monotonic() - end >= 20 * (end - start)
 
-    def _begin(self) -> None:
-        """Become the launch that puts files at the address, and remove incomplete checkpoints there."""
-        before = _owner(self._address)
-        run_id = _run_of(before, self._address)
-        if run_id not in (None, self._here.run_id):
+    def _start(self) -> None:
+        """Take ownership of the address for this launch, and remove incomplete checkpoints there."""
+        previous = _owner(self._address)
+        run_id = _run_of(previous, self._address)
+        if run_id not in (None, self._local.run_id):
             raise TakenError(f"{self._address} belongs to another run, {run_id}")
-        self._number = self._number or 1 + (int(before["number"]) if before is not None else 0)
-        self._say_what_is_copied("", "")
+        self._number = self._number or 1 + (int(previous["number"]) if previous is not None else 0)
+        self._write_owner("", "")
         self._remove_incomplete()
-        self._safe_step = max((m.step for m in list(self._there.own().values())[:1]), default=0)
-        self._has_begun = True
+        self._safe_step = max((m.step for m in list(self._uploaded.own().values())[:1]), default=0)
+        self._has_started = True
 
     def _remove_incomplete(self) -> None:
-        """Remove what was cut off, or left for a newer one while the store failed."""
-        for directory in self._there.directories():
+        """Remove checkpoints whose upload was interrupted, or abandoned for a newer one after errors."""
+        for directory in self._uploaded.directories():
             if not (directory / MANIFEST).exists():
                 directory.remove()
 
-    def _say_what_is_copied(self, of: str, place: str) -> None:
-        """Write run.json: the checkpoint `of` is copied to the folder `place`; both "" while none is."""
-        own = {
-            "run_id": self._here.run_id,
+    def _write_owner(self, checkpoint: str, folder: str) -> None:
+        """Write run.json: `checkpoint` is being uploaded to `folder`; both are "" if none is."""
+        owner = {
+            "run_id": self._local.run_id,
             "number": str(self._number),
             "session": self._session,
             "process": f"{os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}",
-            "of": of,
-            "place": place,
+            "of": checkpoint,
+            "place": folder,
             "attempt": str(self._attempt),
         }
         file = self._address / OWNER
-        file.write(json.dumps(own).encode(), create=not file.exists())
+        file.write(json.dumps(owner).encode(), create=not file.exists())
 
-    def _put_checkpoint(self, path: Path, alone: bool) -> Manifest:
+    def _upload_checkpoint(self, path: Path, alone: bool) -> Manifest:
         manifest = read_manifest(path)
         self._newest_step = self._newest_step or manifest.step  # saved before this launch
-        there = self._free_place(manifest)
-        if there is None:
+        folder = self._free_folder(manifest)
+        if folder is None:
             return manifest
-        there.make()
+        folder.make()
         others = set[str]()
         if not alone:
-            others = {name for name in manifest.files if "-of-" in name and not self._is_ours(name)}
+            others = {name for name in manifest.files if "-of-" in name and not self._is_from_writers(name)}
             self._attempt += 1
-            self._say_what_is_copied(path.name, there.name)
-        self._put_files(path, there, manifest.files.keys() - others)
-        self._wait_for_others(there, {name: manifest.files[name].bytes for name in others})
-        self._owner_now()
-        (there / MANIFEST).write(manifest_text(manifest).encode(), create=True)
+            self._write_owner(path.name, folder.name)
+        self._upload_files(path, folder, manifest.files.keys() - others)
+        self._wait_for_others(folder, {name: manifest.files[name].bytes for name in others})
+        self._current_owner()
+        (folder / MANIFEST).write(manifest_text(manifest).encode(), create=True)
         self._forget_checkpoints()
-        for old in self._there.to_prune(self._settings, self._evaluations):
-            if old != there:
-                (old / MANIFEST).remove()  # first: without it, this is not a checkpoint
-                self._there.forget(old)
+        for old in self._uploaded.to_prune(self._settings, self._evaluations):
+            if old != folder:
+                (old / MANIFEST).remove()  # first: a folder without it is not a checkpoint
+                self._uploaded.forget(old)
         self._remove_incomplete()
         return manifest
 
-    def _wait_for_others(self, there: Address, sizes: Mapping[str, int]) -> None:
-        """Wait until the files of other ranks are there.
+    def _wait_for_others(self, folder: Address, sizes: Mapping[str, int]) -> None:
+        """Wait until other ranks have uploaded their files to `folder`.
 
         Raises:
-            RetryableError: none has arrived for `checkpoint.timeout_s`; a newer checkpoint is tried then.
+            RetryableError: if none has arrived for `checkpoint.timeout_s`; the next attempt takes the newest
+                checkpoint.
         """
-        missing, until = len(sizes) + 1, 0.0
+        num_missing, deadline = len(sizes) + 1, 0.0
         while sizes:
-            found = there.sizes()
-            left = [name for name, size in sizes.items() if found.get(name) != size]
-            if not left:
+            arrived = folder.sizes()
+            missing = [name for name, size in sizes.items() if arrived.get(name) != size]
+            if not missing:
                 return
-            if len(left) < missing:
-                missing, until = len(left), time.monotonic() + self._settings.timeout_s
-            if time.monotonic() > until:
-                raise RetryableError(f"{there / left[0]} has not arrived in full from its rank")
-            self._owner_now()
-            time.sleep(_LOOK_S)
+            if len(missing) < num_missing:
+                num_missing, deadline = len(missing), time.monotonic() + self._settings.timeout_s
+            if time.monotonic() > deadline:
+                raise RetryableError(f"{folder / missing[0]} has not arrived in full from its rank")
+            self._current_owner()
+            time.sleep(_POLL_S)
 
-    def _free_place(self, manifest: Manifest) -> Address | None:
-        """The place for a checkpoint, beside others of the same step; None if it is there already."""
-        if manifest.summary in self._there.own().values():
+    def _free_folder(self, manifest: Manifest) -> Address | None:
+        """Return a folder for a checkpoint that no other of the same step has; None if it is uploaded."""
+        if manifest.summary in self._uploaded.own().values():
             return None
         number, name = self._number, f"step_{manifest.step:08d}"
         while True:
-            there = self._there.root / (f"{name}-{number}" if number > 1 else name)
-            if not (there / MANIFEST).exists():
-                return there
+            folder = self._uploaded.root / (f"{name}-{number}" if number > 1 else name)
+            if not (folder / MANIFEST).exists():
+                return folder
             number += 1
 
 
 def _owner(address: Address) -> dict[str, str] | None:
-    """What run.json at `address` says, all of it texts; None if there is none, or if it is damaged."""
+    """Return the contents of run.json at `address` as strings; None if it is missing or damaged."""
     file = address / OWNER
     try:
-        said = read_json(file, file.read())
+        owner = read_json(file, file.read())
     except FileNotFoundError:
         return None
     except UnreachableError:
         raise
     except UserError:
-        said = {}
-    if not is_run_id(str(said.get("run_id", ""))):  # a store may have been full while it was written
-        log.warning("%s is damaged; going by the checkpoints there", printable(file))
+        owner = {}
+    if not is_run_id(str(owner.get("run_id", ""))):  # a store may have been full while it was written
+        log.warning("%s is damaged; using the checkpoints there to identify the run", printable(file))
         return None
-    return {name: printable(value) for name, value in said.items()}
+    return {name: printable(value) for name, value in owner.items()}
 
 
 def run_at(address: str) -> str | None:
-    """The id of the run to which `address` belongs; None if it is free.
+    """Return the id of the run to which `address` belongs; None if it is free.
 
     Raises:
-        UserError, RetryableError: the address could not be reached.
+        UserError, RetryableError: if the address cannot be reached.
     """
     try:
-        there = Address(address)
-        return _run_of(_owner(there), there)
+        return _run_of(_owner(Address(address)), Address(address))
     except (UserError, RetryableError) as error:
         raise kind_of(error)(f"checkpoint.remote: {error}") from error
 
 
 def _run_of(owner: Mapping[str, str] | None, address: Address) -> str | None:
-    """The id of the run at `address`: that of its `owner`, or else of the newest checkpoint there."""
+    """Return the id of the run at `address`, from its `owner` or else from the newest checkpoint there."""
     return owner["run_id"] if owner is not None else newest_run_id(address)
 
 
 def fetch_history(address: str, run_dir: Path) -> None:
-    """Copy the metrics of the run at `address` to a new run directory, which continues it."""
+    """Copy metrics.jsonl of the run at `address` to the new run directory that continues it."""
     with contextlib.suppress(FileNotFoundError), atomic_file(run_dir / METRICS) as file:
         file.write((Address(address) / METRICS).read())

@@ -1,7 +1,7 @@
-"""Files of the safetensors format: 8 bytes of length, a header of JSON, and the bytes of the tensors.
+"""Read and write safetensors files: 8 bytes of length, a JSON header, and the bytes of the tensors.
 
-https://github.com/huggingface/safetensors. A file of this format contains no code. They are written here
-tensor by tensor, and read by ranges.
+The format (https://github.com/huggingface/safetensors) cannot contain code. Files are written tensor by
+tensor and read in byte ranges.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from trainer.errors import UserError
 from trainer.files.untrusted import printable, reason
 from trainer.tensors.bits import as_bytes
 
-# Every version of the library since 0.4 reads these.
+# The dtypes that every version of the safetensors library since 0.4 reads.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -40,12 +40,12 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # in a folder of Hugging Face
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # names in a Hugging Face folder
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, at the bytes from ``begin`` to ``end`` of it."""
+    """The location of a tensor in a file: bytes [begin, end)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class ToStore:
-    """A tensor to be written under the name ``key``, converted to ``dtype`` when it is written."""
+    """A tensor to write under the name ``key``, converted to ``dtype``."""
 
     key: str
     tensor: Tensor
@@ -63,24 +63,24 @@ class ToStore:
 
 
 def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and shape of a tensor in a file: bytes if the format has no name for its dtype."""
+    """Return the dtype and shape of a tensor in a file: uint8 if the format does not support its dtype."""
     return (dtype, shape) if dtype in NAMES else (torch.uint8, (math.prod(shape) * dtype.itemsize,))
 
 
 def write_file(path: Path, tensors: Sequence[ToStore]) -> FileDigest:
-    """Write a new file, hashed on the way and fsynced.
+    """Write a new file, fsync it and return its digest.
 
-    Tensors should come in order of falling alignment: readers that map the file rely on it.
+    Tensors should be in descending order of alignment, on which readers that map the file rely.
 
     Raises:
-        OSError: of the disk.
+        OSError: if writing fails.
     """
     parts = (as_bytes(each.tensor.to("cpu", each.dtype)) for each in tensors if each.tensor.numel())
     return write_hashed(path, itertools.chain([_header_of(tensors)], parts))
 
 
 def _header_of(tensors: Sequence[ToStore]) -> bytes:
-    """The first bytes of a file: where each tensor begins and ends, counted from there on."""
+    """Return the header of a file: the offsets of each tensor, relative to the end of the header."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     end = 0
     for each in tensors:
@@ -93,10 +93,10 @@ def _header_of(tensors: Sequence[ToStore]) -> bytes:
 
 
 def read_header(file: PlainFile) -> dict[str, Stored]:
-    """Where each tensor is in ``file``, by its name; only the header is read.
+    """Return the location of each tensor in ``file``, by name; only the header is read.
 
     Raises:
-        UserError: there is none, a dtype is unknown, or a tensor is not where it would be.
+        UserError: if the header is missing, a dtype is unknown, or an offset is invalid.
     """
     try:
         origin = 8 + int.from_bytes(file.read(0, 8), "little")
@@ -104,29 +104,29 @@ def read_header(file: PlainFile) -> dict[str, Stored]:
         header.pop("__metadata__", None)
         return {name: _stored(entry, origin, file.size) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        words = f"{type(error).__name__}: {reason(error)}"
-        raise UserError(f"{printable(file.path)} is not a safetensors file: {words}") from error
+        problem = f"{type(error).__name__}: {reason(error)}"
+        raise UserError(f"{printable(file.path)} is not a valid safetensors file: {problem}") from error
 
 
 def _stored(entry: dict[str, Any], origin: int, size: int) -> Stored:
-    """The tensor of a header's ``entry``; its offsets are counted from byte ``origin`` of the file on."""
+    """Return the location for a header's ``entry``, whose offsets are relative to byte ``origin``."""
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     begin, end = (origin + offset for offset in entry["data_offsets"])
     if end - begin != math.prod(shape) * dtype.itemsize or not origin <= begin <= end <= size:
-        raise ValueError(f"{shape} of {dtype} would be at bytes {begin:,} to {end:,} of {size:,}")
+        raise ValueError(f"a {dtype} tensor of shape {shape} at bytes {begin:,} to {end:,} of {size:,}")
     return Stored(dtype, shape, begin, end)
 
 
 def tensors_in(file: PlainFile) -> dict[str, Tensor]:
-    """The tensors of ``file`` by name, mapped from it and read when used. Raises as `read_header`."""
+    """Return the tensors of ``file`` by name, mapped and read when used. Raises as `read_header` does."""
     return {
-        name: as_tensor(file.part(place.begin, place.end), place.dtype, place.shape)
-        for name, place in read_header(file).items()
+        name: as_tensor(file.part(stored.begin, stored.end), stored.dtype, stored.shape)
+        for name, stored in read_header(file).items()
     }
 
 
 def as_tensor(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The bytes ``data``, uint8 of one dimension, as a tensor: a view if their alignment allows."""
+    """Return ``data``, a 1-D uint8 tensor, as a tensor of ``dtype``: a view if the alignment allows."""
     if data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype).view(shape)

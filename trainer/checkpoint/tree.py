@@ -1,6 +1,6 @@
-"""Nested state taken apart into flat named tensors and JSON, and put together again.
+"""Split nested state into flat named tensors and JSON, and put it together again.
 
-Tensor files hold only tensors, and the other files only JSON: no reader needs a pickle.
+Tensor files contain only tensors, and the other files only JSON, so no reader needs pickle.
 """
 
 from collections import Counter, defaultdict
@@ -13,19 +13,19 @@ from torch import Tensor
 from trainer.errors import UserError
 from trainer.tensors.local_shard import tensors_within
 
-WITHIN = "$"  # begins the last part of the path of a tensor within another
+WITHIN = "$"  # the first character of the last part of an inner tensor's path
 
 
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of ``tree`` by their dotted paths, and the rest, fit for JSON.
+    """Return the tensors of ``tree`` by their dotted paths, and everything else as JSON values.
 
-    What JSON lacks becomes a dict of one key: ``$tensor`` with the path of a tensor (and
-    ``stride``, if an optimizer keeps it in another order than by rows), ``$bytes`` with such a
-    ``$tensor``, ``$tuple``, ``$dict`` (pairs, if a key is not a string), ``$counter``, ``$dtype`` or
-    ``$tensors``, for one that is several: its class, those, and what its class needs to make it of them.
+    Values that JSON lacks become a dict with one key: ``$tensor`` with the path of a tensor (and ``stride``
+    if an optimizer's tensor is not row-major), ``$bytes`` with such a ``$tensor``, ``$tuple``, ``$dict``
+    (pairs, if a key is not a string), ``$counter``, ``$dtype``, or ``$tensors`` for a tensor subclass: its
+    class, its inner tensors, and the context that the class needs to restore it.
 
     Raises:
-        UserError: a value has no such form, or two tensors have one path.
+        UserError: if a value cannot be represented, or two tensors have the same path.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, {key: _take_apart(value, key, tensors) for key, value in tree.items()}
@@ -36,19 +36,18 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
         return tree
     if isinstance(tree, Tensor) and (within := tensors_within(tree)):
         parts = {key: _take_apart(part, f"{prefix}.{WITHIN}{key}", tensors) for key, part in within.items()}
-        needs = [tree.__tensor_flatten__()[1], tuple(tree.shape), tree.stride()]  # type: ignore[attr-defined]
-        return {"$tensors": [torch.typename(type(tree)), parts, *_take_apart(needs, prefix, tensors)]}
+        context = [tree.__tensor_flatten__()[1], tuple(tree.shape), tree.stride()]  # type: ignore[attr-defined]
+        return {"$tensors": [torch.typename(type(tree)), parts, *_take_apart(context, prefix, tensors)]}
     if isinstance(tree, Tensor):
-        # torch.save would also write the user's attributes, which no reader needs.
-        kept: dict[str, Any] = _keep(tree.detach() if type(tree) is Tensor else tree, prefix, tensors)
+        reference: dict[str, Any] = _add(tree.detach() if type(tree) is Tensor else tree, prefix, tensors)
         if prefix.startswith("optimizer.state.") and type(tree) is Tensor and not tree.is_contiguous():
-            # SOAP's eigenvectors come column by column: products with a copy in rows round differently.
-            kept["stride"] = torch.empty_like(tree).stride()
-        return kept
-    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):  # a named tuple loses its names
+            # SOAP's eigenvectors are column-major; products with a row-major copy round differently.
+            reference["stride"] = torch.empty_like(tree).stride()
+        return reference
+    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):  # a named tuple would lose its names
         items = [_take_apart(item, f"{prefix}.{i}", tensors) for i, item in enumerate(tree)]
         return items if isinstance(tree, list) else {"$tuple": items}
-    if isinstance(tree, Mapping) and not isinstance(tree, defaultdict):  # which loses its default
+    if isinstance(tree, Mapping) and not isinstance(tree, defaultdict):  # it would lose its default
         is_counter = isinstance(tree, Counter)
         if not is_counter and all(isinstance(key, str) and not key.startswith("$") for key in tree):
             return {key: _take_apart(value, f"{prefix}.{key}", tensors) for key, value in tree.items()}
@@ -57,34 +56,35 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
             for key, value in tree.items()
         ]
         return {"$counter" if is_counter else "$dict": pairs}
-    if isinstance(tree, bytes | bytearray):  # of any size, unlike text
-        # With a byte more: torch.frombuffer refuses an empty buffer.
+    if isinstance(tree, bytes | bytearray):  # as a tensor, because they may be large
+        # One byte is added because torch.frombuffer does not accept an empty buffer.
         data = torch.frombuffer(bytearray(tree) + b"\0", dtype=torch.uint8)[:-1].clone()
-        return {"$bytes": _keep(data, prefix, tensors)}
+        return {"$bytes": _add(data, prefix, tensors)}
     if isinstance(tree, torch.dtype):
         return {"$dtype": str(tree).removeprefix("torch.")}
     if hasattr(tree, "item") and getattr(tree, "shape", None) == ():  # a NumPy scalar
         value = tree.item()
-        if isinstance(value, bool | int | float):  # of a long double it is not a plain number
+        if isinstance(value, bool | int | float):  # for a long double, item() does not return a float
             return value
     raise UserError(
-        f"a checkpoint cannot hold {prefix}, a {type(tree).__name__}: only tensors and plain values"
+        f"{prefix} cannot be saved, because it is a {type(tree).__name__}; checkpoints can contain tensors "
+        "and plain values"
     )
 
 
-def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Add ``tensor`` to ``tensors``, and return what stands for it in JSON."""
+def _add(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Add ``tensor`` to ``tensors``, and return the reference to it for JSON."""
     if path in tensors:
         raise UserError(
-            f"a checkpoint cannot hold two tensors at {path}: keys of its dicts make one path, such as "
-            '"a.b" beside {"a": {"b": ...}}, or 1 beside "1"; name them apart'
+            f"two tensors cannot be saved at the same path {path}: keys of nested dicts are joined by dots, "
+            'so "a.b" collides with {"a": {"b": ...}}, and 1 with "1"; rename a key'
         )
     tensors[path] = tensor
     return {"$tensor": path}
 
 
 def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of ``take_apart``; ``plain`` may be a branch of a tree."""
+    """Return the tree that ``take_apart`` split; ``plain`` may be a subtree."""
     if isinstance(plain, list):
         return [put_together(item, tensors) for item in plain]
     if not isinstance(plain, dict):
@@ -111,15 +111,18 @@ def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _class_of(full_name: str) -> Any:
-    """The class of tensors of that name, if this program has imported it: no name in a file is imported."""
+    """Return the tensor subclass of that name if it is already imported; never import names from a file."""
     kinds: list[type] = [Tensor]
-    for kind in kinds:  # which grows
+    for kind in kinds:  # grows during the loop
         if torch.typename(kind) == full_name and hasattr(kind, "__tensor_unflatten__"):
             return kind
         kinds += kind.__subclasses__()
-    raise UserError(f"the checkpoint's optimizer keeps a {full_name}, unlike this one; set optim as it was")
+    raise UserError(
+        f"the checkpoint contains optimizer state of type {full_name}, which this run's optimizer does not "
+        "use; set optim as in the checkpoint"
+    )
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether the tensor is from ``get_extra_state`` of a module, and may have any shape and dtype."""
+    """Return whether the tensor is from a module's ``get_extra_state``; its shape and dtype may change."""
     return "_extra_state" in name.split(".")

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: files of torch or safetensors, a folder of transformers, a checkpoint or a run."""
+"""Load initial weights from a torch or safetensors file, a transformers folder, a checkpoint or a run."""
 
 import logging
 import re
@@ -24,17 +24,17 @@ from trainer.files.untrusted import first_five, printable, read_json, reason
 
 log = logging.getLogger(__name__)
 
-# What DistributedDataParallel, torch.compile, activation checkpointing, FSDP 1 and PEFT put into names.
+# Name parts that DistributedDataParallel, torch.compile, activation checkpointing, FSDP 1 and PEFT insert.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"}
 
-Plain = tuple[str, ...]  # the parts of a name, without those of wrappers
+Plain = tuple[str, ...]  # the parts of a name without wrappers' parts
 
 
-class _Shift(NamedTuple):
-    """A tensor of the model is in the file under the same plain name with `there` in place of `here`."""
+class _Renaming(NamedTuple):
+    """The prefix `saved` of names in the file corresponds to the prefix `own` of names in the model."""
 
-    there: Plain
-    here: Plain
+    saved: Plain
+    own: Plain
 
 
 def weights_for(
@@ -44,24 +44,26 @@ def weights_for(
     key: str | None = None,
     freeze: Sequence[str] = (),
 ) -> dict[str, Tensor]:
-    """The tensors in ``path`` for those of the same names in ``model``; never runs code from the file.
+    """Return the tensors in ``path`` for the tensors of ``model``, by name; never runs code from the file.
 
-    Wrappers count on neither side, anywhere in a name. One prefix may be dropped, as ``state_dict.model`` or
-    ``teacher.backbone``, or added, as ``transformer``: the one with which most names are the model's, if that
-    is half of those on one side. The log says what was found, what was left and what was not used.
+    Name parts that wrappers insert are ignored. One prefix may be removed from the names in the file, such as
+    ``state_dict.model`` or ``teacher.backbone``, or added, such as ``transformer``: the prefix with which
+    most names match, if at least half of the names on one side match. Logs how many tensors matched, which
+    ones keep their initial values, and which ones in the file are not used.
 
     Args:
         model: only its names and shapes are used, so it may be on the meta device.
-        path: a ``.safetensors`` file, or one of ``torch.save`` with mappings of tensors, nested or not; a
-            folder saved by transformers; the directory of a checkpoint, or of a run: its newest intact one.
-        ignore: names of modules and tensors to leave out ("fc": fc.weight, fc.bias).
-        key: of the file's tensors only those under this prefix.
-        freeze: model.freeze.
+        path: a ``.safetensors`` file, a file of ``torch.save`` with (nested) mappings of tensors, a folder
+            saved by transformers, the directory of a checkpoint, or the directory of a run, whose newest
+            intact checkpoint is used.
+        ignore: names of modules and tensors of the model to skip ("fc" skips fc.weight and fc.bias).
+        key: use only tensors of the file under this prefix; None for all.
+        freeze: the patterns of model.freeze.
 
     Raises:
-        UserError: unreadable; no name in common, or several prefixes with equally many; other shapes or kinds
-            of number (the first five, both each); other values for names that are tied here; or a parameter
-            that is frozen would stay as initialised.
+        UserError: if the file cannot be read, no names match, several prefixes match equally well, shapes or
+            kinds of dtype differ, the file has different values for names that are tied in the model, or a
+            frozen parameter would keep its random initial values.
     """
     path, ignore = location(path), [ignore] if isinstance(ignore, str) else ignore
     state = model.state_dict(keep_vars=True).items()
@@ -69,109 +71,112 @@ def weights_for(
     if unknown := [prefix for prefix in ignore if not any(_is_under(name, [prefix]) for name in everything)]:
         raise UserError(f"model.init_ignore names {first_five(unknown)}, which this model does not have")
     wanted = {name: tensor for name, tensor in everything.items() if not _is_under(name, ignore)}
-    found = _read(path)
-    shift, places = _matched(path, [name for name in found if not is_extra_state(name)], wanted, key)
-    common = {name: found[place] for name, place in places.items()}
-    _refuse_others(path, {name: (there, wanted[name]) for name, there in common.items()})
+    saved = _read(path)
+    renaming, matches = _match(path, [name for name in saved if not is_extra_state(name)], wanted, key)
+    common = {name: saved[saved_name] for name, saved_name in matches.items()}
+    _refuse_different(path, {name: (tensor, wanted[name]) for name, tensor in common.items()})
     _refuse_untied(path, common, wanted)
-    given = {id(wanted[name]) for name in common}  # a tied weight may be there under one of its names
+    given = {id(wanted[name]) for name in common}  # a tied weight may be saved under one of its names
     missing = sorted(name for name, tensor in everything.items() if id(tensor) not in given)
     _refuse_frozen(path, {name: everything[name] for name in missing}, ignore, freeze)
-    used = set(places.values())
+    used = set(matches.values())
     unused = {
-        name if _plain(name)[: len(shift.there)] == shift.there else name.partition(".")[0]
-        for name in found
+        name if _plain(name)[: len(renaming.saved)] == renaming.saved else name.partition(".")[0]
+        for name in saved
         if name not in used
     }
-    words = f"{len(everything) - len(missing)} of the model's {len(everything)} tensors"
-    for named, told in (
-        (".".join(shift.there), ", under "),
-        (".".join(shift.here), ", for its "),
+    summary = f"loaded {len(everything) - len(missing)} of the model's {len(everything)} tensors"
+    for names, label in (
+        (".".join(renaming.saved), ", from names under "),
+        (".".join(renaming.own), ", into its "),
         (first_five(missing), "; left as initialised: "),
         (first_five(sorted(unused)), "; not used: "),
     ):
-        words += told + named if named else ""
-    is_asked = all(_is_under(name, ignore) for name in missing)
-    log.log(logging.INFO if is_asked else logging.WARNING, "model.init_from=%s: %s", path, words)
+        summary += label + names if names else ""
+    is_expected = all(_is_under(name, ignore) for name in missing)
+    log.log(logging.INFO if is_expected else logging.WARNING, "model.init_from=%s: %s", path, summary)
     return common
 
 
-def _matched(
-    path: Location, found: Collection[str], wanted: Mapping[str, Tensor], key: str | None
-) -> tuple[_Shift, dict[str, str]]:
-    """How names differ, and by name of ``wanted`` its name in ``found``, if it is there."""
-    ours, theirs = _by_plain_name(wanted), _by_plain_name(found)
+def _match(
+    path: Location, saved_names: Collection[str], wanted: Mapping[str, Tensor], key: str | None
+) -> tuple[_Renaming, dict[str, str]]:
+    """Return how names differ, and the saved name of each tensor in ``wanted`` that is in the file."""
+    own, saved = _by_plain_name(wanted), _by_plain_name(saved_names)
     if key is not None:
-        theirs = {plain: names for plain, names in theirs.items() if _begins(plain, _plain(key))}
-        if not theirs:
-            tops = sorted({name.partition(".")[0] for name in found})
+        saved = {plain: names for plain, names in saved.items() if _starts_with(plain, _plain(key))}
+        if not saved:
+            tops = sorted({name.partition(".")[0] for name in saved_names})
             raise UserError(
-                f"model.init_key={key} is not in model.init_from={path}: it has {first_five(tops)}"
+                f"model.init_key={key} is not in model.init_from={path}, which contains {first_five(tops)}"
             )
-    counts = Counter(_shifts(ours, theirs))
-    at_least = 1 if key is not None else min(len(ours), len(theirs)) / 2
-    same = _Shift((), ())
-    fit = {shift: count for shift, count in counts.items() if count >= at_least or shift == same}
-    if not fit:
+    counts = Counter(_renamings(own, saved))
+    at_least = 1 if key is not None else min(len(own), len(saved)) / 2
+    same = _Renaming((), ())
+    matching = {each: count for each, count in counts.items() if count >= at_least or each == same}
+    if not matching:
         raise UserError(
-            f"model.init_from={path} has no name in common with this model: it holds "
-            f"{first_five(sorted(found))}; the model {first_five(sorted(wanted))}; model.init_key=PREFIX "
-            "takes what is under a prefix, however little"
+            f"model.init_from={path} has no names in common with this model: the file contains "
+            f"{first_five(sorted(saved_names))}; the model has {first_five(sorted(wanted))}; set "
+            "model.init_key=PREFIX to use the tensors under a prefix, even if only a few match"
         )
-    best = [shift for shift, count in fit.items() if count == max(fit.values())]
+    best = [each for each, count in matching.items() if count == max(matching.values())]
     if len(best) > 1 and same not in best:
-        ways = [f"its {'.'.join(a) or 'names'} for {'.'.join(b) or 'the model'}" for a, b in sorted(best)]
+        options = [f"{'.'.join(a) or 'all names'} for {'.'.join(b) or 'the model'}" for a, b in sorted(best)]
         raise UserError(
-            f"model.init_from={path} fits equally in several ways: {first_five(ways)}; model.init_key takes "
-            "one prefix of the file, model.init_ignore leaves out a part of the model"
+            f"model.init_from={path} matches the model equally well in several ways: {first_five(options)}; "
+            "set model.init_key to a prefix in the file, or model.init_ignore to skip a part of the model"
         )
-    shift = same if same in best else best[0]
-    places: dict[str, str] = {}
-    for plain, names in ours.items():
-        options = theirs.get(shift.there + plain[len(shift.here) :], []) if _begins(plain, shift.here) else []
+    renaming = same if same in best else best[0]
+    matches: dict[str, str] = {}
+    for plain, names in own.items():
+        saved_plain = renaming.saved + plain[len(renaming.own) :]
+        options = saved.get(saved_plain, []) if _starts_with(plain, renaming.own) else []
         for name in names:
-            fitting = [option for option in options if f".{option}".endswith(f".{name}")] or options
-            if len(fitting) > 1:
-                way_out = f"model.init_ignore=[{name}] takes none"
-                raise UserError(f"model.init_from={path} has {first_five(fitting)} for {name}; {way_out}")
-            if fitting:
-                places[name] = fitting[0]
-    return shift, places
+            same_end = [option for option in options if f".{option}".endswith(f".{name}")] or options
+            if len(same_end) > 1:
+                raise UserError(
+                    f"model.init_from={path} has {first_five(same_end)} for {name}; set "
+                    f"model.init_ignore=[{name}] to use none of them"
+                )
+            if same_end:
+                matches[name] = same_end[0]
+    return renaming, matches
 
 
-def _shifts(ours: Collection[Plain], theirs: Collection[Plain]) -> Iterator[_Shift]:
-    """For each name of either side, the shifts by which it is the other's.
+def _renamings(own: Collection[Plain], saved: Collection[Plain]) -> Iterator[_Renaming]:
+    """Yield, for each name on either side, the renamings that map it to a name on the other side.
 
-    A prefix is dropped, or one is added, perhaps in place of the first part: state_dict, for instance.
+    A prefix is removed, or one is added, perhaps in place of the first part, such as state_dict.
     """
-    for plain in theirs:
-        yield from (_Shift(plain[:cut], ()) for cut in range(len(plain)) if plain[cut:] in ours)
-    for head in {plain[:cut] for plain in theirs for cut in (0, 1) if cut < len(plain)}:
-        for plain in ours:
+    for plain in saved:
+        yield from (_Renaming(plain[:cut], ()) for cut in range(len(plain)) if plain[cut:] in own)
+    for head in {plain[:cut] for plain in saved for cut in (0, 1) if cut < len(plain)}:
+        for plain in own:
             for cut in range(1, len(plain)):
-                if head + plain[cut:] in theirs and head[-1:] != plain[cut - 1 : cut]:
-                    yield _Shift(head, plain[:cut])
+                if head + plain[cut:] in saved and head[-1:] != plain[cut - 1 : cut]:
+                    yield _Renaming(head, plain[:cut])
 
 
 def _by_plain_name(names: Iterable[str]) -> dict[Plain, list[str]]:
-    found: dict[Plain, list[str]] = {}
+    by_plain_name: dict[Plain, list[str]] = {}
     for name in names:
-        found.setdefault(_plain(name), []).append(name)
-    return found
+        by_plain_name.setdefault(_plain(name), []).append(name)
+    return by_plain_name
 
 
 def _plain(name: str) -> Plain:
     return tuple(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _begins(plain: Plain, prefix: Plain) -> bool:
+def _starts_with(plain: Plain, prefix: Plain) -> bool:
     return plain[: len(prefix)] == prefix
 
 
-def _refuse_others(path: Location, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Raise UserError if shapes or kinds of number differ; by name, the tensors there and here.
+def _refuse_different(path: Location, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise UserError if shapes differ, or one tensor of a pair (saved, own) is quantized.
 
-    Floats of 8 bits and integers in place of floats are quantized: without their scales they mean nothing.
+    8-bit floats, and integers in place of floats, are quantized values, which are useless without scales.
     """
 
     def kind(tensor: Tensor) -> tuple[torch.Size, bool]:
@@ -179,33 +184,34 @@ def _refuse_others(path: Location, pairs: Mapping[str, tuple[Tensor, Tensor]]) -
 
     different = {name: pair for name, pair in pairs.items() if kind(pair[0]) != kind(pair[1])}
     if different:
-        words = first_five(
-            f"{name} ({list(there.shape)} {there.dtype} there, {list(here.shape)} {here.dtype} here)"
-            for name, (there, here) in different.items()
+        tensors = first_five(
+            f"{name} ({list(saved.shape)} {saved.dtype} in the file, {list(own.shape)} {own.dtype} in the "
+            "model)"
+            for name, (saved, own) in different.items()
         )
         modules = first_five(sorted({name.rpartition(".")[0] or name for name in different}))
         raise UserError(
-            f"model.init_from={path} is of another model: {words}; model.init_ignore=[{modules}] leaves "
-            "these as initialised, as for other classes"
+            f"model.init_from={path} is from a different model: {tensors}; set "
+            f"model.init_ignore=[{modules}] to leave these as initialised, as for a new number of classes"
         )
 
 
 def _refuse_untied(path: Location, common: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raise UserError if names that are one tensor in this model have other values in the file."""
+    """Raise UserError if names that are tied in the model have different values in the file."""
     first: dict[int, str] = {}
-    for name, there in common.items():
+    for name, saved in common.items():
         other = first.setdefault(id(wanted[name]), name)
-        if other != name and not there.equal(common[other]):
+        if other != name and not saved.equal(common[other]):
             raise UserError(
-                f"model.init_from={path} has other values for {other} and {name}, which are one tensor in "
-                f"this model; model.init_ignore=[{name}] takes those of {other}"
+                f"model.init_from={path} has different values for {other} and {name}, which are tied in "
+                f"this model; set model.init_ignore=[{name}] to use the values of {other}"
             )
 
 
 def _refuse_frozen(
     path: Location, left: Mapping[str, Tensor], ignore: Sequence[str], freeze: Sequence[str]
 ) -> None:
-    """Raise UserError if a parameter that is left as initialised is never trained."""
+    """Raise UserError if a parameter that is left as initialised is frozen."""
     names = [
         name
         for name, tensor in left.items()
@@ -217,9 +223,9 @@ def _refuse_frozen(
     ]
     if names:
         raise UserError(
-            f"{first_five(names)} would keep random values: frozen, and not taken from "
-            f"model.init_from={path}; let model.freeze match less, or, of what the model itself freezes, "
-            "name it in model.init_ignore"
+            f"{first_five(names)} would keep random values, because model.init_from={path} does not contain "
+            "it and it is frozen; change model.freeze, or, if the model's code freezes it, add it to "
+            "model.init_ignore"
         )
 
 
@@ -228,11 +234,11 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
 
 
 def _read(path: Location) -> dict[str, Any]:
-    """The tensors and extra state in ``path``, by their names there. UserError if it cannot be read."""
+    """Return the tensors and extra state in ``path``, by name. UserError if it cannot be read."""
     if not path.exists():
         raise UserError(
-            f"model.init_from={printable(path)} does not exist; give its current path. A new run needs "
-            "it, and so does a resumed one if checkpoint.frozen=false left frozen parameters out"
+            f"model.init_from={printable(path)} does not exist; set its current path. A new run needs it, "
+            "and so does a resumed run whose checkpoints lack frozen parameters (checkpoint.frozen=false)"
         )
     try:
         if (path / SINGLE).exists():
@@ -245,45 +251,47 @@ def _read(path: Location) -> dict[str, Any]:
 
 
 def _read_file(path: Location) -> dict[str, Any]:
-    """The tensors of one file, of safetensors or torch."""
+    """Return the tensors of one file in the safetensors or torch format."""
     with opened(path) as file:
         if path.name.endswith(".safetensors") or file.read(0, min(9, file.size))[8:] == b"{":
             return tensors_in(file)
         if isinstance(path, Address):
-            raise UserError("of single files at an address only .safetensors are read")
+            raise UserError("at an address, only .safetensors files are supported as single files")
         return _read_torch(file)
 
 
 def _read_index(folder: Location) -> dict[str, Any]:
-    """The tensors of the files that `INDEX` names, which are beside it."""
+    """Return the tensors of the files that `INDEX` lists, which are in the same folder."""
     with opened(folder / INDEX) as file:
-        places = read_json(folder / INDEX, file.read())["weight_map"]
-    found: dict[str, Any] = {}
-    for name in sorted(set(places.values())):
-        found |= _read_file(folder / Path(name).name)
-    if missing := sorted(places.keys() - found.keys()):
-        raise UserError(f"{printable(folder)} lacks {first_five(missing)}, which its {INDEX} names")
-    return found
+        files = read_json(folder / INDEX, file.read())["weight_map"]
+    tensors: dict[str, Any] = {}
+    for name in sorted(set(files.values())):
+        tensors |= _read_file(folder / Path(name).name)
+    if missing := sorted(files.keys() - tensors.keys()):
+        raise UserError(f"{printable(folder)} lacks {first_five(missing)}, which its {INDEX} lists")
+    return tensors
 
 
 def _read_torch(file: PlainFile) -> dict[str, Any]:
-    """What `torch.save` put into `file`, mapped from it. torch refuses what could run code."""
+    """Return the tensors in a `file` of `torch.save`, mapped. Objects that could run code are refused."""
     path = file.descriptor_path
     try:
         loaded = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch raises any error of its zip reader and unpickler
-        words = f"{type(error).__name__}: {reason(error)}"
-        if found := re.search(r"GLOBAL (\S+)", str(error)):  # of a program's arguments, say
-            words = f"it holds {printable(found[1])} beside tensors. If you trust it, load it with "
-            words += "weights_only=False, and save its tensors alone"
-        raise UserError(f"torch.load(weights_only=True) refuses it: {words}") from error
+        problem = f"{type(error).__name__}: {reason(error)}"
+        if match := re.search(r"GLOBAL (\S+)", str(error)):  # such as a program's arguments
+            problem = (
+                f"it contains {printable(match[1])} in addition to tensors. If you trust the file, load it "
+                "with weights_only=False, and save only its tensors"
+            )
+        raise UserError(f"torch.load(weights_only=True) failed: {problem}") from error
     if not (named := dict(_flat(loaded, "")) if isinstance(loaded, Mapping) else {}):
-        raise UserError(f"it is a {type(loaded).__name__} without named tensors")
+        raise UserError(f"the file contains a {type(loaded).__name__} without named tensors")
     return named
 
 
 def _flat(mapping: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """The tensors in nested mappings by their keys, with dots between, without what optimizers number."""
+    """Yield the tensors in nested mappings by their joined keys; skip other keys, as of optimizer state."""
     for key, value in mapping.items():
         if isinstance(key, str) and isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
@@ -292,12 +300,12 @@ def _flat(mapping: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _checkpoint_in(directory: Location) -> OpenCheckpoint:
-    """The checkpoint in ``directory``, or the newest intact one if it is a run."""
+    """Return the checkpoint in ``directory``, or the newest intact one if it is a run directory."""
     inner = directory / "checkpoints"
     listing: Listing[Any] = Listing(inner if inner.is_dir() else directory)
     found = [] if (directory / MANIFEST).exists() else [each.path for each in listing.found()]
     if not found:
         return verified(directory.resolve())
     source = first_intact(found, Agreement())
-    log.info("model.init_from=%s: from %s", directory, source.directory.name)
+    log.info("model.init_from=%s: using %s", directory, source.directory.name)
     return source

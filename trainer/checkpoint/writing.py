@@ -1,5 +1,7 @@
-"""Writing a checkpoint, perhaps while training goes on, from a copy: the files of tensors, each by one rank,
-then state.json and the manifest."""
+"""Write a checkpoint, optionally from a copy while training continues.
+
+Each file of tensors is written by one rank; rank 0 then writes state.json and the manifest.
+"""
 
 import json
 import logging
@@ -28,18 +30,18 @@ from trainer.tensors.local_shard import num_rows, to_local
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-_PATIENCE_S = 1.0  # shorter waits are not logged
+_LOG_WAIT_S = 1.0  # shorter waits are not logged
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint will hold.
+    """The contents of a checkpoint that is being written.
 
     Attributes:
-        tensors: returns those that this rank writes, or of which it writes a shard, by their names in the
-            checkpoint; waits until they are copied, if they are.
-        facts: all else, as STATE has it; on rank 0.
-        branch: of the run, for the manifest.
+        tensors: returns the tensors that this rank writes in full or in part, by their names in the
+            checkpoint; waits until they are copied.
+        facts: everything else in state.json; used on rank 0.
+        branch: the branch of the run, for the manifest.
     """
 
     step: int
@@ -49,10 +51,10 @@ class Contents:
     branch: str
 
     def write_tensors(self, directory: Path, rank: int) -> dict[str, FileDigest]:
-        """Write this rank's files, hashed on the way and fsynced; return their digests by name.
+        """Write and fsync this rank's files; return their digests by name.
 
         Raises:
-            OSError: the disk failed.
+            OSError: if writing fails.
         """
         files: dict[str, list[ToStore]] = {}
         for name, tensor in self.tensors().items():
@@ -68,19 +70,19 @@ def write_checkpoint(
     directory: Path,
     contents: Contents,
     agreement: Agreement,
-    clears: bool = True,
+    cleans_up: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a checkpoint, which appears in ``store`` whole or not at all (a collective).
+    """Write a checkpoint to ``store`` atomically (a collective).
 
     Args:
         directory: from ``store.new_directory``.
-        clears: whether this rank deletes what a failure leaves: one on each host, since hosts may have no
-            disk in common.
-        check: called on rank 0 when all is written; raises if it must not appear.
+        cleans_up: whether this rank deletes partial files after a failure; one rank on each host, because
+            hosts may not share a disk.
+        check: called on rank 0 when all files are written; raises if the checkpoint must not be published.
 
     Raises:
-        UserError, RetryableError: on every rank alike; what was there before is unchanged.
+        UserError, RetryableError: on every rank, if writing fails. Existing checkpoints are unchanged.
     """
     plan = contents.plan
 
@@ -99,7 +101,7 @@ def write_checkpoint(
     try:
         agreement.decide_on_rank0(write, commit)
     except (UserError, RetryableError):
-        if clears:
+        if cleans_up:
             with at_disk():
                 shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -108,25 +110,25 @@ def write_checkpoint(
 def host_stager(
     device: torch.device,
 ) -> Callable[[Mapping[str, Tensor], Collection[str]], Future[dict[str, Tensor]]]:
-    """A function that copies tensors to memory of the host, pinned if that helps; the next copy reuses it.
+    """Return a function that copies tensors to host memory, pinned if possible, which is reused.
 
-    It returns a Future of the copies at once. A thread copies, on a stream beside the current one, when that
-    has computed what is queued now. Only the tensors that the second argument names are copied before it
-    returns, on their device: buffers above all, which the next forward pass changes.
+    The function returns a Future of the copies immediately. A thread copies them on a separate stream, after
+    the work that is queued on the current stream. The tensors named in the second argument, such as buffers
+    that the next forward pass changes, are first copied on their device, before the function returns.
     """
-    stream, kept = accelerator.stream(device), dict[str, Tensor]()
+    stream, memory = accelerator.stream(device), dict[str, Tensor]()
 
     def copied(tensors: Mapping[str, Tensor], computed: Any) -> dict[str, Tensor]:
         accelerator.use(device)
         stream.wait_event(computed)
         with accelerator.on(stream):
             for name, tensor in tensors.items():
-                own = kept.get(name)
-                if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
-                    own = torch.empty_like(tensor, device=CPU, pin_memory=accelerator.can_pin(tensor.device))
-                kept[name] = own.copy_(tensor.detach(), non_blocking=tensor.device == device)
+                copy = memory.get(name)
+                if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                    copy = torch.empty_like(tensor, device=CPU, pin_memory=accelerator.can_pin(tensor.device))
+                memory[name] = copy.copy_(tensor.detach(), non_blocking=tensor.device == device)
         stream.synchronize()
-        return {name: kept[name] for name in tensors}
+        return {name: memory[name] for name in tensors}
 
     def stage(tensors: Mapping[str, Tensor], changing: Collection[str]) -> Future[dict[str, Tensor]]:
         copies: Future[dict[str, Tensor]] = Future()
@@ -142,7 +144,7 @@ def host_stager(
             computed = accelerator.event(device)
             computed.record(accelerator.current_stream(device))
             threading.Thread(target=copy, args=(unchanged, computed), name="staging", daemon=True).start()
-        except Exception as error:  # told to all ranks by the write
+        except Exception as error:  # the write raises it on all ranks
             copies.set_exception(error)
         return copies
 
@@ -150,13 +152,17 @@ def host_stager(
 
 
 class Saving:
-    """The rest of a save: ``copy`` copies the state, a thread calls ``write``. Without them, nothing remains.
+    """A save in progress.
 
-    ``what`` names it in the log.
+    The thread that writes is a daemon: when training fails, the process ends at once and leaves a temporary
+    directory, which the next start removes.
 
-    The thread works on ``device``: by default it starts with GPU 0, and its first call there would take some
-    hundred MB there for every rank of a host. It is a daemon: when training fails, the process ends at once
-    and leaves a temporary directory, which the next start removes.
+    Args:
+        what: the description in the log.
+        copy: the copy of the state in progress, if any.
+        write: called in a thread; None if nothing remains to be done.
+        device: the current device of the thread. By default a thread uses GPU 0, where its first call would
+            take some hundred MB for every rank of a host.
     """
 
     def __init__(
@@ -174,20 +180,20 @@ class Saving:
             self._thread.start()
 
     def wait_until_copied(self) -> None:
-        """Wait until the state is copied; called before it changes. `wait` raises if the copy failed."""
+        """Wait until the state is copied; call before changing it. If the copy failed, `wait` raises."""
         if self._copy is not None:
             wait([self._copy])
             self._copy = None
 
     def wait(self) -> None:
-        """Wait until all is written.
+        """Wait until the save is complete.
 
         Raises:
-            UserError, RetryableError: the save failed; on every rank alike, and only at the first call.
+            UserError, RetryableError: on every rank, at the first call, if the save failed.
         """
         if self._thread is None:
             return
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(_LOG_WAIT_S)
         if self._thread.is_alive():
             log.info("waiting for %s", self._what)
             self._thread.join()
