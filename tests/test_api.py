@@ -121,7 +121,7 @@ def opened(run_dir: str) -> list[Any]:
     assert "label" in found and "label" not in alone and not run.model.training
     with pytest.raises(UserError, match=r"has no method unlabelled"):
         run.predict(["a.png"])
-    with pytest.raises(UserError, match=r"takes a list of samples, but was given a str"):
+    with pytest.raises(UserError, match=r"expects a list of samples, but got a str"):
         run.predict("a.png")
     return [written["probabilities"], found["probabilities"], alone["probabilities"]]
 
@@ -233,4 +233,4 @@ def test_settings_are_found_in_the_users_own_folders(tmp_path: Path) -> None:
     arguments = ([str(folder) for folder in folders[::-1]], str(tmp_path))
     one, two, refused = run_ranks(from_own_folders, 1, *arguments, init=False)[0]
     assert (one, two) == (1, 2)
-    assert refused == f"config_dirs names {tmp_path}/none, which is not a folder; give folders like conf/"
+    assert refused == f"config_dirs contains {tmp_path}/none, which is not a folder; pass folders structured like conf/"

@@ -138,7 +138,7 @@ def test_a_damaged_file_is_named_and_nothing_crashes(name: str, content: str, tm
     shown = report([str(tmp_path)], False, 100)
     assert "run  " in shown
     if content == "{":
-        assert f"{run / name} is damaged: it is not JSON" in shown
+        assert f"{run / name} is damaged: it is not valid JSON" in shown
         assert look(run)["state"] == {"failure.json": "failed", "result.json": "lost"}.get(name, "running")
 
 

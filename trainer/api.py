@@ -1,4 +1,4 @@
-"""Functions for a program or a notebook that train and load models, as the commands do."""
+"""The Python API: train and load models from a program or a notebook."""
 
 import functools
 import threading
@@ -29,11 +29,11 @@ from trainer.run import run
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_composing = threading.Lock()  # Hydra has one state for all threads
+_composing = threading.Lock()  # Hydra's state is global
 
 
 def _without_internals(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, with the frames of this project left out of an error whose message says all."""
+    """Wrap `function` so that tracebacks of a RunEndError omit this project's frames."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **named: _P.kwargs) -> _T:
@@ -51,27 +51,28 @@ def train(
     processes: int | None = None,
     config_dirs: Sequence[str | Path] = (),
 ) -> dict[str, Any]:
-    """Train as the command line would, from a program or a notebook; return the contents of result.json.
+    """Train as the command line does, and return the contents of result.json.
 
     Args:
-        overrides: as on the command line, `["strategy=ddp", "optim.lr=0.01"]`.
-        processes: how many to start on this host; None or 1 trains in this one, unless `overrides` name a
-            launcher. A thread other than the main one always starts its own, since Python handles signals in
-            the main thread only: so runs can train beside each other.
-        config_dirs: folders like conf/, with your own `data/mine.yaml` and so on. They add options; of two
-            with one name that of conf/ is taken.
+        overrides: settings as on the command line, such as `["strategy=ddp", "optim.lr=0.01"]`.
+        processes: the number of processes to start on this host. None or 1 trains in the current process,
+            unless `overrides` select a launcher. Called from a thread other than the main one, training
+            always uses new processes, because Python handles signals only in the main thread; several runs
+            can train at the same time this way.
+        config_dirs: folders with the structure of conf/, with your own `data/mine.yaml` and so on. If a file
+            exists in both, the one in conf/ is used.
 
     Raises:
-        UserError: the settings are wrong, or a file cannot be read or written; a ValueError.
-        NonFiniteError: the loss or a gradient was NaN or Inf; an ArithmeticError.
-        StoppedBySignal: Ctrl-C or a signal; the run is saved, and its run_dir with resume=auto continues it.
-        RuntimeError: a fault in the started processes. A fault in this one is raised as it is.
+        UserError: if a setting is wrong, or a file cannot be read or written; a subclass of ValueError.
+        NonFiniteError: if the loss or a gradient is NaN or Inf; a subclass of ArithmeticError.
+        StoppedBySignal: on Ctrl-C or a signal, after saving; resume=auto with the same run_dir continues.
+        RuntimeError: if a started process failed. Errors in the current process are raised unchanged.
 
-    The first three are in `trainer.errors`; each says in one line what to do.
+    The first three are defined in `trainer.errors`; their messages say what to do.
     """
     if isinstance(overrides, str):
         raise UserError(
-            f"overrides is the string {overrides!r}, but must be a list of strings: [{overrides!r}]"
+            f"overrides must be a list of strings, but is the string {overrides!r}; pass [{overrides!r}]"
         )
     overrides = [*overrides, *searched(config_dirs)]
     if processes is not None and processes != 1:
@@ -85,17 +86,17 @@ def train(
     if launch is None:
         return run(settings)
     _refuse_classes_of_main(settings)
-    if not settings.launch.chunks_result:
+    if not settings.launch.returns_result:
         raise UserError(
-            "launch.dry_run=true and launch.wait=false leave no result to return; use them on a command "
-            "line: ringmaster launch=slurm ..."
+            "launch.dry_run=true and launch.wait=false are not supported by trainer.train, because they "
+            "return no result; use them on the command line: ringmaster launch=slurm ..."
         )
-    settings.run_dir = settings.run_dir or str(new_run_dir())  # else the launcher would choose another
+    settings.run_dir = settings.run_dir or str(new_run_dir())  # otherwise the launcher would choose one
     run_dir = Path(settings.run_dir)
     written_at = failure_file.written_at(run_dir)
     status, message = launch(settings, [*overrides, set_to("run_dir", settings.run_dir)])
     if status:
-        raise _end(status, message, run_dir, written_at)
+        raise _failure(status, message, run_dir, written_at)
     return load_json(run_dir / "result.json")
 
 
@@ -103,31 +104,32 @@ def train(
 def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> nn.Module:
     """Return the model of a run with the weights of a checkpoint, on the CPU and in evaluation mode.
 
-    If the run evaluates moving averages instead (`ema.evaluate=ema`), with those.
+    If the run evaluates only moving averages (`ema.evaluate=ema`), they are used in place of the weights.
 
     Args:
-        run_dir: the directory of the run, or its address. The model is built as its config.yaml says, whose
-            classes are called.
-        checkpoint: newest (that verifies), best (by the run's `checkpoint.keep_best`), or the path of one.
+        run_dir: the run directory, or its address. The classes named in its config.yaml are called to build
+            the model, so it must be trusted.
+        checkpoint: newest (the newest intact one), best (by the run's `checkpoint.keep_best`), or the path
+            of a checkpoint.
 
     Raises:
-        UserError: the run or the checkpoint does not exist, is broken, or does not fit the model's class.
+        UserError: if the run or the checkpoint does not exist, is damaged, or does not match the model.
     """
     return restored_model(saved_settings(location(run_dir)), str(checkpoint))
 
 
 @_without_internals
 def open(run_dir: str | Path, checkpoint: str | Path = "newest") -> TrainedRun:
-    """Return a trained run: its `model`, and `predict(samples)`, without its training data.
+    """Return a trained run with its `model` and the method `predict(samples)`, without loading training data.
 
-    The arguments and errors are those of `load_model`.
+    Arguments and errors are those of `load_model`.
     """
     config = saved_settings(location(run_dir))
     return TrainedRun(config, restored_model(config, str(checkpoint)))
 
 
 def composed(overrides: list[str]) -> Config:
-    """The settings of conf/ with `overrides`. UserError: they cannot be composed, or are invalid."""
+    """Return the settings of conf/ with `overrides`. UserError if they cannot be composed or are invalid."""
     try:
         with _composing, initialize_config_dir(str(CONF), version_base="1.3"):
             return load(split_off_hydra(compose("train", overrides=overrides, return_hydra_config=True)))
@@ -136,13 +138,15 @@ def composed(overrides: list[str]) -> Config:
 
 
 def searched(config_dirs: Sequence[str | Path]) -> list[str]:
-    """The override that has Hydra search these folders before conf/, here and in launched processes."""
+    """Return the override for Hydra's search path, which launched processes get too; [] without folders."""
     if isinstance(config_dirs, str | Path):
         config_dirs = [config_dirs]
     folders = [Path(each).resolve() for each in config_dirs]
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"config_dirs names {folder}, which is not a folder; give folders like conf/")
+            raise UserError(
+                f"config_dirs contains {folder}, which is not a folder; pass folders structured like conf/"
+            )
     quoted = ",".join(QuotedString(f"file://{folder}", Quote.single).with_quotes() for folder in folders)
     return [f"hydra.searchpath=[{quoted}]"] if folders else []
 
@@ -150,25 +154,25 @@ def searched(config_dirs: Sequence[str | Path]) -> list[str]:
 def _refuse_classes_of_main(settings: Config) -> None:
     for name, value in flatten(settings).items():
         if isinstance(value, str) and value.startswith("__main__."):
-            word = value.rpartition(".")[2]
+            class_name = value.rpartition(".")[2]
             raise UserError(
-                f"{name} is {value}, of this notebook or script: the processes of the run cannot import it. "
-                f"Write it to a file in this folder, such as mine.py, and set {name}=mine.{word}; or train "
-                "in this process: from the main thread, without processes= and launch="
+                f"{name}={value} is defined in this notebook or script, so other processes cannot import it. "
+                f"Move it to a file in this folder, such as mine.py, and set {name}=mine.{class_name}; or "
+                "train in this process: from the main thread, without processes= and launch="
             )
 
 
-def _end(status: int, message: str | None, run_dir: Path, written_at: int | None) -> Exception:
-    """The exception with which the run would have ended in this process.
+def _failure(status: int, message: str | None, run_dir: Path, written_at: int | None) -> Exception:
+    """Return the exception that the run would have raised in this process.
 
     Args:
-        written_at: the time of an earlier failure.json, if there was one.
+        written_at: the modification time of a previous failure.json, if there was one.
     """
     is_new = failure_file.written_at(run_dir) != written_at
-    found = (failure_file.read(run_dir) if is_new else None) or {}
-    message = found.get("message") or message or f"the run ended with status {status}; see its output"
-    if status == StoppedBySignal.exit_code and isinstance(found.get("step"), int):
-        return StoppedBySignal(found["step"], run_dir)
+    failure = (failure_file.read(run_dir) if is_new else None) or {}
+    message = failure.get("message") or message or f"the run ended with status {status}; see its output"
+    if status == StoppedBySignal.exit_code and isinstance(failure.get("step"), int):
+        return StoppedBySignal(failure["step"], run_dir)
     for kind in (UserError, NonFiniteError):
         if status == kind.exit_code:
             return kind(message)

@@ -1,4 +1,4 @@
-"""Evaluation of a model on held-out data: metrics that count each sample once."""
+"""Evaluate a model on held-out data, counting each sample once, and make predictions."""
 
 import copy
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelContext:
-    """What is needed to compute a model's outputs, for evaluation."""
+    """A model with everything needed to evaluate it."""
 
     ranks: Ranks
     strategy: Strategy
@@ -41,10 +41,10 @@ class ModelContext:
 def evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]]) -> Evaluation:
     """Evaluate the model on the held-out data (a collective).
 
-    A rank without samples left still takes part in each forward pass, for FSDP's gathers.
+    A rank that has no samples left still takes part in each forward pass, because FSDP gathers in it.
 
     Raises:
-        UserError: the rows are not one for each sample, or differ in shape; or metrics are not numbers.
+        UserError: if there is not one row for each sample, rows differ in shape, or a metric is not a number.
     """
     context.ranks.heartbeat.enter("evaluate")
     with _model_to_evaluate(context) as model, gathering(IN_EVALUATION):
@@ -53,7 +53,7 @@ def evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]]) -> 
 
 @contextmanager
 def _model_to_evaluate(context: ModelContext) -> Iterator[nn.Module]:
-    """Yield the user's module in a state in which the task can evaluate it (a collective)."""
+    """Yield the unwrapped module in evaluation mode, ready for the task (a collective)."""
     model = context.strategy.unwrap(context.model)
     with evaluation_mode(model), context.strategy.evaluating(model):
         yield model
@@ -61,7 +61,10 @@ def _model_to_evaluate(context: ModelContext) -> Iterator[nn.Module]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Each module's own mode comes back afterwards, by `model.train()`, which may do more than set flags."""
+    """Set evaluation mode, and restore each module's train/eval mode on exit.
+
+    Calls `model.train()` on exit, which in a user's class may do more than set flags.
+    """
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()  # a user's train() may return nothing
@@ -74,7 +77,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def _evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]], model: nn.Module) -> Evaluation:
     task = context.task
-    gives_sums, gives_rows = offers(task, "eval_sums", "summarise"), offers(task, "rows", "summarise_rows")
+    has_sums, has_rows = offers(task, "eval_sums", "summarise"), offers(task, "rows", "summarise_rows")
     gather = SampleGather(context.ranks, f"{type(task).__name__}.rows")
     order = context.strategy.order
     sums: Tensor | None = None
@@ -87,69 +90,72 @@ def _evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]], mo
         batch = context.to_device(host_batch)
         first = batch if first is None else first
         own_task = task if indices else independent_copy(task)
-        if gives_sums:
+        if has_sums:
             with context.strategy.autocast():
-                given = own_task.eval_sums(model, batch)
-            own_sums = real_tensor(given, f"{type(task).__name__}.eval_sums", shape).double()
+                returned = own_task.eval_sums(model, batch)
+            own_sums = real_tensor(returned, f"{type(task).__name__}.eval_sums", shape).double()
             shape = own_sums.shape
-            of_batch = order.sum_of([own_sums if indices else torch.zeros_like(own_sums)])
-            sums = of_batch.clone() if sums is None else sums + of_batch
-        if gives_rows:
+            batch_sums = order.sum_of([own_sums if indices else torch.zeros_like(own_sums)])
+            sums = batch_sums.clone() if sums is None else sums + batch_sums
+        if has_rows:
             with context.strategy.autocast():
-                own = own_task.rows(model, batch)
-            if (of_all := gather(own, indices)) is not None:
-                gathered.append(of_all)
+                own_rows = own_task.rows(model, batch)
+            if (all_rows := gather(own_rows, indices)) is not None:
+                gathered.append(all_rows)
     metrics: dict[str, float] = {}
     rows: Rows | None = None
     totals = order.over_ranks(sums) if sums is not None else None
     if totals is not None:
-        by = f"{type(task).__name__}.summarise"
-        metrics |= _of_rank_0(_floats(task.summarise(totals), by), by, context.ranks)
-    if gives_rows:
+        source = f"{type(task).__name__}.summarise"
+        metrics |= _from_rank_0(_floats(task.summarise(totals), source), source, context.ranks)
+    if has_rows:
         if context.ranks.is_main:
-            by_sample = torch.tensor([index for indices, _ in gathered for index in indices]).argsort()
+            by_index = torch.tensor([index for indices, _ in gathered for index in indices]).argsort()
             columns = {name: [part[name] for _, part in gathered] for name in gathered[0][1]}
-            rows = {name: torch.cat(parts)[by_sample] for name, parts in columns.items()}
-        by = f"{type(task).__name__}.summarise_rows"
-        metrics |= on_main(lambda: _floats(task.summarise_rows(rows or {}), by), context.ranks)
+            rows = {name: torch.cat(parts)[by_index] for name, parts in columns.items()}
+        source = f"{type(task).__name__}.summarise_rows"
+        metrics |= on_main(lambda: _floats(task.summarise_rows(rows or {}), source), context.ranks)
     return Evaluation(metrics, totals, rows, first)
 
 
 def independent_copy(task: Task) -> Task:
-    """Return a copy of `task` for a batch that its own metrics must not count: a filler or a dry run.
+    """Return a copy of `task` for a batch that its metrics must not count: a filler batch or the dry run.
 
-    It shares parameters, as of a teacher. Returns `task` itself if it can't be copied.
+    The copy shares parameters, such as those of a teacher. Returns `task` itself if it cannot be copied.
     """
     modules = (part for part in leaves(vars(task)) if isinstance(part, nn.Module))
     shared = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     try:
         return copy.deepcopy(task, shared)
-    except Exception:  # whatever the user's objects raise
+    except Exception:  # a user's object may raise anything
         return task
 
 
-def _of_rank_0(own: dict[str, float], source: str, ranks: Ranks) -> dict[str, float]:
-    """Rank 0's metrics on every rank, so that all decide by the same (a collective); tells which differ."""
-    everyones = gather_objects(own)
-    by_name = {name: [theirs.get(name) for theirs in everyones] for name in own}
-    differ = {name: values for name, values in by_name.items() if len(set(map(str, values))) > 1}
-    if differ and ranks.is_main:
-        way_out = "sees its rank's samples alone: add it up over ranks, or compute it from eval_sums or rows"
-        words = "%s differs between ranks, and rank 0's counts: %s. A metric that a task keeps %s"
-        log.warning(words, source, differ, way_out)
-    return everyones[0]
+def _from_rank_0(own: dict[str, float], source: str, ranks: Ranks) -> dict[str, float]:
+    """Return rank 0's metrics on every rank, and warn if ranks differ (a collective)."""
+    of_ranks = gather_objects(own)
+    by_name = {name: [metrics.get(name) for metrics in of_ranks] for name in own}
+    different = {name: values for name, values in by_name.items() if len(set(map(str, values))) > 1}
+    if different and ranks.is_main:
+        log.warning(
+            "%s differs between ranks, and rank 0's values are used: %s. A metric object that a task keeps "
+            "sees only its rank's samples: reduce it over ranks, or compute it from eval_sums or rows",
+            source,
+            different,
+        )
+    return of_ranks[0]
 
 
 @torch.no_grad()
 def predict(
     context: ModelContext, loader: Iterable[tuple[Any, list[int]]]
 ) -> Iterator[tuple[list[int], Rows] | None]:
-    """Yield, batch after batch, indices and the task's predictions for those samples (a collective).
+    """Yield the indices and the task's predictions for each batch of all ranks (a collective).
 
-    On rank 0 each sample comes once, in the dataset's order, at any world size; other ranks get None.
+    Rank 0 gets each sample once, in the order of the dataset, at any world size; other ranks get None.
 
     Raises:
-        UserError: the rows are not one for each sample, or differ in shape.
+        UserError: if there is not one row for each sample, or rows differ in shape.
     """
     context.ranks.heartbeat.enter("evaluate")
     gather = SampleGather(context.ranks, f"{type(context.task).__name__}.predict")
@@ -163,7 +169,7 @@ def predict(
 
 @torch.no_grad()
 def show(context: ModelContext, evaluation: Evaluation, run_log: RunLog, step: int, at_end: bool) -> None:
-    """Log what the task shows (a collective): at the end, and before as `train.show_every` says."""
+    """Log the task's texts, images and plots at the end and every `train.show_every` (a collective)."""
     if not offers(context.task, "show") or not on_main(
         lambda: at_end or run_log.shows.is_due(), context.ranks
     ):
@@ -176,13 +182,13 @@ def show(context: ModelContext, evaluation: Evaluation, run_log: RunLog, step: i
 
 
 def _floats(metrics: dict[str, Any], source: str) -> dict[str, float]:
-    """Convert metrics, which other libraries return as scalars of NumPy or torch."""
+    """Convert metrics, which may be NumPy scalars or tensors, to floats."""
     if not isinstance(metrics, Mapping):
-        raise UserError(f"{source} gives a {type(metrics).__name__}, but must give numbers by name")
+        raise UserError(f"{source} must return a dict of numbers, but returned a {type(metrics).__name__}")
     floats: dict[str, float] = {}
     for name, value in metrics.items():
         try:
             floats[name] = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise UserError(f"{source} must give a number as {name}: {error}") from error
+            raise UserError(f"{source} must return a number for {name}: {error}") from error
     return floats

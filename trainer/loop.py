@@ -109,7 +109,7 @@ def make_step(run: Run, batches: Batches) -> AfterStep:
     run.report.run_log.progress.advance()
     if step.after is AfterStep.END:
         run.state.early_end.end()
-    run.guards.unsaved.look()
+    run.guards.unsaved.after_step()
     run.guards.replicas.check_if_due(run.state)
     if run.plan.logs(progress.step):
         run.ranks.heartbeat.enter("log")
@@ -160,7 +160,7 @@ def open_epoch(run: Run) -> Batches | None:
             f"{run.config.train.global_batch_size} samples{where}; lower train.global_batch_size, or look at "
             "the stream, with data.sharded at its shortest shard"
         )
-    with run.guards.snapshot.held():
+    with run.guards.snapshot.change():
         progress.end_epoch()
     return None
 
@@ -181,7 +181,7 @@ def warn_if_uneven(run: Run, batches: Batches, epoch: int, num_samples: int) -> 
 def save(run: Run) -> None:
     """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
     refuse_changed_by_loss(run)
-    run.checkpointer.unsaved = run.guards.unsaved.look_at_save()
+    run.checkpointer.unsaved = run.guards.unsaved.compare_at_save()
     run.guards.replicas.check(run.state)
     with run.strategy.gathered(run.state):
         run.checkpointer.save(run.state, run.data.train_loader.state_dict())
@@ -218,7 +218,7 @@ def evaluate_now(run: Run) -> tuple[dict[str, float], bool]:
     is_best = run.checkpointer.record_evaluation(progress.step, metrics)
     words = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
     run.report.run_log.progress.line(f"eval at step {progress.step}  {words}{_best_words(run)}")
-    with run.guards.snapshot.held():
+    with run.guards.snapshot.change():
         run.state.after_evaluation(metrics)
     return metrics, is_best
 
@@ -248,7 +248,7 @@ def evaluate_as(run: Run, loader: EvalLoader, prefix: str, shows: bool) -> dict[
 def averages_in_place(run: Run) -> Iterator[None]:
     """Within, the model has its moving averages in place of its weights."""
     assert run.state.average is not None
-    with run.guards.snapshot.held(), run.state.average.in_place():
+    with run.guards.snapshot.change(), run.state.average.in_place():
         run.strategy.weights_changed(run.model)
         yield
     run.strategy.weights_changed(run.model)

@@ -1,8 +1,9 @@
-"""Writes a trained model's predictions for held-out samples: `python -m trainer.predict RUN --out FILE`.
+"""Write a trained model's predictions for held-out samples: `python -m trainer.predict RUN --out FILE`.
 
-FILE ends in .csv, .jsonl or .pt and appears whole, at the end, or not at all. Each held-out sample has a row,
-in the dataset's order: its index, the name of its input if the dataset has names, and the task's predictions.
-Runs alone, under torchrun or with launch=local launch.processes=N, and also while RUN still trains.
+FILE ends in .csv, .jsonl or .pt and is created atomically at the end. It contains a row for each held-out
+sample, in the order of the dataset: the index of the sample, the name of its input if the dataset has names,
+and the task's predictions. Runs in one process, under torchrun or with launch=local launch.processes=N, also
+while RUN is still training.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from trainer.launch.rank_info import rank_info
 def main() -> None:
     """Run the command line `sys.argv`."""
     parser = arguments("trainer.predict", __doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="must not exist")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the output; must not exist")
 
     def do(options: Any, config: Config) -> None:
         predict(config, options.out, options.checkpoint)
@@ -29,18 +30,19 @@ def main() -> None:
 
 
 def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
-    """Write `out` (a collective of all ranks).
+    """Write the predictions of a checkpoint to `out` (a collective).
 
     Args:
         config: the `saved_settings` of the run.
+        checkpoint: newest, best, or the path of a checkpoint.
 
     Raises:
-        UserError: the checkpoint or held-out data does not exist; the task predicts nothing; or `out` exists
-            or cannot be written.
+        UserError: if the checkpoint or held-out data does not exist, the task has no method `predict`, or
+            `out` exists or cannot be written.
     """
     if rank_info(config.distributed).rank == 0:
         check_free(out)
-    import torch  # loaded only after the settings are checked
+    import torch  # after the check, so that its error comes at once
 
     from trainer import evaluation
     from trainer.inference.prediction_file import writer_for
@@ -48,17 +50,17 @@ def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
     from trainer.tasks import offers
 
     write = writer_for(out)
-    with restored_run(config, checkpoint) as restored, ExitStack() as written:
+    with restored_run(config, checkpoint) as restored, ExitStack() as stack:
         if not offers(restored.task, "predict"):
             raise UserError(
-                f"data.task: {config.data.task['_target_']} predicts nothing: it has no method predict (see "
-                "trainer.tasks.Task)"
+                f"data.task={config.data.task['_target_']} cannot make predictions, because it has no method "
+                "predict (see trainer.tasks.Task)"
             )
         dataset, loader = held_out(restored, by_chunks=False)
-        file = written.enter_context(output_file(out)) if restored.ranks.is_main else None
+        file = stack.enter_context(output_file(out)) if restored.ranks.is_main else None
         batches = list(filter(None, evaluation.predict(restored, with_progress(restored, loader))))
         if file is not None:
-            indices = [index for of_batch, _ in batches for index in of_batch]
+            indices = [index for batch_indices, _ in batches for index in batch_indices]
             columns: dict[str, Any] = {"index": torch.tensor(indices)}
             if (name_of := _names(dataset)) is not None:
                 columns["input"] = list(map(name_of, indices))
@@ -68,7 +70,7 @@ def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
 
 
 def _names(dataset: Any) -> Callable[[int], Any] | None:
-    """The name of a sample's input: `dataset.name_of(index)`, or the path in a folder of files."""
+    """Return a function that maps an index to the name or path of the sample's input; None without names."""
     from torch.utils.data import Subset
 
     if isinstance(dataset, Subset):

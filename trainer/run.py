@@ -174,7 +174,7 @@ def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int, int | Non
 
 def _take_over(config: Config, run_dir: Path, open_log: Callable[[], None]) -> None:
     """Called on rank 0: from now on the files of the run directory are this run's."""
-    failure_file.forget(run_dir)
+    failure_file.remove(run_dir)
     _write_settings(config, run_dir)
     open_log()
 

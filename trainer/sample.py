@@ -1,7 +1,7 @@
-"""Continues a text with a trained language model: `python -m trainer.sample RUN --prompt TEXT --tokens N`.
+"""Generate text with a trained language model: `python -m trainer.sample RUN --prompt TEXT --tokens N`.
 
-The text is printed to standard output as it is generated, all else to standard error; at the end the
-tokens per second. Runs alone, under torchrun or with launch=local, also if the model is sharded.
+Prints the text to standard output as it is generated, and everything else, such as tokens per second at the
+end, to standard error. Runs in one process, under torchrun or with launch=local, also with a sharded model.
 """
 
 import collections
@@ -19,16 +19,24 @@ from trainer.inference.command import arguments, start
 
 def main() -> None:
     """Run the command line `sys.argv`."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without an error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` stops it without an error
     parser = arguments("trainer.sample", __doc__)
-    parser.add_argument("--prompt", default="\n", metavar="TEXT", help="default: a new line")
-    parser.add_argument("--tokens", type=int, default=200, metavar="N", help="how many; default: 200")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the draws; default: 0")
     parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="0: the likeliest; default: 1"
+        "--prompt", default="\n", metavar="TEXT", help="text to continue (default: a new line)"
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw only from the K likeliest")
-    parser.add_argument("--no-cache", action="store_true", help="recompute all for each token, to compare")
+    parser.add_argument(
+        "--tokens", type=int, default=200, metavar="N", help="number of tokens (default: 200)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="random seed (default: 0)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="sampling temperature; 0 selects the likeliest token (default: 1)",
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample only from the K likeliest tokens")
+    parser.add_argument("--no-cache", action="store_true", help="disable the key-value cache, for comparison")
     start("trainer.sample", parser, _sample)
 
 
@@ -41,14 +49,14 @@ def _sample(options: Any, config: Config) -> None:
     top_k = 1 if options.top_k is None else options.top_k
     if min(options.tokens, top_k) < 1 or options.temperature < 0:
         raise UserError("--tokens and --top-k must be at least 1, and --temperature at least 0")
-    config.train.compile = False  # each length would be compiled separately
+    config.train.compile = False  # each length would trigger a recompilation
     with restored_run(config, options.checkpoint) as restored:
         model, tokenizer = restored.module, getattr(restored.train_set(), "tokenizer", None)
         block_size = getattr(model, "block_size", None)
         if tokenizer is None or not isinstance(block_size, int):
             raise UserError(
-                f"{config.model['_target_']} on {config.data.dataset['_target_']} is not a text model: "
-                "sampling needs a model with a block_size, such as models.gpt.GPT, and data with a "
+                f"{config.model['_target_']} with {config.data.dataset['_target_']} cannot generate text: "
+                "use a model with the attribute block_size, such as models.gpt.GPT, and a dataset with a "
                 "tokenizer, such as trainer.data.text.in_memory.Text"
             )
         prompt = tokenizer.encode([os.fsencode(options.prompt)])[0].tolist()
@@ -72,38 +80,38 @@ def _sample(options: Any, config: Config) -> None:
             use_cache=use_cache,
         )
         with restored.strategy.autocast():
-            tokens = _in_time(tokens, restored.ranks.heartbeat.enter)
+            tokens = _with_heartbeat(tokens, restored.ranks.heartbeat.enter)
             if restored.ranks.is_main:
                 _print(tokens, prompt, tokenizer, "with" if use_cache else "without")
             else:
                 collections.deque(tokens, maxlen=0)
 
 
-def _in_time(tokens: Iterator[int], enter: Callable[[str], None]) -> Iterator[int]:
-    """`tokens`; each updates this rank's heartbeat."""
+def _with_heartbeat(tokens: Iterator[int], enter: Callable[[str], None]) -> Iterator[int]:
+    """Yield `tokens`, and update this rank's heartbeat before each."""
     for token in tokens:
         enter("evaluate")
         yield token
 
 
 def _print(tokens: Iterator[int], prompt: Sequence[int], tokenizer: Any, cache: str) -> None:
-    """Print the text as far as its characters are complete, and then the rate."""
-    began, at_s, so_far = time.perf_counter(), list[float](), [*prompt]
-    text = tokenizer.decode(so_far)
+    """Print the text, holding back incomplete characters, and then the generation speed."""
+    start_s, at_s, generated = time.perf_counter(), list[float](), [*prompt]
+    text = tokenizer.decode(generated)
     length = len(text)
     print(text, end="", flush=True)
     for token in tokens:
-        at_s.append(time.perf_counter() - began)
-        so_far.append(token)
-        # The whole text, since a tokenizer may write a token differently at the beginning of a text.
-        text = tokenizer.decode(so_far)
-        whole = text.rstrip("\ufffd")  # the next token may complete a character
-        print(whole[length:], end="", flush=True)
-        length = max(length, len(whole))
+        at_s.append(time.perf_counter() - start_s)
+        generated.append(token)
+        # Decode the whole text, because a tokenizer may decode a token differently at the start of a text.
+        text = tokenizer.decode(generated)
+        complete = text.rstrip("\ufffd")  # the next token may complete a character
+        print(complete[length:], end="", flush=True)
+        length = max(length, len(complete))
     print(text[length:], flush=True)
-    rate = f", {(len(at_s) - 1) / (at_s[-1] - at_s[0]):.1f} tokens/s from then on" if len(at_s) > 1 else ""
+    rate = f", then {(len(at_s) - 1) / (at_s[-1] - at_s[0]):.1f} tokens/s" if len(at_s) > 1 else ""
     print(
-        f"{len(at_s)} tokens {cache} a key-value cache: the first after {at_s[0] * 1e3:.1f} ms{rate}",
+        f"{len(at_s)} tokens {cache} key-value cache: first token after {at_s[0] * 1e3:.1f} ms{rate}",
         file=sys.stderr,
     )
 

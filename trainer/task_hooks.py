@@ -34,7 +34,7 @@ def begin_step_of_task(run: Run, step: int) -> bool:
     before = dict(vars(task))
     run.strategy.weights_changed(run.model)  # so that parameters are the shards, and not copies of the whole
     call_begin_step(task, step, run.plan.total_steps, run.state.model)
-    run.guards.unsaved.leave_out(name for name, now in vars(task).items() if now is not before.get(name, ...))
+    run.guards.unsaved.ignore(name for name, now in vars(task).items() if now is not before.get(name, ...))
     return run.state.trainable.has_changed()
 
 
@@ -53,7 +53,7 @@ def follow_begin_step(run: Run) -> bool:
     compare_across_ranks(flags, run.ranks, f"let begin_step() do the same on every rank (step {step})")
     if not trainable:
         raise UserError(f"the task's begin_step() leaves no parameter to train in step {step}")
-    with run.guards.snapshot.held():
+    with run.guards.snapshot.change():
         new = run.state.follow_trainable()
     run.checkpointer.refuse_left_out(new)
     run.guards.unsaved.optimizer = run.state.optimizer

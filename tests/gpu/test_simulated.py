@@ -187,7 +187,7 @@ def saved_at_a_fault(folder: Path, when: str) -> tuple[str, bool]:
         ("the gradients never come", "step 3 is saved"),
         pytest.param(
             "the gradients come meanwhile",
-            "the gradients of the next step came while it was written",
+            "the gradients of the next step arrived during the save",
             marks=pytest.mark.slow,
         ),
         pytest.param("the last update is not made", "has not finished step 3", marks=pytest.mark.slow),

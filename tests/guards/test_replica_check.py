@@ -80,7 +80,7 @@ def test_every_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
         for odd, name, report in rank["flips"]:
             assert report["ranks"] == (odd,)
             others = ", ".join(str(other) for other in range(3) if other != odd)
-            assert f"rank {odd} (host 0), unlike ranks {others}, first in {name}." in report["message"]
+            assert f"rank {odd} (host 0) differs from ranks {others}, first in {name}." in report["message"]
             assert report["status"] == 1
 
 
@@ -93,7 +93,7 @@ def test_two_replicas_are_both_named_and_none_is_blamed(tmp_path: Path) -> None:
             assert report["ranks"] == ()
             first = odd % 2
             assert (
-                f"rank {first + 2} (host 0), unlike rank {first} (host 0), first in {name};"
+                f"rank {first + 2} (host 0) differs from rank {first} (host 0), first in {name};"
                 in report["message"]
             )
 

@@ -122,14 +122,14 @@ def warnings_of(
     caplog.set_level(logging.WARNING)
     model, task = model or Keeper(""), task or Teaching()
     made = (optimizer or torch.optim.SGD)(model.parameters(), 0.1)
-    unsaved = UnsavedState(model, task, made, looks=True)
+    unsaved = UnsavedState(model, task, made, compares=True)
     unsaved.start({})
     for _ in range(6):
         task.loss(model, torch.randn(3, 6)).backward()
         made.step()
-        unsaved.look()
-    unsaved.look_at_save()
-    unsaved.look_at_save()
+        unsaved.after_step()
+    unsaved.compare_at_save()
+    unsaved.compare_at_save()
     return [record.getMessage().partition(" changes during training")[0] for record in caplog.records]
 
 
@@ -162,12 +162,12 @@ def test_so_is_what_an_optimizer_keeps_outside_its_state(caplog: pytest.LogCaptu
 def test_what_differs_after_a_resume_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model, task = Keeper("cache"), Teaching()
     task.center = task.reference = None
-    unsaved = UnsavedState(model, task, torch.optim.SGD(model.parameters(), 0.1), looks=True)
+    unsaved = UnsavedState(model, task, torch.optim.SGD(model.parameters(), 0.1), compares=True)
     model(torch.randn(3, 6))  # as in the dry run
     unsaved.start({})
     task.center, task.reference = torch.ones(2), torch.ones(2)
-    unsaved.look()
-    saved = unsaved.look_at_save()
+    unsaved.after_step()
+    saved = unsaved.compare_at_save()
     assert saved.keys() == {"cache", "task.center", "task.reference"} and not caplog.records
     task.center = None
     unsaved.start(saved)

@@ -176,7 +176,7 @@ def test_what_is_not_there_is_named(text_run: Path, tmp_path: Path) -> None:
     assert "step_00000007 is not a directory; use newest, best" in said["not there"]
     assert "from a different model" in said["another model"]
     assert "[256, 32] float32 saved" in said["another model"]
-    assert "exists already" in said["taken"]
+    assert "already exists" in said["taken"]
     assert "must end in .csv, .jsonl or .pt" in said["no kind"]
 
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_sampled_is_named(text_run: Path, tmp_path: Path) -> None
         train, 1, *STRIPES, "strategy=single", "train.max_steps=1", f"run_dir={tmp_path}/run", init=False
     )
     no_text = finish("-m", "trainer.sample", f"{tmp_path}/run")
-    assert no_text.code == 2 and "is not a text model: sampling needs" in no_text.stderr
+    assert no_text.code == 2 and "cannot generate text: use" in no_text.stderr
 
 
 @pytest.mark.parametrize(

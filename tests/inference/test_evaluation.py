@@ -15,7 +15,7 @@ from tests.runs import context_of
 from trainer import evaluation
 from trainer.data.digits import Digits
 from trainer.errors import UserError
-from trainer.evaluation import _of_rank_0, evaluate, independent_copy
+from trainer.evaluation import _from_rank_0, evaluate, independent_copy
 from trainer.tasks import Classification, Evaluation, LanguageModelling, MultiLabel, Regression
 from trainer.tasks.ranking import auc
 
@@ -127,13 +127,13 @@ def _differing() -> tuple[dict[str, float], list[str]]:
     heard: Any = SimpleNamespace(warning=lambda text, *parts: told.append(text % parts))
     evaluation.log = heard
     here: Any = SimpleNamespace(world_size=2, is_main=rank == 0)
-    return _of_rank_0({"loss": math.nan, "seen": 19.0 - rank}, "Counts.summarise", here), told
+    return _from_rank_0({"loss": math.nan, "seen": 19.0 - rank}, "Counts.summarise", here), told
 
 
 def test_a_metric_that_a_task_keeps_and_that_differs_between_ranks_is_told() -> None:
     (metrics, told), (others, nothing) = run_ranks(_differing, 2)
     assert metrics["seen"] == others["seen"] == 19 and nothing == []
-    assert "Counts.summarise differs between ranks, and rank 0's counts: {'seen': [19.0, 18.0]}" in told[0]
+    assert "Counts.summarise differs between ranks, and rank 0's values are used: {'seen': [19.0, 18.0]}" in told[0]
 
 
 @pytest.mark.parametrize("columns", [(), (3,)])

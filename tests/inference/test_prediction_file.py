@@ -65,7 +65,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_file_that_came_in_between_stays(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="exists already"), output_file(tmp_path / "a.csv") as file:
+    with pytest.raises(UserError, match="already exists"), output_file(tmp_path / "a.csv") as file:
         file.write(b"ours")
         (tmp_path / "a.csv").write_text("theirs")
     assert (tmp_path / "a.csv").read_text() == "theirs"

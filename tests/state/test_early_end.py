@@ -53,10 +53,7 @@ def test_all_ranks_stop_when_no_evaluation_is_better(
         assert (tmp_path / strategy / "checkpoints" / "step_00000009").is_dir()
         said = (tmp_path / strategy / "train.log").read_text()
         assert said.count("eval at step 9") == 1
-        assert (
-            "the run ends after step 9 of 150: train.early_stopping: eval/loss has not become better by"
-            in said
-        )
+        assert "the run ends after step 9 of 150: train.early_stopping: eval/loss has not improved by" in said
 
 
 def out_of_time(root: Path, *strategies: str) -> list[list[dict[str, Any]]]:
@@ -84,7 +81,7 @@ def test_a_run_ends_after_its_hours_saved_and_evaluated(
             assert (again["steps"], again["ms_per_step"]) == (1, None) or math.isnan(again["ms_per_step"])
             assert on["steps"] == 5 and "ended_by" not in on
         said = (tmp_path / strategy / "train.log").read_text()
-        assert "the run ends after step 1 of 5: train.max_hours=1e-09 are over; a larger one" in said
+        assert "the run ends after step 1 of 5: train.max_hours=1e-09 is reached; set a larger value" in said
 
 
 # ---- counting

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.layout import Shapes, aliases_in
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.savable import compare_shapes
-from trainer.checkpoint.tree import WITHIN, is_extra_state, put_together
+from trainer.checkpoint.tree import INNER, is_extra_state, put_together
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
 from trainer.files.untrusted import first_five
@@ -129,7 +129,7 @@ def targets_for(state: TrainState, source: OpenCheckpoint) -> tuple[dict[str, Te
             is_owned = parameter_name in state.trainable.owners
             parameter = None if is_owned else state.trainable.whole.get(parameter_name)
             # "step" is on the CPU, and so are the inner tensors of a subclass, which moves them together.
-            is_inner = name.rpartition(".")[2].startswith(WITHIN)
+            is_inner = name.rpartition(".")[2].startswith(INNER)
             if parameter is not None and parameter.shape == shape and len(shape) > 0 and not is_inner:
                 targets[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from trainer.errors import UserError
-from trainer.tensors.local_shard import tensors_within
+from trainer.tensors.local_shard import inner_tensors
 
-WITHIN = "$"  # the first character of the last part of an inner tensor's path
+INNER = "$"  # the first character of the last part of an inner tensor's path
 
 
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -34,8 +34,8 @@ def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
 def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
-    if isinstance(tree, Tensor) and (within := tensors_within(tree)):
-        parts = {key: _take_apart(part, f"{prefix}.{WITHIN}{key}", tensors) for key, part in within.items()}
+    if isinstance(tree, Tensor) and (within := inner_tensors(tree)):
+        parts = {key: _take_apart(part, f"{prefix}.{INNER}{key}", tensors) for key, part in within.items()}
         context = [tree.__tensor_flatten__()[1], tuple(tree.shape), tree.stride()]  # type: ignore[attr-defined]
         return {"$tensors": [torch.typename(type(tree)), parts, *_take_apart(context, prefix, tensors)]}
     if isinstance(tree, Tensor):

@@ -98,7 +98,7 @@ class LaunchConfig:
         return None
 
     @property
-    def chunks_result(self) -> bool:
+    def returns_result(self) -> bool:
         """Whether the run has ended, and left its result, when its launcher returns."""
         return True
 
@@ -135,7 +135,7 @@ class SlurmLaunchConfig(LaunchConfig):
         return self.nodes * self.processes
 
     @property
-    def chunks_result(self) -> bool:
+    def returns_result(self) -> bool:
         return self.wait and not self.dry_run
 
 

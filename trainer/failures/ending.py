@@ -147,7 +147,7 @@ class Ending:
             if (file := self._members[rank].error_file) is not None:
                 tell_torchrun(failure.message, file, at=began + after_s)
         if failure.kind == "orderly" and failure.ranks[0] not in self._here:
-            failure_file.tell_launcher(failure.status, failure.message)
+            failure_file.report_to_launcher(failure.status, failure.message)
 
     def _kill_stuck(self, failure: Failure) -> None:
         for neighbour in [each for rank, each in self._here.items() if rank != self._rank]:

@@ -1,1 +1,1 @@
-"""Files written whole or not at all, new directories, and untrusted files read with checks."""
+"""Atomic file writes, new directories, addresses, and checked reads of untrusted files."""

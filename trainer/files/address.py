@@ -1,4 +1,4 @@
-"""A folder or file that fsspec reaches, in a bucket or elsewhere, with the methods of Path that are used."""
+"""A folder or file that fsspec can access, such as in a bucket, with the methods of Path that are needed."""
 
 import contextlib
 import io
@@ -15,74 +15,74 @@ from trainer.files.untrusted import printable, reason
 
 _T = TypeVar("_T")
 
-# Stores without folders. Making one there could create a bucket.
+# Stores without folders, where creating a folder could create a bucket.
 _FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
-_PAUSES_S = (1.0, 2.0, 4.0)  # between the tries of a question
-_FINAL = (NotImplementedError, ImportError, TypeError, ValueError)  # the same at each try
+_PAUSES_S = (1.0, 2.0, 4.0)  # between attempts
+_PERMANENT = (NotImplementedError, ImportError, TypeError, ValueError)  # retrying does not help
 
 
 class UnreachableError(RetryableError):
-    """The store gave no answer: what is there is not known."""
+    """The store did not answer, so its contents are unknown."""
 
 
 class RefusedError(UnreachableError, NoAccessError):
-    """It never will: no right, no such store, or its library is missing."""
+    """Access is denied, the store does not exist, or its library is missing; retrying does not help."""
 
     exit_code = UserError.exit_code
 
 
 @dataclass(unsafe_hash=True)
 class Address:
-    """`url` as fsspec writes it: s3://bucket/folder, file:///folder.
+    """An address in the syntax of fsspec: s3://bucket/folder, file:///folder.
 
-    Listings are not cached, since others write there. Credentials are the environment's or fsspec's own. What
-    only reads is tried four times.
+    Listings are not cached, because other processes write there. Credentials come from the environment or the
+    configuration of fsspec. Reads are attempted four times.
 
     Raises:
-        FileNotFoundError: from reading what does not exist.
-        UnreachableError: from every method, in place of any other error of the store or of its library.
+        FileNotFoundError: on reading, if the file or folder does not exist.
+        UnreachableError: from every method, in place of any other error of the store or its library.
     """
 
     url: str
-    known_dir: bool | None = field(default=None, compare=False)  # as a listing has said
+    known_dir: bool | None = field(default=None, compare=False)  # whether a listing showed a directory
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
 
     @cached_property
     def _store(self) -> tuple[Any, str]:
-        import fsspec  # here, so that what reads no address does not load it
+        import fsspec  # not at module level, because most runs use no address
 
-        with self._refusals():
+        with self._translated_errors():
             options = {"auto_mkdir": True} if self._is_local else {}
-            found: tuple[Any, str] = fsspec.url_to_fs(self.url, use_listings_cache=False, **options)
-            return found
+            store: tuple[Any, str] = fsspec.url_to_fs(self.url, use_listings_cache=False, **options)
+            return store
 
     @property
     def _is_local(self) -> bool:
         return self.url.startswith(("file:", "local:"))
 
     @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except (FileNotFoundError, FileExistsError, UserError):
             raise
         except NotADirectoryError as error:
             raise FileNotFoundError(str(self)) from error
-        except Exception as error:  # each store has its own
-            words = f"{printable(self)} cannot be reached: {type(error).__name__}: {reason(error)}"
-            is_refused = isinstance(error, (PermissionError, *_FINAL))
-            raise (RefusedError if is_refused else UnreachableError)(words) from error
+        except Exception as error:  # each store has its own exception types
+            message = f"{printable(self)} cannot be reached: {type(error).__name__}: {reason(error)}"
+            is_permanent = isinstance(error, (PermissionError, *_PERMANENT))
+            raise (RefusedError if is_permanent else UnreachableError)(message) from error
 
-    def _ask(self, question: Callable[[Any, str], _T]) -> _T:
-        """The answer of the store to a question about the path, which changes nothing there."""
+    def _query(self, query: Callable[[Any, str], _T]) -> _T:
+        """Return the result of `query`, a function of the file system and the path that changes nothing."""
         for pause_s in (*_PAUSES_S, None):
             try:
-                with self._refusals():
-                    return question(*self._store)
+                with self._translated_errors():
+                    return query(*self._store)
             except UnreachableError as error:
-                if pause_s is None or isinstance(error.__cause__, _FINAL):
+                if pause_s is None or isinstance(error.__cause__, _PERMANENT):
                     raise
                 time.sleep(pause_s)
         raise AssertionError("unreachable")
@@ -114,17 +114,17 @@ class Address:
         if self.known_dir is not None:
             return self.known_dir
         kind = self._kind()
-        if kind == "file":  # of a web server, a folder may be one, too
-            return self._ask(lambda fs, path: bool(fs.isdir(path)))
+        if kind == "file":  # on a web server, it may be a folder as well
+            return self._query(lambda fs, path: bool(fs.isdir(path)))
         return kind == "directory"
 
     def _kind(self) -> str | None:
-        """What is here: "file", "directory", or None for nothing.
+        """Return "file", "directory", or None if nothing exists.
 
-        Not by fsspec's exists and isdir: of most stores they take any error for "no".
+        fsspec's exists and isdir are not used, because for most stores they return False on any error.
         """
         try:
-            return str(self._ask(lambda fs, path: fs.info(path))["type"])
+            return str(self._query(lambda fs, path: fs.info(path))["type"])
         except FileNotFoundError:
             return None
 
@@ -133,75 +133,81 @@ class Address:
             yield Address(f"{self.url}/{name}", entry["type"] == "directory")
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of each file here, by name; none if there is no such folder."""
+        """Return the size in bytes of each file in this folder, by name; {} if the folder does not exist."""
         with contextlib.suppress(FileNotFoundError):
             return {name: entry["size"] for name, entry in self._entries().items() if entry["type"] == "file"}
         return {}
 
     def _entries(self) -> dict[str, dict[str, Any]]:
         path = self._store[1]
-        found = {
-            entry["name"].rstrip("/"): entry for entry in self._ask(lambda fs, path: fs.ls(path, detail=True))
-        }
-        found.pop(path.rstrip("/"), None)  # some stores list the folder itself
-        return {name.rpartition("/")[2]: entry for name, entry in found.items()}
+        listed = self._query(lambda fs, path: fs.ls(path, detail=True))
+        entries = {entry["name"].rstrip("/"): entry for entry in listed}
+        entries.pop(path.rstrip("/"), None)  # some stores list the folder itself
+        return {name.rpartition("/")[2]: entry for name, entry in entries.items()}
 
     def size(self) -> int:
-        return self._ask(lambda fs, path: int(fs.size(path)))
+        return self._query(lambda fs, path: int(fs.size(path)))
 
     def read(self, begin: int | None = None, end: int | None = None) -> bytes:
-        """Bytes `begin` to `end` of this file, or all."""
-        data: bytes = self._ask(lambda fs, path: fs.cat_file(path, start=begin, end=end))
+        """Return the bytes [begin, end) of this file, or all."""
+        data: bytes = self._query(lambda fs, path: fs.cat_file(path, start=begin, end=end))
         return data
 
     def open(self, mode: str) -> IO[bytes]:
-        """A small file, to be read."""
+        """Open a small file for reading; its contents are read at once."""
         assert mode == "rb"
         return io.BytesIO(self.read())
 
     def write(self, data: bytes, create: bool = False) -> None:
-        """Make this a file of `data`. FileExistsError with `create`, if it exists: of two, one wins.
+        """Write `data` to this file.
 
-        Some stores cannot tell: there the last one wins. An error leaves what was there before, except on
-        stores that show a file before it is complete, other than a local disk.
+        After an error the previous file is unchanged, except on stores that show incomplete files; on a local
+        disk it always is.
+
+        Args:
+            create: fail if the file exists. If two processes create it, one fails, except on stores that do
+                not support this, where the last one wins.
+
+        Raises:
+            FileExistsError: if `create` and the file exists.
         """
         if create and self._is_local and self.exists():
             raise FileExistsError(str(self))
         mode = "create" if create else "overwrite"
-        self._place(lambda fs, path: fs.pipe_file(path, data, mode=mode))
+        self._replace(lambda fs, path: fs.pipe_file(path, data, mode=mode))
 
     def put(self, file: Path) -> None:
-        """Make this a copy of the local `file`. An error leaves what was there, as with `write`."""
-        self._place(lambda fs, path: fs.put_file(str(file), path))
+        """Copy the local `file` to this address. On errors, see `write`."""
+        self._replace(lambda fs, path: fs.put_file(str(file), path))
 
-    def _place(self, write: Callable[[Any, str], None]) -> None:
-        """Call `write` with where to write: on a local disk a file that then replaces this one."""
+    def _replace(self, write: Callable[[Any, str], None]) -> None:
+        """Call `write` with the path to write; on a local disk, with a temporary one that is then renamed."""
         fs, path = self._store
         if not self._is_local:
-            with self._refusals():
+            with self._translated_errors():
                 write(fs, path)
             return
-        beside = f"{path}.{secrets.token_hex(4)}"
+        temporary = f"{path}.{secrets.token_hex(4)}"
         try:
-            with self._refusals():
-                write(fs, beside)
-                fs.mv(beside, path)
+            with self._translated_errors():
+                write(fs, temporary)
+                fs.mv(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                fs.rm(beside)
+                fs.rm(temporary)
             raise
 
     def make(self) -> None:
-        """Make this a folder, where the store has folders."""
+        """Create this folder, if the store has folders."""
         fs, path = self._store
         if self.url.partition(":")[0] not in _FLAT:
-            with self._refusals():
+            with self._translated_errors():
                 fs.makedirs(path, exist_ok=True)
 
     def remove(self) -> None:
         """Delete this file or folder, if it exists."""
         fs, path = self._store
-        with self._refusals(), contextlib.suppress(FileNotFoundError):
+        with self._translated_errors(), contextlib.suppress(FileNotFoundError):
             fs.rm(path, recursive=True)
 
 
@@ -209,7 +215,7 @@ Location: TypeAlias = Path | Address
 
 
 def location(text: str | Path | Address) -> Location:
-    """The address that `text` is, or else a local path."""
+    """Return an `Address` if `text` contains "://", otherwise a local path."""
     if isinstance(text, str):
         return Address(text) if "://" in text else Path(text)
     return text

@@ -1,4 +1,4 @@
-"""failure.json: how a run, or one attempt of it, has failed."""
+"""failure.json: the report on the failure of a run or of one of its attempts."""
 
 import contextlib
 import json
@@ -11,17 +11,16 @@ from trainer.files.untrusted import load_json
 from trainer.files.writing import atomic_file
 
 NAME = "failure.json"
-END_FILE = "RINGMASTER_END_FILE"  # where ranks of launch=local write their end, in an environment variable
+END_FILE = "RINGMASTER_END_FILE"  # environment variable: the file for the end of ranks with launch=local
 
 
 def write(run_dir: Path, facts: dict[str, Any]) -> bool:
-    """Write `facts` whole or not at all; return whether they are written.
+    """Write `facts`, which must include `status` and `message`, atomically; return whether it succeeded.
 
-    They must include `status` and `message`.
-    Never raises: a full disk must not prevent the message to the user.
+    Never raises, because a full disk must not prevent the message to the user.
     """
     if not run_dir.is_dir():
-        return False  # not this host's disk, or the run ended before it had a directory
+        return False  # it is on another host's disk, or the run ended before creating it
     with contextlib.suppress(OSError), atomic_file(run_dir / NAME) as file:
         file.write(json.dumps(facts, indent=2).encode() + b"\n")
         return True
@@ -37,32 +36,33 @@ def read(run_dir: Path) -> dict[str, Any] | None:
 
 
 def written_at(run_dir: Path) -> int | None:
-    """The file's modification time in ns: another time means another run, or attempt, has written it."""
+    """Return the file's modification time in ns, which changes with each run or attempt that writes it."""
     with contextlib.suppress(OSError):
         return (run_dir / NAME).stat().st_mtime_ns
     return None
 
 
-def forget(run_dir: Path) -> None:
-    """Remove the report of an earlier run or attempt."""
+def remove(run_dir: Path) -> None:
+    """Remove the report of a previous run or attempt."""
     with contextlib.suppress(OSError):
         (run_dir / NAME).unlink(missing_ok=True)
 
 
-def tell_launcher(status: int, message: str) -> None:
-    if (file_of_end := end_file()) is not None:
-        with contextlib.suppress(OSError), atomic_file(file_of_end) as file:
+def report_to_launcher(status: int, message: str) -> None:
+    if (path := end_file()) is not None:
+        with contextlib.suppress(OSError), atomic_file(path) as file:
             file.write(json.dumps({"status": status, "message": message}).encode())
 
 
 def end_file() -> Path | None:
-    """The file in which this attempt's ranks on this host record an end: one that a restart cannot help
-    is final, and after a fault the next attempt waits.
+    """Return the file in which this attempt's ranks on this host report how they ended; None without one.
 
-    Under torchrun it lies in the directory of the attempt. torchrun creates a new one when it restarts all
-    ranks only because hosts join or leave. launch=local returns the message to its caller.
+    The launcher reads it to decide whether to restart: a restart cannot fix a user error, and after a
+    retryable error the next attempt waits. Under torchrun the file is in the directory of the attempt, and
+    torchrun creates a new directory if it restarts all ranks because hosts join or leave. launch=local
+    returns the message to its caller.
     """
-    if (told := os.environ.get(END_FILE)) is not None:
-        return Path(told)
+    if (path := os.environ.get(END_FILE)) is not None:
+        return Path(path)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] / "ringmaster_end.json" if error_file is not None else None

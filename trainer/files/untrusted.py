@@ -1,4 +1,4 @@
-"""Data that others wrote, into a file or the store: checked for its type, and printed escaped."""
+"""Read and print data from files or stores that other programs may have written."""
 
 import json
 from collections.abc import Iterable
@@ -10,46 +10,46 @@ _MAX_SHOWN = 300  # characters
 
 
 def load_json(path: Any) -> dict[str, Any]:
-    """The JSON object in the file at ``path``, a Path or an address.
+    """Return the JSON object in the file at ``path``, a Path or an address.
 
     Raises:
-        OSError: it does not exist, or cannot be read.
-        UserError: as from ``read_json``.
+        OSError: if the file does not exist or cannot be read.
+        UserError: as `read_json` does.
     """
     with path.open("rb") as file:
         return read_json(path, file.read())
 
 
 def read_json(path: object, data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``. NaN and Infinity are accepted.
+    """Return the JSON object in ``data``, which may contain NaN and Infinity.
 
     Raises:
-        UserError: not UTF-8, not JSON, not an object.
+        UserError: if ``data`` is not UTF-8, not JSON, or not an object; names ``path``.
     """
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{printable(path)} is damaged: it is not JSON ({reason(error)})") from error
+        raise UserError(f"{printable(path)} is damaged: it is not valid JSON ({reason(error)})") from error
     if not isinstance(value, dict):
-        raise UserError(f"{printable(path)} is damaged: it holds no JSON object")
+        raise UserError(f"{printable(path)} is damaged: it does not contain a JSON object")
     return value
 
 
 def printable(text: object, limit: int = _MAX_SHOWN) -> str:
-    """``text`` on one line, cut short, with control and unprintable characters escaped."""
-    words = str(text)
-    if len(words) > limit:
-        words = f"{words[:limit]}... ({len(words):,} characters)"
-    if words.isprintable():
-        return words
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    """Return ``text`` truncated to ``limit`` characters, with unprintable characters escaped."""
+    shown = str(text)
+    if len(shown) > limit:
+        shown = f"{shown[:limit]}... ({len(shown):,} characters)"
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
 
 
 def first_five(items: Iterable[object]) -> str:
-    """As `first_few`, each escaped."""
+    """Return `first_few` of the items, each escaped."""
     return first_few(map(printable, items))
 
 
 def reason(error: BaseException) -> str:
-    """The message of an error from other code, in one line; its type if it has none."""
+    """Return the message of an error from other code on one line; its type if it has no message."""
     return printable(first_line(error))

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, new directories, and paths that are free."""
+"""Write files atomically, and create new directories and unused paths."""
 
 import itertools
 import os
@@ -14,16 +14,15 @@ from trainer.errors import UserError, kind_of
 
 @contextmanager
 def atomic_file(path: Path, on_disk: bool = False) -> Iterator[BinaryIO]:
-    """Write to a file beside `path`, which replaces `path` at the end; after an error `path` is unchanged.
+    """Open a temporary file that replaces `path` on exit; after an error, `path` is unchanged.
 
     Args:
-        on_disk: whether to wait until the data is on disk, so that it is whole even after a power failure;
-            a slow disk delays the caller.
+        on_disk: wait until the data is on disk, so that the file is complete even after a power failure.
 
     Raises:
-        OSError: for instance, the disk is full.
+        OSError: if writing fails, for instance because the disk is full.
     """
-    # Not by pid: containers on one file system may have equal ones.
+    # A process id is not unique: containers on one file system may have equal ids.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("wb") as file:
@@ -39,10 +38,10 @@ def atomic_file(path: Path, on_disk: bool = False) -> Iterator[BinaryIO]:
 
 @contextmanager
 def output_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
-    """`atomic_file` for a name given by a user: an existing file is kept, unless `replace`.
+    """Open an `atomic_file` at a path given by the user; an existing file is only replaced if `replace`.
 
     Raises:
-        UserError, RetryableError: in place of an OSError, such as a full disk; or the file exists.
+        UserError, RetryableError: if the file exists, or in place of an OSError.
     """
     check_free(path, replace)
     try:
@@ -57,22 +56,22 @@ def output_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
 def check_free(path: Path, replace: bool = False) -> None:
     """Raise UserError if `path` cannot be created or, with `replace`, replaced."""
     if not path.parent.is_dir():
-        raise UserError(f"{path.parent} is not a directory, so {path.name} cannot be written there")
+        raise UserError(f"cannot write {path}, because {path.parent} is not a directory; create it first")
     if not replace and os.path.lexists(path):
-        raise UserError(f"{path} exists already; choose another file, or delete it")
+        raise UserError(f"{path} already exists; choose another path, or delete it")
 
 
 def unused_path(path: Path) -> Path:
-    """`path`, or the first of `path`-2, `path`-3 and so on where nothing is, not even a broken link."""
-    beside = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(each for each in itertools.chain([path], beside) if not os.path.lexists(each))
+    """Return the first of `path`, `path`-2, `path`-3 and so on that does not exist, even as a broken link."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], numbered) if not os.path.lexists(each))
 
 
 def new_run_dir() -> Path:
-    """Create a directory for a run that chose none, under runs/ and named after the time. Raises OSError."""
+    """Create the default run directory, runs/<date>/<time>, and return its path. Raises OSError."""
     named = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     named.parent.mkdir(parents=True, exist_ok=True)
-    while True:  # mkdir decides: two processes in the same second get two
+    while True:  # mkdir is atomic, so two processes in the same second get different directories
         with suppress(FileExistsError):
             (path := unused_path(named)).mkdir()
             return path

@@ -1,1 +1,1 @@
-"""What looks for wrong results at a border (evaluation, save, end), or keeps copies for a failure."""
+"""Checks for wrong results, made at evaluations and saves, and copies of the state for failures."""

@@ -1,4 +1,4 @@
-"""Compare buffers after forward passes, before rank 0's (or, with train.exact, the mean) replace them."""
+"""Compare buffers after forward passes, before rank 0's (or, with train.exact, their means) replace them."""
 
 import logging
 from collections.abc import Sequence
@@ -14,26 +14,27 @@ from trainer.strategies.sharding import BATCH_NORMS
 from trainer.tensors.bits import bit_hashes
 
 log = logging.getLogger(__name__)
-# In training, forward doesn't read their running statistics.
+# In training, the forward passes of these modules don't read their running statistics.
 _NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
-_OF_RANKS = (
+_BETWEEN_RANKS = (
     "on each rank",
-    "rank 0's values replace the others, so a codebook or a running normalizer loses the updates of the "
-    "other ranks. Reduce it over ranks in forward, with trainer.gather or torch.distributed.all_reduce",
+    "rank 0's values replace those of other ranks, so a codebook or a running normalizer loses the updates "
+    "of other ranks. Reduce it over ranks in forward, with trainer.gather or torch.distributed.all_reduce",
 )
-_OF_PASSES = (
+_BETWEEN_PASSES = (
     "in each pass of a step with train.exact",
-    "their mean replaces them, which is right for a running mean, but not for a codebook: that needs "
+    "their mean replaces them, which is right for a running mean, but not for a codebook, which needs "
     "train.exact=null",
 )
 
 
 class BufferCheck:
-    """Warn once of each buffer whose values differ between ranks, or between the passes of an exact step.
+    """Warns once about each buffer whose values differ between ranks, or between passes of an exact step.
 
     Args:
-        model: unwrapped; buffers that are registered later are not compared.
+        model: the unwrapped model; buffers that are registered later are not compared.
+        is_exact: whether train.exact is set.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, is_exact: bool) -> None:
@@ -43,40 +44,39 @@ class BufferCheck:
         self._warned: set[str] = set()
 
     def hashes(self) -> Tensor:
-        """Return the hash of each buffer, and its complement; this waits for the device."""
-        found = bit_hashes((name, getattr(*place)) for name, place in self._places.items())
-        hashes = torch.tensor([*found.values()], dtype=torch.int64)
+        """Return the hash of each buffer and its complement, as int64 (2, buffers); waits for the device."""
+        by_name = bit_hashes((name, getattr(*place)) for name, place in self._places.items())
+        hashes = torch.tensor([*by_name.values()], dtype=torch.int64)
         return torch.stack([hashes, ~hashes])
 
     def compare(self, passes: Sequence[Tensor]) -> None:
-        """Warn of buffers that differ (a collective).
-
-        Raises:
-            UserError: on every rank, for a buffer of whole numbers in an exact step.
-
+        """Warn about buffers that differ (a collective).
 
         Args:
-            passes: `hashes` after each pass of this rank, or after the last one; none if it made no pass.
+            passes: the `hashes` after each pass of this rank, or after the last one; [] if it made no pass.
+
+        Raises:
+            UserError: on every rank, if a buffer of integers differs in an exact step.
         """
         if not self._places:
             return
         least = torch.full((2, len(self._places)), torch.iinfo(torch.int64).min)
         most = torch.stack([least, *passes]).amax(0).to(self._ranks.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        differ = (most[0] != ~most[1]).tolist()  # the largest complement belongs to the smallest hash
-        found = [name for name, differs in zip(self._places, differ, strict=True) if differs]
-        for name in found if self._is_exact else ():
+        differs = (most[0] != ~most[1]).tolist()  # the largest complement belongs to the smallest hash
+        different = [name for name, is_different in zip(self._places, differs, strict=True) if is_different]
+        for name in different if self._is_exact else ():
             if not (buffer := getattr(*self._places[name])).is_floating_point():
                 raise UserError(
-                    f"train.exact: passes leave different values in {name}, a buffer of {buffer.dtype}, and "
-                    "whole numbers have no mean; set train.exact=null"
+                    f"train.exact: the passes of a step write different values to {name}, a buffer of "
+                    f"{buffer.dtype}, and integers cannot be averaged; set train.exact=null"
                 )
-        if (new := [name for name in found if name not in self._warned]) and self._ranks.is_main:
-            where, what_follows = _OF_PASSES if self._is_exact else _OF_RANKS
+        if (new := [name for name in different if name not in self._warned]) and self._ranks.is_main:
+            where, consequence = _BETWEEN_PASSES if self._is_exact else _BETWEEN_RANKS
             log.warning(
-                "forward leaves different values %s in buffers of the model: %s. Before the next step, %s. "
-                "The difference is harmless if forward in training doesn't use what an earlier step left "
-                "there. See docs/howto/buffers.md",
-                *(where, first_few(new), what_follows),
+                "forward writes different values %s to buffers of the model: %s. Before the next step, %s. "
+                "The difference is harmless if forward in training doesn't use values from earlier steps. "
+                "See docs/howto/buffers.md",
+                *(where, first_few(new), consequence),
             )
         self._warned.update(new)

@@ -1,4 +1,4 @@
-"""The failure snapshot: the state after the last finished step, which one rank saves without the others."""
+"""The failure snapshot: the state after the last finished step, which one rank saves after a failure."""
 
 import copy
 import threading
@@ -22,14 +22,14 @@ from trainer.state.train_state import TrainState
 from trainer.strategies.base import Strategy
 from trainer.tensors.nested import mapped
 
-_UPDATE_S = 10.0  # for an update that has begun when a rank fails
+_UPDATE_S = 10.0  # time to finish an update that is in progress when a rank fails
 
 
 class Snapshot:
-    """What a run calls around changes of its state; it keeps nothing, where a failure saves nothing."""
+    """The interface of `FailureSnapshot`, for runs that do not save on failure."""
 
     def note_changed_weights(self, names: Sequence[str]) -> None:
-        """Called after a dry run with the parameters that a forward pass changes: no copy is kept of them."""
+        """Called after the dry run with the parameters that a forward pass changes, which have no copy."""
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
@@ -38,25 +38,25 @@ class Snapshot:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Enclose, within `update`, a wait for the device, which may never end if another rank is gone.
+        """Enclose a wait for the device within `update`, which may never end if another rank has died.
 
-        Until then the update may be queued on the device, and nothing of it is counted.
+        Meanwhile the update may be queued on the device, but its step is not counted.
         """
         yield
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def change(self) -> Iterator[None]:
         """Enclose any other change of the state that a checkpoint contains."""
         yield
 
 
 class FailureSnapshot(Snapshot):
-    """The state after the last finished step: the `failures.save_on_failure.LastStep` that the watch saves.
+    """The state after the last finished step, which the watch saves as `failures.save_on_failure.LastStep`.
 
-    The watch's thread saves while the main thread may still be running. It takes the lock and never gives it
-    back, so that no update begins while it reads. It waits for an update that has begun. That wait is short,
-    because within `update` no rank waits for another, where each has the whole state. On a GPU an update may
-    be queued behind the gradients of other ranks: until these arrive, the state is that of the previous step.
+    The watch's thread saves while the main thread may still be running. It acquires the lock and keeps it, so
+    that no update starts during the save. If an update is in progress, it waits. That wait is short, because
+    ranks that have the whole state do not wait for each other within `update`. On a GPU, an update may be
+    queued behind the gradients of other ranks; until these arrive, the state is that of the previous step.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class FailureSnapshot(Snapshot):
         self._keepers = keepers_of_extra_state(state.model)
         self._extra_states = self._copied_extra_states()
         self._data_state: dict[str, Any] = {}
-        self._stream = accelerator.stream(ranks.device)  # made now: a full GPU has no room for another
+        self._stream = accelerator.stream(ranks.device)  # created now, while the GPU has memory for it
         self._copied = accelerator.event(ranks.device)
-        self._gradients_came, self._is_queued = accelerator.event(ranks.device), False
+        self._gradients_arrived, self._is_queued = accelerator.event(ranks.device), False
         self._lock, self._frozen = threading.Lock(), False
         self._changed_weights: Sequence[str] = ()
 
@@ -86,11 +86,11 @@ class FailureSnapshot(Snapshot):
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
         self._lock.acquire()
-        self._gradients_came.record()
-        yield  # an exception leaves the lock held: the state is then of no step
+        self._gradients_arrived.record()
+        yield  # after an exception the lock stays locked, because the state is inconsistent
         self._extra_states = self._copied_extra_states()
         self._data_state = self._loader.state_dict()
-        self._copied.record()  # on a GPU all of it is still under way
+        self._copied.record()  # on a GPU, the update and the copies are still running
         self._ranks.heartbeat.finished = step
         self._lock.release()
 
@@ -103,18 +103,19 @@ class FailureSnapshot(Snapshot):
         self._is_queued = False
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def change(self) -> Iterator[None]:
         with self._lock:
             yield
 
     # ---- called by the watch's threads
 
     def freeze(self, failed: bool) -> int:
-        self._frozen = self._frozen or self._locked(0.5 if failed else _UPDATE_S)
+        self._frozen = self._frozen or self._lock_between_updates(0.5 if failed else _UPDATE_S)
         step = self._state.progress.step
         if not self._frozen:
-            doing = f"was within an update, or evaluated averages, after step {step}"
-            raise UserError(f"rank {self._ranks.rank} {doing}")
+            raise UserError(
+                f"rank {self._ranks.rank} was updating weights or evaluating averages after step {step}"
+            )
         deadline = time.monotonic() + _UPDATE_S
         while not self._copied.query():
             if time.monotonic() > deadline:
@@ -122,7 +123,7 @@ class FailureSnapshot(Snapshot):
             time.sleep(0.01)
         if self._changed_weights:
             raise UserError(
-                f"a forward pass changes {self._changed_weights[0]}, and no copy is kept of weights"
+                f"a forward pass changes {self._changed_weights[0]}, and parameters are not copied before it"
             )
         return step
 
@@ -130,30 +131,32 @@ class FailureSnapshot(Snapshot):
         self._ranks.heartbeat.enter("save_on_failure")
         with self._own_stream():
             kept = {**self._buffers.kept(), **self._extra_states}
-            return self._checkpointer.save_alone(self._state, self._data_state, kept, self._check_whole)
+            return self._checkpointer.save_alone(
+                self._state, self._data_state, kept, self._check_no_update_started
+            )
 
     def thaw(self) -> None:
         if self._frozen:
             self._frozen = False
             self._lock.release()
 
-    def _locked(self, timeout_s: float) -> bool:
-        """Take the lock while no update is being made; return False if one still is at the end."""
+    def _lock_between_updates(self, timeout_s: float) -> bool:
+        """Acquire the lock while no update is in progress; return False on timeout."""
         deadline = time.monotonic() + timeout_s
         while self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            if not self._update_began():
+            if not self._update_started():
                 return True
-            self._lock.release()  # the main thread counts it now
+            self._lock.release()  # so that the main thread can finish the update
             time.sleep(0.01)
         return False
 
-    def _update_began(self) -> bool:
-        return self._is_queued and self._gradients_came.query()
+    def _update_started(self) -> bool:
+        return self._is_queued and self._gradients_arrived.query()
 
-    def _check_whole(self) -> None:
-        """Called when everything is written, before the checkpoint has its name."""
-        if self._update_began():
-            raise UserError("the gradients of the next step came while it was written")
+    def _check_no_update_started(self) -> None:
+        """Called when all files are written, before the checkpoint is published."""
+        if self._update_started():
+            raise UserError("the gradients of the next step arrived during the save")
 
     def _copied_extra_states(self) -> dict[str, Any]:
         return {
@@ -164,8 +167,8 @@ class FailureSnapshot(Snapshot):
         }
 
     def _own_stream(self) -> Any:
-        """On a GPU, the main thread's stream may wait forever for a rank that is gone."""
-        accelerator.use(self._ranks.device)  # of this thread
+        """Use a separate stream, because the main thread's may wait forever for a rank that has died."""
+        accelerator.use(self._ranks.device)  # the current device is per thread
         return accelerator.on(self._stream)
 
 
@@ -178,17 +181,16 @@ def build_snapshot(
     ranks: Ranks,
     failure_save: SaveOnFailure | None,
 ) -> tuple[KeptBuffers | None, Snapshot]:
-    """Return copies of the buffers, if the run needs them, and the snapshot, which the watch saves."""
-    at_failure = failure_save if config.checkpoint.on_failure else None
-    if at_failure is not None:
-        at_failure.why_not = strategy.not_whole
-    if at_failure is None or strategy.not_whole is not None:
-        restores = (
-            config.train.skip_nonfinite and config.train.precision != "fp16"
-        )  # whose overflows keep buffers
+    """Return copies of the buffers, if the run needs them, and the snapshot that the watch saves."""
+    on_failure = failure_save if config.checkpoint.on_failure else None
+    if on_failure is not None:
+        on_failure.why_not = strategy.not_whole
+    if on_failure is None or strategy.not_whole is not None:
+        # In fp16, a step that overflows keeps the buffers that it has changed.
+        restores = config.train.skip_nonfinite and config.train.precision != "fp16"
         return KeptBuffers(state.model) if restores else None, Snapshot()
     buffers = KeptBuffers(state.model)
-    at_failure.last_step = snapshot = FailureSnapshot(ranks, state, buffers, checkpointer, loader)
-    if config.distributed.shrink:  # a rank may die before the next step, too
+    on_failure.last_step = snapshot = FailureSnapshot(ranks, state, buffers, checkpointer, loader)
+    if config.distributed.shrink:  # a rank may die before the first step
         ranks.heartbeat.finished = state.progress.step
     return buffers, snapshot

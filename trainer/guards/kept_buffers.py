@@ -16,7 +16,8 @@ _SMALL_BYTES = 1 << 20
 class KeptBuffers:
     """Copies of a model's buffers as they were after the last step.
 
-    All small ones are copied after each step, and large ones, such as masks, if torch has counted a change.
+    After each step, all small buffers are copied, and large buffers, such as masks, whose version counter has
+    changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,6 +35,7 @@ class KeptBuffers:
         self._small = self._packed()
 
     def keep(self) -> None:
+        """Copy the current buffers."""
         if self._kinds:
             self._small = self._packed()
         for name, kept in self._large.items():
@@ -43,37 +45,39 @@ class KeptBuffers:
                 kept.copy_(buffer.detach())
 
     def kept(self) -> Mapping[str, Tensor]:
-        """By name in the model.
+        """Return the copies, by their names in the model.
 
         Raises:
-            UserError: a large one has changed without a count, as by numpy(): its former value is lost; or a
-                forward pass has made another buffer, which has no copy.
+            UserError: if a large buffer was changed without a change of its version counter, as through
+                numpy(), or if a forward pass registered or removed a buffer.
         """
         if {name for name, _ in named_buffers(self._model)} != self._places.keys():
-            raise UserError("a forward pass has made or removed buffers")
+            raise UserError("a forward pass has registered or removed buffers")
         for name, kept in self._large.items():
             buffer = self._buffer(name)
             if version_of(buffer) == self._versions[name] and not same_bits(buffer.detach(), kept):
-                raise UserError(f"{name} is changed in a way that torch does not count")
-        found = dict(self._large)
+                raise UserError(
+                    f"the buffer {name} was changed without an update of its version counter, as by numpy()"
+                )
+        copies = dict(self._large)
         for names, packed in zip(self._kinds, self._small, strict=True):
             live = [self._buffer(name) for name in names]
             parts = packed.split([buffer.numel() for buffer in live])
-            found |= {name: part.view(b.shape) for name, part, b in zip(names, parts, live, strict=True)}
-        return found
+            copies |= {name: part.view(b.shape) for name, part, b in zip(names, parts, live, strict=True)}
+        return copies
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write the copies back.
+        """Copy the kept values back to the buffers.
 
         Raises:
-            UserError: as from `kept`.
+            UserError: as `kept` does.
         """
         for name, value in self.kept().items():
             self._buffer(name).copy_(value)
 
     def _packed(self) -> list[Tensor]:
-        """Copies of the small buffers, those of a dtype and device in one: a model may have hundreds."""
+        """Return one tensor with the small buffers of each dtype and device; a model may have hundreds."""
         return [
             torch.cat([self._buffer(name).detach().reshape(-1) for name in names]) for names in self._kinds
         ]

@@ -1,10 +1,11 @@
-"""Compares, by hash, the parameters and optimizer state of ranks that must hold the same bits.
+"""Compare the parameters and optimizer state of replicas by hash.
 
-Gradients are averaged, so a rank whose memory or arithmetic failed once continues with other parameters
-than its peers forever, unnoticed: losses differ anyway, and a checkpoint holds one rank's values.
+Gradients are averaged, so a rank whose memory or arithmetic failed once would continue with different
+parameters than its replicas, unnoticed: losses differ between ranks anyway, and a checkpoint contains the
+values of one rank.
 
-Buffers are compared in buffers.py, with a warning alone: running statistics follow each rank's own data by
-design, and rank 0's are used wherever the model is evaluated or saved.
+Buffers are compared in buffers.py, which only warns, because running statistics depend on each rank's data
+by design, and evaluations and saves use those of rank 0.
 """
 
 import hashlib
@@ -24,10 +25,10 @@ from trainer.tensors.local_shard import to_local
 
 
 class ReplicaCheck:
-    """Compares the ranks of each group of equal ones every few steps, and before each save.
+    """Compares the replicas of each group every few steps and before each save.
 
     A check reads each parameter and each tensor of the optimizer once, on its device, and gathers 8 bytes
-    from each rank. The differing tensor is looked for only if hashes differ.
+    from each rank. Hashes of single tensors are only gathered if the ranks' hashes differ.
     """
 
     def __init__(
@@ -39,70 +40,71 @@ class ReplicaCheck:
     ) -> None:
         """
         Args:
-            groups: groups of ranks that hold the same; no two groups share a rank.
-            every: steps between checks; None never checks.
-            replicated: yields what they hold, by name.
+            groups: disjoint groups of ranks that must have equal values.
+            every: steps between checks; None disables them.
+            replicated: yields the tensors to compare, by name.
         """
         self._ranks, self._every, self._replicated = ranks, every, replicated
         self._groups = groups
-        self._checked_at: int | None = None  # the last step at which all was equal
+        self._checked_at: int | None = None  # the last step at which all replicas were equal
 
     def check_if_due(self, state: TrainState) -> None:
-        """`check`, if the number of steps says so."""
+        """Call `check` if the step is a multiple of `every`."""
         if self._every is not None and state.progress.step % self._every == 0:
             self.check(state)
 
     def check(self, state: TrainState) -> None:
-        """Compare now, unless this step was compared already (a collective; waits for the device).
+        """Compare the replicas, unless this step was compared already (a collective; waits for the device).
 
         Raises:
-            ReplicasDifferError: on every rank, if some rank differs from its replicas.
+            ReplicasDifferError: on every rank, if a rank differs from its replicas.
         """
         step = state.progress.step
         if self._every is None or not self._groups or self._checked_at == step:
             return
         hashes = self._hashes(state)
-        mine = torch.tensor([_overall(hashes)], device=self._ranks.device)
-        gathered = mine.new_empty(self._ranks.world_size)
-        all_gather_single(gathered, mine)
+        own = torch.tensor([_overall(hashes)], device=self._ranks.device)
+        gathered = own.new_empty(self._ranks.world_size)
+        all_gather_single(gathered, own)
         by_rank = gathered.tolist()
         if any(len({by_rank[rank] for rank in group}) > 1 for group in self._groups):
-            raise self._verdict(step, by_rank, gather_objects(hashes))
+            raise self._error(step, by_rank, gather_objects(hashes))
         self._checked_at = step
 
     def _hashes(self, state: TrainState) -> dict[str, int]:
-        """Hashes of what this rank shares, by name."""
+        """Return the hashes of this rank's tensors, by name."""
         return bit_hashes((name, to_local(tensor)) for name, tensor in self._replicated(state))
 
-    def _verdict(
-        self, step: int, by_rank: Sequence[int], everyones: Sequence[Mapping[str, int]]
+    def _error(
+        self, step: int, by_rank: Sequence[int], all_hashes: Sequence[Mapping[str, int]]
     ) -> ReplicasDifferError:
-        """Name the odd ranks, by majority within each group; without a majority, say which ranks differ."""
-        describe, blamed, sentences = self._ranks.describe, [], []
+        """Return the error that names the ranks outside the majority, or all ranks without a majority."""
+        describe, suspects, differences = self._ranks.describe, [], []
         for group in self._groups:
             ranked = Counter(by_rank[rank] for rank in group).most_common()
-            camps = [[rank for rank in group if by_rank[rank] == value] for value, _ in ranked]
-            majority = camps[0]
-            for camp in camps[1:]:
-                where = _first_difference(everyones[camp[0]], everyones[majority[0]])
-                named = " and ".join(map(describe, camp))
+            equal_ranks = [[rank for rank in group if by_rank[rank] == value] for value, _ in ranked]
+            majority = equal_ranks[0]
+            for minority in equal_ranks[1:]:
+                tensor = _first_difference(all_hashes[minority[0]], all_hashes[majority[0]])
+                named = " and ".join(map(describe, minority))
                 if 2 * len(majority) > len(group):
-                    blamed += camp
-                    sentences.append(f"{named}, unlike ranks {first_few(majority, 8)}, first in {where}")
+                    suspects += minority
+                    differences.append(
+                        f"{named} differs from ranks {first_few(majority, 8)}, first in {tensor}"
+                    )
                 else:
-                    sentences.append(
-                        f"{named}, unlike {' and '.join(map(describe, majority))}, first in {where}; "
-                        "without a majority it is unknown which is right"
+                    differences.append(
+                        f"{named} differs from {' and '.join(map(describe, majority))}, first in {tensor}; "
+                        "without a majority it is unknown which rank is right"
                     )
         equal_at = "" if self._checked_at is None else f" (they were equal at step {self._checked_at})"
         return ReplicasDifferError(
-            f"replicas differ after step {step}{equal_at}: {'; '.join(sentences)}. "
-            "Nothing was saved since; the same run_dir with resume=auto continues from the last checkpoint. "
-            "Suspect code that "
-            "treats ranks differently: a call of model.module past DDP, an update of its own, as in a hook; "
-            "or the memory or the processor there. To train on different processors together, set "
-            "train.check_replicas_every=null",
-            tuple(sorted(blamed)),
+            f"replicas differ after step {step}{equal_at}: {'; '.join(differences)}. "
+            "Nothing has been saved since; the same run_dir with resume=auto continues from the last "
+            "checkpoint. Possible causes are code that treats ranks differently, such as a call of "
+            "model.module that bypasses DDP or an update in a hook, and faulty memory or a faulty processor. "
+            "To train on different types of processors together, set train.check_replicas_every=null",
+            tuple(sorted(suspects)),
         )
 
 
@@ -111,8 +113,8 @@ def _overall(hashes: Mapping[str, int]) -> int:
     return int.from_bytes(digest, signed=True)
 
 
-def _first_difference(theirs: Mapping[str, int], right: Mapping[str, int]) -> str:
-    """The first tensor that differs, in the model's order, and how many more do."""
-    names = [*right, *(theirs.keys() - right.keys())]
-    different = [name for name in names if theirs.get(name) != right.get(name)]
+def _first_difference(hashes: Mapping[str, int], expected: Mapping[str, int]) -> str:
+    """Return the first tensor that differs, in the model's order, and the number of further ones."""
+    names = [*expected, *(hashes.keys() - expected.keys())]
+    different = [name for name in names if hashes.get(name) != expected.get(name)]
     return first_few(different, 1)

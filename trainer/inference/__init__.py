@@ -1,1 +1,1 @@
-"""Uses of a trained model: evaluation, predictions, text. Does not import torch."""
+"""Use of trained models: evaluation, prediction, text generation. Importing it does not import torch."""

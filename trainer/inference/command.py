@@ -1,6 +1,6 @@
-"""The command line of commands after training: `python -m trainer.COMMAND RUN [OPTIONS] [OVERRIDES]`.
+"""The command line of commands for trained models: `python -m trainer.COMMAND RUN [OPTIONS] [OVERRIDES]`.
 
-Does not import torch, so that a user error is reported before torch has loaded.
+Does not import torch, so that user errors are reported before torch is loaded.
 """
 
 import argparse
@@ -20,34 +20,37 @@ from trainer.launch.rank_info import publish, rank_from_environment, rank_info
 
 
 def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with the arguments of all commands; add options to it."""
+    """Return a parser with the arguments that all commands have."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", type=location, help="the directory of a run, or its address")
+    parser.add_argument("run", metavar="RUN", type=location, help="the run directory, or its address")
     parser.add_argument(
         "--checkpoint",
         default="newest",
         metavar="newest|best|PATH",
-        help="best: by the run's checkpoint.keep_best; PATH: a checkpoint's path, or its name in the run",
+        help="best: by the run's checkpoint.keep_best; PATH: the path of a checkpoint, or its name in the "
+        "run (default: newest)",
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="OVERRIDES",
-        help=f"settings that replace the run's: strategy=fsdp launch=local; allowed: {', '.join(MAY_CHANGE)}",
+        help="settings to override, such as strategy=fsdp launch=local; may start with: "
+        f"{', '.join(MAY_CHANGE)}",
     )
     return parser
 
 
 @ends_its_threads()
 def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Config], None]) -> None:
-    """Call `do` with the options and the run's settings; with launch=local, in separate processes.
+    """Parse the command line and call `do` with the options and the run's settings.
 
-    Exits with status 2 for a user error, 130 for Ctrl-C, and 143 for SIGTERM; partial output is removed.
+    With launch=local, `do` is called in separate processes. Exits with status 2 for a user error, 130 for
+    Ctrl-C, and 143 for SIGTERM; partial output is removed.
     """
     die_with_parent()
     extend_path()
@@ -58,22 +61,22 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
             config = saved_settings(options.run, options.overrides)
             if config.launch.in_cluster:
                 raise UserError(
-                    f"launch={config.launch.name} is for training; in a job of your own, use "
-                    f"python -m {module} {options.run}, after srun under SLURM; or use launch=local"
+                    f"launch={config.launch.name} is not supported by this command; use launch=local, or run "
+                    f"[srun] python -m {module} {options.run} in a job of your own"
                 )
             if config.launch.name == "local" and launched_by() is None:
                 sys.exit(local.launch(config, sys.argv[1:], module)[0])
-            here = rank_info(config.distributed)
-            publish(here)
-            if here.rank == 0:  # it writes files: remove partial ones
-                signal.signal(signal.SIGTERM, _end)
+            info = rank_info(config.distributed)
+            publish(info)
+            if info.rank == 0:  # rank 0 writes files, and must remove partial ones
+                signal.signal(signal.SIGTERM, _interrupt)
             do(options, config)
-    except KeyboardInterrupt as ended:
-        (number,) = ended.args or (signal.SIGINT,)
+    except KeyboardInterrupt as interrupt:
+        (number,) = interrupt.args or (signal.SIGINT,)
         if number == signal.SIGINT and not rank_from_environment():
             print("\ninterrupted", file=sys.stderr)
         sys.exit(128 + number)
 
 
-def _end(number: int, _: object) -> None:
-    raise KeyboardInterrupt(number)  # as by Ctrl-C: not a failure of this rank
+def _interrupt(number: int, _: object) -> None:
+    raise KeyboardInterrupt(number)  # like Ctrl-C, this is not reported as a failure of this rank

@@ -1,4 +1,4 @@
-"""Text from a model, token by token."""
+"""Generate text with a language model, token by token."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,17 +23,20 @@ def generate(
 ) -> Iterator[int]:
     """Yield tokens that continue `prompt`, each drawn from the model's prediction.
 
-    A model whose context is `block_size` tokens gets, once they are that many, the last half of
-    them and what follows: a cache is then recomputed once, not at each token.
+    When the context exceeds `block_size` tokens, it is truncated to the last half, so that a cache is
+    recomputed once in half a block and not for each token.
 
     Args:
-        model: tokens (1, T) -> logits (1, T, vocabulary); in evaluation mode.
+        model: maps tokens (1, T) to logits (1, T, vocabulary); in evaluation mode.
         prompt: 1 to block_size tokens.
-        vocab_size: of the tokenizer; the model's may be larger, to reach a multiple of 64.
-        generator: of the CPU; the same seed gives the same tokens on every device, except for rounding.
-        temperature: below 1 likely tokens become likelier; 0 takes the likeliest.
-        top_k: draw from this many of the likeliest; None: from all.
-        use_cache: with the model's `empty_cache()`, as in models.gpt.
+        num_tokens: the number of tokens to generate.
+        block_size: the context length of the model, in tokens.
+        vocab_size: of the tokenizer; the model's vocabulary may be larger, such as a multiple of 64.
+        device: the device of the model.
+        generator: a CPU generator; a seed gives the same tokens on every device, except for rounding.
+        temperature: divides the logits; values below 1 favor likely tokens, and 0 selects the likeliest.
+        top_k: draw only from this many of the likeliest tokens; None for all.
+        use_cache: use a key-value cache, from the model's `empty_cache()` (see models.gpt).
     """
     assert 0 < len(prompt) <= block_size
     window, cached = list(prompt), 0
@@ -51,7 +54,7 @@ def generate(
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Draw a token from its logits (vocabulary,)."""
+    """Draw a token from the logits (vocabulary,)."""
     scores = logits.double().cpu()
     if temperature == 0:
         return int(scores.argmax())

@@ -1,4 +1,4 @@
-"""Writes rows of samples to a file for other programs: CSV, JSON lines, or tensors."""
+"""Write predictions to a file for other programs: CSV, JSON lines, or tensors."""
 
 import csv
 import io
@@ -14,11 +14,11 @@ from torch import Tensor
 from trainer.errors import UserError
 
 Columns = Mapping[str, Any]
-"""What is known of each sample by name: a list, or a tensor with a row for each."""
+"""Values by name, each a list or tensor with a row for each sample."""
 
 
 def write_csv(file: BinaryIO, columns: Columns) -> None:
-    """Write a header, then a line for each row; tensors with several numbers take one column for each."""
+    """Write a header and a line for each sample; each value of a tensor's row gets a column."""
     flat: dict[str, Any] = {}
     for name, column in columns.items():
         if isinstance(column, Tensor) and column.ndim > 1:
@@ -34,15 +34,17 @@ def write_csv(file: BinaryIO, columns: Columns) -> None:
 
 
 def write_jsonl(file: BinaryIO, columns: Columns) -> None:
-    """Write an object for each row; no header, since readers of such files take it for a row."""
-    plain = [_plain(_numbers(one)) if isinstance(one, Tensor) else one for one in columns.values()]
+    """Write a JSON object for each sample."""
+    plain = [
+        _plain(_numbers(column)) if isinstance(column, Tensor) else column for column in columns.values()
+    ]
     for values in zip(*plain, strict=True):
         file.write(json.dumps(dict(zip(columns, values, strict=True))).encode() + b"\n")
 
 
 def write_pt(file: BinaryIO, columns: Columns) -> None:
-    """Write one dict of columns, tensors and lists, for ``torch.load(FILE)``."""
-    saved = io.BytesIO()  # torch turns an error of the disk into one of its own
+    """Write a dict of the columns, as tensors and lists, for ``torch.load(FILE)``."""
+    saved = io.BytesIO()  # torch.save would replace an OSError of the file with its own error
     torch.save(dict(columns), saved)
     file.write(saved.getbuffer())
 
@@ -55,19 +57,19 @@ WRITERS: dict[str, Callable[[BinaryIO, Columns], None]] = {
 
 
 def writer_for(path: Path) -> Callable[[BinaryIO, Columns], None]:
-    """Raises UserError for an ending that is not in `WRITERS`."""
+    """Return the function that writes files like `path`. UserError if the suffix is not in `WRITERS`."""
     if path.suffix not in WRITERS:
-        raise UserError(f"{path}: the name must end in .csv, .jsonl or .pt")
+        raise UserError(f"the file name must end in .csv, .jsonl or .pt, but is {path.name}")
     return WRITERS[path.suffix]
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:
-    """NumPy's scalars print the shortest text that reads back as the same number."""
+    """Return a NumPy array, whose scalars print as the shortest text that reads back as the same number."""
     return tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def _plain(numbers: np.ndarray) -> list[Any]:
-    """Convert 32-bit floats to the 64-bit ones that print the same: 0.1, not 0.10000000149011612."""
+    """Return a list; floats below 64 bits become those that print alike: 0.1, not 0.10000000149011612."""
     is_short = numbers.dtype in (np.float16, np.float32)
     plain: list[Any] = (numbers.astype(str).astype(np.float64) if is_short else numbers).tolist()
     return plain

@@ -1,4 +1,4 @@
-"""A trained model restored for use: built by its run's settings, with the weights of a checkpoint."""
+"""Restore a trained model: build it from its run's settings, and load the weights of a checkpoint."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ log = logging.getLogger("trainer")
 
 @dataclass(frozen=True)
 class RestoredRun(ModelContext):
-    """A `ModelContext` from a run's settings, and the checkpoint of its weights."""
+    """A `ModelContext` built from a run's settings and the weights of a checkpoint."""
 
     config: Config
     checkpoint: OpenCheckpoint
@@ -56,7 +56,7 @@ class RestoredRun(ModelContext):
         return model
 
     def take_averages(self) -> None:
-        """Replace the weights by their moving averages (a collective)."""
+        """Replace the weights with their moving averages (a collective)."""
         read_averages(self.strategy.unwrap(self.model), self.checkpoint, self.agreement)
         self.strategy.weights_changed(self.model)
 
@@ -65,16 +65,15 @@ class RestoredRun(ModelContext):
 def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
     """Join the other ranks, if any, and build the model of `config` with the weights of `checkpoint`.
 
-    If the run evaluates moving averages instead (`ema.evaluate=ema`), with those.
-
-    Nothing in the run directory is locked, created or changed: the run may still train.
+    With `ema.evaluate=ema`, use the moving averages in place of the weights. Nothing in the run directory is
+    locked, created or changed, so the run may still be training.
 
     Args:
-        checkpoint: newest, best, or the path of one.
+        checkpoint: newest, best, or the path of a checkpoint.
 
     Raises:
-        UserError: the checkpoint does not exist, is broken or is of another model; or settings do not fit
-            this machine, the data or the other ranks.
+        UserError: if the checkpoint does not exist, is damaged or from a different model, or if settings do
+            not match this machine, the data or the other ranks.
     """
     with process_group(config.distributed) as ranks, terminal(ranks, sys.stderr):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
@@ -106,7 +105,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
 
 
 def restored_model(config: Config, checkpoint: str) -> nn.Module:
-    """The model with the weights of `checkpoint`, on the CPU; random generators do not change.
+    """Return the model with the weights of `checkpoint`, on the CPU, without changing random generators.
 
     Raises:
         UserError: see `restored_run`.
@@ -122,9 +121,9 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
 def _initial(
     config: Config, agreement: Agreement, local_rank: int, sharded_over: Ranks | None
 ) -> tuple[InitialModel, dict[str, str], Callable[[], Any]]:
-    """The model as a run begins with it; its `frozen_digests`; the training data, built at the first call.
+    """Return the initial model, its `frozen_digests`, and a function that builds the training data.
 
-    Only the initial weights that checkpoints leave out are read. Strategies shard by what is frozen.
+    Initial weights are only read if checkpoints lack the frozen ones.
     """
     train_set = functools.cache(lambda: build_dataset(config.data, "train"))
     read_by = None if config.checkpoint.frozen else (agreement, local_rank)
@@ -133,7 +132,7 @@ def _initial(
 
 
 def _facts(config: Config, train_set: Callable[[], Any]) -> Any:
-    """The training data, if the settings still lack what a run takes from it: where overrides name others."""
+    """Return the training data if settings that follow from it are missing, as with overrides; else None."""
     is_known = config.data.images.mean is not None and "auto" not in dict(leaves(config.model)).values()
     return None if is_known else train_set()
 
@@ -162,13 +161,14 @@ def evaluates_ema(config: Config) -> bool:
 
 
 def held_out(restored: RestoredRun, by_chunks: bool = True) -> tuple[Any, EvalLoader]:
-    """The held-out data and the loader of this process's part.
+    """Return the held-out data and the loader of this rank's part.
 
     Args:
-        by_chunks: as an exact run evaluates; otherwise the k-th batches of all ranks are consecutive.
+        by_chunks: divide the samples as an exact run does; otherwise the k-th batches of all ranks are
+            consecutive.
 
     Raises:
-        UserError: the run has no held-out data.
+        UserError: if the run has no held-out data.
     """
     config, ranks, strategy = restored.config, restored.ranks, restored.strategy
     train = config.train if by_chunks else dataclasses.replace(config.train, exact=None)
@@ -178,7 +178,7 @@ def held_out(restored: RestoredRun, by_chunks: bool = True) -> tuple[Any, EvalLo
 
 
 def _batch(train: TrainConfig, strategy: Strategy) -> BatchSplit:
-    """The batch split of training, for bit-identical sums; if it does not divide, a similar one."""
+    """Return the batch split of training, for bit-identical sums; if it is not divisible, a similar one."""
     size, micro = train.global_batch_size, train.known_micro_batch_size
     try:
         return split_for(train, strategy)
@@ -188,12 +188,12 @@ def _batch(train: TrainConfig, strategy: Strategy) -> BatchSplit:
 
 
 def with_progress(restored: RestoredRun, loader: EvalLoader) -> Iterable[tuple[Any, list[int]]]:
-    """Iterate over `loader`; rank 0 shows a bar on standard error, updated every 10 s if that is a file."""
-    each = loader.batch_size * restored.strategy.num_replicas
+    """Return `loader` with a progress bar on rank 0's standard error, updated every 10 s in a file."""
+    global_batch_size = loader.batch_size * restored.strategy.num_replicas
     interval_s = 0.1 if sys.stderr.isatty() else 10.0
     return tqdm(
         loader,
-        total=None if loader.num_samples is None else -(-loader.num_samples // each),
+        total=None if loader.num_samples is None else -(-loader.num_samples // global_batch_size),
         unit="batch",
         dynamic_ncols=True,
         leave=False,

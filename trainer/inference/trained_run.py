@@ -1,4 +1,4 @@
-"""A trained run in a program: its model, and its predictions for samples at hand, without its data."""
+"""A trained run in a program: its model, and predictions for given samples, without the run's data."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,10 +21,10 @@ from trainer.tasks import Task, offers
 
 
 class TrainedRun:
-    """A trained run, as `trainer.open` returns it.
+    """A trained run, as returned by `trainer.open`.
 
     Attributes:
-        model: with the weights of a checkpoint, on the CPU and in evaluation mode; move it where you like.
+        model: the model with the weights of a checkpoint, on the CPU and in evaluation mode; may be moved.
         config: the settings of the run.
     """
 
@@ -33,31 +33,33 @@ class TrainedRun:
 
     @cached_property
     def task(self) -> Task:
-        """The task, built as the settings say."""
+        """The task, built from the settings."""
         return build_task(self.config)
 
     @torch.no_grad()
     def predict(self, samples: Sequence[Any], batch_size: int = 64) -> dict[str, Tensor]:
-        """What the task predicts: tensors by name with a row for each sample, on the CPU.
+        """Return the task's predictions: tensors by name with a row for each sample, on the CPU.
 
-        `data.eval_transforms`, `data.collate` and `data.images` are applied as in an evaluation, where the
-        model is, and in the run's precision.
+        Samples are processed as in an evaluation (`data.eval_transforms`, `data.collate`, `data.images`),
+        in the run's precision and on the device of the model.
 
         Args:
-            samples: each as the dataset gives it for an index, or its input alone; with data=imagefolder
-                also the path of a picture. A list, a dataset, or a tensor of inputs.
+            samples: a list, a dataset, or a tensor of inputs. Each sample is what the dataset returns for an
+                index, or only its input; with data=imagefolder it may be the path of an image.
+            batch_size: samples per forward pass.
 
         Raises:
-            UserError: the task predicts nothing, or a sample cannot be read or does not fit.
+            UserError: if the task has no method `predict`, or a sample cannot be read or collated.
         """
         if not offers(self.task, "predict"):
             raise UserError(
-                f"data.task: {type(self.task).__name__} predicts nothing: it has no method predict"
+                f"data.task={type(self.task).__name__} cannot make predictions, because it has no method "
+                "predict (see trainer.tasks.Task)"
             )
         if isinstance(samples, str | Path) or not hasattr(samples, "__len__"):
-            raise UserError(f"predict() takes a list of samples, but was given a {type(samples).__name__}")
+            raise UserError(f"predict() expects a list of samples, but got a {type(samples).__name__}")
         if not len(samples):
-            raise UserError("predict() was given no samples")
+            raise UserError("predict() expects at least one sample, but got none")
         data, device = self.config.data, next(self.model.parameters()).device
         to_device, collate = build_to_device(self.config, device), build_collate(data)
         strategy = Strategy(device, ComputeOptions(self.config.train.precision))
@@ -88,7 +90,7 @@ class TrainedRun:
         if read is None:
             raise UserError(
                 f"{path} is a path, but {self.config.data.dataset['_target_']} has no method "
-                "unlabelled(path) to read it; give samples as the dataset gives them"
+                "unlabelled(path) to read it; pass samples as the dataset returns them"
             )
         try:
             return read(str(path), **settings)

@@ -97,7 +97,7 @@ def exits() -> Iterator[None]:
         status = getattr(error, "exit_code", UserError.exit_code)
         # Before the ranks have met, the stop may be torchrun's, which is about to restart after a death.
         if not (isinstance(error, StoppedBySignal) and error.step is None):
-            failure_file.tell_launcher(status, message)
+            failure_file.report_to_launcher(status, message)
         if not isinstance(error, StoppedBySignal):  # perhaps by torchrun, because of another rank
             tell_torchrun(message)
         if wants_traceback:
@@ -106,7 +106,7 @@ def exits() -> Iterator[None]:
             _say_once(message + (which_try() if status not in _FINAL else "") + see(message))
         sys.exit(status)
     except Exception as error:
-        failure_file.tell_launcher(1, str(error))
+        failure_file.report_to_launcher(1, str(error))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 

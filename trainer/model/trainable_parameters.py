@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.model.plain_names import parameter_names
-from trainer.tensors.local_shard import is_dtensor, tensors_within, to_local
+from trainer.tensors.local_shard import inner_tensors, is_dtensor, to_local
 from trainer.torch_private import foreach_norm
 
 
@@ -134,7 +134,7 @@ class TrainableParameters:
         own = self.own[name]
         if not isinstance(value, Tensor) or value.ndim == 0 or value.shape != own.shape:
             return value
-        if tensors_within(value):
+        if inner_tensors(value):
             raise UserError(
                 f"optim: the state of {name} is a {type(value).__name__}, several tensors in one, which no "
                 "checkpoint can cut into shards; use strategy=ddp, or optim=adamw"

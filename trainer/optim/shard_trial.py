@@ -17,7 +17,7 @@ from trainer import accelerator
 from trainer.errors import UserError, class_and_line
 from trainer.optim.whole_tensors import update_only
 from trainer.tensors.generators import generators_kept
-from trainer.tensors.local_shard import rows_of_shard, tensors_within
+from trainer.tensors.local_shard import inner_tensors, rows_of_shard
 from trainer.tensors.nested import leaves
 from trainer.torch_private import TorchDispatchMode
 
@@ -205,9 +205,9 @@ def _fits(states: list[list[Any]], parts: list[Tensor], right: list[Any], shape:
     if any(len(state) != len(right) for state in states):
         return False
     for values, whole in zip(zip(*states, strict=True), right, strict=True):
-        if isinstance(whole, Tensor) and tensors_within(whole) and len(parts) > 1:
+        if isinstance(whole, Tensor) and inner_tensors(whole) and len(parts) > 1:
             return False  # a checkpoint can't shard it
-        if isinstance(whole, Tensor) and whole.shape == shape and not tensors_within(whole):
+        if isinstance(whole, Tensor) and whole.shape == shape and not inner_tensors(whole):
             shapes = [value.shape for value in values if isinstance(value, Tensor)]
             if shapes != [part.shape for part in parts] or not _alike(torch.cat(values), whole):
                 return False
@@ -224,8 +224,8 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
-        if within := tensors_within(one):
-            return _all_alike([*within.values()], [*tensors_within(other).values()])
+        if within := inner_tensors(one):
+            return _all_alike([*within.values()], [*inner_tensors(other).values()])
         if not one.numel():
             return True
         one, other = (each.detach().to("cpu", torch.complex128) for each in (one, other))

@@ -1,1 +1,1 @@
-"""What a run changes and a checkpoint saves: progress, early end, optimizer state, moving average."""
+"""The state of a run that checkpoints save: progress, early stopping, optimizer, moving average."""

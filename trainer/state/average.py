@@ -1,4 +1,4 @@
-"""A moving average of the weights: kept during training, and put in their place for evaluation."""
+"""An exponential moving average of the weights, updated during training and used for evaluation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,19 +12,19 @@ from trainer.tensors.local_shard import to_local
 
 
 class MovingAverage:
-    """An exponential moving average of what training changes in a model, on the device of each tensor.
+    """An exponential moving average (EMA) of a model's parameters and buffers.
 
-    Sharded parameters have sharded averages. Buffers are averaged too, because running statistics belong to
-    the weights with which they were computed. Costs the memory of the weights once more, and a pass over both
-    for each step.
+    Averages are on the device of their tensors, and sharded like them. Buffers are averaged too, because
+    running statistics belong to the weights with which they were computed. Needs as much memory as the
+    weights, and reads both in each step.
 
         average(0) = weights(0)        average(t) = d average(t - 1) + (1 - d) weights(t)
 
     Args:
-        parameters: by their names in a checkpoint; a tied one under each of its names.
-        buffers: the module and the attribute of each, since a module may replace the tensor.
-        decay: d, from 0 to below 1.
-        warmup: d is at most (1 + t) / (10 + t), so that the first weights are soon forgotten.
+        parameters: by their names in a checkpoint; tied parameters under each of their names.
+        buffers: the module and attribute of each buffer, because a module may replace the tensor.
+        decay: d, with 0 <= d < 1.
+        warmup: limit d to (1 + t) / (10 + t), so that the initial weights soon lose their influence.
     """
 
     def __init__(
@@ -41,50 +41,50 @@ class MovingAverage:
         self._num_updates = 0
 
     def add(self, parameters: Mapping[str, Tensor]) -> None:
-        """Also average these parameters; as they have not changed so far, their average is their value."""
+        """Also average these parameters, starting from their current values."""
         copies = {weight: weight.detach().clone() for weight in parameters.values()}
         self._parameters = {**self._parameters, **parameters}
         self._averages |= {name: copies[weight] for name, weight in parameters.items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the present weights to the average."""
+        """Add the current weights to the average."""
         self._num_updates += 1
-        begin = (1 + self._num_updates) / (10 + self._num_updates)
-        decay = min(self._decay, begin) if self._warmup else self._decay
+        limit = (1 + self._num_updates) / (10 + self._num_updates)
+        decay = min(self._decay, limit) if self._warmup else self._decay
         pairs = self._pairs()
         get_ema_multi_avg_fn(decay)([average for average, _ in pairs], [weight for _, weight in pairs], None)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the model's weights are the averages; afterwards they are restored to the bit.
+        """Put the averages in the model; on exit, restore the weights bit for bit.
 
-        The averages hold the weights meanwhile: this takes the memory of the largest tensor, not of all.
+        Weights and averages are swapped, which needs extra memory only for the largest tensor.
         """
         pairs = self._pairs()
         _exchange(pairs)
         try:
             yield
         finally:
-            _exchange(pairs[::-1])  # backwards, since tensors may share memory
+            _exchange(pairs[::-1])  # in reverse order, because tensors may share memory
 
     def restart(self) -> None:
-        """Restart from the present weights."""
+        """Restart from the current weights."""
         self._num_updates = 0
         with torch.no_grad():
             for average, weight in self._pairs():
                 average.copy_(weight)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The averages of parameters, live."""
+        """Return the live averages of parameters, by name."""
         return ((name, self._averages[name]) for name in self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """The live tensors, not copied."""
+        """Return the number of updates and the live averages, which are not copied."""
         return {"num_updates": self._num_updates, "weights": dict(self._averages)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Tensors must be sharded as they are here."""
+        """Load saved averages, which must be sharded as the current ones are."""
         self._num_updates = saved["num_updates"]
         with torch.no_grad():
             for name, value in saved["weights"].items():
@@ -95,7 +95,7 @@ class MovingAverage:
         return {**self._parameters, **buffers}
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of an average and its tensor, each once; of sharded ones this rank's shard."""
+        """Return each distinct average with its tensor; for sharded tensors, this rank's shards."""
         weights = self._weights()
         distinct = {average: weights[name] for name, average in self._averages.items()}
         return [(to_local(average), to_local(weight)) for average, weight in distinct.items()]
@@ -104,6 +104,6 @@ class MovingAverage:
 @torch.no_grad()
 def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for average, weight in pairs:
-        held = weight.clone()
+        copy = weight.clone()
         weight.copy_(average)
-        average.copy_(held)
+        average.copy_(copy)

@@ -1,4 +1,4 @@
-"""What ends a run before its last step: `train.early_stopping` and `train.max_hours`."""
+"""End a run before its last step: `train.early_stopping` and `train.max_hours`."""
 
 import math
 import time
@@ -9,18 +9,18 @@ from trainer.config import EarlyStoppingConfig
 
 
 class EarlyEnd:
-    """Counts evaluations without a better metric, and the hours of a run over all its resumes.
+    """Counts evaluations without an improvement, and the hours of a run over all its resumes.
 
     Args:
-        stop: None: evaluations end nothing.
-        max_hours: None: the clock ends nothing.
+        stop: the settings of early stopping; None disables it.
+        max_hours: the time limit; None disables it.
     """
 
     def __init__(self, stop: EarlyStoppingConfig | None = None, max_hours: float | None = None) -> None:
         self._stop, self._max_hours = stop, max_hours
         self._best = -math.inf if stop is not None and stop.mode == "max" else math.inf
         self._best_step = self._waited = 0
-        self._hours_before, self._began_s = 0.0, time.monotonic()
+        self._hours_before, self._started_s = 0.0, time.monotonic()
         self._out_of_time = False
 
     def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -30,7 +30,7 @@ class EarlyEnd:
         value = metrics[self._stop.metric]
         gain = self._best - value if self._stop.mode == "min" else value - self._best
         self._waited += 1
-        if gain > self._stop.min_delta:  # not so for NaN
+        if gain > self._stop.min_delta:  # false for NaN
             self._best, self._best_step, self._waited = value, step, 0
 
     def time_is_up(self) -> bool:
@@ -38,46 +38,46 @@ class EarlyEnd:
         return self._max_hours is not None and self.hours() >= self._max_hours
 
     def end(self) -> None:
-        """Called on every rank at the same step, when `time_is_up` on one."""
+        """End the run; called on every rank at the same step, when `time_is_up` on rank 0."""
         self._out_of_time = True
 
     @property
     def setting(self) -> str | None:
-        """The setting that ends the run here; None: it goes on."""
+        """The setting that ends the run here; None if the run continues."""
         if self._stop is not None and self._waited >= self._stop.patience:
             return "train.early_stopping"
         return "train.max_hours" if self._out_of_time else None
 
     def why(self) -> str:
-        """Why the run ends here, and how to go on, for people."""
+        """Return the reason why the run ends here and how to continue it, for the log."""
         if self._stop is None or self.setting != "train.early_stopping":
-            return f"train.max_hours={self._max_hours:g} are over; a larger one, or null, continues from here"
-        gained = f" by more than {self._stop.min_delta:g}" if self._stop.min_delta else ""
+            return f"train.max_hours={self._max_hours:g} is reached; set a larger value or null to continue"
+        min_delta = f" by more than {self._stop.min_delta:g}" if self._stop.min_delta else ""
         return (
-            f"train.early_stopping: {self._stop.metric} has not become better{gained} than {self._best:.6g}, "
-            f"of step {self._best_step}, in {self._waited} evaluations; a larger "
-            "train.early_stopping.patience, or train.early_stopping=null, continues from here"
+            f"train.early_stopping: {self._stop.metric} has not improved{min_delta} on {self._best:.6g}, at "
+            f"step {self._best_step}, in {self._waited} evaluations; set a larger "
+            "train.early_stopping.patience, or train.early_stopping=null, to continue"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values, without the hours: they differ between runs that are otherwise equal."""
+        """Return plain values, without the hours, which differ between runs that are otherwise equal."""
         if self._stop is None:
             return {}
-        found = {"best": self._best, "best_step": self._best_step, "waited": self._waited}
-        return found | {"metric": self._stop.metric, "mode": self._stop.mode}
+        state = {"best": self._best, "best_step": self._best_step, "waited": self._waited}
+        return state | {"metric": self._stop.metric, "mode": self._stop.mode}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from `saved`, of which only what is set here counts; it may be of other settings."""
+        """Restore `saved`, unless it was saved with another metric or mode."""
         stop = self._stop
         if stop is not None and (saved.get("metric"), saved.get("mode")) == (stop.metric, stop.mode):
             self._best, self._best_step = saved["best"], saved["best_step"]
             self._waited = saved["waited"]
 
     def continue_after(self, hours: float) -> None:
-        """Continue a run that had taken this long, with or without `train.max_hours`."""
+        """Add the hours that the run took before this resume, with or without `train.max_hours`."""
         self._hours_before = hours
         self._out_of_time = self._max_hours is not None and hours >= self._max_hours
 
     def hours(self) -> float:
         """Return how long the run has taken, over all its resumes."""
-        return self._hours_before + (time.monotonic() - self._began_s) / 3600
+        return self._hours_before + (time.monotonic() - self._started_s) / 3600

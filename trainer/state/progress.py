@@ -1,4 +1,4 @@
-"""How far a run has come, and how far it goes."""
+"""The progress of a run, and the number of steps to its end."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -8,36 +8,37 @@ from trainer.errors import UserError
 
 
 class Update(Enum):
-    """What became of the update of a step; the same on every rank."""
+    """The outcome of a step's update; the same on every rank."""
 
     MADE = 0
     SKIPPED = 1
-    """A loss or a gradient is NaN or Inf, which `train.skip_nonfinite` permits."""
+    """Skipped by `train.skip_nonfinite`, because a loss or a gradient is NaN or Inf."""
     OVERFLOW = 2
-    """A gradient is NaN or Inf in fp16; the loss scale is lower from now on."""
+    """Skipped because a gradient overflows in fp16; the loss scale has been lowered."""
 
 
 @dataclass
 class Progress:
-    """How far a run has come. All counts are global, so that they mean the same at any world size.
+    """The progress of a run. All counts are over all ranks, so that they do not depend on the world size.
 
-    ``samples_in_epoch`` samples of epoch ``epoch`` are done; the next one follows in the order drawn from
-    (seed, epoch). Samples, unlike steps, define the position of a run for any batch size.
+    ``samples_in_epoch`` samples of epoch ``epoch`` are done; training continues with the next sample in the
+    order drawn from (seed, epoch). The number of samples, unlike steps, defines the position of a run for any
+    batch size.
     """
 
     step: int = 0
     epoch: int = 0
     samples_in_epoch: int = 0
     samples_seen: int = 0
-    skipped_steps: int = 0  # without an update: by train.skip_nonfinite, or for an overflow in fp16
+    skipped_steps: int = 0  # steps without an update: train.skip_nonfinite, or an overflow in fp16
     skipped_in_a_row: int = 0
-    evaluated_step: int = -1  # of the last evaluation that the schedule and early stopping have seen
+    evaluated_step: int = -1  # the last evaluation that the schedule and early stopping have used
 
     def advance(self, global_batch_size: int, data_left: bool, is_made: bool = True) -> None:
-        """Count one optimizer step; without data left for another, the epoch ends with it.
+        """Count one optimizer step, and end the epoch if no data is left for another step.
 
         Args:
-            is_made: whether the step has made an update.
+            is_made: whether the step made an update.
         """
         self.step += 1
         self.skipped_steps += not is_made
@@ -48,39 +49,41 @@ class Progress:
             self.end_epoch()
 
     def end_epoch(self) -> None:
-        """Move to the next epoch; the rest of this one, less than a batch, is not trained on."""
+        """Move to the next epoch. The rest of this epoch, less than a batch, is not trained on."""
         self.epoch, self.samples_in_epoch = self.epoch + 1, 0
 
     def skip_short_rest(self, global_batch_size: int, num_samples: int) -> None:
-        """End the epoch if less than a batch is left of it, after steps of another batch size."""
+        """End the epoch if less than a batch is left of it, as after steps with another batch size."""
         if num_samples - self.samples_in_epoch < global_batch_size:
             self.end_epoch()
 
     def steps_to_go(self, epochs: int, global_batch_size: int, num_samples: int) -> int:
-        """Steps from here to the end of ``epochs`` epochs, all of them of ``global_batch_size``."""
+        """Return the number of steps of ``global_batch_size`` samples to the end of ``epochs`` epochs."""
         if self.epoch >= epochs:
             return 0
         in_this_epoch = (num_samples - self.samples_in_epoch) // global_batch_size
         return in_this_epoch + (epochs - self.epoch - 1) * (num_samples // global_batch_size)
 
     def epochs(self, num_samples: int | None) -> float:
-        """Epochs done, of ``num_samples`` each; of unknown length, whole ones only."""
+        """Return the number of epochs done; with an unknown ``num_samples``, complete epochs only."""
         return self.epoch + (self.samples_in_epoch / num_samples if num_samples else 0.0)
 
 
 def planned_steps(begin: Progress, train: TrainConfig, num_samples: int | None) -> int:
-    """The steps of the whole run; `begin` may come from a run with another batch size.
+    """Return the number of steps of the whole run.
 
-    A stream of unknown length, for which `num_samples` is None, may end earlier, with its last epoch.
+    Args:
+        begin: the progress at the start, maybe from a run with another batch size.
+        num_samples: samples of an epoch; None for a stream of unknown length, which may end earlier.
 
     Raises:
-        UserError: such a stream without train.max_steps.
+        UserError: if the length is unknown and train.max_steps is null.
     """
     if num_samples is None:
         if train.max_steps is None:
             raise UserError(
                 "train.max_steps is null, but the training data is a stream of unknown length: set "
-                "train.max_steps=N, which the schedule and the remaining time need"
+                "train.max_steps=N, which determines the learning-rate schedule and the remaining time"
             )
         return train.max_steps
     begin = replace(begin)

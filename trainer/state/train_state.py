@@ -1,4 +1,4 @@
-"""The state of a run at a step boundary: its progress, and everything that training changes."""
+"""The state of a run between steps: its progress, and everything that training changes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -25,7 +25,7 @@ from trainer.optim.schedules import after_evaluation, after_step
 from trainer.state.average import MovingAverage
 from trainer.state.early_end import EarlyEnd
 from trainer.state.progress import Progress
-from trainer.tensors.local_shard import is_dtensor, tensors_within, to_local
+from trainer.tensors.local_shard import inner_tensors, is_dtensor, to_local
 from trainer.tensors.nested import mapped
 
 
@@ -33,10 +33,12 @@ from trainer.tensors.nested import mapped
 class TrainState:
     """Everything that training changes, except the random generators.
 
-    All names in a state dict are those of the plain module, so that any strategy can read it. Sharded tensors
-    are DTensors there, those of the optimizer too, though it has plain ones.
-    ``average`` is the moving average of the model's weights, if there is one. ``settings`` is what optimizer
-    and schedule were built with, by which a resume finds what has changed.
+    Names in its state dict are those of the plain module, so that any strategy can load it. Sharded tensors
+    are DTensors there, including optimizer state, though the optimizer itself has local tensors.
+
+    Attributes:
+        average: the moving average of the model's weights, if there is one.
+        settings: the settings of the optimizer and the schedule as built, which a resume compares.
     """
 
     trainable: TrainableParameters
@@ -62,23 +64,23 @@ class TrainState:
 
     @property
     def model(self) -> nn.Module:
-        """The plain module, without a wrapper; its parameters are tensors or, if sharded, DTensors."""
+        """The unwrapped module; its parameters are tensors or, if sharded, DTensors."""
         return self.trainable.model
 
     @cached_property
     def update_may_draw(self) -> bool:
-        """Whether an update may draw random numbers; none of torch's optimizers does."""
+        """Whether an update may draw random numbers, which torch's own optimizers never do."""
         return has_user_part(self.optimizer)
 
     def keep_average(self, decay: float, warmup: bool) -> None:
-        """Start a moving average of the trainable parameters, and of floating-point buffers."""
+        """Start a moving average of the trainable parameters and of persistent floating-point buffers."""
         trainable = set(self.trainable.whole.values())
         parameters = {name: p for name, p in every_parameter(self.model) if p in trainable}
-        in_state = model_state(self.model).keys()
+        persistent = model_state(self.model).keys()
         buffers = {
             plain_name(name): (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, buffer in self.model.named_buffers()
-            if plain_name(name) in in_state
+            if plain_name(name) in persistent
             and buffer.is_floating_point()
             and buffer.itemsize > 1
             # The average of a mask of -inf would be NaN.
@@ -87,10 +89,10 @@ class TrainState:
         self.average = MovingAverage(parameters, buffers, decay, warmup)
 
     def follow_trainable(self) -> list[str]:
-        """Follow what has been frozen or made trainable; return the names of newly trainable parameters.
+        """Update the state after (un)freezing of parameters; return the names of newly trainable ones.
 
-        For these, optimizer and schedule are built again and continue as at a resume. A frozen parameter has
-        no gradient, so the optimizer skips it and keeps its state.
+        If there are any, the optimizer and the schedule are built again and continue as after a resume. A
+        frozen parameter has no gradient, so the optimizer skips it and keeps its state.
         """
         if new := self.trainable.accept():
             assert self.build is not None
@@ -107,13 +109,16 @@ class TrainState:
         return new
 
     def check_gradients(self) -> None:
-        """Called in the dry run: raise UserError if the optimizer would fail with gradients of this kind."""
+        """Raise UserError if the optimizer would fail with gradients of this kind; called in the dry run."""
         check_gradients(self.optimizer)
 
     def attach_gradients(self) -> None:
-        """Give the optimizer the gradients of a step, complete and unscaled (in fp16, collective)."""
+        """Attach the complete gradients of a step to the optimizer's parameters and unscale them.
+
+        A collective in fp16.
+        """
         self.trainable.attach_gradients()
-        self.scaler.unscale_(self.optimizer)  # a fused step would, but sees only this rank's overflows
+        self.scaler.unscale_(self.optimizer)  # a fused step would unscale, but see only this rank's overflows
 
     def count_update(self, is_made: bool) -> None:
         """Record the learning rates of a step, advance the schedule and, after an update, the average."""
@@ -123,24 +128,24 @@ class TrainState:
             self.update_average()
 
     def learning_rates(self) -> dict[str, float]:
-        """Of the last update, by their names in the log: train/lr, and train/lr/<group>."""
-        both = list(zip(self.optimizer.param_groups, map(float, self.rates), strict=True))
-        named = {f"train/lr/{group['name']}": rate for group, rate in both if "name" in group}
-        return {"train/lr": both[0][1], **named}
+        """Return the learning rates of the last update by their names in the log: train/lr[/<group>]."""
+        pairs = list(zip(self.optimizer.param_groups, map(float, self.rates), strict=True))
+        named = {f"train/lr/{group['name']}": rate for group, rate in pairs if "name" in group}
+        return {"train/lr": pairs[0][1], **named}
 
     def after_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Pass the metrics of an evaluation, the same on every rank, to what decides by them."""
+        """Pass the metrics of an evaluation, which are equal on all ranks, to schedule and early stopping."""
         after_evaluation(self.schedule, metrics)
         self.early_end.after_evaluation(self.progress.step, metrics)
         self.progress.evaluated_step = self.progress.step
 
     def update_average(self) -> None:
-        """Add the present weights to the average, if there is one."""
+        """Add the current weights to the average, if there is one."""
         if self.average is not None:
             self.average.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nested dicts and lists of plain values and of the live tensors, not copied."""
+        """Return nested dicts and lists of plain values and live tensors, which are not copied."""
         model = model_state(self.model)
         return {
             "model": model,
@@ -156,7 +161,7 @@ class TrainState:
         }
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
-        """What replicas of a model share, live: parameters, the optimizer's tensors and averages.
+        """Yield the live tensors that must be equal on all replicas: parameters, optimizer state, averages.
 
         For sharded tensors, this rank's shard. Buffers are not included, because running statistics differ
         between ranks.
@@ -165,21 +170,21 @@ class TrainState:
         for name, own in self.trainable.own.items():
             for key, value in self.optimizer.state.get(own, {}).items():
                 if isinstance(value, Tensor):
-                    within = tensors_within(value).items()
-                    parts = {f"{key}.{part}": tensor for part, tensor in within} or {key: value}
+                    inner = inner_tensors(value).items()
+                    parts = {f"{key}.{part}": tensor for part, tensor in inner} or {key: value}
                     yield from ((f"{part} of {name}", tensor) for part, tensor in parts.items())
         if self.average is not None:
             yield from ((f"average of {name}", value) for name, value in self.average.named_parameters())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a saved state; sharded tensors must be sharded as they are here."""
+        """Load a saved state, whose tensors must be sharded as the current ones are."""
         load_model_state(self.model, saved["model"])
         buffers = buffers_outside(self.model, set(saved["model"]))
         with torch.no_grad():
-            for name, value in saved.get("buffers", {}).items():  # there may be fewer, or none
+            for name, value in saved.get("buffers", {}).items():  # some may not have been saved
                 buffers[name].copy_(value)
         self._load_optimizer_and_schedule(saved)
-        # A disabled scaler saves nothing; one that is enabled in this run keeps its initial state.
+        # A disabled scaler saves nothing; if it is enabled in this run, it keeps its initial state.
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         for name, value in saved["progress"].items():
@@ -191,15 +196,15 @@ class TrainState:
             self.average.restart()
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state_dict with parameter names in place of their numbers.
+        """Return the optimizer's state_dict with parameter names in place of their indices.
 
-        torch.distributed.checkpoint.state_dict has this too, but takes a step with zero gradients to find
-        the layout, refuses SGD without momentum, and refuses a parameter that never had a gradient.
+        torch.distributed.checkpoint.state_dict can do this too, but takes a step with zero gradients to find
+        the layout, and supports neither SGD without momentum nor parameters that never had a gradient.
         """
         names = self._optimizer_names()
         packed = self.optimizer.state_dict()
-        return packed | {  # which may have keys of a state_dict of its own
-            # A key other than a parameter's number is the optimizer's own, for state of all parameters.
+        return packed | {  # `packed` may have keys of the optimizer's own state_dict
+            # A key that is not an index is the optimizer's own, for state of all parameters.
             "state": {
                 (name := names[key] if isinstance(key, int) else key): mapped(
                     state, partial(self._as_saved, name)
@@ -213,21 +218,23 @@ class TrainState:
         }
 
     def _as_saved(self, name: str, value: Any) -> Any:
-        """A value in the state of a parameter, for a checkpoint: SGD's momentum may be sparse."""
+        """Return a value of a parameter's state as it is saved: dense, as SGD's momentum may be sparse."""
         dense = value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
         return self.trainable.as_rows(name, dense)
 
     def _load_optimizer_and_schedule(self, everything: Mapping[str, Any]) -> None:
         optimizer, names, saved = self.optimizer, self._optimizer_names(), everything["optimizer"]
-        group_of = {name: index for index, of in enumerate(saved["param_groups"]) for name in of["params"]}
-        # A group of parameters that are trainable for the first time continues the first group.
+        group_of = {
+            name: index for index, group in enumerate(saved["param_groups"]) for name in group["params"]
+        }
+        # A group with only newly trainable parameters continues the first group.
         known = [
             [group_of[name] for p in group["params"] if (name := self.trainable.names[p]) in group_of]
             for group in optimizer.param_groups
         ]
         earlier = [indices[0] if indices else 0 for indices in known]
         step = everything["progress"]["step"]
-        groups, own = continue_groups(self.schedule, everything, self.settings, step, earlier)
+        groups, options = continue_groups(self.schedule, everything, self.settings, step, earlier)
         state = mapped(saved["state"], lambda value: to_local(value) if is_dtensor(value) else value)
         numbers = {name: index for index, name in enumerate(names)}
         packed = optimizer.state_dict()["param_groups"]
@@ -235,18 +242,18 @@ class TrainState:
         optimizer.load_state_dict(
             saved
             | {
-                "state": {numbers.get(name, name): of_one for name, of_one in state.items()},
+                "state": {numbers.get(name, name): values for name, values in state.items()},
                 "param_groups": [
-                    group | {"params": here["params"]} for group, here in zip(groups, packed, strict=True)
+                    group | {"params": own["params"]} for group, own in zip(groups, packed, strict=True)
                 ],
             }
         )
-        for parameter, fresh in initial.items():  # Adagrad makes its state when it is built
-            optimizer.state.setdefault(parameter, fresh)
-        for part, group, options in zip(parts_of(optimizer), optimizer.param_groups, own, strict=True):
-            check_continued(part, group, options, self.schedule)
-        # Torch casts state to the parameter's dtype, though it may be moments in fp32 of bfloat16 weights; an
-        # optimizer with a method of its own knows its state.
+        for parameter, initial_state in initial.items():  # Adagrad creates its state in its constructor
+            optimizer.state.setdefault(parameter, initial_state)
+        for part, group, of_group in zip(parts_of(optimizer), optimizer.param_groups, options, strict=True):
+            check_continued(part, group, of_group, self.schedule)
+        # torch casts state to the parameter's dtype, even fp32 moments of bfloat16 weights. An optimizer that
+        # overrides the method restores its own dtypes.
         casts = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for name, parameter in zip(names, parameters, strict=True):
@@ -254,7 +261,7 @@ class TrainState:
             if not isinstance(loaded, dict) or name not in state:
                 continue
             for key, value in loaded.items():
-                if casts and key != "step":  # whose dtype depends on the kernel
+                if casts and key != "step":  # the dtype of "step" depends on the kernel
                     value = _moved(state[name][key], parameter.device)
                 loaded[key] = _laid_out_as(parameter, value)
         self._attributes.load_state_dict(everything.get("attributes", {}))
@@ -269,13 +276,13 @@ def _moved(saved: Any, device: torch.device) -> Any:
 
 
 def _laid_out_as(parameter: Tensor, value: Any) -> Any:
-    """`value` in the layout of `parameter` if it is a tensor of its shape: fused steps do not look.
+    """Return `value` with the strides of `parameter` if the shapes are equal; fused steps assume it.
 
-    Not columns of a matrix, which an optimizer may keep for a square weight: `train.channels_last`, which a
-    resume may change, concerns images alone.
+    Column-major matrices keep their strides, because an optimizer may use them for a square weight. Only
+    `train.channels_last`, which concerns 4-D and 5-D tensors, may change the strides on resume.
     """
-    alike = isinstance(value, Tensor) and value.shape == parameter.shape and not tensors_within(value)
-    is_laid_out = is_dtensor(value) or not alike or value.stride() == parameter.stride()
+    is_alike = isinstance(value, Tensor) and value.shape == parameter.shape and not inner_tensors(value)
+    is_laid_out = is_dtensor(value) or not is_alike or value.stride() == parameter.stride()
     if is_laid_out or (value.ndim < 4 and not value.is_contiguous()):
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)

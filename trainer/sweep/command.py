@@ -81,7 +81,7 @@ def sweep(
             return compose({**combination, key: None})
         trial.run_dir = composed.hydra.sweep.dir  # where, in place of the trial's own folder in it
         loaded = config.load(split_off_hydra(trial))
-        if not loaded.launch.chunks_result:
+        if not loaded.launch.returns_result:
             raise UserError(
                 "a sweep waits for each trial: launch.dry_run=true and launch.wait=false are for single "
                 "runs, without -m"

@@ -1,1 +1,1 @@
-"""Tensors as such: their bits, their shards, and what is nested around them."""
+"""Operations on tensors: bitwise comparison, shards, nested structures, random generators."""

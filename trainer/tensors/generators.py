@@ -1,4 +1,4 @@
-"""Random generators: seeded for each rank and micro-batch, and restored after what may draw from them."""
+"""Seed random generators for each rank and micro-batch, and restore them after code that uses them."""
 
 import hashlib
 import random
@@ -15,8 +15,8 @@ from trainer.accelerator import is_accelerator
 def seed_everything(seed: int, rank: int) -> None:
     """Seed Python, NumPy and torch (CPU and every GPU), differently on each ``rank``.
 
-    What is drawn within a step follows from `seed_micro_batch`, and the order of the data from neither.
-    ``numpy.random.SeedSequence`` mixes the numbers: neighbouring ones are unrelated.
+    Random numbers within a step depend only on `seed_micro_batch`, and the sample order on neither.
+    ``numpy.random.SeedSequence`` mixes the two numbers, so neighbouring ranks get unrelated seeds.
     """
     words = np.random.SeedSequence([seed, rank]).generate_state(4, np.uint32)
     random.seed(int(words[0]))
@@ -27,49 +27,54 @@ def seed_everything(seed: int, rank: int) -> None:
 def seed_micro_batch(seed: int, step: int, micro_batch: int, devices: Sequence[torch.device] = ()) -> None:
     """Seed Python, NumPy, torch's CPU generator and those of ``devices`` for one micro-batch.
 
-    What the micro-batch draws follows from the three numbers alone. So a resumed run draws what it would have
-    drawn, and no checkpoint holds a generator. At another world size the same numbers meet other samples.
+    The random numbers of a micro-batch depend only on these three arguments. Therefore a resumed run draws
+    the same numbers as an uninterrupted one, and checkpoints contain no generators. At another world size,
+    the same numbers are used for other samples.
 
     Args:
-        step: -1 for evaluation, which draws the same each time.
-        micro_batch: the number of the micro-batch within the step, over all replicas; in evaluation, of its
-            first sample.
+        step: -1 for evaluation, which draws the same numbers each time.
+        micro_batch: the index of the micro-batch within the step, over all replicas; in evaluation, the
+            index of its first sample.
     """
     drawn = hashlib.blake2b(f"{seed} {step} {micro_batch}".encode(), digest_size=20).digest()
     for_torch = int.from_bytes(drawn[:8], "little")
-    random.seed(drawn[8:16])  # an int takes longer
+    random.seed(drawn[8:16])  # faster than an int
     np.random.seed(int.from_bytes(drawn[16:], "little"))
-    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed takes 30 times as long
+    torch.default_generator.manual_seed(for_torch)  # 30 times as fast as torch.manual_seed
     for number, device in enumerate(devices):
         if is_accelerator(device):
             _seed_generator(device, for_torch + number)
 
 
 def _seed_generator(device: torch.device, seed: int) -> None:
-    """Seed the generator of `device`; torch.manual_seed takes 30 times as long, and seeds all."""
+    """Seed only the generator of `device`, which is 30 times as fast as torch.manual_seed."""
     module: Any = torch.get_device_module(device)
     generators = getattr(module, "default_generators", None)
-    if generators == ():  # of CUDA before its first use
+    if generators == ():  # CUDA is not initialized yet
         module.init()
         generators = module.default_generators
     (module if generators is None else generators[device.index]).manual_seed(seed % 2**64)
 
 
 def mixed_seed(seed: int, number: int) -> int:
-    """A separate 64-bit seed for the ``number``-th of a run's many generators."""
+    """Return an independent 64-bit seed for the ``number``-th generator of a run."""
     low, high = np.random.SeedSequence([seed, number]).generate_state(2, np.uint32)
     return (int(high) << 32) | int(low)
 
 
 @contextmanager
 def generators_kept(of_accelerators: bool = True) -> Iterator[None]:
-    """Restore the generators of this process afterwards, `of_accelerators`, too; the others take 0.1 ms."""
+    """Restore the random generators of this process on exit, which takes 0.1 ms.
+
+    Args:
+        of_accelerators: also restore the generators of all accelerators, which takes longer.
+    """
     python_state, numpy_state, kind, devices = random.getstate(), np.random.get_state(), "cpu", range(0)
-    if of_accelerators and (here := torch.accelerator.current_accelerator()) is not None:
-        module: Any = torch.get_device_module(here)
-        # A process that never used a GPU has no state there, and asking would create a context on GPU 0.
+    if of_accelerators and (accelerator := torch.accelerator.current_accelerator()) is not None:
+        module: Any = torch.get_device_module(accelerator)
+        # A process that never used a GPU has no state there, and querying it would create a context on GPU 0.
         is_initialized = getattr(module, "is_initialized", lambda: False)()
-        kind, devices = here.type, range(torch.accelerator.device_count() if is_initialized else 0)
+        kind, devices = accelerator.type, range(torch.accelerator.device_count() if is_initialized else 0)
     with torch.random.fork_rng(devices, device_type=kind):
         try:
             yield

@@ -1,4 +1,4 @@
-"""This process's shard of a tensor that may be sharded over ranks."""
+"""Access to this rank's shard of a tensor that may be sharded over ranks."""
 
 import sys
 from collections.abc import Sequence
@@ -12,24 +12,25 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
-    """Whether it is a DTensor. Does not import that class: that takes a quarter as long as torch."""
-    module = sys.modules.get("torch.distributed.tensor")  # if it was not imported, nothing is one
+    """Return whether `value` is a DTensor, without the slow import of that class."""
+    module = sys.modules.get("torch.distributed.tensor")  # if not imported, there are no DTensors
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """The local tensor of `tensor`, detached: all of it, or this rank's shard of a DTensor."""
+    """Return the detached local tensor: `tensor` itself or, for a DTensor, this rank's shard."""
     if is_dtensor(tensor):
-        with torch.no_grad():  # detaching a DTensor takes five times as long
+        with torch.no_grad():  # five times as fast as detaching the DTensor
             tensor = tensor.to_local()
     return tensor.detach()
 
 
-def tensors_within(tensor: Tensor) -> dict[str, Tensor]:
-    """The plain tensors, by name, that hold one of a class with several in one; of any other none.
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """Return the inner tensors, by name, of a traceable tensor subclass; {} for other tensors.
 
-    An 8-bit optimizer keeps its state as such. The class has the two methods that torch.compile asks for.
+    8-bit optimizers keep their state in such subclasses, which define ``__tensor_flatten__`` and
+    ``__tensor_unflatten__`` for torch.compile.
     """
     if is_dtensor(tensor) or not hasattr(tensor, "__tensor_flatten__"):
         return {}
@@ -37,29 +38,32 @@ def tensors_within(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def spanned_bytes(tensor: Tensor) -> int:
-    """From the first to the last byte of its elements, with gaps, if any; it must have elements."""
+    """Return the number of bytes from the first to the last element of a non-empty tensor, with gaps."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (steps + 1) * tensor.itemsize
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The number of the tensor's storage: an address."""
+    """Return a number that identifies the tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
 def num_rows(shape: Sequence[int]) -> int:
-    """The size of the first dimension; 1 for a scalar."""
+    """Return the size of the first dimension; 1 for a scalar."""
     return shape[0] if shape else 1
 
 
 def rows_of_shard(num_rows: int, shard: int, num_shards: int) -> tuple[int, int]:
-    """The rows [begin, end) of a shard, cut as by torch.chunk and DTensor: the last ones may be empty."""
-    each = -(-num_rows // num_shards)
-    return min(shard * each, num_rows), min((shard + 1) * each, num_rows)
+    """Return the rows [begin, end) of a shard, as torch.chunk and DTensor divide them.
+
+    The last shards may be empty.
+    """
+    rows_per_shard = -(-num_rows // num_shards)
+    return min(shard * rows_per_shard, num_rows), min((shard + 1) * rows_per_shard, num_rows)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ranks hold different rows of it: along its first dimension, over the mesh's last."""
+    """Return whether `tensor` is sharded: along its first dimension, over the last mesh dimension."""
     if not is_dtensor(tensor):
         return False
     *copies, placement = tensor.placements
@@ -69,7 +73,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def own_rows(tensor: Tensor) -> tuple[int, int]:
-    """The rows [begin, end) of `tensor` that this process holds: all, or those of its shard."""
+    """Return the rows [begin, end) of `tensor` on this rank: all rows, or those of its shard."""
     rows = num_rows(tensor.shape)
     if not is_dtensor(tensor) or not is_sharded(tensor):
         return 0, rows

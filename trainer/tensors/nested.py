@@ -1,7 +1,7 @@
-"""Walks through what is nested: batches, arguments and outputs of a model.
+"""Traverse nested structures, such as batches and the arguments and outputs of a model.
 
-It looks into lists, tuples, mappings (a UserDict or a BatchEncoding is one) and dataclasses. An
-object with a method `to`, such as a batch of graphs, moves itself by it.
+Lists, tuples, mappings (including UserDict and BatchEncoding) and dataclasses are traversed. An object with a
+method `to`, such as a batch of graphs, moves itself to a device.
 """
 
 import copy
@@ -15,49 +15,49 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def leaves(value: Any, within: tuple[Any, ...] = ()) -> list[Any]:
-    """What is in `value` and holds nothing itself, in order; `value` itself if it is such.
+    """Return the leaves of `value` in order; [value] if it is a leaf.
 
-    Of an object that moves itself these are its attributes'.
+    The leaves of an object that moves itself are those of its attributes.
 
     Args:
-        within: what holds `value`, which may hold it again.
+        within: the containers of `value`, which may contain each other.
     """
-    held = _parts(value)
-    if held is None and moves_itself(value):
-        held = getattr(value, "__dict__", None)
-    if held is None:
+    parts = _parts(value)
+    if parts is None and moves_itself(value):
+        parts = getattr(value, "__dict__", None)
+    if parts is None:
         return [value]
     if any(value is outer for outer in within):
         return []
-    return [leaf for part in held.values() for leaf in leaves(part, (*within, value))]
+    return [leaf for part in parts.values() for leaf in leaves(part, (*within, value))]
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with the result of `change` in the place of each leaf; itself, if nothing changed.
+    """Return `value` with each leaf replaced by the result of `change`; `value` itself if nothing changed.
 
-    Types stay. An object that moves itself is given to `change` whole, before what it holds.
+    Containers keep their types. An object that moves itself is passed to `change` before its contents.
     """
     moves = moves_itself(value)
     if moves and (moved := change(value)) is not value:
         return moved
-    if (was := _parts(value)) is None:
+    if (old_parts := _parts(value)) is None:
         return value if moves else change(value)
-    now = {key: mapped(part, change) for key, part in was.items()}
-    if all(map(is_, was.values(), now.values())):
+    parts = {key: mapped(part, change) for key, part in old_parts.items()}
+    if all(map(is_, old_parts.values(), parts.values())):
         return value
     if isinstance(value, PackedSequence):
-        now[1] = value.batch_sizes  # which belong on the CPU
+        parts[1] = value.batch_sizes  # these must stay on the CPU
     if isinstance(value, tuple):
-        return type(value)(*now.values()) if hasattr(value, "_fields") else type(value)(now.values())
+        return type(value)(*parts.values()) if hasattr(value, "_fields") else type(value)(parts.values())
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return type(value)(now)  # type: ignore[call-arg]
-    made = copy.copy(value)
-    for key, item in now.items():
+        return type(value)(parts)  # type: ignore[call-arg]
+    result = copy.copy(value)
+    for key, item in parts.items():
         if isinstance(value, list | Mapping):
-            made[key] = item
+            result[key] = item
         else:
-            object.__setattr__(made, key, item)  # of a dataclass, which may be frozen
-    return made
+            object.__setattr__(result, key, item)  # a dataclass may be frozen
+    return result
 
 
 def moves_itself(value: Any) -> bool:
@@ -65,7 +65,7 @@ def moves_itself(value: Any) -> bool:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """What `value` holds, by index, key or field; None if it is nothing that is looked into."""
+    """Return the contents of a container by index, key or field; None if `value` is not traversed."""
     if isinstance(value, Tensor):
         return None
     if isinstance(value, list | tuple):
