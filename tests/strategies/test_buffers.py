@@ -138,7 +138,7 @@ def refused_count(root: Path) -> str:
 def test_a_count_that_differs_between_the_ranks_of_an_exact_run_is_refused(tmp_path: Path) -> None:
     for message in run_ranks(refused_count, 2, tmp_path, init=False):
         assert (
-            "different values in passes, a buffer of torch.int64, and whole numbers have no mean" in message
+            "different values to passes, a buffer of torch.int64, and integers cannot be averaged" in message
         )
 
 
