@@ -1,16 +1,23 @@
-"""Writes docs/reference/settings.md from the files of conf/ and their comments.
+"""Write docs/reference/settings.md from the files of conf/ and their comments.
 
 python docs/generate_settings.py
 """
 
+import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Iterator
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.utils import get_object
+
+from trainer.config.schema import COMMS, LAUNCHES, STRATEGIES, Config
+from trainer.sweep.search import SweepConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -27,26 +34,51 @@ GROUPS = [
     "launch",
     "hydra/sweeper",
 ]
+CHOICES: dict[str, Mapping[str, type]] = {"strategy": STRATEGIES, "comm": COMMS, "launch": LAUNCHES}
+OURS = ("trainer.", "models.")
+# Types that neither the schema nor the default shows.
+TYPES = {
+    "model.init_from": "str or null",
+    "model.init_key": "str or null",
+    "model.init_ignore": "list of str",
+    "model.adapters": "mapping or null",
+    "model.freeze": "list of str",
+    "model.config.vocab_size": "int or auto",
+    "model.config.bos_token_id": "int or null",
+    "model.config.eos_token_id": "int or null",
+    "data.dataset.data_files": "mapping or null",
+    "optim.lr": "float",
+    "optim.betas": "list of float",
+    "optim.no_decay": "mapping or null",
+    "optim.groups": "list of mapping",
+}
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[\w/]+):(?: +(?P<value>[^#\s].*?))?(?: +# ?(?P<comment>.*))?$")
 _INTRO = """# Settings
 
-This page is made from `conf/` by `python docs/generate_settings.py`; a test compares them. Set any of these
-on the command line: `NAME=VALUE`. `python train.py --cfg job` prints all settings of a command line. `???` is
-a value that you must give. What `_target_` names is a class or function. Each further key below it is one of
-its arguments, and `+KEY=VALUE` adds one that is not listed.
+Every setting can be changed on the command line: `python train.py train.epochs=5 optim.lr=0.1`.
+`python train.py --cfg job ...` prints the settings that a command line results in.
 
-A group has several files, of which the command line takes one: `strategy=fsdp`. The first part of this page
-has the settings of every run, the second the groups.
+The first part of this page lists the settings of every run. The other parts list the choices of each group;
+the command line selects one choice per group, such as `strategy=fsdp`.
+
+The key `_target_` is the import path of a class or function. The keys next to it are its arguments;
+`+KEY=VALUE` passes an argument that is not listed.
+
+This page is generated from `conf/` by `python docs/generate_settings.py`.
 """
+_HEADER = ["| Setting | Type | Default | Description |", "|---|---|---|---|"]
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [_INTRO, "## Every run\n", "`conf/train.yaml`.\n", entries(CONF / "train.yaml")]
     for group in GROUPS:
         for file in sorted((CONF / group).glob("*.yaml")):
             parts += [f"## `{group}={file.stem}`\n", head(file), entries(file, f"{group.replace('/', '.')}.")]
-    parts += ["## Experiments\n", "An experiment chooses one of each group, and sets what fits together.\n"]
+    parts += [
+        "## Experiments\n",
+        "An experiment selects a choice of each group and settings to go with them.\n",
+    ]
     parts += ["\n".join(f"- `experiment={f.stem}`: {head(f).strip()}" for f in _experiments()) + "\n"]
     return "\n".join(part for part in parts if part)
 
@@ -56,7 +88,7 @@ def _experiments() -> list[Path]:
 
 
 def head(file: Path) -> str:
-    """The comment at the beginning of a file, as text."""
+    """Return the comment at the top of a file, as Markdown."""
     lines: list[str] = []
     for line in file.read_text().splitlines():
         if line.startswith("# @package"):
@@ -64,46 +96,105 @@ def head(file: Path) -> str:
         if not line.startswith("#"):
             break
         lines.append(line.removeprefix("#").strip())
-    text = escaped(" ".join(lines))
-    return f"{text[0].upper()}{text[1:]}{'' if text[-1] in '.?)' else '.'}\n" if text else ""
+    return escaped(" ".join(lines)) + "\n" if lines else ""
 
 
 def escaped(text: str) -> str:
-    """Text in which Markdown finds no marks, except `code`."""
+    """Return text with its Markdown marks escaped, except in `code`."""
     parts = re.split(r"(`[^`]*`)", text)
     marks = [part if part.startswith("`") else re.sub(r"([*_])", r"\\\1", part) for part in parts]
-    # GitHub knows \<, Python's Markdown only &lt;
-    return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in marks)
+    # GitHub's Markdown knows \<, Python's only the entity; a | would end the cell of a table.
+    return "".join(part if part.startswith("`") else entities(r"[<|]", part) for part in marks)
+
+
+def entities(pattern: str, text: str) -> str:
+    """Return text with each character that matches the pattern as an HTML entity."""
+    return re.sub(pattern, lambda mark: f"&#{ord(mark[0])};", text)
+
+
+def code(value: str) -> str:
+    """Return a value as code; a | in it would end the cell of a table."""
+    if "|" not in value:
+        return f"`{value}`"
+    return f"<code>{entities('[^A-Za-z0-9 ]', value)}</code>"
 
 
 def entries(file: Path, prefix: str = "") -> str:
-    """The settings of a file, an item for each: name, default, and what it means; a heading for each node."""
+    """Return a table of the settings of a file; for conf/train.yaml, a table and a heading for each node."""
     lines: list[str] = []
     node = ""
-    for name, value, comment in settings(file):
+    listed = list(settings(file))
+    targets = {name.removesuffix("_target_"): value for name, value, _ in listed if name.endswith("_target_")}
+    for name, value, comment in listed:
         above = name.partition(".")[0]
         if not prefix and above != node and ("." in name or node):
             node = above
-            lines += ["", f"### {node}", ""]
-        said = comment or _meaning(file, prefix + name, value)
-        lines.append(f"- `{prefix}{name}` = `{value}`  \n  {said}")  # two spaces end a line
+            lines += ["", f"### {node}", "", *_HEADER]
+        elif not lines:
+            lines += _HEADER
+        description = comment or _description(file, prefix + name, value)
+        default = "required" if value == "???" else code(value)
+        kind = TYPES.get(prefix + name) or _type(prefix + name, value, file.stem, targets)
+        lines.append(f"| `{prefix}{name}` | {kind} | {default} | {description} |")
     return "\n".join(lines) + "\n" if lines else ""
 
 
-def _meaning(file: Path, name: str, value: str) -> str:
-    """Of a setting without a comment: what its class, or a file that every run may have, says of it."""
-    if name.endswith("_target_") and value.startswith(("trainer.", "models.", "hydra_plugins.")):
+def _type(name: str, value: str, choice: str, targets: Mapping[str, str]) -> str:
+    """Return the type of a setting: from the schema, the signature of its class, or else its default."""
+    group, _, key = name.partition(".")
+    hint: Any = _hint(
+        CHOICES[group][choice] if group in CHOICES else Config, key if group in CHOICES else name
+    )
+    if hint is None and name.startswith("hydra.sweeper."):
+        hint = _hint(SweepConfig, key.partition(".")[2])
+    above, _, argument = key.rpartition(".")
+    target = targets.get(f"{above}." if above else "", "")
+    if hint is None and target.startswith(OURS):
+        parameter = inspect.signature(get_object(target)).parameters.get(argument)
+        hint = parameter.annotation if parameter else None
+    if hint is None:
+        hint = type(yaml.safe_load(value))
+        hint = str if name.endswith("_target_") else hint
+    kind = _words(hint)
+    return f"{kind} or auto" if value == "auto" and "str" not in kind else kind
+
+
+def _hint(kind: Any, name: str) -> Any:
+    """Return the type of the setting `name` of a dataclass; None if the schema does not have it."""
+    for word in name.split("."):
+        hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        kind = hints.get(word, hints.get(f"{word}_"))
+    return kind
+
+
+def _words(hint: Any) -> str:
+    """Return a type as a reader of YAML knows it."""
+    args = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return ", ".join(_words(arg) for arg in args[:-1]) + f" or {_words(args[-1])}"
+    if hint is types.NoneType:
+        return "null"
+    origin = typing.get_origin(hint) or hint
+    if origin is Callable:
+        return "callable"
+    if origin in (list, Sequence):
+        return "list" if args in ((), (Any,)) else f"list of {_words(args[0])}"
+    return origin.__name__ if origin in (bool, int, float, str) else "mapping"
+
+
+def _description(file: Path, name: str, value: str) -> str:
+    """Return the description of a setting without a comment, from its class or its group's default choice."""
+    if name.endswith("_target_") and value.startswith((*OURS, "hydra_plugins.")):
         docstring = inspect.getdoc(get_object(value)) or ""
-        said = escaped(docstring.partition("\n")[0].replace("``", "`").removesuffix("."))
-        return f"names what is built: {said}"
+        return escaped(docstring.partition("\n")[0].replace("``", "`").removesuffix("."))
     if value == file.stem:
-        return f"says what `{file.parent.name}={value}` has chosen"
+        return f"set by `{file.parent.name}={value}`"
     return _common().get(name, "")
 
 
 @functools.cache
 def _common() -> dict[str, str]:
-    """The comments of train.yaml and of each group's default choice."""
+    """Return the comment of each setting of train.yaml and of the default choice of each group."""
     found = {name: comment for name, _, comment in settings(CONF / "train.yaml")}
     for entry in yaml.safe_load((CONF / "train.yaml").read_text())["defaults"]:
         for group, choice in entry.items() if isinstance(entry, dict) else ():
@@ -113,25 +204,19 @@ def _common() -> dict[str, str]:
 
 
 def settings(file: Path) -> Iterator[tuple[str, str, str]]:
-    """(dotted name, default, comment) of each setting; not Hydra's own."""
+    """Yield (dotted name, default, comment) of each setting, without Hydra's own."""
     above: list[tuple[int, str]] = []
-    continued = ""
     for line in file.read_text().splitlines():
         found = _KEY.match(line)
         if found is None:
-            continued = ""
             continue
         indent, key, value = len(found["indent"]), found["key"], found["value"]
         above = [outer for outer in above if outer[0] < indent]
         name = ".".join([outer for _, outer in above] + [key])
-        comment = escaped(found["comment"] or "")
         if value is None:
             above.append((indent, key))
-            continued = comment
         elif name.split(".")[0] not in ("defaults", "hydra"):
-            said = f"{continued}: {comment}" if continued and comment else continued or comment
-            yield name, value, said
-            continued = ""
+            yield name, value, escaped(found["comment"] or "")
 
 
 if __name__ == "__main__":
