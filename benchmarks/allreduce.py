@@ -1,9 +1,10 @@
-"""Measure every all-reduce algorithm side by side: `torchrun ... -m benchmarks.allreduce`.
+"""Compare all all-reduce algorithms: `torchrun ... -m benchmarks.allreduce`.
 
-Prints the columns of nccl-tests: time, algorithm bandwidth (bytes / time), bus bandwidth (that times
-2(P-1)/P, what the links of an ideal ring would carry; see nccl-tests' doc/PERFORMANCE.md) and the number of
-wrong elements. Every round runs all algorithms, one after the other, so other load on the machine affects all
-alike. Times are medians over rounds, each of the slowest rank (`--json` has the fastest round too).
+Prints the columns of nccl-tests: time, algorithm bandwidth (bytes / time), bus bandwidth (algorithm bandwidth
+times 2(P-1)/P, what the links of an ideal ring would carry; see nccl-tests' doc/PERFORMANCE.md) and the
+number of wrong elements. Every round runs all algorithms one after the other, so other load on the machine
+affects all of them equally. Times are medians over rounds of the slowest rank's time; `--json` also has the
+fastest round.
 """
 
 import argparse
@@ -119,13 +120,13 @@ def _algorithms(text: str) -> list[str]:
 
 
 def _wire(options: argparse.Namespace) -> torch.dtype | None:
-    """The dtype in which sums are sent; None if it is their own."""
+    """Return the dtype in which sums are sent; None: the dtype of the sums."""
     narrow = options.wire_dtype != "fp32" and options.dtype in ("fp32", "fp64")
     return _DTYPES[options.wire_dtype] if narrow else None
 
 
 def _all_reduces(joined: Ranks, me: GroupRank, options: argparse.Namespace) -> dict[str, AllReduce]:
-    """The algorithms, ready to run (a collective of all ranks)."""
+    """Return the algorithms by name, ready to run (a collective of all ranks)."""
     wire = _wire(options)
     timeout = timedelta(seconds=options.timeout_s)
 
@@ -162,7 +163,7 @@ def _all_reduces(joined: Ranks, me: GroupRank, options: argparse.Namespace) -> d
 def _measure(
     me: GroupRank, runs: dict[str, AllReduce], num_bytes: int, options: argparse.Namespace
 ) -> list[Row]:
-    """One row for each algorithm, the same on every rank."""
+    """Return one row for each algorithm, the same on every rank."""
     dtype = _DTYPES[options.dtype]
     bucket = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=me.device)
     mine, total = addends(bucket.numel(), me.rank, me.world_size)
@@ -191,10 +192,11 @@ def _measure(
 
 
 def addends(numel: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """What `rank` contributes and the sum of all contributions, both (numel,) float64 small integers.
+    """Return the data of `rank` and the sum over all ranks, both (numel,) float64 with small integers.
 
-    Every rank has the same random signs, shifted by its rank: the data is distinct, and every rank knows the
-    sum without the network under test."""
+    Every rank has the same random signs, shifted by its rank, so that the data differs between ranks, and
+    every
+    rank knows the sum without communication."""
     signs = torch.randint(-1, 2, (numel,), generator=torch.Generator().manual_seed(0)).double()
     if numel == 0:
         return signs, signs
@@ -205,7 +207,7 @@ def addends(numel: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _count_wrong(bucket: Tensor, total: Tensor, world_size: int, options: argparse.Namespace) -> int:
-    """Elements that differ from the sum. It is exact while a 16-bit wire can hold every integer up to P."""
+    """Count elements that differ from the sum, which is exact if the wire dtype has all integers up to P."""
     eps = torch.finfo(_wire(options) or _DTYPES[options.dtype]).eps
     tolerance = 0.0 if world_size * eps <= 2 else world_size * eps
     return int(((bucket.cpu().double() - total).abs() > tolerance).sum())

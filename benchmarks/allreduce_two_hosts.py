@@ -1,10 +1,10 @@
-"""All-reduce of one bucket between hosts on slow links: each algorithm compared with gloo's own.
+"""Compare all-reduce algorithms with gloo's all-reduce for one bucket between hosts on slow links.
 
     python -m benchmarks.allreduce_two_hosts [--hosts 2] [--per-host 2] [--megabytes 25] [--rate 1gbit]
 
-Hosts are network namespaces, so this needs root; `--hosts 1` does not. Prints the median time of each
+Hosts are network namespaces, so this needs root unless `--hosts 1` is given. Prints the median time of each
 algorithm, its speed relative to gloo's all-reduce (the median over runs, each between two runs of
-gloo, so that other load cancels out), and the processor time of all ranks.
+gloo, so that other load cancels out), and the CPU time of all ranks.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WIRE_DTYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def measure(
     hosts: list[int], names: list[str], numel: int, repeat: int, segment_mb: float, width: int, shared: bool
 ) -> dict[str, tuple[float, ...]]:
-    """Seconds, speed-up over gloo and processor seconds by name; `ring+bf16` is ring with that wire dtype."""
+    """Return seconds, speed-up over gloo and CPU seconds by name; `ring+bf16` is ring with bf16 messages."""
     rank = dist.get_rank()
     bucket = torch.randn(numel)
     runs: dict[str, Callable[[], object]] = {}
@@ -60,7 +60,7 @@ def measure(
 
 
 def timed(run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds on the slowest rank, and processor seconds of all ranks together."""
+    """Return the seconds of the slowest rank, and the CPU seconds of all ranks together."""
     dist.barrier()
     began, busy = time.perf_counter(), time.process_time()
     run()
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--segment-kb", type=int, default=2048)
     parser.add_argument("--width", type=int, default=2)
-    parser.add_argument("--no-shared", action="store_true", help="gloo between the ranks of a host, too")
+    parser.add_argument("--no-shared", action="store_true", help="use gloo also between the ranks of a host")
     args = parser.parse_args()
     indices = [rank // args.per_host for rank in range(args.hosts * args.per_host)]
     work = (indices, args.algorithms, int(args.megabytes * 2**20 / 4), args.repeat)
@@ -101,9 +101,7 @@ def main() -> None:
         )
     print(f"{args.hosts} x {args.per_host} ranks, {args.megabytes:g} MiB fp32, links {args.rate}")
     for name, (seconds, speedup, busy) in results[0].items():
-        print(
-            f"{name:24} {1e3 * seconds:8.1f} ms   {speedup:5.2f} x gloo   {1e3 * busy:8.1f} ms of processor"
-        )
+        print(f"{name:24} {1e3 * seconds:8.1f} ms   {speedup:5.2f} x gloo   {1e3 * busy:8.1f} ms CPU time")
 
 
 if __name__ == "__main__":

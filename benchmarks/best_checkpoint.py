@@ -1,10 +1,11 @@
-"""Runs that stop at or near an evaluation: is the best checkpoint still the best after a resume?
+"""Check that the best checkpoint is kept when a run stops at or near an evaluation, and resumes.
 
 Each case stops a run once by SIGTERM, SIGKILL or an exception, in a step, a save, an evaluation or between
-them. The run is then resumed to its end, or first stopped once more right after the resume. Three sources
-must name the same best step as an undisturbed run: evaluations.jsonl, metrics.jsonl and `--checkpoint
-best`. No step may have two rows in metrics.jsonl, and a further resume must not evaluate. Prints a row for
-each case; the exit status is 1 if one is wrong.
+them. The run is then resumed to its end, or stopped again right after the resume. Three sources must name the
+same best step as in an uninterrupted run: evaluations.jsonl, metrics.jsonl and `--checkpoint best`. No step
+    may
+have two rows in metrics.jsonl, and another resume must not evaluate. Prints a row for each case; the exit
+status is 1 if a case is wrong.
 
     python -m benchmarks.best_checkpoint [--strategies single ddp fsdp] [--resumes once twice] [--json FILE]
         [--ends SIGTERM SIGKILL exception] [--set checkpoint.async=true ...]
@@ -33,7 +34,9 @@ ENDS = {"SIGTERM": "term", "SIGKILL": "kill", "exception": "raise"}
 PHASES = {"step": "forward", "save": "checkpoint", "evaluation": "evaluate", "between": "log"}
 STRATEGIES = {"single": [], **{name: ["launch=local", "launch.processes=2"] for name in ("ddp", "fsdp")}}
 SAVES = {"same steps": 4, "apart": 3}
-BEST = KeepBest("eval/loss", "max")  # of the first evaluation: a run that forgets it deletes its checkpoint
+BEST = KeepBest(
+    "eval/loss", "max"
+)  # the best is the first evaluation; a run that forgets it deletes its checkpoint
 _DEADLINE_S = 300
 
 
@@ -62,7 +65,7 @@ def sources(run_dir: Path) -> dict[str, int | None]:
 
 
 def problems(run_dir: Path, expected: dict[str, object], again: Callable[[], int]) -> list[str]:
-    """Return what is wrong with a finished run, in words; `again` resumes it once more."""
+    """Return descriptions of what is wrong with a finished run; `again` resumes it once more."""
     found = []
     result = json.loads((run_dir / "result.json").read_text())
     if result["param_sha256"] != expected["param_sha256"]:

@@ -1,9 +1,10 @@
-"""Models too large for one GPU: the cost of starting one, and of hashing and saving it.
+"""Measure the memory for starting, hashing and saving a model that is too large for one GPU.
 
-    python -m benchmarks.big_model     400 M parameters under fsdp on 4 real ranks (12 GB), as predicted
+    python -m benchmarks.big_model     400 M parameters under fsdp on 4 real ranks (12 GB)
 
-It makes two steps, hashes the model and saves it in full: for these, rank 0 should need a shard of one
-tensor, not the model. It ends with the hash of the initial model, under fsdp and whole.
+Makes two steps, hashes the model and saves it in full. Hashing and saving should take the memory of a shard
+of one tensor on rank 0, not of the model. Then prints the hash of the initial model, built under fsdp and
+whole.
 """
 
 import tempfile
@@ -20,7 +21,7 @@ RANKS = 4
 
 
 def train(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> dict[str, Any]:
-    """GB above rest on this rank: of two steps, then of hashing and of saving."""
+    """Return this rank's additional GB for two steps, then for hashing, and for saving."""
     from trainer.loop import fit, save
     from trainer.report.run_hash import parameters_sha256
 
@@ -42,7 +43,7 @@ def train(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> dict
         parameters_sha256(context.state.model)
         found["hashing adds"], found["hash s"] = status("VmHWM") - held, time.perf_counter() - began
         held = resident_at_rest()
-        context.checkpointer._last_saved = None  # the run's end may have saved this step
+        context.checkpointer._last_saved = None  # the end of the run may have saved this step
         save(context)
         found["saving adds"] = status("VmHWM") - held
     return found

@@ -1,11 +1,11 @@
-"""The cost of a checkpoint, compared with plain `torch.save` + fsync, plain DCP and safetensors' save_file.
+"""Compare the cost of a checkpoint with plain `torch.save` + fsync, plain DCP and safetensors' save_file.
 
     python benchmarks/checkpoint.py [--gigabytes 1.0] [--rounds 5] [--directory DIR]
 
-Each round times every way once; the ratios are those of the medians, with the machine's load beside them:
-without a free core, hashing adds to the time to write. "first" is the round before the others, which also
-allocates memory. Then it times what a save adds where eight checkpoints of 1 TB are kept, whose manifests are
-long: by the clock, and on the processor alone.
+Each round times every method once. Ratios are between medians, and are printed with the load of the machine,
+because without a free core hashing adds to the time to write. "first" is an additional first round, which
+also allocates memory. Then measures what a save costs if eight checkpoints of 1 TB with long manifests are
+kept, in wall time and in CPU time.
 """
 
 import argparse
@@ -38,7 +38,7 @@ WIDTH, BATCH = 2048, 256
 
 
 def build_state(gigabytes: float, shard: Callable[[nn.Module], object] = lambda model: None) -> TrainState:
-    """A model of square layers with AdamW's two moments: a third of ``gigabytes`` each."""
+    """Return a model of square layers and AdamW's two moments: a third of ``gigabytes`` each."""
     num_layers = max(1, round(gigabytes * 1e9 / 3 / (WIDTH * WIDTH * 4)))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
     shard(model)
@@ -78,20 +78,20 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def compute(state: TrainState) -> None:
-    """The forward and backward pass of a step."""
+    """Run the forward and backward pass of a step."""
     state.model(torch.ones(BATCH, WIDTH)).sum().backward()
     state.optimizer.zero_grad()
 
 
 def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round; those of a first round, which allocates memory, are separate."""
+    """Return the seconds of each method in each round; the first, which allocates memory, is separate."""
     full, sharded = (checkpointer(state, root / name, name, async_=False) for name in ("full", "sharded"))
     in_background = checkpointer(state, root / "async", "full", async_=True)
     torch_file, dcp_directory, safe_file = root / "torch.pt", root / "dcp", root / "safe.safetensors"
     targets = {name: torch.empty_like(value) for name, value in take_apart(state.state_dict())[0].items()}
 
     def async_stall() -> float:
-        """The time that training waits: for the call, and before the update for the rest of the copy."""
+        """Return how long training waits, for the call and, before the update, for the rest of the copy."""
         seconds = timed(lambda: in_background.save(state))
         compute(state)
         return seconds + timed(in_background.saving.wait_until_copied)
@@ -116,7 +116,7 @@ def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]
     for number in range(rounds + 1):
         state.progress.step = number + 1
         for name, action in ways.items():
-            os.sync()  # no way pays for another's writes
+            os.sync()  # a method must not wait for the writes of another
             times.setdefault(name if number else f"{name} (first)", []).append(action())
         torch_file.unlink()
         safe_file.unlink()
@@ -127,9 +127,9 @@ def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]
 
 
 def of_long_manifests(root: Path, rounds: int) -> list[tuple[float, float]]:
-    """What a save of no bytes takes where eight checkpoints of 1 TB, of 64 ranks, are kept, in some rounds.
+    """Return the wall and CPU seconds of an empty save when eight checkpoints of 1 TB of 64 ranks are kept.
 
-    By the clock, and on the processor, in seconds. The first is that of a new process.
+    The first pair is that of a new process.
     """
     blocks = round(1e12 / BLOCK_BYTES / 128)
     hashes = tuple(hashlib.sha256(b"%d" % number).hexdigest() for number in range(blocks))
@@ -139,7 +139,7 @@ def of_long_manifests(root: Path, rounds: int) -> list[tuple[float, float]]:
     store = Store(root, "benchmark")
     for step in range(9 + rounds):
         if step == 8:
-            store = Store(root, "benchmark")  # of another process
+            store = Store(root, "benchmark")  # as another process would
         marks = [(time.perf_counter(), time.process_time())]
         directory = store.new_directory(step)
         marks.append((time.perf_counter(), time.process_time()))
@@ -159,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, help="where to write; a temporary one by default")
+    parser.add_argument("--directory", type=Path, help="where to write; default: a temporary folder")
     arguments = parser.parse_args()
     torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
     state = build_state(arguments.gigabytes)

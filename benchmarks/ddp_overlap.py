@@ -1,11 +1,11 @@
-"""Step time of ResNet-18 under DDP between hosts on slow links, by all-reduce, compared with plain DDP.
+"""Measure the step time of ResNet-18 under DDP between hosts on slow links, for each all-reduce.
 
     python -m benchmarks.ddp_overlap [--hosts 2] [--per-host 4] [--rate 1gbit] [--batch 4] [--steps 4]
 
 Hosts are network namespaces, so this needs root. The variants run in rotation, a few steps each, several
-times; a ratio is the median over rounds of a variant's time to plain DDP's in the same round. `one bucket`
-puts all gradients into one bucket, which is complete only after the backward pass, so nothing overlaps.
-`alone` is the step without any all-reduce.
+times; a ratio is the median over rounds of a variant's time divided by the time of plain DDP in the same
+round. `one bucket` puts all gradients into one bucket, which is complete only after the backward pass, so
+nothing overlaps. `alone` is the step without an all-reduce.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Variant:
     alone: bool
 
     def seconds(self, steps: int, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
-        """The mean time of a step on the slowest rank."""
+        """Return the mean time of a step on the slowest rank."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(steps):
@@ -69,7 +69,7 @@ def make(name: str, hosts: list[int]) -> Variant:
 
 
 def measure(hosts: list[int], batch_size: int, steps: int, turns: int) -> dict[str, dict[str, float]]:
-    """Milliseconds per step, ratio to plain DDP, and milliseconds of communication, by variant."""
+    """Return milliseconds per step, ratio to plain DDP, and milliseconds of communication, by variant."""
     variants = {name: make(name, hosts) for name in VARIANTS}
     batch = torch.randn(batch_size, 3, 32, 32), torch.randint(0, 10, (batch_size,))
     for variant in variants.values():

@@ -1,17 +1,17 @@
-"""Every fault, one after another: the report, the time until all end, and the restart.
+"""Inject each kind of failure, and check the report, the time until all processes end, and the restart.
 
-Trains the MLP on the embedded digits under torchrun with --max-restarts=1, as a user would, once undisturbed
-and once for each fault, and prints a table with a row for each. `right` means that failure.json names the
-rank, the phase and the step of the fault; the seconds are from the fault to the report, and until each
-process of that attempt has ended; `lost` counts the steps that were made again. Exit status 1 if any row is
+Trains the MLP on the embedded digits under torchrun with --max-restarts=1, as a user would, once
+uninterrupted and once with each failure, and prints a row for each. `right` means that failure.json names the
+rank, the phase and the step of the failure. The seconds are from the failure to the report, and to the end of
+all processes of that attempt. `lost` counts the steps that were repeated. The exit status is 1 if a row is
 wrong.
 
     python -m benchmarks.drill
     python -m benchmarks.drill --strategies ddp --comm ring --faults kill,stop --phase all_reduce
     python -m benchmarks.drill --hosts 2 --faults cut
 
-With --hosts 2 two ranks are on each of two network namespaces, which needs root; `cut` cuts off the second at
-the switch, so that packets vanish without an error.
+With --hosts 2, two ranks run in each of two network namespaces, which needs root; `cut` disconnects the
+second at the switch, so that packets are lost without an error.
 """
 
 import argparse
@@ -29,12 +29,12 @@ FAULTS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge")
 
 
 def cases(strategies: Sequence[str], comms: Sequence[str], faults: Sequence[str], phase: str) -> list[Case]:
-    """The undisturbed case first, for each strategy and its choices of comm: shards have none."""
+    """Return the cases for each strategy and comm, an uninterrupted case first; fsdp has no comm."""
     found = []
     for strategy in strategies:
         for comm in comms if strategy == "ddp" else ["native"]:
             found.append(Case(strategy, comm, "none"))
-            # A shard has no replica to differ from.
+            # Shards have no replicas, which could differ.
             kinds = [fault for fault in faults if strategy == "ddp" or fault != "diverge"]
             found += [Case(strategy, comm, fault, phase) for fault in kinds]
     return found
@@ -61,10 +61,10 @@ def row(case: Case, outcome: Outcome, problems: Sequence[str], equal: bool) -> s
 def drill(
     todo: Sequence[Case], start: Start, folder: Path, timeout_s: float = 10.0
 ) -> list[tuple[Case, list[str]]]:
-    """Run the cases, print a row for each; return the problems of each faulty case.
+    """Run the cases, print a row for each, and return the problems of each failed case.
 
     Args:
-        todo: for each strategy and all-reduce, the undisturbed run must come first.
+        todo: for each strategy and all-reduce, the uninterrupted run must come first.
         timeout_s: `distributed.timeout_s` of the runs.
     """
     wrong, hashes = [], dict[str, str]()
@@ -108,7 +108,7 @@ def main(todo: Sequence[Case], start: Start, out: Path | None, timeout_s: float)
 
 
 def cutting(case: Case, members: Sequence[Host]) -> Case:
-    """The case; a cut is of the second host, by its first rank."""
+    """Return the case; a cut disconnects the second host, by its first rank."""
     if case.fault != "cut":
         return case
     return replace(case, command=f"ip -n {members[1].switch} link set {members[1].port} down")
@@ -119,8 +119,10 @@ def _main() -> None:
     known.add_argument("--strategies", type=_some_of("ddp", "fsdp"), default="ddp,fsdp")
     known.add_argument("--comm", type=_some_of(), default="native,ring,hierarchical", help="for both")
     known.add_argument("--faults", type=_some_of(*FAULTS, "cut"), default=",".join(FAULTS))
-    known.add_argument("--phase", default="forward", help="in which the fault is injected")
-    known.add_argument("--count", type=int, default=1, help="so many ranks at once, from rank 1 on")
+    known.add_argument("--phase", default="forward", help="phase in which the failure is injected")
+    known.add_argument(
+        "--count", type=int, default=1, help="number of ranks that fail at once, from rank 1 on"
+    )
     known.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     known.add_argument("--timeout-s", type=float, default=10.0, help="distributed.timeout_s of the runs")
     known.add_argument("--out", type=Path, help="where the runs and their output are kept")

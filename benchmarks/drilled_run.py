@@ -1,4 +1,4 @@
-"""One run with a fault, observed from outside: its report, the time until all ended, and the restart."""
+"""One run with a failure, observed from outside: its report, the time until all ended, and the restart."""
 
 import contextlib
 import json
@@ -20,11 +20,11 @@ from trainer.failures import processes
 from trainer.launch.signals import stop_signals_to
 
 PROGRAM = Path(__file__).parents[1] / "train.py"
-STEP, STEPS, SAVED = 25, 44, 10  # the fault's step, the run's steps, the steps between checkpoints
+STEP, STEPS, SAVED = 25, 44, 10  # step of the failure, steps of the run, steps between checkpoints
 MARK = "RINGMASTER_DRILL"  # in the environment of every process of a drill
 _OF_TORCH = ("torchelastic_", "torchinductor_")  # left by torchrun and its ranks after any run
-_SPARE_S = 5.0  # beyond timeout_s, until all have ended
-_DEADLINE_S = 240.0  # for a run as a whole, restart included
+_SPARE_S = 5.0  # allowed after timeout_s until all have ended
+_DEADLINE_S = 240.0  # for a whole run, including the restart
 
 Start = Callable[[Sequence[str], dict[str, str], Path], list[subprocess.Popen[bytes]]]
 """Starts a run, given overrides, additions to the environment, and a folder in whose files, named `output`
@@ -55,14 +55,14 @@ class Case:
 
 @dataclass
 class Outcome:
-    """The outcome of a run; seconds are since the fault."""
+    """The outcome of a run; seconds are since the failure."""
 
-    step: int = STEP  # of the fault: the requested one, or the next with that phase
+    step: int = STEP  # step of the failure: the requested one, or the next with that phase
     report: dict[str, Any] | None = None
     report_s: float | None = None
     end_s: float | None = None
     went_on: str = "undisturbed"  # | by torchrun | by hand
-    lost: int | None = None  # steps made again
+    lost: int | None = None  # repeated steps
     sha256: str | None = None
     left: list[str] = field(default_factory=list)  # processes, shared memory, temporary files
     outputs: list[str] = field(default_factory=list)  # the output on each host, up to the first end
@@ -87,7 +87,7 @@ class Outcome:
             del expected["rank"]
             for host, said in enumerate(self.outputs):
                 found += [] if f"host {1 - host} (" in said else [f"host {host} does not name the other"]
-        elif case.fault not in ("nan", "diverge"):  # which are found later than injected
+        elif case.fault not in ("nan", "diverge"):  # which are detected later than injected
             phase = "optimizer" if case.phase == "update" else case.phase
             expected |= {"step": self.step, "phase": phase}
         return found + [
@@ -98,7 +98,7 @@ class Outcome:
 
 
 def torchrun(processes: int, *options: str) -> Start:
-    """Start on this machine only, with `options` of torchrun."""
+    """Start torchrun with `options` on this machine only."""
 
     def start(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
@@ -118,10 +118,10 @@ def torchrun(processes: int, *options: str) -> Start:
 
 
 def on(members: Sequence[Host], per_host: int, *options: str, conf: str = "") -> Start:
-    """Start by torchrun on each host, with `options` of torchrun, after the links are restored.
+    """Restore the links, and start torchrun on each host with `options`.
 
     Args:
-        conf: further --rdzv-conf.
+        conf: additional --rdzv-conf.
     """
 
     def start(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
@@ -195,8 +195,8 @@ def _follow(
     """Watch a launch until its launchers have ended, and record the times of events.
 
     Args:
-        fault: the file that records the fault.
-        pids: the ranks of the first attempt are added.
+        fault: the file that records the failure.
+        pids: gets the ranks of the first attempt.
         until_gone: do not wait for launchers that wait for a lost host.
     """
     deadline = time.monotonic() + _DEADLINE_S
@@ -224,12 +224,12 @@ def _follow(
 
 @contextlib.contextmanager
 def by_the_door() -> Iterator[None]:
-    """Leave this block by an exception on a signal: launches end, temporary directories are removed."""
+    """Raise SystemExit on a signal, so that launches are stopped and temporary directories removed."""
     received = list[int]()
 
     def end(number: int) -> None:
         received.append(number)
-        if len(received) == 1:  # this takes time, and another signal must not interrupt it
+        if len(received) == 1:  # cleaning up takes time, and another signal must not interrupt it
             sys.exit(128 + number)
 
     with stop_signals_to(end):
@@ -238,7 +238,7 @@ def by_the_door() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended(launchers: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """End the launchers afterwards in any case, and with them their ranks."""
+    """Stop the launchers and their ranks at the end of the context, also after an error."""
     try:
         yield
     finally:
@@ -254,7 +254,7 @@ def ended(launchers: list[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 
 def ranks_of(mark: str) -> dict[int, int]:
-    """The ranks of a drill and their data workers that are alive, with the number of restarts before each."""
+    """Return the living ranks of a drill and their data workers: pid to the number of restarts before."""
     found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and _lives(int(folder.name)):

@@ -1,11 +1,11 @@
-"""The cost of train.exact: processor time of a step, beside the same micro-batches, and one, without it.
+"""Measure the cost of train.exact: the CPU time of a step with and without it, for the same micro-batches.
 
-Takes turns in the same ranks, and prints the median ratio of the pairs and its bar; `of one` is the ratio to
-one micro-batch a rank, whose kernels are larger. Processor time is that of all ranks, with their threads; the
-median step counts.
+Alternates both in the same ranks, and prints the median ratio and its limit; `of one` is the ratio to one
+micro-batch per rank, whose kernels are larger. CPU time is the sum over all ranks and their threads, in the
+median step.
 
     python -m benchmarks.exact [--turns 5] [CASE ...]
-    python -m benchmarks.exact --matrix     no cost: three models, two optimizers, 13 runs each; one hash each
+    python -m benchmarks.exact --matrix     only compare hashes: three models, two optimizers, 13 runs each
 """
 
 import argparse
@@ -32,7 +32,7 @@ MODELS = {
         *("optim.lr=0.001", "data.dataset.block_size=128", "train.global_batch_size=32"),
     ),
 }
-# model, ranks, strategy, steps, bar, which allows for a machine that is busy with other programs
+# model, ranks, strategy, steps, limit of the ratio, which allows for other load on the machine
 CASES: dict[str, tuple[str, int, str, int, float]] = {
     "mlp": ("mlp", 1, "single", 100, 1.8),
     "mlp-2": ("mlp", 2, "ddp", 60, 1.8),
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, int, str, int, float]] = {
 
 
 def step_ms(steps: int, turns: int, ways: Mapping[str, Sequence[str]]) -> list[dict[str, float]]:
-    """The processor time of this rank's median step in ms, by way, for each turn."""
+    """Return the CPU time of this rank's median step in ms, by variant, for each turn."""
     found: list[dict[str, float]] = []
     for _ in range(turns):
         found.append({})
@@ -60,7 +60,7 @@ def step_ms(steps: int, turns: int, ways: Mapping[str, Sequence[str]]) -> list[d
 
 
 def measure(case: str, turns: int) -> bool:
-    """Print the case's row; return whether it is under its bar."""
+    """Print the row of a case, and return whether the ratio is below its limit."""
     model, ranks, strategy, steps, bar = CASES[case]
     words = (*MODELS[model], f"strategy={strategy}")
     batch = next(int(word.partition("=")[2]) for word in words if word.startswith("train.global_batch_size"))
@@ -81,7 +81,7 @@ def measure(case: str, turns: int) -> bool:
 
 
 def one_hash(model: str, optimizer: str) -> bool:
-    """Print how many results the runs of a model have; return whether it is one."""
+    """Print how many different results the runs of a model have, and return whether there is only one."""
     with tempfile.TemporaryDirectory() as folder:
         comms = {2: ("native",), 3: ("native",), 4: COMMS, 8: ("native",)}
         found = matrix(Path(folder), model, optimizer, comms)
@@ -95,7 +95,7 @@ def main() -> None:
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--matrix", action="store_true", help="compare runs in place of measuring")
+    parser.add_argument("--matrix", action="store_true", help="compare hashes of runs instead of measuring")
     options = parser.parse_args()
     if options.matrix:
         equal = [one_hash(model, optimizer) for model in MATRIX for optimizer in OPTIMIZERS]

@@ -1,10 +1,10 @@
-"""Each call of os, open and fsspec on a run's files fails once: does the run end well, with the same model?
+"""Let each call of os, open and fsspec on a run's files fail once, and check that the run recovers.
 
 Two ranks under torchrun --max-restarts=3 train the MLP on the digits, with a second copy of each checkpoint.
-One run, which goes on from a checkpoint, records its calls on the paths of claim, resume, save and log. Then,
-for each call, path and rank, a run in which the first of them raises OSError once, with an errno in rotation.
-The pauses before restarts are left out. Prints a line for each run that did not end well, and a table. Exit
-status 1 if any did not.
+One run, which resumes from a checkpoint, records its calls on the files of claim, resume, save and log. Then,
+for each call, path and rank, another run is made in which the first such call raises OSError once, with a
+different errno each time and without pauses before restarts. It must end with the same model. Prints a line
+for each run that did not, and a table; the exit status is then 1.
 
     python -m benchmarks.failed_calls [--from fresh] [--only REGEX] [--skip 40] [--limit 20]
 """
@@ -36,13 +36,13 @@ OF_OS = "open replace rename fsync mkdir rmdir unlink link symlink readlink list
 OF_FSSPEC = "put_file get_file cp_file mv ls info rm_file rm makedirs mkdir cat_file pipe_file _open"
 SETTINGS = ("train.max_steps=12", "checkpoint.every_steps=3", "train.log_every_steps=2", "resume=auto")
 SETTINGS += ("distributed.timeout_s=20", "checkpoint.keep_last=2", "train.eval_every_epochs=1")
-_TOLD = "FAILED_CALLS"  # a folder, and the call that fails there
+_TOLD = "FAILED_CALLS"  # environment variable: a folder, and the call that fails in it
 
 # ---- in a rank
 
 
 class Failing:
-    """Records the calls on files of `folder`, and makes one of them fail, in one rank and once."""
+    """Records the calls on files of `folder`, and makes one of them fail once in one rank."""
 
     def __init__(self, folder: Path, wanted: list[str] | None, number: int) -> None:
         self._folder, self._wanted, self._errno = str(folder / "files"), wanted, number
@@ -51,7 +51,7 @@ class Failing:
         self._seen = set[tuple[str, ...]]()
 
     def look(self, name: str, path: Any) -> None:
-        """Raise OSError if it is the turn of this call."""
+        """Raise OSError if this is the call that must fail."""
         with contextlib.suppress(OSError, TypeError):
             path = str(Path(f"/proc/self/fd/{path}").readlink()) if isinstance(path, int) else os.fspath(path)
         if not isinstance(path, str) or self._folder not in path:
@@ -79,7 +79,7 @@ class Failing:
         setattr(owner, name, call)
 
     def opened(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """`open`, of which what is read and written may fail, too."""
+        """Return a replacement for `open` in whose files reading and writing can fail too."""
         failing = self
 
         class Raw(io.FileIO):
@@ -158,16 +158,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--from", dest="begin", choices=("resumed", "fresh"), default="resumed")
-    parser.add_argument("--only", default="", help="calls whose name and path match")
-    parser.add_argument("--skip", type=int, default=0, help="as many calls")
-    parser.add_argument("--limit", type=int, help="of calls")
-    parser.add_argument("--out", type=Path, help="where runs that did not end well are kept")
+    parser.add_argument("--only", default="", help="only calls whose name and path match")
+    parser.add_argument("--skip", type=int, default=0, help="number of calls to skip")
+    parser.add_argument("--limit", type=int, help="maximum number of calls")
+    parser.add_argument("--out", type=Path, help="folder for the runs that did not recover")
     options = parser.parse_args()
     with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
         home = options.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="calls-")))
         begun = home / "begun"
         (begun / "files").mkdir(parents=True)
-        if options.begin == "resumed":  # each run goes on from here
+        if options.begin == "resumed":  # each run resumes from here
             run(begun, None, 0, *fault("kill", 1, 7, mark=begun / "killed"), "train.max_steps=6")
         ended = run(_copy(begun, home / "undisturbed"), None, 0)
         expected = hash_of(home / "undisturbed")
@@ -175,7 +175,7 @@ def main() -> int:
         lines = [path.read_text().splitlines() for path in sorted((home / "undisturbed").glob("calls?"))]
         calls = [json.loads(line) for line in dict.fromkeys(itertools.chain(*lines))]
         calls = [call for call in calls if re.search(options.only, " ".join(call))]
-        print(f"{len(calls)} calls; undisturbed: {expected[:12]}", flush=True)
+        print(f"{len(calls)} calls; uninterrupted run: {expected[:12]}", flush=True)
         found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         tried = list(zip(calls, itertools.cycle(ERRNOS)))[options.skip :][: options.limit]
         for count, (call, name) in enumerate(tried, options.skip):

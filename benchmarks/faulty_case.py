@@ -1,4 +1,4 @@
-"""A run's faults, and what became of each: rows, and the table that they make."""
+"""The failures of a run and their outcomes, as rows and as a table."""
 
 import re
 import statistics
@@ -30,10 +30,10 @@ class Fault:
     kind: str
     step: int
     phase: str = "update"
-    rank: int = 0  # of an injected one
+    rank: int = 0  # of an injected failure
 
     def command_line(self, mark: Path) -> Sequence[str]:
-        """Overrides; none if it comes from outside. `mark` records it."""
+        """Return the overrides that inject the failure, or [] if it comes from outside; `mark` records it."""
         if self.kind not in INJECTED:
             return []
         kind = "kill" if self.kind == "update" else self.kind
@@ -54,12 +54,12 @@ class Case:
 
 @dataclass
 class Row:
-    """What became of one fault; seconds are since then.
+    """The outcome of one failure; seconds are since the failure.
 
     Attributes:
-        misjudged: what is wrong with the report.
+        misjudged: what is wrong with the failure report.
         problems: what else is wrong.
-        equal: whether the run ended with the hash of an undisturbed one.
+        equal: whether the run ended with the hash of an uninterrupted run.
     """
 
     case: Case
@@ -78,14 +78,14 @@ class Row:
 
     @property
     def saved_by(self) -> str:
-        """rank 0 | another | nobody."""
+        """Return which rank saved: rank 0 | another | nobody."""
         if found := re.search(r"step \d+ is saved(?:, by rank (\d+))?|saves the last step", self.report):
             return "rank 0" if found[1] == "0" else "another"
         return "nobody"
 
     @property
     def why_not(self) -> str:
-        """Why nobody saved."""
+        """Return the reason why no rank saved."""
         if found := _NOT_SAVED.search(self.report):
             return found[1]
         if self.kind == "nan":
@@ -100,7 +100,7 @@ class Row:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Lines: a line for each kind of fault in each kind of run, and why nobody saved where nobody did."""
+    """Return a line for each kind of failure in each kind of run, and the reasons why no rank saved."""
     savers = ("rank 0", "another", "nobody")
     heads = ("tried", "report", *savers, "0 lost", "1 lost", "more", "hash", "right", "s", "p90")
     lines = [f"{'':<20} {'kind':<7} " + " ".join(f"{head:>7}" for head in heads)]

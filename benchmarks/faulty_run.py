@@ -1,4 +1,4 @@
-"""One run with faults from outside or injected, observed through its ranks' memory: what each fault cost."""
+"""One run with failures from outside or injected, whose cost is observed through the memory of its ranks."""
 
 import contextlib
 import json
@@ -23,8 +23,8 @@ from trainer.failures import processes
 from trainer.failures.heartbeat import Records
 
 STEPS, TIMEOUT_S = 140, 8.0
-_DEADLINE_S = 200.0  # for one fault and the restart after it, on a busy machine
-_LATE_S = 10.0  # a report so long after its deadline is late
+_DEADLINE_S = 200.0  # for one failure and the restart, on a busy machine
+_LATE_S = 10.0  # a report is late if it comes more than this after its deadline
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Rank:
 
     @property
     def step(self) -> int:
-        """The last step that it has finished."""
+        """Return the last step that this rank has finished."""
         beat = self.records.main()
         return max(beat.finished, beat.step - 1)
 
@@ -53,7 +53,7 @@ def overrides(case: Case, run_dir: Path) -> list[str]:
 
 
 class FaultyRun:
-    """A run under faults, watched from outside."""
+    """A run with failures, observed from outside."""
 
     def __init__(self, case: Case, start: drilled_run.Start, folder: Path, pair: Sequence[Host] = ()) -> None:
         self.pair, self._is_cut = pair, False
@@ -61,13 +61,13 @@ class FaultyRun:
         self.run_dir, self.scratch, self.mark = folder / "run", folder / "tmp", folder / "fault.json"
         self.scratch.mkdir(parents=True)
         self.ranks: list[Rank] = []
-        self.pids = set[int]()  # of all attempts
+        self.pids = set[int]()  # the ranks of all attempts
         self.launchers: list[subprocess.Popen[bytes]] = []
         self.stack = contextlib.ExitStack()
         self.manifests: dict[str, dict[str, Any]] = {}
 
     def finish(self) -> tuple[str | None, list[Row]]:
-        """The hash at the end, and a row for each fault."""
+        """Return the hash at the end, and a row for each failure."""
         rows = []
         with self.stack:
             self._launch()
@@ -106,10 +106,10 @@ class FaultyRun:
                 raise TimeoutError(f"waited {_DEADLINE_S:.0f} s for {what}; ranks {at}")
             time.sleep(0.003)
 
-    # ---- one fault
+    # ---- one failure
 
     def _struck(self, fault: Fault) -> Row:
-        """Let it happen, and wait until the run has made the next step."""
+        """Cause the failure, and wait until the run has made another step."""
         row = Row(self.case, fault.kind)
         begun, resumed = self._resumed()
         self._until(lambda: self._all_are_there() or self.has_ended, "the ranks")
@@ -137,7 +137,7 @@ class FaultyRun:
         return row
 
     def _strike(self, fault: Fault) -> list[int]:
-        """Make a fault from outside; return the pids of those that it is about."""
+        """Cause a failure from outside, and return the pids of the affected processes."""
         if fault.kind in INJECTED:
             return []
         if fault.kind == "cut":
@@ -152,7 +152,7 @@ class FaultyRun:
         return victims
 
     def _went_on(self, old: list[Rank], fault: Fault, row: Row, struck_at: float, victims: list[int]) -> bool:
-        """Whether a new attempt has made a step, or the run is over; may strike again."""
+        """Return whether a new attempt has made a step, or the run is over; may cause another failure."""
         self._note_verdict(row, struck_at)
         if fault.kind == "saver" and len(victims) == 1:
             for rank in old:
@@ -167,7 +167,7 @@ class FaultyRun:
         if self.has_ended:
             if (self.run_dir / "result.json").exists():
                 return True
-            self._launch()  # by hand: after a NaN torchrun does not start again
+            self._launch()  # after a NaN, torchrun does not restart by itself
         if any(rank.lives for rank in old) or not self._all_are_there(old):
             return False
         if fault.kind == "again" and len(victims) == 1:
@@ -191,7 +191,7 @@ class FaultyRun:
                 row.report, row.report_s = json.loads(path.read_text())["message"], written - struck_at
 
     def _resumed(self) -> tuple[int, int]:
-        """How often the run has resumed, and at which step last."""
+        """Return how often the run has resumed, and at which step the last time."""
         with contextlib.suppress(OSError):
             text = (self.run_dir / "train.log").read_text()
             if found := re.findall(r"resumed from .* at step (\d+)", text):
@@ -199,7 +199,7 @@ class FaultyRun:
         return 0, 0
 
     def _all_are_there(self, but: Sequence[Rank] = ()) -> bool:
-        """Look for the ranks of the present attempt, other processes than `but`."""
+        """Return whether all ranks of the current attempt, apart from `but`, have started."""
         known = {rank.pid for rank in but}
         found = [rank for rank in ranks_under(self.launchers) if rank.pid not in known]
         self.pids |= {rank.pid for rank in found}
@@ -269,13 +269,13 @@ class FaultyRun:
 
 
 def ranks_under(launchers: Sequence[Any]) -> list[Rank]:
-    """The processes below the launchers that have a heartbeat of their own."""
+    """Return the descendants of the launchers that have their own heartbeat."""
     found = []
     for pid in [below for launcher in launchers for below in _below(launcher.pid)]:
         with contextlib.suppress(OSError):
             for handle in Path(f"/proc/{pid}/fd").iterdir():
                 if "ringmaster-heartbeat" in str(handle.readlink()):
-                    with contextlib.suppress(OSError):  # a neighbour's
+                    with contextlib.suppress(OSError):  # the heartbeat of a neighbour
                         found.append(Rank(pid, Records.of(pid, int(handle.name))))
                         break
     return found

@@ -1,10 +1,11 @@
-"""Processor seconds of each process from its start to the first step, and which packages they went to.
+"""Measure the CPU seconds of each process from its start to the first step, and the import time by package.
 
-Each rank stops itself when the second step begins, and the kernel's account of it is read: of
-the MLP on the digits in one process, of two ranks under DDP, and of a trial of a sweep. Source trees take
-turns, since a busy machine makes all of them slower; compare their smallest values.
+Each rank stops itself at the start of the second step, and its CPU time is read from the kernel: for the MLP
+    on
+the digits in one process, for two ranks under DDP, and for a trial of a sweep. Source trees are measured in
+rotation, since other load on the machine makes all of them slower; compare the smallest values.
 
-    python -m benchmarks.first_step [--rounds 5] [TREE ...]     this tree, without any
+    python -m benchmarks.first_step [--rounds 5] [TREE ...]     default: this tree
     python -m benchmarks.first_step --packages                  seconds of imports in one process, by package
 """
 
@@ -44,7 +45,7 @@ _WITHIN_TORCH = (
 
 
 def processor_s(tree: Path, way: str) -> float:
-    """Of the rank that took most."""
+    """Return the CPU seconds of the slowest rank."""
     ranks = 2 if way == "ddp x2" else 1
     with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
         place = f"hydra.sweep.dir={folder}/sweep" if way == "trial" else f"run_dir={folder}/run"
@@ -65,7 +66,7 @@ def processor_s(tree: Path, way: str) -> float:
                 time.sleep(0.1)
             return max(map(_used_s, stopped))
         finally:
-            launcher.kill()  # ranks end with it, even stopped ones
+            launcher.kill()  # its ranks end too, even if they are stopped
             for pid in _of(mark):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -73,7 +74,7 @@ def processor_s(tree: Path, way: str) -> float:
 
 
 def _environment(tree: Path) -> dict[str, str]:
-    """As of a user, whose interpreter keeps compiled modules."""
+    """Return an environment in which Python caches compiled modules, as it does for users."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
 
@@ -93,9 +94,9 @@ def _used_s(pid: int) -> float:
 
 
 def packages(tree: Path) -> collections.Counter[str]:
-    """Seconds that the code of each package's modules took when they were imported, in a run of one step.
+    """Return the import time of each package's modules in a run of one step, in microseconds.
 
-    The interpreter's own account: it takes longer with it, by a third.
+    Measured by the interpreter, which makes imports a third slower.
     """
     with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
         command = [sys.executable, "-X", "importtime", "train.py", *WAYS["single"], f"run_dir={folder}/run"]
@@ -135,7 +136,7 @@ def main() -> None:
         for way in WAYS:
             for tree in arguments.trees:
                 measured[way, tree].append(processor_s(tree.resolve(), way))
-    print(f"processor seconds to the end of the first step, {arguments.rounds} starts each")
+    print(f"CPU seconds to the end of the first step, {arguments.rounds} starts each")
     for (way, tree), seconds in measured.items():
         print(f"{way:8} median {statistics.median(seconds):.2f}, smallest {min(seconds):.2f}  {tree}")
 

@@ -1,10 +1,11 @@
-"""Optimizers under FSDP on 2 and 3 ranks beside one process: which way each takes, and how far weights part.
+"""Compare optimizers under FSDP on 2 and 3 ranks with one process: how each runs, and its weights.
 
     pip install pytorch-optimizer prodigyopt lion-pytorch dadaptation torchao bitsandbytes   # any of them
     python -m benchmarks.fsdp_optimizers [--json FILE] [--only NAME ...]
 
-A small model with tensors of all kinds, some with fewer rows than ranks; 20 steps with the same gradients
-on each rank. After 10 the state is saved and loaded into a new optimizer. Exit status 1 if one is wrong.
+A small model with tensors of all kinds, some with fewer rows than ranks, makes 20 steps with the same
+gradients on each rank. After 10 steps the state is saved and loaded into a new optimizer. The exit status is
+1 if an optimizer gives wrong weights.
 """
 
 import argparse
@@ -48,7 +49,7 @@ OTHERS = {
 
 
 class ByNorm(torch.optim.Optimizer):
-    """Each tensor's update has the length lr."""
+    """Updates each tensor by a vector of length lr."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -62,7 +63,7 @@ class ByNorm(torch.optim.Optimizer):
 
 
 class ShampooLike(ByNorm):
-    """Divides a gradient by the root of a running product of its rows; counts its steps in an attribute."""
+    """Divides a gradient by the root of a running product of its rows; counts steps in an attribute."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -149,7 +150,7 @@ def weights(state: TrainState) -> list[Tensor]:
 
 
 def trained(cases: list[tuple[str, dict[str, Any]]], is_sharded: bool) -> list[tuple[str, Any, Any]]:
-    """Of each case the way, the weights after all steps, and those after a save and a load between."""
+    """Return, for each case, how it is run, the final weights, and those with a save and load in between."""
     torch.set_num_threads(1)
     found = []
     for target, options in cases:
@@ -172,7 +173,7 @@ def trained(cases: list[tuple[str, dict[str, Any]]], is_sharded: bool) -> list[t
 
 
 def copy_of(saved: dict[str, Any]) -> Any:
-    """A copy as a checkpoint makes it."""
+    """Return a copy as a checkpoint makes it."""
     tensors, plain = take_apart(saved)
     return put_together(plain, {name: tensor.clone() for name, tensor in tensors.items()})
 

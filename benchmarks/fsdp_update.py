@@ -1,7 +1,7 @@
-"""CPU seconds of the first and of a later update under FSDP, by the number of tensors, beside a bare loop.
+"""Measure the CPU seconds of the first and later updates under FSDP, compared with a bare loop.
 
-Both shard the same small layers as one unit, and make the same step of fused AdamW. In the bare loop torch's
-optimizer gets the model's DTensors, as in its tutorials; ours gets what `TrainableParameters` makes of them.
+Both shard the same small layers as one unit, and make the same step of fused AdamW. In the bare loop, torch's
+optimizer gets the model's DTensors, as in its tutorials; ours gets the tensors of `TrainableParameters`.
 
     torchrun --standalone --nproc_per_node=2 -m benchmarks.fsdp_update [--tensors 125 500 1000 4000]
 """
@@ -45,7 +45,7 @@ def bare(model: nn.Module) -> Callable[[], None]:
 
 
 def seconds(num_tensors: int, prepare: Callable[[nn.Module], Callable[[], None]]) -> tuple[float, float]:
-    """Of the first update of this process, and of the fastest later one; an update sends nothing."""
+    """Return the CPU seconds of the first update and of the fastest later one; updates do not communicate."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(num_tensors)])
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))

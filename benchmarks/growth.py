@@ -1,15 +1,16 @@
-"""What grows with ranks, parameters and months: the objects of large runs, built from shapes alone.
+"""Compute what grows with ranks, parameters and time, for large runs that are built from shapes only.
 
-Models of 1, 8 and 70 billion parameters with the layers of Llama 3, trained by AdamW under FSDP, 8 ranks a
+Models of 1, 8 and 70 billion parameters with the layers of Llama 3, trained by AdamW under FSDP with 8 ranks
+per
 host:
 
-    index    bytes of state.json's index of tensors; seconds to read it; memory of what was read
+    index    bytes of the index of tensors in state.json; seconds to read it; memory after reading it
     manifest bytes of manifest.json, with a hash of each block of each file
-    kept     MB that 2,000 kept checkpoints take on rank 0
-    opens    files that a rank opens to resume on as many ranks, the most of any, and those that it reads
-    suspects KB that each host reads of the others', at each look while a rank is suspected
-    compared KB that a rank receives to know that all ranks have the same model
-    sockets  of rank 0, which has most: for each other rank two of gloo (the default group, and that of
+    kept     MB that 2,000 kept checkpoints take in the memory of rank 0
+    opens    files that a rank opens, and reads, to resume on the same number of ranks; the maximum over ranks
+    suspects KB that each host reads from other hosts at each check while a rank is suspected
+    compared KB that a rank receives to check that all ranks have the same model
+    sockets  of rank 0, which has most: for each other rank two of gloo (the default group and the group of
              checkpoints) and one of the store; one more for each rank of its host. `--sockets` counts them in
              /proc in runs of 3, 6 and 12 ranks on this machine
 
@@ -48,7 +49,7 @@ TOKENS = 128_256
 
 
 def state_of(model: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, without memory: weights, and AdamW's two moments and count of steps."""
+    """Return the meta tensors of a checkpoint: weights, and AdamW's two moments and step counts."""
     layers, width, hidden, keys = MODELS[model]
     shapes: dict[str, tuple[int, ...]] = {"embed": (TOKENS, width), "head": (TOKENS, width), "norm": (width,)}
     for layer in range(layers):
@@ -66,7 +67,7 @@ def state_of(model: str) -> dict[str, Tensor]:
 
 
 def saved_by(state: dict[str, Tensor], world_size: int) -> tuple[Plan, Manifest]:
-    """What a save of `state` by that many ranks is, and its manifest."""
+    """Return the plan and the manifest of a save of `state` by that many ranks."""
     everyone = list(range(world_size))
     plan = Plan("sharded", world_size, {n: everyone if t.ndim else [0] for n, t in state.items()}, {})
     sizes: dict[str, int] = {}
@@ -99,7 +100,7 @@ def read_index(text: str) -> dict[str, float]:
 
 
 def opens(state: dict[str, Tensor], plan: Plan, manifest: Manifest, world_size: int) -> dict[str, float]:
-    """Of the rank that opens most: the manifest, state.json, the files of its rows, and those it verifies."""
+    """Return the files of the rank that opens most: manifest, state.json, its rows, verified files."""
     index, most = index_from_json(json.loads(plan.index)), (0, 0)
     for rank in {0, 1, world_size // 2, world_size - 1}:
         needed = set()
@@ -130,7 +131,7 @@ def suspects_kb(world_size: int) -> float:
 
 
 def counted_sockets(strategy: str, num_ranks: int) -> int:
-    """How many sockets the rank with most has open in training, of `num_ranks` on this machine."""
+    """Return the largest number of open sockets of a rank in a run of `num_ranks` on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "run" / "metrics.jsonl"
         words = ("launch=local", f"launch.processes={num_ranks}", f"strategy={strategy}", "logger=jsonl")
@@ -159,7 +160,7 @@ def _sockets(pid: int) -> int:
 
 
 def growth(of: Callable[[int, str], float]) -> str:
-    """With what a figure grows: at 8 and 2,048 ranks, and with 1 and 70 billion parameters."""
+    """Return what a number grows with, from 8 to 2,048 ranks, and from 1 to 70 billion parameters."""
     by_ranks, by_size = of(2048, "70 B") / of(8, "70 B"), of(2048, "70 B") / of(2048, "1 B")
     words = [word for word, ratio in (("ranks", by_ranks), ("parameters", by_size)) if ratio > 2]
     return " and ".join(words) or "constant"
@@ -170,7 +171,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sockets", action="store_true", help="count them in runs")
-    parser.add_argument("--json", type=Path, help="write the figures, too")
+    parser.add_argument("--json", type=Path, help="also write the numbers to a file")
     arguments = parser.parse_args()
     rows: dict[tuple[int, str], dict[str, float]] = {}
     for model in MODELS:
@@ -183,7 +184,7 @@ def main() -> None:
                 "kept MB": kept_mb(manifest),
                 **opens(state, plan, manifest, world_size),
                 "suspects KB": suspects_kb(world_size),
-                "compared KB": world_size * 60 / 1e3,  # of each rank a pickled hash of 16 bytes
+                "compared KB": world_size * 60 / 1e3,  # a pickled hash of 16 bytes from each rank
                 "sockets": 3.0 * (world_size - 1) + PER_HOST - 1,
             }
     names = list(next(iter(rows.values())))

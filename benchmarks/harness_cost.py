@@ -1,11 +1,10 @@
-"""The cost of the harness compared with a bare loop: milliseconds per step, and seconds to the first step.
+"""Compare the trainer with a bare loop: milliseconds per step, and seconds to the first step.
 
 Alternates the same work as a bare PyTorch loop (this file with --bare) and as train.py, each in separate
 processes: the MLP on the digits, batch 64 per process, SGD with momentum, the loss logged every 50 steps.
-The bare loop takes each batch by one index of the whole data, the fastest way; `benchmarks/peers.py` also has
-a loop by samples.
-Prints each pair and the medians of their ratios. Start-up is from the start of the launcher to the end of the
-first step.
+The bare loop takes each batch by indexing the whole data, the fastest method; `benchmarks/peers.py` also has
+a loop that reads samples. Prints each pair and the medians of the ratios. Start-up is from the start of the
+launcher to the end of the first step.
 
     python benchmarks/harness_cost.py                   one process
     python benchmarks/harness_cost.py --processes 2     DDP on gloo
@@ -27,7 +26,7 @@ BATCH, EPOCHS, LOG_EVERY = 64, 20, 50
 
 
 def bare(out: Path) -> None:
-    """The loop of a first draft: no checkpoints, no evaluation, no checks."""
+    """Train in a simple loop without checkpoints, evaluation or checks."""
     import torch
     from torch import nn
     from torch.utils.data.distributed import DistributedSampler
@@ -74,7 +73,7 @@ def bare(out: Path) -> None:
 
 
 def launch(processes: int, *arguments: str) -> float:
-    """Run to the end; return the time of its start."""
+    """Run train.py or the bare loop to the end, and return when it was started."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
@@ -113,7 +112,7 @@ def measure_ours(processes: int, scratch: Path) -> tuple[float, float]:
     )
     ms_per_step = json.loads((scratch / "whole" / "result.json").read_text())["ms_per_step"]
 
-    # The log has the time of each step, so a run that logs its first step shows its duration.
+    # The log contains the time of each step, so a run that logs its first step shows its duration.
     begin = launch(
         processes,
         "train.py",
@@ -134,7 +133,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument(
-        "--bare", type=Path, metavar="OUT", help="be the bare loop, and write its metrics to OUT"
+        "--bare", type=Path, metavar="OUT", help="run the bare loop, and write its metrics to OUT"
     )
     arguments = parser.parse_args()
     if arguments.bare:

@@ -1,12 +1,13 @@
-"""How many photographs per second are decoded into batches, and which stage is the bottleneck.
+"""Measure how many photographs per second are decoded into batches, and which stage is the bottleneck.
 
     python -m benchmarks.image_loading [--images 256] [--rounds 5] [--workers 0,1,2]
 
 Creates JPEG files of 500 x 375 pixels, about 90 kB each, and reads them as data=imagefolder does in training:
-a random crop resized to 224 pixels, as uint8. First the stages for one image in one process; then whole
-loaders in rotation: ours, and torch's DataLoader around torchvision's ImageFolder with the usual transforms,
-which normalises on the host and returns floats. Times are those of the fastest round, since other load on the
-machine only slows it. The files are in the page cache: a disk may be slower.
+a random crop resized to 224 pixels, as uint8. Measures first the stages for one image in one process, then
+whole loaders in rotation: ours, and torch's DataLoader with torchvision's ImageFolder and the usual
+    transforms,
+which normalize on the CPU and return floats. Times are those of the fastest round, since other load on the
+machine only makes rounds slower. The files are in the page cache; a disk may be slower.
 """
 
 import argparse
@@ -35,7 +36,7 @@ WIDTH, HEIGHT, SIZE, BATCH = 500, 375, 224, 64
 
 
 def write_photographs(root: Path, count: int) -> None:
-    """Smooth colours with some noise on top, which compress about like photographs."""
+    """Write images of smooth colours with some noise, which compress about as photographs do."""
     generator = np.random.default_rng(0)
     for split in ("train", "val"):
         folder = root / split / "things"
@@ -48,7 +49,7 @@ def write_photographs(root: Path, count: int) -> None:
 
 
 def parts_of_the_way(files: list[Path], rounds: int) -> dict[str, float]:
-    """Milliseconds for one image, by stage."""
+    """Return the milliseconds for one image, by stage."""
     crop = v2.RandomResizedCrop(SIZE)
     to_bytes = v2.PILToTensor()
     to_floats = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
@@ -131,7 +132,8 @@ def main() -> None:
         most = max((name for name in parts if not name.startswith("(")), key=lambda name: parts[name])
         print(f"one core: at most {1e3 / whole:.0f} images/s, bounded by: {most}")
         print(
-            f"{'workers':>8}{'ours':>14}{'torchvision':>14}{'ratio':>8}    images/s; each epoch decodes again"
+            f"{'workers':>8}{'ours':>14}{'torchvision':>14}{'ratio':>8}    images/s; each epoch decodes all "
+            "images"
         )
         for workers in map(int, arguments.workers.split(",")):
             both = loaders(root, workers)

@@ -1,24 +1,24 @@
-"""Faults at random moments: how many steps are lost, and does the run end like an undisturbed one?
+"""Cause failures at random moments, and count lost steps and runs that end differently.
 
-Trains the MLP on the digits. Each run gets up to three faults, one after another. From outside, at a random
+Trains the MLP on the digits. Each run has up to three failures, one after another. From outside, at a random
 moment: kill, pair (two ranks at once), stop, saver (a kill, and another of the rank that saves), again (a
-kill, and another while the run starts again), cut (the link between two hosts, until all ranks have ended).
-Injected: update (a kill within the update), and those of tests/failure_parts.py. After each it looks whom the
-report blames, which step is on disk against the last one that any rank had finished, and verifies each
-checkpoint; at the end, hash, logs, and what is left behind. Prints a row for each fault, and a table: how
-many reports blame the right rank, who saved, how many steps were lost, and how many runs ended with the hash
-of an undisturbed one. A restart needs all ranks again: sums over fewer would round in another way. Exit
-status 1 if anything is wrong.
+kill, and another during the restart), cut (the link between two hosts, until all ranks have ended). Injected:
+update (a kill within the update), and those of tests/failure_parts.py. After each failure, checks which rank
+the failure report names, compares the saved step with the last step that any rank had finished, and verifies
+each checkpoint; at the end, checks hash, logs, and remaining processes and files. Prints a row for each
+failure, and a table: how many reports name the right rank, which rank saved, how many steps were lost, and
+how many runs ended with the hash of an uninterrupted run. Restarts use the same number of ranks, since sums
+over fewer ranks round differently. The exit status is 1 if anything is wrong.
 
     python -m benchmarks.lost_steps --kinds kill,stop,update --tries 10 --worlds 2,4
     python -m benchmarks.lost_steps --kinds kill --strategies fsdp --worlds 4
     python -m benchmarks.lost_steps --kinds cut --strategies fsdp,ddp --worlds 4 --hosts 2
-    python -m benchmarks.lost_steps --soak 20 --seed 7     minutes of random strategies, worlds and faults
-    python -m benchmarks.lost_steps --case 7012            a case of a soak again, by its seed
+    python -m benchmarks.lost_steps --soak 20 --seed 7     20 minutes of random strategies, worlds and
+    failures python -m benchmarks.lost_steps --case 7012            repeat a case of a soak by its seed
 
 Hosts are network namespaces, which needs root. Launchers and ranks are forked from a process that has
-imported everything, which takes a fifth of the processor's time; for the seconds that a restart takes use
---launch torchrun or --launch local.
+imported everything, which takes a fifth of the CPU time; use --launch torchrun or --launch local to measure
+the seconds of a restart.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _ALONE = ("single", "dp")
 
 
 class Laboratory:
-    """Runs cases, knows the hashes of undisturbed runs, and prints."""
+    """Runs cases, remembers the hashes of uninterrupted runs, and prints the results."""
 
     def __init__(
         self,
@@ -85,14 +85,14 @@ class Laboratory:
         return FaultyRun(case, self.start_on(case.world), self.folder / str(self._number), self.pair).finish()
 
     def table(self) -> bool:
-        """Print the table; whether all is right."""
+        """Print the table, and return whether everything is right."""
         rows = [row for row in self.rows if "missed" not in row.kind]
         print("\n".join(table(rows)), flush=True)
         return all(row.right for row in rows)
 
 
 def of_kind(kind: str, strategy: str, world: int, count: int, seed: int) -> Case:
-    """A run with up to three faults of a kind; an injected one comes once."""
+    """Return a run with up to three failures of a kind, or with one if it is injected."""
     draw = random.Random(seed)
     once = kind == "cut" or kind in INJECTED
     steps = sorted(draw.sample(range(5, STEPS - 40), 1 if once else count))
@@ -100,7 +100,7 @@ def of_kind(kind: str, strategy: str, world: int, count: int, seed: int) -> Case
 
 
 def at_random(seed: int) -> Case:
-    """A case of a soak."""
+    """Return a random case of a soak."""
     draw = random.Random(seed)
     strategy = draw.choice([*STRATEGIES, "ddp", "fsdp"])
     world = 1 if strategy in _ALONE else 4 if strategy == "hybrid" else draw.choice((2, 3, 4))
@@ -115,7 +115,7 @@ def at_random(seed: int) -> Case:
         phase = "update" if kind == "update" else draw.choice(phases)
         if strategy == "servers" and phase in ("update", "all_reduce"):
             kind, phase = "raise" if kind == "update" else kind, "forward"
-        if kind == "nan" and phase == "evaluate":  # that one is shown, and ends no run
+        if kind == "nan" and phase == "evaluate":  # it is only shown, and does not stop the run
             phase = "forward"
         faults.append(Fault(kind, step, phase, draw.randrange(world)))
     return Case(strategy, world, tuple(faults), seed)
@@ -128,14 +128,16 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser.add_argument("--kinds", default="kill", help=f"of {','.join([*OUTSIDE, *INJECTED])}")
     parser.add_argument("--strategies", default="ddp", help=f"of {','.join(STRATEGIES)}")
     parser.add_argument("--worlds", default="2,4")
-    parser.add_argument("--tries", type=int, default=10, help="of each kind, over all strategies and worlds")
+    parser.add_argument(
+        "--tries", type=int, default=10, help="attempts of each kind, over all strategies and worlds"
+    )
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--case", type=int, metavar="SEED")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     parser.add_argument("--launch", choices=("forked", "torchrun", "local"), default="forked")
-    parser.add_argument("--known", type=Path, help="a file that keeps the hashes of undisturbed runs")
-    parser.add_argument("--out", type=Path, help="where the runs are kept")
+    parser.add_argument("--known", type=Path, help="file that keeps the hashes of uninterrupted runs")
+    parser.add_argument("--out", type=Path, help="folder for the runs")
     arguments = parser.parse_args(argv)
     with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
         folder = arguments.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lost_steps-")))
@@ -172,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
 
 
 def local(world: int) -> drilled_run.Start:
-    """Start by launch=local."""
+    """Return a function that starts a run with launch=local."""
 
     def start(words: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
         told = ["launch=local", f"launch.processes={world}", f"launch.max_restarts={RESTARTS}"]

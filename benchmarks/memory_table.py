@@ -1,10 +1,11 @@
-"""The memory of each strategy on real ranks, compared with the prediction of `planner.memory`.
+"""Compare the memory of each strategy on real ranks with the prediction of `planner.memory`.
 
     python -m benchmarks.memory_table [--ranks 4] [--width 512] [--depth 8] [--only fsdp,ddp]
 
-A GPT with AdamW makes three steps. Memory is the peak of a rank's resident set, above its size after a
-small model has loaded all code; freed memory goes back to the system at once (mallopt), other than in a run,
-so that the figures count tensors, not what the C library keeps. CPU offload needs a GPU, and is not included.
+A GPT with AdamW makes three steps. Memory is the peak of a rank's resident set minus its size after a small
+model has loaded all code. Unlike in a run, freed memory is returned to the system at once (mallopt), so that
+the numbers count tensors and not memory that the C library keeps. CPU offload needs a GPU and is not
+included.
 """
 
 import argparse
@@ -44,13 +45,13 @@ _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
 
 def status(key: str) -> int:
-    """A value in bytes from /proc for this process."""
+    """Return a value in bytes from /proc for this process."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 
 def resident_at_rest() -> int:
-    """The resident set after returning all free memory to the system; restarts the peak."""
+    """Return free memory to the system, reset the peak, and return the size of the resident set."""
     libc = ctypes.CDLL(None)
     gc.collect()
     libc.malloc_trim(0)
@@ -59,14 +60,14 @@ def resident_at_rest() -> int:
 
 
 def return_freed_memory() -> None:
-    """Have the C library return all freed memory to the system at once, in place of keeping it."""
+    """Make the C library return freed memory to the system at once instead of keeping it."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     libc.mallopt(_M_TRIM_THRESHOLD, 1 << 16)
 
 
 def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> int:
-    """Bytes by which the peak of a rank's resident set exceeds its rest, for `large`."""
+    """Return by how many bytes the peak of this rank's resident set exceeds its size at rest, for `large`."""
     from trainer.loop import fit
 
     return_freed_memory()
@@ -80,9 +81,9 @@ def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> in
 
 
 def predict(case: tuple[str, ...], ranks: int, micro: int) -> int:
-    """The prediction for this rank, without the others. The host is the device, too.
+    """Return the prediction for this rank, without other ranks; the device is the CPU.
 
-    One rank for each process: torch keeps meshes with the groups of the first.
+    Call once per process, because torch caches meshes with the groups of the first rank.
     """
     from planner.dry_run import DryRun
     from planner.pretend import DryRunWorld

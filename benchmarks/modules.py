@@ -1,10 +1,11 @@
-"""Modules as people write them, under each strategy: trained, stopped as by a kill, and resumed.
+"""Train modules as people write them under each strategy, and compare a resumed run.
 
-Each kind of benchmarks/module_kinds makes six steps: alone, and on two ranks under ddp, fsdp and parameter
-servers. Others resume from its checkpoint of step 3. They must end with the same bits, or the run must be
-refused: before its first step, or after it if only a forward pass creates what cannot be saved. "Warned" is a
-resume with other bits of a run that had warned of state that no checkpoint holds. APART: strategies that make
-the same steps on two ranks ended with different bits. The exit status is 1 if any is WRONG.
+Each kind of benchmarks/module_kinds makes six steps in a single process, and on two ranks under ddp, fsdp and
+parameter servers. Another run resumes from the checkpoint of step 3. It must end with the same bits, or the
+run must be refused: before its first step, or after it if only a forward pass creates state that cannot be
+saved. "Warned" is a resume with different bits after a warning about state that checkpoints do not contain.
+APART: strategies that make the same steps on two ranks ended with different bits. The exit status is 1 if any
+result is WRONG.
 
     python -m benchmarks.modules [--only Tied Lstm] [--strategies fsdp] [--out FOLDER]
 """
@@ -77,13 +78,13 @@ def visit(strategy: str, resume: bool, folder: Path, answers: Answers, kind: str
 
 
 def saved_by(folder: Path, kind: str) -> Path:
-    """The checkpoint to resume from. A run that was refused has none."""
+    """Return the checkpoint to resume from, which a refused run does not have."""
     return folder / kind / "checkpoints" / f"step_{STOPPED_AT:08}"
 
 
 @contextmanager
 def unsaved_state_told() -> Iterator[list[str]]:
-    """The warnings of state that no checkpoint holds, on this rank."""
+    """Collect this rank's warnings about state that checkpoints do not contain."""
     told: list[str] = []
     handler, log = logging.Handler(), logging.getLogger("trainer.guards.unsaved")
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -113,7 +114,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", default=list(KINDS), choices=KINDS, metavar="KIND")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
-    parser.add_argument("--out", type=Path, help="a folder for the answers")
+    parser.add_argument("--out", type=Path, help="folder for the results")
     arguments = parser.parse_args()
     found: dict[str, Table] = {}
     with tempfile.TemporaryDirectory(prefix="modules-") as scratch:

@@ -1,10 +1,11 @@
-"""The cost of a step of a small GPT here compared with a loop in nanoGPT's style.
+"""Compare the cost of a step of a small GPT with a loop in the style of nanoGPT.
 
-Three ways train at the same time on one core, each in its own process: that loop with a model in the same
+Three variants train at the same time on one core, each in its own process: that loop with a model in the same
 style (separate views of heads, exact GELU), the same loop with our model, and our training loop with our
-model. All have 842,496 parameters, block 128, batch 16, AdamW, a cosine with warm-up, clipping at 1, decay of
-matrices only, and read the same bytes. Prints milliseconds of processor time per step and the median, least
-and most over the rounds of each ratio: other load on the machine slows all alike.
+model. All have 842,496 parameters, block size 128, batch size 16, AdamW, a cosine schedule with warmup,
+clipping at 1, weight decay for matrices only, and read the same bytes. Prints the CPU milliseconds per step,
+and the median, minimum and maximum of each ratio over the rounds: other load on the machine slows all
+variants equally.
 
     python -m benchmarks.nanogpt_loop [--rounds 5] [--steps 60] [--switch ema.decay=0.999 ...]
 """
@@ -75,7 +76,7 @@ class PlainGPT(nn.Module):
 
 
 def plain_loop(model: nn.Module) -> Iterator[None]:
-    """The body of a simple loop in nanoGPT's style; yields after each step."""
+    """Train in a simple loop in the style of nanoGPT; yields after each step."""
     data = python_reference()
     generator = torch.Generator().manual_seed(0)
 
@@ -138,7 +139,7 @@ OUR_WAY = "our loop, our model"
 
 
 def processor_ms(name: str, steps: int) -> float:
-    """Per step of this process, after some steps."""
+    """Return the CPU milliseconds per step of this process, after some warm-up steps."""
     with WAYS[name]() if name in WAYS else our_loop(() if name == OUR_WAY else name.split()) as way:
         for _ in range(5):
             next(way)
@@ -149,7 +150,7 @@ def processor_ms(name: str, steps: int) -> float:
 
 
 def at_once(names: Sequence[str], steps: int, core: int) -> list[float]:
-    """The processor time of each way, in processes that share a core."""
+    """Return the CPU time of each variant, in processes that share a core."""
     command = ["taskset", "-c", str(core), sys.executable, "-m", "benchmarks.nanogpt_loop"]
     children = [
         subprocess.Popen(
@@ -175,7 +176,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--switch", nargs="*", default=[], help="overrides, each measured separately")
-    parser.add_argument("--way", help=argparse.SUPPRESS)  # what a child process runs
+    parser.add_argument("--way", help=argparse.SUPPRESS)  # the variant that a child process runs
     arguments = parser.parse_args()
     if arguments.way:
         print(processor_ms(arguments.way, arguments.steps))
@@ -188,7 +189,7 @@ def main() -> None:
         ratios = sorted(a / b for a, b in zip(one, other, strict=True))
         words = "this / ours" if name in arguments.switch else "ours / this"
         print(
-            f"{name:24s} {statistics.median(theirs):8.2f} ms of processor time per step   {words}: "
+            f"{name:24s} {statistics.median(theirs):8.2f} ms CPU time per step   {words}: "
             f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
         )
 

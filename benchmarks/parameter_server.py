@@ -1,10 +1,10 @@
-"""Pull and push between hosts on slow links, by number of servers, compared with all-reduces and predictions.
+"""Measure push and pull between hosts on slow links, compared with all-reduces and predictions.
 
     python -m benchmarks.parameter_server [--workers 4] [--megabytes 25] [--rate 1gbit] [--hosts 2]
 
-Every rank is on its own host, or ranks are distributed over `--hosts`: network namespaces, so this needs
-root. Predictions are those of `planner.comm`, from a preflight between as many ranks on those hosts.
-Times are medians; the ratio is measured : predicted.
+Every rank is on its own host, or ranks are distributed over `--hosts`. Hosts are network namespaces, so this
+needs root. Predictions are made by `planner.comm` from a preflight of the same number of ranks on those
+hosts. Times are medians; the ratio is measured / predicted.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _TIMEOUT_S = 60.0
 
 
 def time_exchange(servers: str, num_bytes: int, repeat: int) -> tuple[float, float]:
-    """Median seconds of (push, pull), on the slowest rank."""
+    """Return the median seconds of (push, pull) on the slowest rank."""
     serve, work = roles(servers, dist.get_world_size())
     parameters = [torch.nn.Parameter(torch.zeros(num_bytes // 4096 // 24, 1024)) for _ in range(24)]
     asked = (dist.get_rank(), gloo_group(_TIMEOUT_S), int(BUCKET_MB * 2**20))
@@ -74,7 +74,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def machine_of(places: Sequence[Host]) -> Machine:
-    """The capacities measured with as many ranks at work, on the same hosts."""
+    """Measure the capacities with the same number of active ranks on the same hosts."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         run_ranks(preflight.main, len(places), ["--json", file.name], init=False, hosts=places, timeout_s=200)
         return Machine(**measured(entries.read(Path(file.name))))

@@ -1,10 +1,11 @@
-"""One training on 1, 2 and 4 processes, by bare DDP, Accelerate, Lightning and Ringmaster: how many hashes?
+"""Count the different results of one training on 1, 2 and 4 processes, for several trainers.
 
     pip install accelerate lightning
     python -m benchmarks.peer_bits
 
-An MLP on the digits, 60 steps of SGD with 64 samples over all processes: each harness sees the same samples
-in each step, on any number of processes. Ringmaster has train.exact=8. Exit status 1 if its hashes differ.
+Bare DDP, Accelerate, Lightning and Ringmaster train an MLP on the digits for 60 steps of SGD with 64 samples
+over all processes. Each sees the same samples in each step, on any number of processes. Ringmaster uses
+train.exact=8. The exit status is 1 if its hashes differ.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ STEPS, BATCH, WORLDS = 60, 64, (1, 2, 4)
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, Iterator[Any]]:
-    """The same model in each process, its optimizer, and this rank's share of each batch."""
+    """Return the same model in each process, its optimizer, and this rank's part of each batch."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, data = MLP((1, 8, 8), 10), Digits("train")
@@ -123,7 +124,7 @@ def main() -> None:
         found = []
         for world in WORLDS:
             with tempfile.TemporaryDirectory() as folder:
-                # Without a name of torchrun's, Lightning would start its own ranks.
+                # Without a variable of torchrun, Lightning would start its own ranks.
                 told = {"TORCHELASTIC_RUN_ID": "peer-bits", "RUN_DIR": f"{folder}/run"}
                 found.append(run_ranks(silent, world, way, init=False, env=told)[0])
         print(f"{way.__name__:10} {len(set(found)):6}  " + "  ".join(each[:8] for each in found), flush=True)

@@ -1,4 +1,4 @@
-"""What all harnesses of `benchmarks.peers` do alike, and what is noted of each."""
+"""What all trainers of `benchmarks.peers` have in common, and the measurements."""
 
 import json
 import os
@@ -24,7 +24,7 @@ MORE = 2  # steps of a resumed run
 
 
 class Bytes(Text):
-    """Windows that begin at the same places in each epoch."""
+    """Windows that start at the same positions in each epoch."""
 
     @property
     def draw(self) -> Any:  # type: ignore[override]
@@ -32,7 +32,7 @@ class Bytes(Text):
 
 
 class Job:
-    """What all do alike."""
+    """The model, optimizer, loss and settings, which are the same for all trainers."""
 
     def __init__(self, name: str) -> None:
         self.is_gpt = name == "gpt"
@@ -53,7 +53,7 @@ class Job:
         return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
     def overrides(self) -> list[str]:
-        """The same for Ringmaster."""
+        """Return the same job as settings of Ringmaster."""
         common = ["schedule=constant", "train.eval_every_epochs=0", "checkpoint.every_epochs=null", "seed=0"]
         common += [
             f"strategy={'ddp' if WORLD > 1 else 'single'}",
@@ -81,7 +81,7 @@ class Order(Sampler[list[int]]):
         return self._per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Of one epoch, which begins in its middle where a run goes on."""
+        """Yield the batches of one epoch, starting in its middle if the run resumes there."""
         epoch, first = divmod(self._first_step, self._per_epoch)
         order = torch.randperm(len(self._job.data), generator=torch.Generator().manual_seed(epoch))
         for step in range(first, self._per_epoch):
@@ -91,7 +91,7 @@ class Order(Sampler[list[int]]):
 
 
 class BySamples(Dataset[Any]):
-    """Without `__getitems__`, as most datasets are."""
+    """A dataset without `__getitems__`, as most datasets are."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -104,7 +104,7 @@ class BySamples(Dataset[Any]):
 
 
 class Marks:
-    """Notes what a run does; written to a file by rank 0."""
+    """Records the measurements of a run; rank 0 writes them to a file."""
 
     def __init__(self, steps: int) -> None:
         self.num_steps = steps
@@ -113,13 +113,13 @@ class Marks:
         self.facts: dict[str, float] = {}
 
     def step(self) -> bool:
-        """Note the end of a step; whether it was the last one."""
+        """Record the end of a step, and return whether it was the last one."""
         self.times.append((time.perf_counter(), time.process_time()))
         self.first_at = self.first_at or time.time()
         return len(self.times) == self.num_steps
 
     def saved(self, model: nn.Module, seconds: float) -> None:
-        """The trained model, whose checkpoint took so long."""
+        """Record the trained model, and the seconds that its checkpoint took."""
         norm = torch.stack([parameter.detach().double().norm() for parameter in model.parameters()]).norm()
         self.facts |= {"save": seconds, "norm": norm.item()}
 

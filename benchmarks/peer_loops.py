@@ -1,9 +1,9 @@
-"""One training of `benchmarks.peers` under one harness, in the processes of one launch.
+"""Run one training of `benchmarks.peers` under one trainer, in the processes of one launch.
 
     python -m benchmarks.peer_loops HARNESS JOB FOLDER [CHECKPOINT]
 
-Each harness trains `marks` steps, from `start` if it is not None, and saves to FOLDER/saved. Its figures are
-written to FOLDER/figures.json.
+Each trainer makes the steps of `marks`, from `start` if it is not None, and saves to FOLDER/saved. The
+measurements are written to FOLDER/figures.json.
 """
 
 import os
@@ -33,10 +33,10 @@ def _train(
     clip: Callable[[], object],
     save: Callable[[int], None],
 ) -> None:
-    """The loop that one writes, with what differs between harnesses as arguments.
+    """Train in a typical user's loop; the arguments are what differs between trainers.
 
     Args:
-        batches: those of the next epoch.
+        batches: returns the batches of the next epoch.
         save: called with the number of steps.
     """
     writer, step = _writer(to), 0
@@ -165,7 +165,7 @@ def accelerate(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
     if start is not None:
         accelerator.load_state(str(start))
         first_step = int((start / "step").read_text())
-    # Not prepared: its loader would take this rank's batches apart once more.
+    # Not prepared, because its loader would divide this rank's batches again.
     loader = DataLoader(BySamples(job.data), batch_sampler=Order(job, first_step))
     _train(
         *(job, marks, to, model, optimizer),

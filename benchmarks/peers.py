@@ -1,20 +1,22 @@
-"""The same training under bare PyTorch, Lightning Fabric, Lightning, Accelerate and Ringmaster.
+"""Compare the same training under bare PyTorch, Lightning Fabric, Lightning, Accelerate and Ringmaster.
 
-Two jobs: the MLP on the digits, batch 64 a process, SGD with momentum; a GPT of 842,496 parameters on bytes,
-batch 16 a process, AdamW, clipping. Each harness gets the same initial weights, batches and steps, in one
-process or as DDP in two; that the work is equal shows in the norm of the weights at the end.
-`batches` is the bare loop that reads a batch by one index; all others but Ringmaster read sample by sample.
+Two jobs: the MLP on the digits, batch size 64 per process, SGD with momentum; and a GPT of 842,496 parameters
+    on
+bytes, batch size 16 per process, AdamW, clipping. Each trainer gets the same initial weights, batches and
+steps, in one process or with DDP in two; the norm of the final weights shows that the work is the same.
+`batches` is the bare loop that reads a batch by one index; all others apart from Ringmaster read sample by
+sample.
 
-Rounds are repeated in a newly drawn order. Printed are medians, and the ratio to `batches` within a round:
-    ms      wall time of a step, after a quarter of them
-    cpu ms  processor time of rank 0 for a step, as before
+Each round has a new random order. Prints medians, and the ratio to `batches` within a round:
+    ms      wall time of a step, without the first quarter of the steps
+    cpu ms  CPU time of rank 0 for a step, of the same steps
     start   seconds from the launch to the end of the first step
-    save    seconds of a checkpoint by the harness's own means (Ringmaster: hashed, and on disk by fsync)
-    resume  as start, from that checkpoint
+    save    seconds of the trainer's own checkpoint (Ringmaster: hashed, and written to disk by fsync)
+    resume  seconds from the launch to the end of the first step after that checkpoint
     MiB     peak memory of rank 0
 
-With --together all harnesses of a round train at the same time on one core, and ratios are those of `cpu ms`:
-other load on the machine slows all alike. The columns of wall time then say nothing.
+With --together, all trainers of a round train at the same time on one core, and ratios are between `cpu ms`:
+other load on the machine slows all of them equally. The columns of wall time then have no meaning.
 
     pip install 'ringmaster-trainer[peers]'
     python -m benchmarks.peers [--jobs mlp gpt] [--processes 1 2] [--rounds 5] [--together] [--out FILE.json]
@@ -40,11 +42,11 @@ import torch
 
 from benchmarks.peer_loops import HARNESSES
 
-FIRST = "batches"  # of all ratios
+FIRST = "batches"  # the denominator of all ratios
 
 
 def measure(harness: str, job: str, processes: int, core: int | None = None) -> dict[str, float]:
-    """Train and save, then go on from there, each in new processes; all on `core` if one is given."""
+    """Train and save, then resume from the checkpoint in new processes; all on `core` if it is given."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         first = _launch(harness, job, processes, core, folder / "first")
@@ -85,8 +87,10 @@ def main() -> None:
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--harnesses", nargs="+", default=list(HARNESSES), choices=list(HARNESSES))
-    parser.add_argument("--together", action="store_true", help="all harnesses at once, on one core")
-    parser.add_argument("--out", type=Path, help="write all figures as JSON, too")
+    parser.add_argument(
+        "--together", action="store_true", help="run all trainers at the same time on one core"
+    )
+    parser.add_argument("--out", type=Path, help="also write all measurements as JSON")
     arguments = parser.parse_args()
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {date.today()}"
     everything: dict[str, Any] = {"machine": machine}
@@ -110,7 +114,7 @@ def main() -> None:
 
 def _print(job: str, processes: int, found: dict[str, list[dict[str, float]]], of: str) -> None:
     columns = ("ms", "cpu ms", "start", "save", "resume", "MiB", "norm")
-    print(f"\n{job}, {processes} process(es)   ratio of {of}: median, least and most")
+    print(f"\n{job}, {processes} process(es)   ratio of {of}: median, minimum and maximum")
     print(f"{'':12s}{'ratio':>20s}" + "".join(f"{column:>10s}" for column in columns))
     for name, rounds in found.items():
         line = ""

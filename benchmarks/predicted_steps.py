@@ -1,12 +1,12 @@
-"""Training steps between hosts, predicted from a run on one host and measured: within 15 %.
+"""Compare predicted with measured training steps between hosts; they must agree within 15 %.
 
     python -m benchmarks.predicted_steps [--per-host 2,4] [--rate 1gbit] [--models waiting,gpt] [--steps 40]
 
-For each number of processes, a run on one host provides steps and buckets, and a preflight the capacities of
-the two hosts and their link; `planner.comm --train` predicts the step there. It is measured there twice,
-before and after the preflight. Hosts are network namespaces, so this needs root, and share one machine:
-a run on one host has as many processes, each with the same share of a processor. `waiting` computes nothing
-and only takes time, like an accelerator; `gpt` computes on the processors.
+For each number of processes, a run on one host gives the step time and the buckets, and a preflight gives the
+capacities of the two hosts and their link; `planner.comm --train` predicts the step on two hosts. That step
+is measured twice, before and after the preflight. Hosts are network namespaces on one machine, so this needs
+root, and a run on one host has the same number of processes, each with the same share of the CPU. `waiting`
+computes nothing and only takes time, like an accelerator; `gpt` computes on the CPU.
 """
 
 import argparse

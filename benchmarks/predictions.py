@@ -1,10 +1,10 @@
-"""All-reduces between two hosts on slow links: predicted by `planner.comm`, and measured.
+"""Compare all-reduces between two hosts on slow links with the predictions of `planner.comm`.
 
     python -m benchmarks.predictions [--per-host 2,4] [--megabytes 25] [--rate 1gbit] [--attempts 3]
 
-Each within 20 %. Hosts are network namespaces: root. Other load on the machine only slows things down, so
-the fastest round counts, and of several attempts the closest. Parameter servers:
-benchmarks.parameter_server.
+Each must agree within 20 %. Hosts are network namespaces, so this needs root. Other load on the machine only
+makes communication slower, so the fastest round counts, and the closest of several attempts. For parameter
+servers see benchmarks.parameter_server.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def quietly(program: str, *argv: str) -> int:
 
 
 def attempt(per_host: int, num_bytes: int, rate: str) -> dict[str, tuple[float, float]]:
-    """Seconds (predicted, measured) by algorithm."""
+    """Return (predicted, measured) seconds by algorithm."""
     with tempfile.TemporaryDirectory() as folder, network(2, rate) as (a, b):
         links, times = Path(folder, "links.json"), Path(folder, "times.json")
         ranks = [*[a] * per_host, *[b] * per_host]
@@ -45,7 +45,7 @@ def attempt(per_host: int, num_bytes: int, rate: str) -> dict[str, tuple[float, 
 
 
 def error(pair: tuple[float, float]) -> float:
-    """The factor by which they differ, 1 or more."""
+    """Return the factor by which the two times differ, 1 or more."""
     return max(pair[0] / pair[1], pair[1] / pair[0])
 
 

@@ -1,7 +1,7 @@
-"""Runs a benchmark, and keeps what it printed: python -m benchmarks.record NAME COMMAND...
+"""Run a benchmark, and record its output: python -m benchmarks.record NAME COMMAND...
 
-benchmarks/results/NAME.json then has the command, its output, the machine, its load before, and the date.
-Pages take figures from there, and tests/test_docs.py compares them.
+benchmarks/results/NAME.json then contains the command, its output, the machine, its load before, and the
+date. The documentation takes numbers from there, and tests/test_docs.py compares them.
 """
 
 import json

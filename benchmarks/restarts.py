@@ -1,12 +1,12 @@
-"""Ranks killed at random steps under `torchrun --max-restarts`: does the run end like an undisturbed one?
+"""Kill ranks at random steps under `torchrun --max-restarts`, and compare with an uninterrupted run.
 
-Trains the MLP on the digits with a checkpoint every 20 steps, once undisturbed and then repeatedly with up to
-three kills in a run, each of a random rank at a random step, from outside. Prints a row for each kill (the
-seconds until the next step) and for each run whether its hash is that of the undisturbed one and whether
-TensorBoard and metrics.jsonl have every step once. With --hosts 2, hosts are network namespaces, which needs
-root; --lose removes one of the hosts for good under --nnodes=1:2. With --elastic 5, that many runs with
-train.exact=8 are killed whole and started again, on other ranks and with another strategy each time.
-benchmarks/lost_steps.py knows many more faults, and counts the steps that are lost.
+Trains the MLP on the digits with a checkpoint every 20 steps, once uninterrupted and then repeatedly with up
+to three kills per run, each of a random rank at a random step. Prints a row for each kill (the seconds until
+the next step), and for each run whether its hash is the expected one, and whether TensorBoard and
+metrics.jsonl contain every step once. With --hosts 2, hosts are network namespaces, which needs root; --lose
+removes one of the hosts permanently under --nnodes=1:2. With --elastic 5, five runs with train.exact=8 are
+killed with all ranks and restarted, with a different number of ranks and strategy each time.
+benchmarks/lost_steps.py has many more failures, and counts lost steps.
 
     python -m benchmarks.restarts [--kills 10] [--hosts 2] [--lose kill|cut] [--elastic 5]
 """
@@ -34,7 +34,7 @@ from benchmarks.drilled_run import on
 from tests.hosts import Host, hosts
 
 STEPS, SAVED, RESTARTS = 240, 20, 3
-_DEADLINE_S = 240.0  # for a run as a whole; pytest ends a test after 300 s without output
+_DEADLINE_S = 240.0  # for a whole run; pytest stops a test after 300 s without output
 
 
 def overrides(run_dir: Path, steps: int, timeout_s: float, *more: str) -> list[str]:
@@ -56,10 +56,10 @@ def run(
     more: Sequence[str] = (),
     kill: Callable[[], str] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """A run in which a rank is killed when each of the steps `kills` is logged: result, a line for each.
+    """Run, kill a rank whenever a step of `kills` is logged, and return the result and a line for each kill.
 
     Args:
-        kill: called instead; returns a description of what it did.
+        kill: called instead of killing a rank; returns a description of what it did.
     """
     run_dir, mark = folder / "run", f"{os.getpid()}-{folder.parent.name}-{folder.name}"
     folder.mkdir(parents=True)
@@ -71,7 +71,7 @@ def run(
         _wait(launchers, folder, deadline, lambda: True)
         for number, step in enumerate(kills):
             _wait(launchers, folder, deadline, lambda n=number, s=step: _step(run_dir, n) >= s)  # type: ignore[misc]
-            ranks = sorted(drilled_run.ranks_of(mark))  # of this attempt: earlier ones have ended
+            ranks = sorted(drilled_run.ranks_of(mark))  # of this attempt; earlier attempts have ended
             at, begin = _step(run_dir, number), time.monotonic()
             if kill is None:
                 pid = draw.choice(ranks)
@@ -82,7 +82,7 @@ def run(
             _wait(launchers, folder, deadline, lambda n=number: _step(run_dir, n + 1) > 0)  # type: ignore[misc]
             rows.append(f"{words} at step {at}: resumes after {time.monotonic() - begin:.1f} s")
         _wait(launchers, folder, deadline, lambda: (run_dir / "result.json").exists(), may_end=True)
-        # A rank that is told to end in its last moments may make torchrun wait for 30 s.
+        # A rank that gets a signal just before its end may make torchrun wait for 30 s.
         with contextlib.suppress(subprocess.TimeoutExpired):
             for launcher in launchers:
                 launcher.wait(5)
@@ -92,9 +92,9 @@ def run(
 
 
 def problems_of_logs(run_dir: Path, steps: int) -> list[str]:
-    """Gaps, repeats or disorder of steps in TensorBoard's scalars or metrics.jsonl.
+    """Return missing, repeated or unordered steps in TensorBoard's scalars and metrics.jsonl.
 
-    A step that a survivor saved may be missing: rank 0 can end between its update and its line in the logs.
+    A step that a survivor saved may be missing, since rank 0 can end between its update and the log line.
     """
     saved_at_fault = set(map(int, re.findall(r"resumed from .* at step (\d+)", _messages(run_dir))))
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -142,7 +142,7 @@ def _outputs(folder: Path) -> str:
 
 
 def _step(run_dir: Path, resumptions: int) -> int:
-    """The last step logged after this many resumptions; 0 if there is none."""
+    """Return the last step that was logged after this many resumes, or 0."""
     with contextlib.suppress(OSError):
         parts = (run_dir / "train.log").read_text().split("resumed from")
         if len(parts) == resumptions + 1 and (logged := re.findall(r"step (\d+)/", parts[-1])):
@@ -156,14 +156,14 @@ def _rank(pid: int) -> int:
 
 
 def steps_to_kill_at(draw: random.Random, count: int) -> list[int]:
-    """Random, after the first checkpoint and in order."""
+    """Return random steps in order, after the first checkpoint."""
     return sorted(draw.sample(range(SAVED + 2, STEPS - 5), count))
 
 
 def many(start: drilled_run.Start, folder: Path, num_kills: int, seed: int) -> bool:
     draw = random.Random(seed)
     expected, _ = run(start, folder / "undisturbed", [], draw)
-    print(f"undisturbed: {expected['param_sha256'][:12]}, {expected['steps']} steps", flush=True)
+    print(f"uninterrupted: {expected['param_sha256'][:12]}, {expected['steps']} steps", flush=True)
     right, left = True, num_kills
     while left:
         kills = steps_to_kill_at(draw, min(RESTARTS, left))
@@ -181,7 +181,7 @@ def many(start: drilled_run.Start, folder: Path, num_kills: int, seed: int) -> b
 def lose(
     pair: Sequence[Host], folder: Path, how: str, steps: int = STEPS
 ) -> tuple[dict[str, Any], list[str]]:
-    """Two hosts of two ranks under --nnodes=1:2; the second one disappears after some step."""
+    """Run two hosts of two ranks under --nnodes=1:2; the second host disappears after some step."""
 
     def take_away() -> str:
         (pair[1].kill_all if how == "kill" else pair[1].link_down)()
@@ -197,13 +197,13 @@ def lose(
 def elastic(
     start_on: Callable[[int], drilled_run.Start], folder: Path, num_runs: int, num_kills: int, seed: int
 ) -> bool:
-    """Kill each run `num_kills` times; world and strategy are drawn for each start. Are all hashes equal?
+    """Kill each run `num_kills` times, with a random world size and strategy for each start; compare hashes.
 
     Args:
-        start_on: starts so many ranks.
+        start_on: returns a function that starts this number of ranks.
     """
     draw, hashes = random.Random(seed), []
-    for number in range(num_runs + 1):  # the first is undisturbed
+    for number in range(num_runs + 1):  # the first run is uninterrupted
         here = folder / f"run{number}"
         here.mkdir()
         kills = steps_to_kill_at(draw, num_kills if number else 0)

@@ -1,12 +1,12 @@
-"""Whether a resume is exact with third-party optimizers and schedules: the hash of a resumed run, on a CPU.
+"""Check whether a resume is exact with third-party optimizers and schedules, on a CPU.
 
     pip install --no-deps pytorch-optimizer torch-optimizer pytorch-ranger lion-pytorch prodigyopt \
         dadaptation schedulefree timm came-pytorch adabelief-pytorch bitsandbytes
     pip install transformers tabulate colorama
     python -m benchmarks.record resumed_optimizers python -m benchmarks.resumed_optimizers
 
-A run of six steps saves after the third, and a second process resumes there. The output tells for each class
-whether both end with the same bits, or the message with which a run ended; then the warnings of both.
+A run of six steps saves after the third step, and a second process resumes there. Prints for each class
+whether both end with the same bits, or the error message of a run, and the warnings of both.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ OF_RATES = {
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """DLRM's: a mean square for each row; an attribute tells whether the first step has made them."""
+    """As in DLRM: a mean square for each row; an attribute records whether they have been created."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.01, eps: float = 1e-10) -> None:
         super().__init__(params, {"lr": lr, "eps": eps})
@@ -109,7 +109,7 @@ def lookahead(params: Iterable[Tensor], lr: float) -> Any:
 
 
 def overrides() -> dict[str, tuple[str, ...]]:
-    """The settings of each run, by the class that it is about."""
+    """Return the settings of each run, by the class that it tests."""
     found = {}
     for name, options in OPTIMIZERS.items():
         given = {"lr": "0.01"} | dict(option.split("=") for option in options.split())
@@ -123,7 +123,7 @@ def overrides() -> dict[str, tuple[str, ...]]:
 
 
 def results(folder: Path, resumes: bool, only: list[str]) -> dict[str, tuple[str, list[str]]]:
-    """For each class the hash of its run or the error's text, and the warnings."""
+    """Return, for each class, the hash of its run or the error message, and the warnings."""
     found = {}
     for number, (name, settings) in enumerate(overrides().items()):
         if only and not any(word in name for word in only):

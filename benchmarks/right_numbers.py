@@ -1,10 +1,10 @@
-"""Wrong numbers that other trainers gave or give without an error, beside Ringmaster's; on CPUs.
+"""Compare numbers that other trainers get wrong without an error with Ringmaster's, on CPUs.
 
     pip install accelerate lightning transformers peft
     python -m benchmarks.right_numbers [gradient] [accuracy] [loss] [adapters]
 
-The model is two numbers, the logits of every sample, so each right number is known. Exit status 1 if one of
-Ringmaster's is wrong.
+The model has two parameters, the logits of every sample, so that each right number is known. The exit status
+is 1 if one of Ringmaster's numbers is wrong.
 """
 
 import contextlib
@@ -30,10 +30,15 @@ from tests.ranks import run_ranks
 from trainer import load_model
 from trainer.report.run_hash import parameters_sha256
 
-LABELS = {  # of which -100 does not count
-    "gradient": [0, *[-100] * 9, *[1] * 9, -100],  # each rank has half of them: one that counts, and nine
+LABELS = {  # -100 does not count
+    "gradient": [
+        0,
+        *[-100] * 9,
+        *[1] * 9,
+        -100,
+    ],  # each rank has half of them: one label that counts, and nine
     "accuracy": [0, *[1] * 8],  # an odd number for two ranks
-    "loss": [0, *[-100] * 4, *[1] * 5],  # batches with one that counts, and with five
+    "loss": [0, *[-100] * 4, *[1] * 5],  # batches with one label that counts, and with five
 }
 OURS = [
     *("data=own", "data.dataset._target_=benchmarks.right_numbers.Samples", "train.global_batch_size=20"),
@@ -43,7 +48,7 @@ OURS = [
 
 
 class Logits(nn.Module):
-    """(B, ...) -> (B, 2), the same for each sample; with labels their mean loss, too, for transformers."""
+    """(B, ...) -> (B, 2), the same for each sample; given labels, also their mean loss, for transformers."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -63,7 +68,7 @@ class Samples(list[Any]):
 
 
 def loader(what: str, **more: Any) -> DataLoader[Any]:
-    """Of training samples this rank's half, in one batch; of others all, in batches of 5."""
+    """Return this rank's half of the training samples in one batch, or all other samples in batches of 5."""
     begin = 10 * int(os.environ["RANK"]) if what == "gradient" else 0
     return DataLoader(Samples("eval", what)[begin : begin + 10], 10 if what == "gradient" else 5, **more)
 
@@ -162,11 +167,13 @@ def ours_adapters(what: str) -> float:
     words = ["model._target_=benchmarks.right_numbers.adapted", f"model.init_from={folder}/base0.pt"]
     words += ["+data.dataset.what=accuracy", "optim.lr=0.1", "strategy=fsdp", f"run_dir={folder}/run"]
     result = runs.train(*OURS, *words)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the hash asks for it
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # the hash needs a process group
     return float(parameters_sha256(load_model(f"{folder}/run")) == result["param_sha256"])
 
 
-# The loss: (ln(1 + e^2) + 5 ln(1 + e^-2)) / 6. Of adapters: the part that is saved.
+# The loss: (ln(1 + e^2) + 5 ln(1 + e^-2)) / 6. Adapters: the fraction that is saved.
 RIGHT = {"gradient": 0.4, "accuracy": 8 / 9, "loss": 0.460261, "adapters": 1.0}
 WAYS: dict[str, list[Callable[[str], float]]] = {
     "gradient": [accelerate, lightning, transformers, ours],
@@ -185,7 +192,7 @@ def main() -> None:
     is_ours_right = True
     for what, ways in WAYS.items():
         for way in ways if what in (sys.argv[1:] or WAYS) else ():
-            # With an id of torchrun's: Lightning would start its own ranks.
+            # Without a variable of torchrun, Lightning would start its own ranks.
             told = {"TORCHELASTIC_RUN_ID": "right-numbers", "FOLDER": tempfile.mkdtemp()}
             number = run_ranks(silent, 1 if what == "loss" else 2, way, what, init=False, env=told)[0]
             is_right = abs(number - RIGHT[what]) < 1e-5

@@ -1,11 +1,11 @@
-"""One hash on 1, 2, 3 and 4 ranks: trains two models with train.exact, and compares all bits.
+"""Train two models with train.exact on 1, 2, 3 and 4 ranks, and compare all bits.
 
     python -m benchmarks.same_bits
-    ATEN_CPU_CAPABILITY=avx2 python -m benchmarks.same_bits     as on a processor without AVX-512
+    ATEN_CPU_CAPABILITY=avx2 python -m benchmarks.same_bits     as on a CPU without AVX-512
 
-Prints what decides bits beside the settings (processor, torch's build, threads); for each model its hash on
-any number of ranks; that of an MLP on 8 ranks, which are all killed, then 5, 3, and 8 under FSDP; and the
-hashes without train.exact. Exit status 1 if hashes differ that must not.
+Prints what determines the bits in addition to the settings (CPU, torch's build, threads); the hash of each
+model for each number of ranks; the hash of an MLP on 8 ranks, which are all killed, then on 5, 3, and 8 under
+FSDP; and the hashes without train.exact. The exit status is 1 if hashes differ that must be equal.
 """
 
 import json
@@ -45,7 +45,7 @@ def hash_of(run_dir: Path) -> str:
 
 
 def on_each(folder: Path, model: str, *more: str) -> dict[str, str]:
-    """The hashes of runs with different ranks, by words for these."""
+    """Return the hashes of runs with different numbers of ranks, by description."""
     found = {}
     for words in RANKS[model]:
         strategy, ranks = words.split()
@@ -56,7 +56,7 @@ def on_each(folder: Path, model: str, *more: str) -> dict[str, str]:
 
 
 def schedule(run_dir: Path) -> str:
-    """The hash of an MLP whose ranks are killed, all at once, and go on as other ranks."""
+    """Return the hash of an MLP whose ranks are all killed, and which resumes on other numbers of ranks."""
     for strategy, ranks, last in SCHEDULE:
         dies = last != SCHEDULE[-1][-1]
         how = fault("kill", 0, last + 1, "data", count=ranks) if dies else ()
@@ -84,7 +84,7 @@ def main() -> bool:
 
 
 def show(model: str, found: dict[str, str]) -> bool:
-    """Print the hashes; whether they are one."""
+    """Print the hashes, and return whether all are equal."""
     for sha256 in dict.fromkeys(found.values()):
         where = "; ".join(words for words, value in found.items() if value == sha256)
         print(f"{model}: {where}: {sha256[:16]}", flush=True)

@@ -1,11 +1,11 @@
-"""Ranks that die or hang under distributed.shrink: do the others go on, how soon, and to the same bits?
+"""Check that the survivors continue under distributed.shrink when a rank dies or hangs.
 
-Trains the MLP on the digits, by launch=local, with a fault of a rank in each phase of a step: 3 and 4 ranks,
-and several all-reduces. Prints a row for each: the seconds from the fault to the end of the next step, the
-steps that were made again, and whether the model has the right hash: with train.exact that of an undisturbed
-process, without it that of a restart of as many ranks from the same step. With --hosts 2, hosts are network
-namespaces with a torchrun each, which needs root, and the second one is lost with all its processes. Exit
-status 1 if anything is wrong.
+Trains the MLP on the digits with launch=local, on 3 and 4 ranks and with several all-reduces, with a failure
+of a rank in each phase of a step. Prints a row for each: the seconds from the failure to the end of the next
+step, the repeated steps, and whether the model has the expected hash: with train.exact the hash of an
+uninterrupted single process, without it the hash of a restart of the same number of ranks from the same step.
+With --hosts 2, hosts are network namespaces with a torchrun each, which needs root, and the second host is
+lost with all its processes. The exit status is 1 if anything is wrong.
 
     python -m benchmarks.shrink [--only kill|twice|stop|hang|plain] [--hosts 2]
 """
@@ -48,7 +48,7 @@ class Case(NamedTuple):
     phase: str
     victim: int
     exact: bool = True
-    again: bool = False  # a second fault follows, of rank 0 of those that are left
+    again: bool = False  # a second failure follows, of rank 0 of the survivors
 
     def __str__(self) -> str:
         exact = "exact" if self.exact else "plain"
@@ -71,13 +71,13 @@ def cases(only: str) -> Iterator[Case]:
 
 
 class Laboratory:
-    """Runs cases, and knows the hashes that they should have."""
+    """Runs cases, and compares their hashes with the expected ones."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._number, self._right = folder, 0, ""
 
     def try_(self, case: Case) -> bool:
-        """Run a case, and print its row; whether all is right."""
+        """Run a case, print its row, and return whether everything is right."""
         self._number += 1
         run_dir, mark = self._folder / str(self._number), self._folder / f"{self._number}.mark"
         told = [*overrides(case, mark), f"run_dir={run_dir}"]
@@ -103,7 +103,7 @@ class Laboratory:
         return is_right and not lost
 
     def _exact(self) -> str:
-        """The hash of an undisturbed process."""
+        """Return the hash of an uninterrupted single process."""
         if not self._right:
             self._right = self._finished(
                 "undisturbed", "strategy=single", "distributed.shrink=false", "train.exact=8"
@@ -111,7 +111,7 @@ class Laboratory:
         return self._right
 
     def _restarted(self, case: Case, run_dir: Path, step: int, left: int) -> str:
-        """The hash of a restart of as many ranks."""
+        """Return the hash of a restart with `left` ranks."""
         start = run_dir / "checkpoints" / f"step_{step:08d}"
         more = (f"comm={case.comm}", f"resume={start}", "launch=local", f"launch.processes={left}")
         return self._finished(f"{run_dir.name}.restarted", *more)
@@ -130,7 +130,7 @@ def overrides(case: Case, mark: Path) -> list[str]:
 
 
 def kill_again(launcher: Program, run_dir: Path) -> None:
-    """Kill the lowest rank that is left when a step has been made without the first."""
+    """Kill the lowest surviving rank after a step has been made without the first failed rank."""
     end_by = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_by and launcher.poll() is None:
         with contextlib.suppress(OSError, IndexError):
@@ -142,8 +142,8 @@ def kill_again(launcher: Program, run_dir: Path) -> None:
 
 
 def went_on(run_dir: Path, faulty_s: float) -> tuple[float, int, int]:
-    """From train.log: the seconds from the fault to the end of the next step, the step that was saved, and
-    how many steps after it had been logged."""
+    """Return from train.log the seconds from the failure to the end of the next step, the saved step, and the
+    number of steps that had been logged after it."""
     before, _, after = (run_dir / "train.log").read_text().partition("without a restart")
     logged = max(int(step) for step in re.findall(r" step (\d+)/", before))
     resumed = int(re.findall(r"at step (\d+)", after)[0])
@@ -161,7 +161,7 @@ def hash_of(run_dir: Path) -> str:
 
 
 def lose_a_host(laboratory: Laboratory, folder: Path) -> list[bool]:
-    """Two hosts of two ranks; the second is killed with all its processes, its torchrun too."""
+    """Run two hosts of two ranks; all processes of the second, including its torchrun, are killed."""
     found = []
     for number, comm in enumerate(COMMS * 2):
         case = Case(4, comm, "cut", "forward" if number < 3 else "backward", 2)
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
             right = lose_a_host(laboratory, Path(folder))
         else:
             right = [laboratory.try_(case) for case in cases(arguments.only)]
-    print(f"{sum(right)} of {len(right)} went on to the right bits, and lost no step")
+    print(f"{sum(right)} of {len(right)} continued with the right bits and lost no step")
     return all(right)
 
 

@@ -1,9 +1,9 @@
-"""Trains for minutes with a fault every half minute, and ends with the model of an undisturbed run.
+"""Train for minutes with a failure every half minute, and compare the model with an uninterrupted run.
 
-DDP with comm=hierarchical between two hosts of two ranks, asynchronous checkpoints, data workers. First
-undisturbed, while memory, descriptors and threads of each rank are watched: they must not grow. Then
-once more with random faults, each in a separate launch that the next one resumes. Ends with both hashes;
-status 1 if they differ or if something grew.
+Uses DDP with comm=hierarchical between two hosts of two ranks, asynchronous checkpoints, and data workers.
+The first run is uninterrupted, and memory, descriptors and threads of each rank must not grow. The second run
+has random failures, each in a separate launch that the next one resumes. Prints both hashes; the exit status
+is 1 if they differ or if something grew.
 
     python -m benchmarks.soak --minutes 20
 
@@ -33,13 +33,13 @@ from tests.hosts import Host, hosts
 KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge", "cut")
 PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "checkpoint")
 EVERY_S, TIMEOUT_S, RANKS = 30.0, 8.0, 4
-PICTURE_S = 75.0  # time until the first figure: matplotlib is imported once, for some 33 MiB
-SHARE = 1 / 3  # of the time under faults that makes new steps; the rest is ends and starts
+PICTURE_S = 75.0  # time until the first plot, for which matplotlib is imported (about 33 MiB)
+SHARE = 1 / 3  # fraction of the time with failures in which new steps are made; the rest is stops and starts
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The largest of any rank."""
+    """The maximum over ranks."""
 
     memory_mib: float
     descriptors: int
@@ -72,7 +72,7 @@ class Soak:
 
     @contextlib.contextmanager
     def launched(self, overrides: list[str], name: str) -> Iterator[list[subprocess.Popen[Any]]]:
-        """A launch that is ended afterwards in any case; its output is kept under `name`."""
+        """Launch a run, whose output is kept under `name`, and stop it at the end of the context."""
         scratch = self.folder / name
         (scratch / "tmp").mkdir(parents=True, exist_ok=True)
         environment = {drilled_run.MARK: marked(name), "TMPDIR": str(scratch / "tmp"), "OMP_NUM_THREADS": "1"}
@@ -81,7 +81,7 @@ class Soak:
             yield launchers
 
     def undisturbed(self, name: str, steps: int) -> tuple[dict[str, Any], list[Sample]]:
-        """The result of a run, and the samples of its ranks every two seconds, once all is loaded."""
+        """Return the result of a run, and samples of its ranks every two seconds after the start-up."""
         run_dir, samples, since = self.folder / name / "run", list[Sample](), float("inf")
         with self.launched(settings(run_dir, steps), name) as launchers:
             while any(launcher.poll() is None for launcher in launchers):
@@ -94,7 +94,7 @@ class Soak:
         return json.loads((run_dir / "result.json").read_text()), samples
 
     def disturbed(self, steps: int, ms_per_step: float, seed: int) -> tuple[dict[str, Any], list[str]]:
-        """The result of a run with a fault every half minute, and descriptions of the faults."""
+        """Return the result of a run with a failure every half minute, and descriptions of the failures."""
         draw, run_dir, done = random.Random(seed), self.folder / "disturbed" / "run", []
         gap = max(60, int(SHARE * EVERY_S * 1e3 / ms_per_step))
         while not (run_dir / "result.json").exists():
@@ -109,7 +109,7 @@ class Soak:
                 if all(launcher.poll() is None for launcher in launchers):
                     words += ", then SIGTERM"
                     for launcher in launchers:
-                        launcher.terminate()  # and the ranks save and end
+                        launcher.terminate()  # the ranks save and stop
                 gone = time.monotonic() + 2 * TIMEOUT_S
                 while drilled_run.ranks_of(marked(name)) and time.monotonic() < gone:
                     time.sleep(0.2)
@@ -125,9 +125,9 @@ class Soak:
         return json.loads((run_dir / "result.json").read_text()), done
 
     def fault(self, draw: random.Random, step: int, mark: Path) -> tuple[str, tuple[str, ...]]:
-        """A description, and the overrides."""
+        """Return a description of a random failure, and its overrides."""
         kind, phase, command = draw.choice(KINDS if self.members else KINDS[:-1]), draw.choice(PHASES), ""
-        # Rank 0's values are saved: a bit flipped between the check and the copy would be saved, too.
+        # Not rank 0, whose values are saved: a bit flipped between check and copy would be saved too.
         rank = draw.randrange(1 if kind == "diverge" else 0, RANKS)
         if kind == "cut":
             host = self.members[rank // 2]
@@ -137,14 +137,14 @@ class Soak:
 
 
 def survived(mark: Path) -> bool:
-    """Whether the run has survived the fault for long enough."""
+    """Return whether the run has continued for long enough after the failure."""
     with contextlib.suppress(OSError, ValueError):
         return time.time() - json.loads(mark.read_text())["time"] > 3 * TIMEOUT_S
     return False
 
 
 def marked(name: str) -> str:
-    """A mark of a launch's processes, different from those of other soaks."""
+    """Return a mark for the processes of a launch that differs from those of other soaks."""
     return f"{os.getpid()}-{name}"
 
 
@@ -154,7 +154,7 @@ def saved_step(run_dir: Path) -> int:
 
 
 def sample(pids: Iterator[int] | dict[int, int]) -> Sample:
-    """Raises OSError if one of them ends meanwhile, ValueError if there are none."""
+    """Sample processes; raises OSError if one of them ends meanwhile, ValueError if there are none."""
     folders = [Path(f"/proc/{pid}") for pid in pids]
     pages = max(int((folder / "statm").read_text().split()[1]) for folder in folders)
     return Sample(
@@ -165,7 +165,7 @@ def sample(pids: Iterator[int] | dict[int, int]) -> Sample:
 
 
 def growth(samples: list[Sample]) -> list[str]:
-    """Describe what grew from the first fifth to the last; each fifth is printed."""
+    """Print each fifth of the samples, and return what grew from the first fifth to the last."""
     size = len(samples) // 5
     if not size:
         return ["too few samples"]
@@ -184,8 +184,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=20, help="of training under faults, about")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument(
+        "--minutes", type=float, default=20, help="approximate minutes of training with failures"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the failures")
     arguments = parser.parse_args()
     with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
@@ -193,16 +195,16 @@ def main() -> None:
         soak = Soak(members, folder)
         short, _ = soak.undisturbed("short", 200)
         steps = max(400, int(SHARE * arguments.minutes * 60e3 / short["ms_per_step"]))
-        print(f"{steps} steps of {short['ms_per_step']:.1f} ms, undisturbed:", flush=True)
+        print(f"{steps} steps of {short['ms_per_step']:.1f} ms, uninterrupted:", flush=True)
         expected, samples = soak.undisturbed("undisturbed", steps)
         grown = growth(samples)
-        print("and with faults:", flush=True)
+        print("and with failures:", flush=True)
         begin = time.monotonic()
         result, done = soak.disturbed(steps, expected["ms_per_step"], arguments.seed)
         minutes = (time.monotonic() - begin) / 60
     equal = result["param_sha256"] == expected["param_sha256"]
-    print(f"{len(done) - 1} faults in {minutes:.1f} minutes; {result['steps']} steps")
-    print(f"undisturbed {expected['param_sha256']}\nwith faults {result['param_sha256']}")
+    print(f"{len(done) - 1} failures in {minutes:.1f} minutes; {result['steps']} steps")
+    print(f"uninterrupted {expected['param_sha256']}\nwith failures {result['param_sha256']}")
     print("grown: " + (", ".join(grown) or "nothing"))
     sys.exit(0 if equal and not grown else 1)
 

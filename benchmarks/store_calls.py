@@ -1,7 +1,7 @@
-"""What the leaders of many hosts ask of the store while all is well: calls a second, and CPU time.
+"""Measure the store calls per second and the CPU time of the leaders of many hosts in a healthy run.
 
-All leaders are threads of this process, which also holds the store, so CPU time is an upper bound for each:
-it includes its share of the store's. Each host has one rank that makes a step every --step seconds.
+All leaders are threads of this process, which also runs the store, so CPU time per leader is an upper bound
+that includes a share of the store's time. Each host has one rank, which makes a step every --step seconds.
 
     python -m benchmarks.store_calls [--hosts 64] [--step 3] [--seconds 20]
 """
@@ -22,7 +22,7 @@ CALLS = Counter[str]()
 
 
 class Counted:
-    """A store that counts the calls; a call for several keys is one."""
+    """A store that counts calls; a call for several keys counts once."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -42,7 +42,9 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=64)
     parser.add_argument("--step", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--after", type=float, default=30.0, help="s of silence that are suspicious")
+    parser.add_argument(
+        "--after", type=float, default=30.0, help="seconds without progress after which a rank is suspected"
+    )
     options = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -72,7 +74,7 @@ def main() -> None:
         f"{total / options.hosts:.2f} a host; {1e2 * used / wall / options.hosts:.3f} % of a core a host",
         flush=True,
     )
-    os._exit(0)  # the leaders' threads are within calls of the store
+    os._exit(0)  # the leaders' threads are in calls of the store
 
 
 if __name__ == "__main__":

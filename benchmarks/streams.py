@@ -1,15 +1,15 @@
-"""Text and tokens: memory on a large file, windows per second, and a resume.
+"""Measure text and token data: memory for a large file, windows per second, and the time of a resume.
 
     python -m benchmarks.streams [--gigabytes 5] [--block-size 1024] [--workers 0,1,2]
 
-The file is sparse or, with --repeat, the Python language reference written over and over. Memory is the
-growth of the resident set of a fresh process; a resume is timed to its first batch, from the stream's own
-state and by reading again.
+The file is sparse or, with --repeat, contains the Python language reference many times. Memory is the growth
+of the resident set of a new process. A resume is timed until its first batch, from the state of the stream,
+and by reading again.
 
-Windows per second: of data=tokens beside a Dataset that cuts each window from the same memory-mapped file,
-and of a stream that reads the same file in its order, both beside torch's DataLoader, in rotation, each in a
-process of its own. `a core` is per second of processor time, workers
-included. The limit is one core that only copies windows of these bytes to int64.
+Windows per second are measured for data=tokens and a Dataset that cuts windows from the same memory-mapped
+file, and for a stream that reads the file in order, each compared with torch's DataLoader in rotation, in
+separate processes. `a core` is per second of CPU time, including workers. The limit is one core that only
+copies windows of these bytes to int64.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=5.0)
     parser.add_argument("--block-size", type=int, default=1024)
     parser.add_argument("--workers", default="0,1,2")
-    parser.add_argument("--repeat", action="store_true", help="write the file out in full")
+    parser.add_argument("--repeat", action="store_true", help="write the whole file instead of a sparse one")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "large.txt"
@@ -86,7 +86,7 @@ def _memory(path: str, block_size: int) -> None:
 
 
 class PlainTokens(Dataset[Any]):
-    """What one would write for a file of tokens."""
+    """A typical user's dataset for a file of tokens."""
 
     def __init__(self, path: str, block_size: int) -> None:
         self._tokens, self._size = np.memmap(path, np.uint16, mode="r"), block_size
@@ -101,7 +101,7 @@ class PlainTokens(Dataset[Any]):
 
 
 class PlainStream(IterableDataset[Any]):
-    """What one would write for a large file: each worker reads its part of it, and a resume begins there."""
+    """A typical user's dataset for a large file: each worker reads its part, and a resume starts there."""
 
     def __init__(self, path: str, block_size: int) -> None:
         self._path, self._size, self._done = path, block_size, 0
@@ -162,14 +162,14 @@ def _rates(path: str, block_size: int, numbers_of_workers: Sequence[int]) -> Non
 
 
 def _in_a_process(make: Callable[[], Iterator[Any]], num_batches: int = 1500) -> tuple[float, float]:
-    """Windows per second, and per second of processor time; both without the start."""
+    """Return windows per second and per second of CPU time, both without the start."""
     few, many = [_used(make, number) for number in (50, 50 + num_batches)]
     windows = GLOBAL_BATCH * num_batches
     return windows / (many[0] - few[0]), windows / (many[1] - few[1])
 
 
 def _used(make: Callable[[], Iterable[Any]], num_batches: int) -> tuple[float, float]:
-    """Seconds, and seconds of processor time, of a process that takes so many batches, and of its workers."""
+    """Return wall and CPU seconds of a process, with its workers, that takes this number of batches."""
 
     def take() -> None:
         torch.set_num_threads(1)
@@ -189,7 +189,7 @@ def _used(make: Callable[[], Iterable[Any]], num_batches: int) -> tuple[float, f
 
 
 def _limit(path: str, dtype: type, block_size: int) -> float:
-    """Windows per second if they were only copied, in batches, from places chosen at random."""
+    """Return windows per second if they are only copied, in batches, from random positions."""
     source = np.memmap(path, dtype, mode="r")
     windows = source[: len(source) // block_size * block_size].reshape(-1, block_size)
     target = np.empty((GLOBAL_BATCH, block_size), np.int64)

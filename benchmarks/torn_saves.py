@@ -1,9 +1,9 @@
-"""Saves killed at random moments: is the newest checkpoint whole, and not older than the last that was saved?
+"""Kill saves at random moments, and check that the newest checkpoint is complete and not too old.
 
-Two ranks save without a pause; every number of the state is that of the step. At a random moment both get
-SIGKILL. Then the newest checkpoint that resume=auto takes must verify, be of one step in all its tensors, and
-not be older than the last whose save had returned. Prints a line for each way of saving. The exit status is 1
-if a kill tore or lost one.
+Two ranks save without a pause; every value of the state is the number of the step. Both get SIGKILL at a
+random moment. Then the newest checkpoint that resume=auto finds must verify, contain a single step in all its
+tensors, and not be older than the last save that had returned. Prints a line for each method of saving; the
+exit status is 1 if a checkpoint was damaged or lost.
 
     python -m benchmarks.torn_saves [--kills 60] [--gigabytes 0.05] [--directory DIR]
 """
@@ -54,7 +54,7 @@ def save_forever(rank: int, root: Path, way: str, gigabytes: float, done: Any) -
         state.progress.step = step
         checkpointer.save(state)
         if rank == 0:
-            done.value = step - 1 if "async" in way else step  # this save waited for the one before
+            done.value = step - 1 if "async" in way else step  # this save waited for the previous one
 
 
 def found_by_auto(root: Path) -> OpenCheckpoint | None:
@@ -64,7 +64,7 @@ def found_by_auto(root: Path) -> OpenCheckpoint | None:
         try:
             return verified(directory)
         except UserError as error:
-            print(f"  passed over: {error}")
+            print(f"  skipped: {error}")
     return None
 
 
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=None)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # a forked process has no others
+    torch.set_num_threads(1)  # a forked process has no other threads
     draw, problems = random.Random(options.seed), 0
     for way in WAYS:
         found = []
@@ -114,7 +114,7 @@ def main() -> int:
         bad = [each for each in found if each is not None]
         problems += len(bad)
         print(
-            f"{way:14} {len(found) - len(bad)} of {len(found)} old or new, whole",
+            f"{way:14} {len(found) - len(bad)} of {len(found)} complete checkpoints",
             *bad,
             sep="\n  ",
             flush=True,
@@ -123,5 +123,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method("fork")  # torch is loaded once
+    multiprocessing.set_start_method("fork")  # import torch only once
     sys.exit(main())

@@ -1,12 +1,12 @@
-"""What did a change cost? Processor time of a step in two checkouts that train at the same time on one core.
+"""Measure the cost of a change: CPU time of a step in two checkouts that train at the same time on one core.
 
     python -m benchmarks.two_checkouts BEFORE AFTER [--processes 2] [--rounds 3] [--steps 8800] [WORD ...]
     python -m benchmarks.two_checkouts . . --after comm.timeline=false      what does a setting cost?
 
-BEFORE and AFTER are directories of two commits (`git worktree add`); words are those of train.py. The kernel
-gives both their turns within milliseconds, so that a machine that grows slower does so for both: the same
-checkout twice gives 1.00 to 1.01 where runs one after the other differ by a third. Of a run's processor time
-that of a run of 22 steps is taken off, which is its start and end. Waiting is not seen.
+BEFORE and AFTER are directories of two commits (`git worktree add`); WORDs are settings of train.py. The
+kernel switches between both every few milliseconds, so that other load affects both equally: the same
+checkout twice gives 1.00 to 1.01, while runs one after the other differ by a third. The CPU time of a run of
+22 steps is subtracted as start and end. Waiting times are not measured.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _QUIET = ("train.eval_every_epochs=0", "checkpoint.every_epochs=null", "schedule
 def processor_seconds(
     checkouts: Sequence[Path], core: int, processes: int, words: Sequence[Sequence[str]]
 ) -> list[float]:
-    """Of a run of each with its `words`, started at once; with those of its children."""
+    """Return the CPU seconds of a run of each checkout, started at the same time, including children."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("checkouts", type=Path, nargs=2, metavar="CHECKOUT")
     parser.add_argument("words", nargs="*", help="settings of train.py")
     parser.add_argument(
-        "--after", nargs="+", default=[], metavar="WORD", help="settings of the second run alone"
+        "--after", nargs="+", default=[], metavar="WORD", help="settings of only the second run"
     )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
@@ -91,7 +91,7 @@ def main() -> None:
         ratios.append(after / before)
         a_step = 1e3 / (arguments.steps - _START)
         print(
-            f"before {before * a_step:.3f}  after {after * a_step:.3f} ms a step  {ratios[-1]:.3f}",
+            f"before {before * a_step:.3f}  after {after * a_step:.3f} ms per step  {ratios[-1]:.3f}",
             flush=True,
         )
     print(f"after / before: median {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")

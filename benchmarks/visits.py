@@ -1,4 +1,4 @@
-"""Many models one after another in ranks that are started once: each answers questions about each."""
+"""Visit many models in ranks that are started only once, and record answers about each model."""
 
 import json
 import os
@@ -14,7 +14,7 @@ Table = dict[str, dict[str, str]]
 
 
 class Refused(Exception):  # noqa: N818
-    """A rank has an answer that ends the runs of a model: the ranks are started again for the next."""
+    """Stops the runs of a model because a rank has an answer; the ranks are restarted for the next model."""
 
 
 class Answers:
@@ -28,7 +28,7 @@ class Answers:
             print(json.dumps([self._name, question, value]), file=file, flush=True)
 
     def asked(self, question: str, ask: Callable[[], Any]) -> Any:
-        """The result of `ask`; if it raises, its error becomes the answer."""
+        """Return the result of `ask`; if it raises an error, record the error as the answer."""
         try:
             return ask()
         except UserError as error:
@@ -43,10 +43,10 @@ class Answers:
 def visit_each(
     visit: Callable[[Answers, str], None], ranks: int, names: Sequence[str], out: Path, timeout_s: float = 600
 ) -> Iterator[str]:
-    """Call `visit` with each name on each rank; yields the names as they are done.
+    """Call `visit` with each name on each rank, and yield the finished names.
 
     Args:
-        timeout_s: the time for one name.
+        timeout_s: the time limit for one name, in seconds.
     """
     left = list(names)
     while left:
@@ -71,11 +71,11 @@ def _visit(visit: Callable[[Answers, str], None], names: Sequence[str], out: Pat
 
 def _give_up(out: Path, name: str) -> None:
     with out.with_suffix(".0").open("a") as file:
-        print(json.dumps([name, "ranks", "WRONG: they ended without a message"]), file=file)
+        print(json.dumps([name, "ranks", "WRONG: ranks ended without a message"]), file=file)
 
 
 def read(out: Path) -> Table:
-    """All answers so far, by name and question."""
+    """Return all answers so far, by name and question."""
     table: Table = {}
     for file in sorted(out.parent.glob(f"{out.stem}.[0-9]")):
         for line in file.read_text().splitlines():

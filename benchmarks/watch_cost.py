@@ -1,12 +1,12 @@
-"""The cost of the watch: milliseconds per step with heartbeats and watch, and without, alternating.
+"""Measure the cost of heartbeats and watch, or of the failure snapshot, in milliseconds per step.
 
-With --of snapshot it is that of `checkpoint.on_failure`: what the failure snapshot copies after each update.
+With --of snapshot, measures `checkpoint.on_failure`: the copies of the failure snapshot after each update.
 
-One run of the MLP on the digits, the setting of harness_cost.py, in which both are switched off and on every
-60 steps, on all ranks at once, so that other load on the machine affects both alike. Prints medians over
-the blocks, and over the ratios of neighbours: of a block's mean step; of its median step, which a busy
-machine disturbs less, but which does not show the watch's own checks, five a second; and of the processor
-time of all threads of rank 0, which others disturb least.
+In one run of the MLP on the digits, with the settings of harness_cost.py, the feature is switched off and on
+every 60 steps on all ranks, so that other load on the machine affects both equally. Prints medians over the
+blocks and over the ratios of neighbouring blocks: of the mean step; of the median step, which depends less on
+other load but does not include the watch's checks, five per second; and of the CPU time of all threads of
+rank 0, which depends least on other load.
 
     python -m benchmarks.watch_cost [--processes 2] [--epochs 60] [--of snapshot]
 """
@@ -31,7 +31,7 @@ BLOCK = 60
 
 
 def train(out: Path, of: str, overrides: list[str]) -> None:
-    """Run train.py, with the switch; rank 0 writes the median step of each block, in ms, to `out`."""
+    """Run train.py with the switch; rank 0 writes the times of each block in ms to `out`."""
     from ringmaster import main
     from trainer.failures.heartbeat import Heartbeat
 
@@ -85,7 +85,7 @@ def _one_of(is_on: threading.Event, on: Callable[..., Any], off: Callable[..., A
 
 
 def blocks(begins: list[tuple[float, float]], size: int = BLOCK) -> list[tuple[float, ...]]:
-    """Mean and median step of each block, without those around the switch, and its processor time; in ms."""
+    """Return each block's mean and median step without steps around the switch, and its CPU time, in ms."""
     ms = [[1e3 * (b - a) for a, b in zip(*step, strict=True)] for step in pairwise(begins)]
     whole = [ms[at + 1 : at + size - 1] for at in range(0, len(ms) - size, size)]
     columns = [list(zip(*block, strict=True)) for block in whole]
@@ -93,7 +93,7 @@ def blocks(begins: list[tuple[float, float]], size: int = BLOCK) -> list[tuple[f
 
 
 def ratios(of: str, found: list[tuple[float, ...]]) -> list[str]:
-    """Lines of medians, over blocks that are on and off in turn."""
+    """Return lines with medians over blocks in which the feature is alternately on and off."""
     lines = []
     for name, values in zip(("mean", "median", "processor's"), zip(*found, strict=True), strict=True):
         on, off = values[0::2], values[1::2]
@@ -112,7 +112,7 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=200)
-    parser.add_argument("--train", type=Path, metavar="OUT", help="be one rank, and write to OUT")
+    parser.add_argument("--train", type=Path, metavar="OUT", help="run as one rank, and write to OUT")
     parser.add_argument("--of", choices=("watch", "snapshot"), default="watch")
     arguments, overrides = parser.parse_known_args()
     if arguments.train:

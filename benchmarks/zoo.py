@@ -1,18 +1,20 @@
-"""Other people's models: torchvision's classifiers, families of timm, architectures of transformers.
+"""Check other people's models: torchvision's classifiers, families of timm, architectures of transformers.
 
-Of each is asked whether
-  built    it can be built on the meta device; or why each rank builds it whole
-  alone    in one process, a run from the checkpoint of its first step ends with the same bits
-  equal    two steps under fsdp on two ranks end where that process ends, which has their micro-batches too
-  resumed  as alone, under fsdp
-An answer is yes, refused (in the one line that a person gets) or WRONG; the exit status is 1 if any is wrong.
+For each model:
+  built    it can be built on the meta device; otherwise the reason why each rank builds the whole model
+  alone    in one process, a run resumed from the checkpoint of its first step ends with the same bits
+  equal    two steps under fsdp on two ranks give the same model as that process with the same micro-batches
+  resumed  the same as alone, under fsdp
+An answer is yes, refused (with the one-line message for users) or WRONG; the exit status is 1 if any is
+WRONG.
 
     python -m benchmarks.zoo [--only tv: hf:gpt2] [--out FILE]        needs pip install timm transformers
 
-Equal is: no parameter differs by more than a thousandth of the largest change that the steps made to it, and
-4 times the rounding of its largest number: ranks' gradients are summed in another order, and a step is small
-against the number that it is added to. One that is lost, doubled or another rank's differs by all of it.
-Running statistics are not compared: those of rank 0 follow its half of the data, and no training uses them.
+Models are equal if no parameter differs by more than a thousandth of its largest change in these steps plus
+4 times the rounding error of its largest value, because the gradients of ranks are added in a different
+order, and an update is small compared with the value. A lost, doubled or wrong gradient differs by the whole
+change. Running statistics are not compared: on rank 0 they depend on its half of the data, and training does
+not use them.
 """
 
 import argparse
@@ -84,7 +86,7 @@ def configured(name: str, strategy: str, run_dir: Path, resume: str | None = Non
 
 
 def trained(config: Any, compared: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-    """The hash of the model in the end, and begin and end of each parameter; or how far off it is."""
+    """Return the final hash and the initial and final parameters, or the hash and how far they are off."""
     from trainer.loop import fit
     from trainer.model.plain_names import parameter_names
     from trainer.report.run_hash import parameters_sha256
@@ -106,7 +108,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _far(end: torch.Tensor, begin: torch.Tensor, right: torch.Tensor) -> float:
-    """The largest difference, as a multiple of the allowed one."""
+    """Return the largest difference as a multiple of the allowed difference."""
     if end.equal(right):
         return 0.0
     if not end.is_floating_point():
@@ -118,7 +120,7 @@ def _far(end: torch.Tensor, begin: torch.Tensor, right: torch.Tensor) -> float:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Without the variables that tell this process of other ranks."""
+    """Remove the environment variables of the launcher within the context."""
     from trainer.launch.rank_info import TELLING
 
     told = {name: os.environ.pop(name) for name in list(os.environ) if TELLING.match(name)}
@@ -129,7 +131,7 @@ def alone() -> Iterator[None]:
 
 
 def visit(out: Path, answers: Answers, name: str) -> None:
-    """Rank 0 trains a model alone, while rank 1 looks at how it is built; then both train it."""
+    """Train a model in rank 0 while rank 1 checks how it is built, then train it on both."""
     rank, shared = int(os.environ["RANK"]), out.parent / f"{out.name}-runs"
 
     def resumed(strategy: str, run_dir: Path) -> str:
@@ -164,9 +166,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=[""], help="what names begin with")
-    parser.add_argument("--timeout-s", type=float, default=600, help="the time for one model")
-    parser.add_argument("--out", type=Path, help="where answers are added: FILE.0 and so on, by rank")
+    parser.add_argument("--only", nargs="+", default=[""], help="prefixes of names")
+    parser.add_argument("--timeout-s", type=float, default=600, help="time limit for one model in seconds")
+    parser.add_argument(
+        "--out", type=Path, help="file to which answers are appended: FILE.0 and so on, by rank"
+    )
     arguments = parser.parse_args()
     names = [name for name in zoo_models.names() if name.startswith(tuple(arguments.only))]
     given: list[tuple[str, str]] = []

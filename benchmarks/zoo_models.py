@@ -1,7 +1,6 @@
-"""The models of benchmarks/zoo.py, by names such as tv:resnet18, and small random data for them, without
-files.
+"""The models of benchmarks/zoo.py, by names such as tv:resnet18, and small random data for them.
 
-Forward passes have no randomness (dropout, stochastic depth, masking): ranks draw different numbers.
+Forward passes are not random (no dropout, stochastic depth or masking), because ranks draw different numbers.
 """
 
 from collections.abc import Sequence
@@ -115,7 +114,7 @@ _SOUND = {
     "apply_spec_augment": False,
     "num_labels": CLASSES,
 }
-# By the name of the architecture: its head, and its arguments beside _TINY.
+# By the name of the architecture: its head, and its arguments in addition to _TINY.
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("CausalLM", {}),
     "gpt_neo": ("CausalLM", {"attention_types": [[["global", "local"], 1]], "window_size": 8}),
@@ -192,7 +191,7 @@ def build(name: str) -> nn.Module:
 
 
 def task(name: str) -> dict[str, Any]:
-    """The task of a model, as a setting."""
+    """Return the task of a model as a setting."""
     kind, _, architecture = name.partition(":")
     if kind != "hf":
         return {"_target_": "trainer.tasks.Classification"}
@@ -200,7 +199,7 @@ def task(name: str) -> dict[str, Any]:
 
 
 def pixels(name: str) -> int:
-    """The side of its images, as small as possible."""
+    """Return the smallest possible side length of the model's images."""
     kind, _, name = name.partition(":")
     if kind == "timm":
         return TIMM[name]
@@ -220,7 +219,7 @@ def _torchvisions(name: str) -> nn.Module:
 def _timms(name: str) -> nn.Module:
     import timm
 
-    try:  # those with tables of positions must know the size
+    try:  # models with position tables need the image size
         return timm.create_model(name, pretrained=False, num_classes=CLASSES, img_size=TIMM[name])
     except TypeError:
         return timm.create_model(name, pretrained=False, num_classes=CLASSES)
@@ -240,11 +239,11 @@ def _hugging_faces(name: str) -> nn.Module:
 
 
 class Samples(Dataset[Any]):
-    """Inputs for a model of this name, and labels.
+    """Inputs and labels for the model of this name.
 
     Args:
-        micro_batches_of: a number of ranks: orders the samples so that a single process has the micro-batches
-            of that many ranks; 1 keeps the order.
+        micro_batches_of: orders the samples so that a single process gets the micro-batches of this number of
+            ranks; 1 keeps the order.
     """
 
     num_classes = CLASSES
@@ -289,9 +288,9 @@ class Samples(Dataset[Any]):
 
 
 def _places(ranks: int, seed: int) -> Tensor:
-    """For each index, the sample at that place if ranks take every ranks-th sample of a batch.
+    """Return, for each index, the sample to use there.
 
-    In the first epoch of a run with `seed` the micro-batch k of a process is then that of rank k.
+    In the first epoch of a run with `seed`, micro-batch k of a single process then is that of rank k.
     """
     order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(seed))
     of_ranks = order.reshape(-1, GLOBAL_BATCH // ranks, ranks).transpose(1, 2).flatten()
