@@ -56,14 +56,14 @@ def simulated_strategy(config: Config, ranks: Ranks, gpus: int) -> PlacedStrateg
 class _Whole(Strategy):
     """A whole model; for DDP without its C++ buckets, which need tensors with memory."""
 
-    def _placed(self, model: nn.Module) -> nn.Module:
+    def _place(self, model: nn.Module) -> nn.Module:
         return model
 
 
 class _Unconnected(ParameterServer):
     """One rank of a parameter server: its model, and what it sends and receives, as if it were there."""
 
-    def _placed(self, model: nn.Module) -> nn.Module:
+    def _place(self, model: nn.Module) -> nn.Module:
         return model
 
     def connect(self, parameters: list[nn.Parameter]) -> Exchange:

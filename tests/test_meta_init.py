@@ -101,7 +101,7 @@ def _gpt() -> nn.Module:
 ON_META = (Everything, View, _gpt, Drawn)
 WHOLE = {
     Reads: "tolist|meta",
-    Hides: "where no attribute of a module lists them",
+    Hides: "it stores tensors elsewhere than in attributes",
     Shares: "share memory",
 }
 
@@ -159,7 +159,9 @@ def test_every_rank_has_the_values_of_one_that_builds_alone() -> None:
 
 def test_what_init_tensor_forgets_is_refused_by_name() -> None:
     model = constructed(partial(Drawn, forgets=True), 0, None)
-    with pytest.raises(UserError, match=r"init_tensor leaves 20 of the 400 numbers of first.weight out"):
+    with pytest.raises(
+        UserError, match=r"init_tensor must set all 400 elements of first.weight, but 20 are unset"
+    ):
         model.fill(model.module)
 
 

@@ -1,4 +1,4 @@
-"""Builds the parts of a run, and resumes them from a checkpoint."""
+"""Build the parts of a run, and restore them from a checkpoint."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -56,10 +56,12 @@ def assemble(
     stop_request: StopRequest,
     failure_save: SaveOnFailure | None = None,
 ) -> Run:
-    """Build the parts of a run, up to the step at which it begins or resumes (a collective).
+    """Build the parts of a run, ready for its first step or for the next one after a resume (a collective).
 
-    `config.run_dir`, `config.seed` and `run_id` must be this run's, and the same on every rank.
-    `failure_save` saves this process's state if others fail; None: nothing does.
+    Args:
+        config: `run_dir` and `seed` must be set, to the same values on every rank.
+        run_id: the same on every rank.
+        failure_save: saves this process's state if another process fails; None: no such save.
     """
     assert config.run_dir is not None and config.seed is not None
     run_dir, train = Path(config.run_dir), config.train
@@ -76,8 +78,8 @@ def assemble(
     total_steps = planned_steps(progress, train, num_samples)
 
     wrapped, num_parameters, flops, frozen = _model(config, data, task, split, strategy, ranks, checkpoint)
-    earlier = checkpoint.trained if checkpoint else ()
-    state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch, earlier)
+    trained_before = checkpoint.trained if checkpoint else ()
+    state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch, trained_before)
     saved = checkpoint.facts.get("exact") if checkpoint else None
     exact = exact_facts(train.exact, ranks, saved, progress.step)
     data_states = checkpointer.bind(state, exact, frozen)
@@ -130,23 +132,24 @@ def _model(
     ranks: Ranks,
     checkpoint: OpenCheckpoint | None,
 ) -> tuple[nn.Module, int, ModelFlops | None, dict[str, str]]:
-    """The model, wrapped; the number of its parameters; what counts its FLOPs; and its `frozen_digests`.
+    """Return the wrapped model, the number of its parameters, its FLOP counter and its `frozen_digests`.
 
-    They are needed if the checkpoint to read or to save leaves out frozen parameters.
+    The digests are empty unless the checkpoint to read, or those to save, omit frozen parameters.
     """
     assert config.seed is not None
-    leaves_out = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
-    needs_initial = checkpoint is None or leaves_out  # a whole checkpoint replaces all initial weights
+    omits_frozen = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
+    needs_initial = checkpoint is None or omits_frozen  # a complete checkpoint replaces all initial weights
     agreement = Agreement(ranks)
     read_by = (agreement, ranks.local_rank) if needs_initial else None
     model = initial_model(config, data.train_set, ranks if strategy.fills_by_unit else None, read_by)
     compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), ranks)
     num_parameters = parameter_count(model.module.parameters())
-    frozen = agreement.on_main(lambda: frozen_digests(model.module, model.loaded)) if leaves_out else {}
+    frozen = agreement.on_main(lambda: frozen_digests(model.module, model.loaded)) if omits_frozen else {}
     if not config.checkpoint.frozen and not frozen:
         raise UserError(
-            "checkpoint.frozen=false leaves out frozen parameters that came from model.init_from, and this "
-            "model has none: set checkpoint.frozen=true, or model.init_from and model.freeze"
+            "checkpoint.frozen=false omits frozen parameters loaded by model.init_from from checkpoints, but "
+            "this model has no such parameters; set checkpoint.frozen=true, or set model.init_from and "
+            "model.freeze"
         )
     devices = max(strategy.devices, devices_of(model.module), key=len)
     flops = model_flops(model.module, task, config.train, split, devices, ranks)
@@ -162,29 +165,29 @@ def _state(
     wrapped: nn.Module,
     total_steps: int,
     steps_per_epoch: int | None,
-    earlier: Collection[str],
+    trained_before: Collection[str],
 ) -> TrainState:
-    """The state that training changes, before the first step.
+    """Return the state that training changes, as it is before the first step.
 
     Args:
-        earlier: names of parameters that the run trained before this resume.
+        trained_before: names of the parameters that the run trained before this resume.
     """
     fused_on_cpu = config.train.exact is None and config.train.precision != "fp16"
     facts = ScheduleFacts(total_steps, steps_per_epoch)
-    of_schedule = facts.in_steps(config.schedule)
+    schedule_options = facts.in_steps(config.schedule)
 
     def build(trainable: TrainableParameters) -> tuple[Optimizer, LRScheduler]:
         optimizer = build_optimizer(trainable, config.optim, fused_on_cpu)
-        schedule = build_schedule(of_schedule, optimizer, facts)
+        schedule = build_schedule(schedule_options, optimizer, facts)
         check_schedule(schedule, evaluates=config.train.evaluates)
         strategy.order.check(optimizer, strategy.gradients_differ)
         return optimizer, schedule
 
-    trainable = TrainableParameters(strategy.unwrap(wrapped), earlier)
+    trainable = TrainableParameters(strategy.unwrap(wrapped), trained_before)
     optimizer, schedule = build(trainable)
     strategy.notes += [
-        f"fsdp: {type(part.optimizer).__name__} needs whole tensors: one rank gathers and updates each "
-        "tensor, which is slower than updating shards"
+        f"fsdp: {type(part.optimizer).__name__} needs whole tensors, so one rank gathers and updates each "
+        "tensor; this is slower than updating shards"
         for part in whole_parts(optimizer)
     ]
     early_end = EarlyEnd(config.train.early_stopping, config.train.max_hours)
@@ -194,7 +197,7 @@ def _state(
         schedule,
         grad_scaler(strategy),
         Progress(),
-        settings_of(of_schedule, facts),
+        settings_of(schedule_options, facts),
         early_end=early_end,
         build=build,
     )

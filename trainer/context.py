@@ -1,4 +1,4 @@
-"""The parts of a run: built by `assemble`, used by the loop."""
+"""The parts of a run, which `assemble` builds and the loop uses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,22 +30,22 @@ from trainer.tasks import Task
 
 
 class RunData(NamedTuple):
-    """The data of this process, and how it reaches the model."""
+    """This process's data loaders, and how a batch reaches the model."""
 
     train_loader: TrainLoader
-    eval_loader: EvalLoader | None  # None: never evaluate
+    eval_loader: EvalLoader | None  # None: evaluation is disabled
     split: BatchSplit
-    first_micro_batch: int  # of this rank: its number within a step, over all replicas
+    first_micro_batch: int  # index of this rank's first micro-batch among those of all replicas in a step
     to_device: ToDevice
 
 
 class RunPlan(NamedTuple):
-    """Numbers that are fixed once the run is built."""
+    """Facts that are fixed once the run is built."""
 
-    steps_before: int  # made before this process began; 0 in a new run
-    total_steps: int  # an upper limit: a stream may end before
-    num_parameters: int  # of the whole model
-    exact: Mapping[str, Any] | None  # of an exact run: what decides its bits, as in result.json
+    steps_before: int  # steps made before this process started; 0 in a new run
+    total_steps: int  # an upper limit, because a stream may end earlier
+    num_parameters: int  # of the unsharded model
+    exact: Mapping[str, Any] | None  # with train.exact: what determines the bits, as in result.json
     log_interval: int | None  # steps; None: nothing is logged
 
     def logs(self, step: int) -> bool:
@@ -54,13 +54,13 @@ class RunPlan(NamedTuple):
 
 
 class Guards(NamedTuple):
-    """Checks for wrong results, and copies for a failure or a skipped step."""
+    """Checks for wrong results, and the copies that a failure or a skipped step needs."""
 
     replicas: ReplicaCheck
     unsaved: UnsavedState
     buffers: BufferCheck
-    snapshot: Snapshot  # a `FailureSnapshot`, if a survivor of a failure may save
-    kept_buffers: KeptBuffers | None  # after the last step, for the snapshot or a step that is skipped
+    snapshot: Snapshot  # a `FailureSnapshot` if the survivors of a failure save
+    kept_buffers: KeptBuffers | None  # buffers after the last step, for the snapshot or a skipped step
 
 
 class RunReport(NamedTuple):
@@ -74,14 +74,14 @@ class RunReport(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """All of one process's parts of a run."""
+    """All parts of a run in one process."""
 
-    config: Config  # with what was taken from the training data
+    config: Config  # including values derived from the training data
     ranks: Ranks
     strategy: Strategy
     task: Task
     model: nn.Module  # wrapped by the strategy
-    state: TrainState  # of the module that the strategy owns
+    state: TrainState
     data: RunData
     plan: RunPlan
     checkpointer: Checkpointer
@@ -97,12 +97,12 @@ class Run:
 
     @property
     def model_context(self) -> ModelContext:
-        """What an evaluation needs."""
+        """The parts that an evaluation needs."""
         parts = self.ranks, self.strategy, self.task, self.model
         return ModelContext(*parts, self.data.to_device, self.seed)
 
-    def asked(self) -> AfterStep:
-        """What this rank asks of all after the step; of the time only rank 0, since clocks differ."""
+    def requested_action(self) -> AfterStep:
+        """Return what this rank requests after the step; only rank 0 looks at the time, as clocks differ."""
         if self.stop_request.is_set:
             return AfterStep.STOP
         if not self.ranks.is_main:

@@ -1,4 +1,4 @@
-"""The forward and backward pass of one micro-batch, in a step, in the dry run and in every estimate."""
+"""The forward and backward pass of one micro-batch: the same code for steps, dry runs and estimates."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,22 +23,22 @@ def forward_backward(
     label_count: float = 1,
     is_last: bool = True,
 ) -> None:
-    """Add the gradients of one micro-batch to those of the parameters.
+    """Accumulate the gradients of one micro-batch in the parameters.
 
     Args:
-        model: wrapped by `strategy`.
+        model: the module wrapped by `strategy`.
         batch: on the device.
-        label_count: how many labels of the micro-batch count; without any, its gradients are 0.
-        is_last: whether the backward pass also averages the gradients over ranks: the step's last one does.
+        label_count: the number of labels that count in the micro-batch; if 0, its gradients are 0.
+        is_last: whether to average the gradients over ranks, in the last micro-batch of the step.
 
     Raises:
-        UserError: an error of torch whose cause `strategy` knows.
+        UserError: torch raised an error whose cause `strategy` recognizes.
     """
     with strategy.gradient_sync(model, enabled=is_last):
         with strategy.autocast(), strategy.explaining("forward"):
             loss, parts = loss_of(task, model, batch, label_count)
-        del batch  # what the backward pass needs of it is in the graph
+        del batch  # the graph keeps what the backward pass needs
         loss = between(loss, parts)
         with strategy.explaining("backward"):
-            # The gradient of the loss is 1, or NaN for a loss of NaN or Inf: then all ranks get NaN.
+            # The gradient of a NaN or Inf loss is NaN instead of 1, so that all ranks get NaN gradients.
             loss.backward(torch.rsub(loss.detach(), 1, alpha=0))  # 1 - 0 * loss, in one kernel

@@ -1,4 +1,4 @@
-"""The training loop: `fit` makes steps, and evaluates and saves between them, without callbacks."""
+"""The training loop: `fit` makes the steps, and evaluates and saves between them; there are no callbacks."""
 
 import logging
 import warnings
@@ -20,34 +20,35 @@ from trainer.task_hooks import refuse_changed_by_loss
 
 log = logging.getLogger(__name__)
 
-# fp16 may skip the first update for an overflow; the schedule still counts the step.
+# With fp16, the first update may be skipped because of an overflow; the schedule still counts that step.
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
 
 def fit(run: Run) -> dict[str, float]:
-    """Train to the last step and return the run's metrics by their names in result.json.
+    """Train to the last step, and return the run's metrics by their names in result.json.
 
     Raises:
-        NonFiniteError: on all ranks at the same step, before its update.
-        StoppedBySignal: on all ranks at the same step, after saving it.
+        NonFiniteError: a loss or gradient is NaN or Inf; raised on all ranks, before the update of that step.
+        StoppedBySignal: a signal asked to stop; raised on all ranks, after the same step was saved.
     """
     progress, settings, meter = run.state.progress, run.config.train, run.report.meter
-    steady = epoch_begin = meter.mark()
-    began_within_epoch = progress.samples_in_epoch > 0
+    steady = epoch_start = meter.mark()
+    started_mid_epoch = progress.samples_in_epoch > 0
     run.model.train()
     evaluation = run.checkpointer.restored_metrics
     if not evaluation.keys() >= set(metrics_in_use(run.config).values()):
-        evaluation = {}  # an evaluation of a task with other metrics
-    # A signal or a failure may have saved the checkpoint before its evaluation was made.
+        evaluation = {}  # the checkpoint's task had other metrics
+    # A checkpoint saved because of a signal or a failure may lack the evaluation that was due.
     if run.plan.steps_before and not evaluation and evaluation_due(run):
         evaluation, _ = evaluate_now(run)
     elif evaluation and progress.evaluated_step != progress.step:
         run.state.after_evaluation(evaluation)
 
-    batches, is_dry_run_made, is_told = None, False, not run.data.train_loader.is_divided
+    batches, is_dry_run_made = None, False
+    warned_uneven = not run.data.train_loader.is_divided
     while not is_over(run):
         if batches is None:
-            epoch_first_sample = progress.samples_seen - progress.samples_in_epoch
+            first_sample = progress.samples_seen - progress.samples_in_epoch
             epoch, batches = progress.epoch, open_epoch(run)
             if batches is not None and not is_dry_run_made:
                 changed_weights = dry_run(run, batches)
@@ -55,13 +56,13 @@ def fit(run: Run) -> dict[str, float]:
                 run.checkpointer.check(run.state, changed_weights)
                 run.guards.unsaved.start(run.checkpointer.restored_unsaved)
                 is_dry_run_made = True
-            epoch_begin = meter.begin_window()
+            epoch_start = meter.begin_window()
         after = make_step(run, batches) if batches is not None else AfterStep.CONTINUE
         if steady.steps == 0 and progress.step >= run.plan.steps_before + unsteady_steps(run):
             steady = meter.mark()
         if progress.epoch != epoch:
-            if batches is not None and not is_told:
-                is_told = warn_if_uneven(run, batches, epoch, progress.samples_seen - epoch_first_sample)
+            if batches is not None and not warned_uneven:
+                warned_uneven = warn_if_uneven(run, batches, epoch, progress.samples_seen - first_sample)
             batches = None
         if after is AfterStep.STOP:
             meter.pause()
@@ -81,7 +82,7 @@ def fit(run: Run) -> dict[str, float]:
     meter.pause()
     early_end = run.state.early_end
     if early_end.setting is not None:
-        log.info("the run ends after step %d of %d: %s", progress.step, run.plan.total_steps, early_end.why())
+        log.info("stopped after step %d of %d: %s", progress.step, run.plan.total_steps, early_end.why())
     run.report.profile.close()
     run.ranks.heartbeat.enter("end")
     ms_per_step = meter.ms_per_step(steady)["step"]
@@ -89,8 +90,8 @@ def fit(run: Run) -> dict[str, float]:
         "steps": progress.step,
         "epochs": progress.epochs(run.data.train_loader.num_samples),
         "samples_seen": progress.samples_seen,
-        "train/loss": meter.mean_loss(epoch_begin),
-        **({"train/loss_steps": meter.steps} if began_within_epoch and not epoch_begin.steps else {}),
+        "train/loss": meter.mean_loss(epoch_start),
+        **({"train/loss_steps": meter.steps} if started_mid_epoch and not epoch_start.steps else {}),
         **evaluation,
         "samples_per_second": settings.global_batch_size / ms_per_step * 1e3,
         "ms_per_step": ms_per_step,
@@ -100,7 +101,7 @@ def fit(run: Run) -> dict[str, float]:
 
 
 def make_step(run: Run, batches: Batches) -> AfterStep:
-    """Make the next step, count it, look at what it left, and log if that is due (a collective)."""
+    """Make the next step, count and check it, and log if that is due (a collective)."""
     progress, meter = run.state.progress, run.report.meter
     meter.start()
     run.report.profile.before(progress.step + 1, meter)
@@ -134,7 +135,7 @@ def is_over(run: Run) -> bool:
 
 
 def unsteady_steps(run: Run) -> int:
-    """How many steps of this process the measured speed leaves out: an epoch, if more follow, or 10."""
+    """Return how many first steps the measured speed excludes: an epoch if the run is longer, or else 10."""
     steps_per_epoch = run.data.train_loader.steps_per_epoch
     if steps_per_epoch is None or run.plan.total_steps - run.plan.steps_before <= steps_per_epoch:
         return 10
@@ -142,23 +143,23 @@ def unsteady_steps(run: Run) -> int:
 
 
 def open_epoch(run: Run) -> Batches | None:
-    """The batches left of this epoch (a collective); None if they are less than a step: it is ended.
+    """Return the rest of the epoch, or end it and return None if a rank has no data left (a collective).
 
     Raises:
-        UserError: the whole epoch is less than a batch, on some rank; raised on every rank.
+        UserError: the data of a rank ends before the first step of the epoch; raised on every rank.
     """
     progress = run.state.progress
     run.ranks.heartbeat.enter("data")
     batches = run.data.train_loader.epoch(progress.epoch, progress.samples_in_epoch)
-    ended, _ = run.vote.ended(batches)
+    ended, _ = run.vote.ranks_out_of_data(batches)
     if not ended:
         return batches
     if not progress.samples_in_epoch:
         where = f" on rank {first_few(ended)}" if run.data.train_loader.is_divided else ""
         raise UserError(
             f"the training data of epoch {progress.epoch} ends within its first global batch of "
-            f"{run.config.train.global_batch_size} samples{where}; lower train.global_batch_size, or look at "
-            "the stream, with data.sharded at its shortest shard"
+            f"{run.config.train.global_batch_size} samples{where}; lower train.global_batch_size, or give "
+            "the stream more samples (with data.sharded, in its shortest shard)"
         )
     with run.guards.snapshot.change():
         progress.end_epoch()
@@ -166,20 +167,20 @@ def open_epoch(run: Run) -> Batches | None:
 
 
 def warn_if_uneven(run: Run, batches: Batches, epoch: int, num_samples: int) -> bool:
-    """Warn if the epoch ended while some ranks had data for another step; return whether (a collective)."""
-    ended, having = run.vote.ended(batches)
-    if having and run.ranks.is_main:
+    """Warn if the epoch ended while ranks had data for a step, and return whether it did (a collective)."""
+    ended, with_data = run.vote.ranks_out_of_data(batches)
+    if with_data and run.ranks.is_main:
         log.warning(
             "epoch %d ended after %s samples, because the stream ended on rank %s. At least %s more samples "
-            "of rank %s are not used. Give every rank the same number of samples, or have the stream repeat "
-            "endlessly, and set train.max_steps",
-            *(epoch, f"{num_samples:,}", first_few(ended), run.data.split.local_size, first_few(having)),
+            "of rank %s are not used. Give every rank the same number of samples, or make the stream repeat "
+            "endlessly and set train.max_steps",
+            *(epoch, f"{num_samples:,}", first_few(ended), run.data.split.local_size, first_few(with_data)),
         )
-    return bool(having)
+    return bool(with_data)
 
 
 def save(run: Run) -> None:
-    """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
+    """Check that all replicas have the same state, and save a checkpoint (a collective)."""
     refuse_changed_by_loss(run)
     run.checkpointer.unsaved = run.guards.unsaved.compare_at_save()
     run.guards.replicas.check(run.state)
@@ -188,7 +189,7 @@ def save(run: Run) -> None:
 
 
 def evaluation_due(run: Run) -> bool:
-    """Whether to evaluate now: at the end of the run, and after an epoch or a step as the settings say."""
+    """Return whether an evaluation is due, by `train.eval_every_*` or because the run is over."""
     progress, settings = run.state.progress, run.config.train
     if run.data.eval_loader is None:
         return False
@@ -203,27 +204,28 @@ def evaluate_now(run: Run) -> tuple[dict[str, float], bool]:
     """Evaluate, log and record the metrics, and pass them to the schedule (a collective).
 
     Returns:
-        The metrics by their names in result.json; and whether `checkpoint.keep_best` asks to save this state.
+        The metrics by their names in result.json, and whether `checkpoint.keep_best` requires a save.
     """
     progress = run.state.progress
     metrics: dict[str, float] = {}
-    has_average, instead = run.state.average is not None, run.config.ema.evaluate == "ema"
+    has_average, only_average = run.state.average is not None, run.config.ema.evaluate == "ema"
     assert run.data.eval_loader is not None
-    if not (has_average and instead):
+    if not (has_average and only_average):
         metrics |= evaluate_as(run, run.data.eval_loader, "eval/", shows=not has_average)
     if has_average:
         with averages_in_place(run):
-            metrics |= evaluate_as(run, run.data.eval_loader, "eval/" if instead else "eval/ema/", shows=True)
+            prefix = "eval/" if only_average else "eval/ema/"
+            metrics |= evaluate_as(run, run.data.eval_loader, prefix, shows=True)
     run.report.run_log.scalars(metrics, progress.step)
     is_best = run.checkpointer.record_evaluation(progress.step, metrics)
-    words = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
-    run.report.run_log.progress.line(f"eval at step {progress.step}  {words}{_best_words(run)}")
+    values = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
+    run.report.run_log.progress.line(f"eval at step {progress.step}  {values}{_best_so_far(run)}")
     with run.guards.snapshot.change():
         run.state.after_evaluation(metrics)
     return metrics, is_best
 
 
-def _best_words(run: Run) -> str:
+def _best_so_far(run: Run) -> str:
     if (best := run.checkpointer.best_so_far(run.state.progress.step)) is None:
         return ""
     metric, value, step = best
@@ -233,9 +235,10 @@ def _best_words(run: Run) -> str:
 
 
 def evaluate_as(run: Run, loader: EvalLoader, prefix: str, shows: bool) -> dict[str, float]:
-    """Evaluate the weights that the model has now, and perhaps show what they do.
+    """Evaluate the current weights, and return the metrics with `prefix` before their names.
 
-    The metrics' names begin with `prefix`.
+    Args:
+        shows: whether to log what the task shows of its outputs.
     """
     evaluation = evaluate(run.model_context, loader)
     check_metrics(run.config, evaluation.metrics)
@@ -246,7 +249,7 @@ def evaluate_as(run: Run, loader: EvalLoader, prefix: str, shows: bool) -> dict[
 
 @contextmanager
 def averages_in_place(run: Run) -> Iterator[None]:
-    """Within, the model has its moving averages in place of its weights."""
+    """Replace the model's weights by their moving averages within the context."""
     assert run.state.average is not None
     with run.guards.snapshot.change(), run.state.average.in_place():
         run.strategy.weights_changed(run.model)

@@ -54,7 +54,7 @@ def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) ->
     if train.micro_batch_size != "auto":
         return config
     strategy = build_strategy(config, ranks)
-    _end(strategy.groups_of_a_pass())
+    _end(strategy.forward_groups())
     most = split_batch(train.global_batch_size, None, strategy.num_replicas).local_size
     sizes, told = [size for size in range(most, 0, -1) if most % size == 0], ""
     size = previous if previous in sizes else None
@@ -96,7 +96,7 @@ def _first_without_memory(
     began equally many; otherwise the next collective of one would meet an older one of another.
     """
     strategy, fits = build_strategy(config, ranks), True
-    groups, is_sharded = strategy.groups_of_a_pass(), strategy.fills_by_unit
+    groups, is_sharded = strategy.forward_groups(), strategy.fills_by_unit
     # Beside the parameters: the buckets of DDP, unless gradients lie in them, and the moving average.
     num_copies = strategy.copies_gradients + (config.ema.decay is not None)
     if not is_sharded and ranks.world_size > 1:

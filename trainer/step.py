@@ -1,4 +1,4 @@
-"""One optimizer step: gradients of the micro-batches, their mean over ranks, an update."""
+"""One optimizer step: compute gradients of the micro-batches, average them over ranks, and update."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ from trainer.update import apply_update
 
 
 class Step(NamedTuple):
-    """What a step has computed."""
+    """The results of a step."""
 
     losses: list[Tensor]
-    """The losses of this rank's micro-batches, scalars, detached, which add up."""
+    """For each micro-batch of this rank, its part of the loss, a detached scalar; the parts add up."""
     grad_norm: Tensor
-    """The norm of the gradients of the whole model."""
+    """The norm of the gradients of the whole model, a scalar."""
     update: Update
     after: AfterStep
     """What all ranks do after the step."""
@@ -34,21 +34,21 @@ def train_step(run: Run, batches: Batches) -> Step:
     """Make the step after `run.state.progress` (a collective).
 
     Raises:
-        NonFiniteError: on all ranks, for a loss or a gradient, unless `train.skip_nonfinite` skips the step;
-            no parameter has changed.
+        NonFiniteError: a loss or gradient is NaN or Inf, and `train.skip_nonfinite` does not skip the step;
+            raised on all ranks, before any parameter changes.
     """
     state, strategy, heartbeat = run.state, run.strategy, run.ranks.heartbeat
     step = heartbeat.step = state.progress.step + 1
 
     heartbeat.enter("data")
     with run.report.meter.reading():
-        micro_batches = batches.take()  # none on a rank that only serves parameters
+        micro_batches = batches.take()  # empty on a rank that is only a parameter server
     counts = [count_labels(run.task, batch, run.data.split) for batch in micro_batches]
-    other_trained = begin_step_of_task(run, step)
-    run.vote.start(counts, run.asked(), batches.data_left, other_trained)
+    trainable_changed = begin_step_of_task(run, step)
+    run.vote.start(counts, run.requested_action(), batches.data_left, trainable_changed)
 
-    if other_trained:
-        run.vote.result()  # raises if only some ranks changed what they train
+    if trainable_changed:
+        run.vote.result()  # raises if the trainable parameters changed only on some ranks
         with run.report.meter.resting():
             if follow_begin_step(run):
                 make_dry_run(run, micro_batches)
@@ -61,7 +61,7 @@ def train_step(run: Run, batches: Batches) -> Step:
     heartbeat.enter("data")
     if step < run.plan.total_steps:
         with run.report.meter.reading():
-            run.data.to_device.ahead(batches.ahead())  # while a GPU still computes
+            run.data.to_device.ahead(batches.ahead())  # while the GPU still computes
 
     heartbeat.enter("optimizer")
     strategy.aggregate(run.model)
@@ -71,16 +71,16 @@ def train_step(run: Run, batches: Batches) -> Step:
     agreed = run.vote.result()
     state.attach_gradients()
     norm = strategy.grad_norm(state.trainable)
-    run.checkpointer.saving.wait_until_copied()  # of an asynchronous save, before the weights change
+    run.checkpointer.saving.wait_until_copied()  # an asynchronous save must have read the weights
     update = apply_update(run, step, norm, losses)
     return Step(losses, norm, update, agreed.after)
 
 
 def add_gradients(run: Run, batch: Any, label_count: float, step: int, number: int) -> Tensor:
-    """Forward and backward of one micro-batch of this rank, the `number`-th of a step.
+    """Run the forward and backward pass of this rank's micro-batch `number` in a step.
 
     Returns:
-        Its part of the loss of the step, a scalar, detached.
+        The micro-batch's part of the loss of the step, a detached scalar.
     """
     enter = run.ranks.heartbeat.enter
     loss_of_step: Tensor
@@ -88,7 +88,8 @@ def add_gradients(run: Run, batch: Any, label_count: float, step: int, number: i
     def between(loss: Tensor, parts: Mapping[str, Any] | None) -> Tensor:
         nonlocal loss_of_step
         # DDP and FSDP divide the sum of gradients by the number of replicas, so the loss is divided by the
-        # mean number of labels of a replica; with train.exact nothing is divided later, so by that of all.
+        # mean number of labels per replica. With train.exact nothing is divided later, so it is divided by
+        # the number of labels of all replicas.
         all_labels = run.vote.result().num_labels / strategy.order.mean_over(strategy.num_replicas)
         loss = divided(loss, all_labels, label_count)
         run.report.meter.count_batch(run.task, batch, parts, all_labels, label_count)
@@ -102,6 +103,6 @@ def add_gradients(run: Run, batch: Any, label_count: float, step: int, number: i
     seed_micro_batch(run.seed, step, run.data.first_micro_batch + number, strategy.devices)
     is_last = number + 1 == run.data.split.accumulation
     forward_backward(strategy, run.task, run.model, run.data.to_device(batch), between, label_count, is_last)
-    made = loss_of_step if loss_of_step.dtype == torch.float64 else loss_of_step.float()
-    # A replayed graph writes the next loss in the place of this one.
-    return made.clone() if run.config.train.compile_mode == "reduce-overhead" else made
+    loss = loss_of_step if loss_of_step.dtype == torch.float64 else loss_of_step.float()
+    # A replayed CUDA graph overwrites the memory of this loss with the next one.
+    return loss.clone() if run.config.train.compile_mode == "reduce-overhead" else loss

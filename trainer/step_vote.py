@@ -1,4 +1,4 @@
-"""What all ranks agree on in each step: how many labels count, whether to stop, whether data is left."""
+"""What all ranks agree on in each step: the number of labels, whether to stop, whether data is left."""
 
 import math
 from collections.abc import Sequence
@@ -19,36 +19,38 @@ from trainer.exact.sum_order import AS_THEY_COME, SumOrder
 
 
 class AfterStep(IntEnum):
-    """What follows a step: the largest that any rank asks for."""
+    """What follows a step: the largest value that any rank requests."""
 
     CONTINUE = 0
     SAVE = 1
-    """The time between two checkpoints is up."""
+    """`checkpoint.every_minutes` have passed: save."""
     END = 2
-    """The time of the run is up: it ends as after its last step."""
+    """`train.max_hours` have passed: end the run as after its last step."""
     STOP = 3
-    """A signal came: save and stop."""
+    """A signal was received: save and stop."""
 
 
 class Agreed(NamedTuple):
-    """What all ranks know of a step."""
+    """The result of a vote, the same on all ranks."""
 
     num_labels: float
-    """Counted labels in all micro-batches of the step."""
+    """The number of labels that count in all micro-batches of the step."""
     after: AfterStep
     data_left: bool
-    """Whether all have data for another step of this epoch."""
+    """Whether all ranks have data for another step of this epoch."""
 
 
 class StepVote:
-    """One sum over ranks, of six numbers, in each step.
+    """Sums six numbers over the ranks in each step, so that all ranks leave the loop after the same step.
 
-    `start` is called when the micro-batches of a step have been read, and `result` when its first loss is
-    computed: the numbers travel meanwhile. Because of them, every rank leaves the loop after the same step.
+    Call `start` when the micro-batches of a step have been read, and `result` when the first loss is known:
+    the communication overlaps with the first forward pass.
+
+    Args:
+        rows: replaces gloo's all-reduce if all ranks are on the CPUs of one host.
     """
 
     def __init__(self, ranks: Ranks, order: SumOrder = AS_THEY_COME, rows: HostRows | None = None) -> None:
-        """`rows`: in place of an all-reduce by gloo, where all ranks are of one host."""
         self._order, self._device = order, ranks.device
         self._world_size, self._on_gpu = ranks.world_size, is_accelerator(ranks.device)
         self._work: dist.Work | None = None
@@ -59,26 +61,31 @@ class StepVote:
             self._stream, self._done = accelerator.stream(ranks.device), accelerator.event(ranks.device)
 
     def start(
-        self, label_counts: Sequence[float], asked: AfterStep, data_left: bool, other_trained: bool = False
+        self,
+        label_counts: Sequence[float],
+        after: AfterStep,
+        data_left: bool,
+        trainable_changed: bool = False,
     ) -> None:
         """Send this rank's numbers.
 
         Args:
-            label_counts: of its micro-batches of this step.
-            data_left: whether it has data for another step of this epoch.
-            other_trained: whether `begin_step` has frozen parameters, or made some trainable.
+            label_counts: the number of labels in each of this rank's micro-batches.
+            after: what this rank requests after the step.
+            data_left: whether this rank has data for another step of this epoch.
+            trainable_changed: whether the task's `begin_step` has frozen or unfrozen parameters.
         """
         if self._world_size == 1:
-            self._agreed = Agreed(math.fsum(label_counts), asked, data_left)
+            self._agreed = Agreed(math.fsum(label_counts), after, data_left)
             return
-        asks = (
-            *(asked is each for each in (AfterStep.STOP, AfterStep.END, AfterStep.SAVE)),
+        flags = (
+            *(after is each for each in (AfterStep.STOP, AfterStep.END, AfterStep.SAVE)),
             not data_left,
-            other_trained,
+            trainable_changed,
         )
-        numbers: list[tuple[float, ...]] = [(math.fsum(label_counts), *asks)]
+        numbers: list[tuple[float, ...]] = [(math.fsum(label_counts), *flags)]
         if self._order.by_chunks:  # a sum of fractions would round
-            numbers = [(0, *asks), *((count, 0, 0, 0, 0, 0) for count in label_counts)]
+            numbers = [(0, *flags), *((count, 0, 0, 0, 0, 0) for count in label_counts)]
         self._agreed = None
         self._sums = self._order.sum_of([torch.tensor(row, dtype=torch.float64) for row in numbers])
         if self._rows is not None:
@@ -88,19 +95,19 @@ class StepVote:
             self._work = dist.all_reduce(self._sums, async_op=True)
             return
         self._sums = self._sums.pin_memory()
-        with accelerator.on(self._stream):  # waits for no kernel of this step
-            there = self._sums.to(self._device, non_blocking=True)
-            work = dist.all_reduce(there, async_op=True)
+        with accelerator.on(self._stream):  # does not wait for the kernels of this step
+            on_device = self._sums.to(self._device, non_blocking=True)
+            work = dist.all_reduce(on_device, async_op=True)
             assert work is not None
-            work.wait()  # makes this stream wait, not the host
-            self._sums.copy_(there, non_blocking=True)
+            work.wait()  # blocks this stream, not the CPU
+            self._sums.copy_(on_device, non_blocking=True)
             self._done.record()
 
     def result(self) -> Agreed:
-        """Wait for the numbers of all ranks; after the first call in a step, return them again.
+        """Wait for the result of this step's vote; later calls in the step return the same result.
 
         Raises:
-            UserError: only some ranks train other parameters than before; raised on every rank.
+            UserError: the trainable parameters changed only on some ranks; raised on every rank.
         """
         if self._agreed is None:
             if self._rows is not None:
@@ -109,25 +116,25 @@ class StepVote:
                 self._work.wait()
             elif self._on_gpu:
                 self._done.synchronize()
-            num_labels, stops, ends, saves, without_data, others = self._order.numbers(self._sums).tolist()
-            if 0 < others < self._world_size:
+            num_labels, stops, ends, saves, without_data, changed = self._order.numbers(self._sums).tolist()
+            if 0 < changed < self._world_size:
                 raise UserError(
-                    f"the task's begin_step() changed requires_grad of parameters on {others:.0f} of "
-                    f"{self._world_size} ranks; let it do the same on every rank"
+                    f"the task's begin_step() changed requires_grad of parameters on {changed:.0f} of "
+                    f"{self._world_size} ranks; make it do the same on every rank"
                 )
-            on = AfterStep.SAVE if saves else AfterStep.CONTINUE
-            after = AfterStep.STOP if stops else AfterStep.END if ends else on
+            after = AfterStep.SAVE if saves else AfterStep.CONTINUE
+            after = AfterStep.STOP if stops else AfterStep.END if ends else after
             self._agreed = Agreed(num_labels, after, not without_data)
         return self._agreed
 
-    def ended(self, batches: Batches) -> tuple[list[int], list[int]]:
-        """The ranks without data for another step of the epoch, and those with (a collective)."""
-        own = batches.data_left if batches.accumulation else None  # of a rank that reads nothing
-        left = gather_objects(own)
-        without, having = ([rank for rank, its in enumerate(left) if its is one] for one in (False, True))
-        return without, having
+    def ranks_out_of_data(self, batches: Batches) -> tuple[list[int], list[int]]:
+        """Return the ranks without data for another step of the epoch, and the ranks with (a collective)."""
+        own = batches.data_left if batches.accumulation else None  # None: this rank reads no data
+        data_left = gather_objects(own)
+        out_of_data = [rank for rank, left in enumerate(data_left) if left is False]
+        return out_of_data, [rank for rank, left in enumerate(data_left) if left]
 
     def close(self) -> None:
-        """Called once, after a successful run (a collective)."""
+        """Close the connections; called once, after a successful run (a collective)."""
         if self._rows is not None:
             self._rows.close()

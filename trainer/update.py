@@ -1,4 +1,4 @@
-"""The update of a step: from complete gradients to new weights, or to an error on every rank."""
+"""The update of a step: complete gradients become new weights, or an error on every rank."""
 
 import logging
 import math
@@ -20,29 +20,29 @@ from trainer.torch_private import skipped_on_device, skips_on_device
 
 log = logging.getLogger(__name__)
 
-_MAX_OVERFLOWS = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
+_MAX_OVERFLOWS = 50  # steps in a row; the loss scale starts at 2**16, and each overflow halves it
 
 
 def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) -> Update:
-    """Check the gradients, clip them, step the optimizer, and advance schedule, average and counters.
+    """Check and clip the gradients, step the optimizer, and advance schedule, average and counters.
 
-    Call on every rank, when the gradients of `step` are complete (a collective). A loss that is NaN or Inf
-    makes the gradients of all ranks NaN (see `forward_backward`), so the norm tells each rank the same.
+    Call on every rank when the gradients of `step` are complete (a collective). A NaN or Inf loss makes the
+    gradients of all ranks NaN (see `forward_backward`), so all ranks get the same norm.
 
-    On a GPU the host waits for the norm. If the optimizer reads on the device whether to change anything, the
-    host launches the update before it waits, so that the GPU's queue does not run dry. It waits first if
-    steps may be skipped, because the average follows only updates that were made.
+    On a GPU, the CPU waits for the norm. If the optimizer can skip its update by a flag on the device, the
+    CPU launches the update before it waits, so that the GPU does not idle. If `train.skip_nonfinite` allows
+    skipped steps, the CPU waits first, because the average must follow only the updates that were made.
 
     Args:
         norm: the norm of the gradients of the whole model, a scalar, the same on every rank.
-        losses: the losses of this rank's micro-batches, for the message.
+        losses: the losses of this rank's micro-batches, for the error message.
 
     Raises:
-        NonFiniteError: on every rank; no parameter has changed.
+        NonFiniteError: a loss or gradient is NaN or Inf; raised on every rank, before any parameter changes.
     """
     state, strategy, settings = run.state, run.strategy, run.config.train
     statistics = run.report.weight_statistics.around_update(step, run.plan.logs(step))
-    with statistics, run.guards.snapshot.update(step):  # within the snapshot, ddp waits for no rank
+    with statistics, run.guards.snapshot.update(step):  # under ddp, nothing in here waits for another rank
         on_host, copied = norm.to("cpu", non_blocking=True), accelerator.event(norm.device)
         copied.record()
 
@@ -56,7 +56,7 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
         if update is Update.MADE:
             if settings.clip_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(state.trainable.own.values(), settings.clip_grad_norm, norm)
-            if state.update_may_draw:  # the same numbers on replicas, others where ranks update shards
+            if state.update_may_draw:  # the same random numbers on replicas, but not on ranks with shards
                 updater = run.ranks.rank if strategy.gradients_differ else 0
                 seed_micro_batch(run.seed, step, -1 - updater, strategy.devices)
             with _skipped_unless_finite(state.optimizer, norm) if waits_later else nullcontext():
@@ -78,39 +78,39 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
 
 
 def _skip(run: Run, step: int, losses: Sequence[Tensor]) -> Update:
-    """Skip the update, or raise if that happens too often in a row (a collective)."""
+    """Skip the update, or raise an error if too many in a row were skipped (a collective)."""
     progress, max_skipped = run.state.progress, run.config.train.skip_nonfinite
     in_a_row = progress.skipped_in_a_row + 1
     if run.state.scaler.is_enabled():
         if in_a_row >= _MAX_OVERFLOWS:
             raise NonFiniteError(
-                f"train.precision=fp16: {in_a_row} steps in a row, up to {step}, made no update, for "
-                f"gradients that are NaN or Inf; the loss scale is {run.state.scaler.get_scale():.2g} now. "
-                "Look for a root or a logarithm of 0, or a division by 0; or use train.precision=bf16"
+                f"train.precision=fp16: {in_a_row} steps in a row, up to step {step}, were skipped because "
+                f"of NaN or Inf gradients; the loss scale is now {run.state.scaler.get_scale():.2g}. Look "
+                "for a square root or logarithm of 0, or a division by 0; or use train.precision=bf16"
             )
         return Update.OVERFLOW
     error = non_finite_error(run, step, losses)
     if in_a_row > max_skipped:
         raise error
     if run.guards.kept_buffers is not None:
-        run.guards.kept_buffers.restore()  # running statistics would stay NaN
+        run.guards.kept_buffers.restore()  # otherwise running statistics would stay NaN
     if run.ranks.is_main:
         log.warning(
-            "step %d is skipped, %d in a row of at most train.skip_nonfinite=%d: %s",
+            "skipped step %d (%d in a row, at most train.skip_nonfinite=%d): %s",
             *(step, in_a_row, max_skipped, error),
         )
     return Update.SKIPPED
 
 
 def _may_wait_later(run: Run, norm: Tensor) -> bool:
-    """Return whether every step makes an update, and the optimizer itself reads a flag on the GPU."""
+    """Return whether every step makes an update, and the optimizer can skip it by a flag on the GPU."""
     if norm.is_cpu or run.config.train.skip_nonfinite or run.state.scaler.is_enabled():
         return False
     return len(run.strategy.devices) == 1 and skips_on_device(run.state.optimizer)
 
 
 def _skipped_unless_finite(optimizer: Optimizer, norm: Tensor) -> AbstractContextManager:
-    """Within, a step of `optimizer` changes nothing if `norm` is NaN or Inf."""
-    found = norm.new_empty((), dtype=torch.float32)
-    torch.ne(norm - norm, 0, out=found)  # NaN unless it is finite; isfinite() launches six kernels
-    return skipped_on_device(optimizer, found)
+    """Make `optimizer.step()` change nothing within the context if `norm` is NaN or Inf."""
+    found_inf = norm.new_empty((), dtype=torch.float32)
+    torch.ne(norm - norm, 0, out=found_inf)  # NaN unless finite; isfinite() would launch six kernels
+    return skipped_on_device(optimizer, found_inf)

@@ -101,7 +101,10 @@ def test_other_or_missing_weights_are_refused_in_a_line(tmp_path: Path) -> None:
     assert left_out.format("layers.0.bias") in changed
     assert f"model.init_from={tmp_path}/base.pt does not exist; set its current path. A new run" in missing
     assert left_out.format("layers.0.weight, layers.0.bias") in own
-    assert "leaves out frozen parameters that came from model.init_from, and this model has none" in none
+    assert (
+        "omits frozen parameters loaded by model.init_from from checkpoints, but this model has no such"
+        in none
+    )
     assert (
         "layers.0.bias, because its run had checkpoint.frozen=false: they are in model.init_from=" in weights
     )

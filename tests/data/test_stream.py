@@ -162,7 +162,9 @@ def test_data_that_divides_itself_unsaid_is_told_before_the_first_step(tmp_path:
     stream, by_index = (f"data.dataset._target_={__name__}.{kind.__name__}" for kind in (ByRank, PartByRank))
     mistakes = [(*words, stream, f"data.num_workers={n}", f"run_dir={tmp_path / str(n)}") for n in (0, 1)]
     for messages in run_ranks(refusals, 2, *mistakes, init=False):
-        assert all("reads another sample 0 of the training stream than rank 0" in each for each in messages)
+        assert all(
+            "reads a different sample 0 of the training stream than rank 0" in each for each in messages
+        )
     assert not list(tmp_path.glob("*/checkpoints/step*"))
     for workers in (0, 1):
         run_dir = tmp_path / f"by index {workers}"
@@ -170,7 +172,9 @@ def test_data_that_divides_itself_unsaid_is_told_before_the_first_step(tmp_path:
             train, 2, *words, by_index, f"data.num_workers={workers}", f"run_dir='{run_dir}'", init=False
         )
         told = (run_dir / "train.log").read_text()
-        assert told.count("reads another sample 0 of the training data than rank 0. If the dataset div") == 1
+        assert (
+            told.count("reads a different sample 0 of the training data than rank 0. If the dataset div") == 1
+        )
 
 
 @pytest.mark.slow

@@ -98,10 +98,14 @@ def test_mistakes_are_found_before_the_first_step(tmp_path: Any) -> None:
     how = "+data.task.how={}".format
     expected = {
         ("data.num_workers=2",): r"",
-        (how("field"),): r"Fails fails in the dry run .*: IndexError: .*set train.eval_every_epochs=0",
+        (
+            how("field"),
+        ): r"Fails fails on the first held-out batch, in the dry run .*: IndexError: .*set train.eval_every_epochs=0",
         (how("shape"),): r"RuntimeError: mat1 and mat2 shapes cannot be multiplied",
         (how("name"),): r"NameError: name 'unknown' is not defined",
-        (how("few"),): r"Fails.summarise raised ValueError: only one class. .* the first evaluation ends",
+        (
+            how("few"),
+        ): r"Fails.summarise raised ValueError: only one class. .* the run stops at the first evaluation",
         ("+data.dataset.readable=false",): r"sample 0 .* cannot be read: truncated",
         ("checkpoint.keep_best={metric: eval/f1, mode: max}",): r"metric is eval/f1, but .* eval/loss",
         ("+data.dataset.readable=false", "train.eval_every_epochs=0"): r"",
@@ -130,6 +134,8 @@ def _generated(run_dir: str, strategy: str) -> list[Any]:
 def test_a_model_generates_under_fsdp_if_it_is_gathered(tmp_path: Any) -> None:
     (alone,) = run_ranks(_generated, 1, str(tmp_path), "single", init=False)
     for told, loss in run_ranks(_generated, 2, str(tmp_path), "fsdp", init=False):
-        assert "generate() or encode(); set strategy.gather_for_evaluation=true" in told
+        assert (
+            "generate() or encode(), where they are sharded; set strategy.gather_for_evaluation=true" in told
+        )
         assert loss == pytest.approx(alone[1], rel=1e-5)
     assert not alone[0]

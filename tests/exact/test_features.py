@@ -78,7 +78,7 @@ def test_what_has_no_mean_over_leaves_is_refused(tmp_path: Path) -> None:
     expected = {
         "late": "a step made the buffer made, without a mean over chunks",
         "later": "the buffer mean changes, but did not in the dry run before the first step",
-        "frozen": "a forward or backward pass changes teacher",
+        "frozen": "the forward or backward pass changes teacher",
     }
     each = [
         (*FOLLOWING, "strategy=single", "train.exact=2", f"+model.how={how}", f"run_dir={tmp_path / how}")

@@ -82,10 +82,8 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
                 r"660 steps; set schedule.warmup_steps=66 ",
                 ("model.num_classes=7",): r"model.num_classes is 7, but the data has 10 classes: its largest "
                 r"label is 9; set model.num_classes=10",
-                (
-                    "checkpoint.keep_best={metric:eval/acuracy,mode:max}",
-                ): r"keep_best.metric is eval/acuracy, "
-                r"but must be one that evaluation yields: eval/loss, eval/accuracy",
+                ("checkpoint.keep_best={metric:eval/acuracy,mode:max}",): r"keep_best.metric=eval/acuracy "
+                r"is not a metric of the evaluation; use one of eval/loss, eval/accuracy",
                 (
                     "data.dataset._target_=tests.user_parts.Stripes",
                 ): r"model.input_shape is auto, but Stripes has no",
@@ -105,7 +103,7 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
                 (
                     "strategy=fsdp",
                     "strategy.shard_group=3",
-                ): r"groups of 3 ranks, which do not divide the 2 ranks",
+                ): r"strategy.shard_group=3 does not divide the 2 ranks",
             },
         ),
     ],

@@ -117,7 +117,7 @@ def test_running_statistics_are_those_of_rank_0(rank: int, phase: str, tmp_path:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("strategy=fsdp", *fault("kill", 1, 8)), "no step is saved: each rank holds a shard only"),
+        (("strategy=fsdp", *fault("kill", 1, 8)), "no step is saved: each rank has only a shard"),
         (("checkpoint.on_failure=false", *fault("kill", 1, 8)), ""),
     ],
     ids=["shards", "off"],

@@ -208,7 +208,7 @@ def test_a_model_on_several_gpus_is_sent_by_a_group_that_takes_tensors_of_all(
 def test_sparse_gradients_are_refused_where_nccl_would_add_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp, "DistributedDataParallel", lambda model, **_: SimpleNamespace(module=model))
     monkeypatch.setattr(ddp, "broadcast_tensors", lambda tensors, src: None)
-    monkeypatch.setattr(ddp.Ddp, "_placed", lambda strategy, model: model)
+    monkeypatch.setattr(ddp.Ddp, "_place", lambda strategy, model: model)
     facts: Any = SimpleNamespace(
         device=GPU, backend="cpu:gloo,cuda:nccl", hosts=(0, 1), world_size=2, rank=0, heartbeat=None
     )

@@ -66,7 +66,9 @@ def test_plateau_follows_the_metric_that_the_settings_name(tmp_path: Path) -> No
     """No accuracy is nine times the one before it, so that each evaluation but the first lowers the rate."""
     rate, unknown, falls = run_ranks(_by_accuracy, 1, tmp_path, init=False)[0]
     assert rate == pytest.approx(0.05)
-    assert "schedule.metric is eval/miou, but must be one that evaluation yields: eval/loss, eval" in unknown
+    assert (
+        "schedule.metric=eval/miou is not a metric of the evaluation; use one of eval/loss, eval" in unknown
+    )
     assert "schedule.mode is max, but eval/loss should fall" in falls
 
 

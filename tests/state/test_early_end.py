@@ -53,7 +53,7 @@ def test_all_ranks_stop_when_no_evaluation_is_better(
         assert (tmp_path / strategy / "checkpoints" / "step_00000009").is_dir()
         said = (tmp_path / strategy / "train.log").read_text()
         assert said.count("eval at step 9") == 1
-        assert "the run ends after step 9 of 150: train.early_stopping: eval/loss has not improved by" in said
+        assert "stopped after step 9 of 150: train.early_stopping: eval/loss has not improved by" in said
 
 
 def out_of_time(root: Path, *strategies: str) -> list[list[dict[str, Any]]]:
@@ -81,7 +81,7 @@ def test_a_run_ends_after_its_hours_saved_and_evaluated(
             assert (again["steps"], again["ms_per_step"]) == (1, None) or math.isnan(again["ms_per_step"])
             assert on["steps"] == 5 and "ended_by" not in on
         said = (tmp_path / strategy / "train.log").read_text()
-        assert "the run ends after step 1 of 5: train.max_hours=1e-09 is reached; set a larger value" in said
+        assert "stopped after step 1 of 5: train.max_hours=1e-09 is reached; set a larger value" in said
 
 
 # ---- counting
@@ -142,6 +142,6 @@ def test_a_metric_that_no_evaluation_yields_is_refused(tmp_path: Path) -> None:
     words = ("strategy=single", "train.early_stopping={metric: loss, patience: 1}", f"run_dir={tmp_path}")
     with pytest.raises(
         RankFailure,
-        match=r"train\.early_stopping\.metric is loss, but must be one that evaluation yields: eval/loss",
+        match=r"train\.early_stopping\.metric=loss is not a metric of the evaluation; use one of eval/loss",
     ):
         run_ranks(train, 1, *words, init=False)

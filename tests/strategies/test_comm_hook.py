@@ -68,8 +68,10 @@ def test_a_hook_reduces_the_gradients_and_what_it_cannot_do_is_told(tmp_path: Pa
     assert 0.001 * moved < distance(first["powersgd"], first["native"]) < 0.7 * moved
     for name in ("native", "bf16", "powersgd"):
         assert distance(first[name], second[name]) == 0
-    assert sum("no checkpoint holds its state" in note for note in first["notes"]) == 1
+    assert sum("checkpoints do not contain the hook's state" in note for note in first["notes"]) == 1
     for found in (first, second):
         assert found["bad"].startswith("comm.hook: torch.nope cannot be built: ") and "\n" not in found["bad"]
-        assert found["sparse"].startswith("comm=hook adds up dense gradients, but those of words.weight are")
+        assert found["sparse"].startswith(
+            "comm=hook supports only dense gradients, but those of words.weight are"
+        )
         assert found["words"] == "native", "by DDP itself"

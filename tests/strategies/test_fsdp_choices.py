@@ -162,7 +162,7 @@ def test_every_choice_gives_the_gradients_of_the_plain_model() -> None:
 
 def test_what_is_kept_must_be_an_operation() -> None:
     chosen = UnitsConfig("x", 1, True, 1, ["attention", "matmull"])
-    with pytest.raises(UserError, match="matmull must be one of matmul"):
+    with pytest.raises(UserError, match="unknown operation matmull; use matmul"):
         checkpoint_activations(_model(), chosen)
 
 
@@ -205,10 +205,10 @@ class Names(nn.Module):
     [
         (
             lambda model: ["block"],
-            "holds 'block', which is not a submodule of it; list the modules themselves",
+            "contains 'block', which is not a submodule; list the modules themselves",
         ),
-        (lambda model: [nn.Linear(2, 2)], "holds Linear, which is not a submodule of it"),
-        (lambda model: [model.several], "holds several, a ModuleList: never called"),
+        (lambda model: [nn.Linear(2, 2)], "contains Linear, which is not a submodule"),
+        (lambda model: [model.several], "contains several, a ModuleList, which is never called"),
         (lambda model: model.block, "is Linear; it must be a list of submodules"),
     ],
 )

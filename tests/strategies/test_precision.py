@@ -103,7 +103,7 @@ def test_a_run_whose_every_step_overflows_ends(tmp_path: Path) -> None:
     own = (*SMALL, "model._target_=tests.strategies.test_precision.Rooted", "+model.since=4")
     steps = ("train.max_steps=60", "train.epochs=100", "train.log_every_steps=10", "train.precision=fp16")
     ((message,),) = run_ranks(refusals, 1, (*own, *steps, f"run_dir={tmp_path}"), init=False)
-    assert "50 steps in a row, up to 52, made no update, for gradients that are NaN or Inf" in message
+    assert "50 steps in a row, up to step 52, were skipped because of NaN or Inf gradients" in message
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     skipped = {line["step"]: line["train/skipped_steps"] for line in logged if "train/skipped_steps" in line}
     assert skipped == {10: 8, 20: 18, 30: 28, 40: 38, 50: 48}

@@ -103,9 +103,9 @@ def test_ranks_that_use_other_parameters_are_refused_by_name(tmp_path: Path) -> 
     runs.append((*PARTS, "strategy=fsdp", *decay))
     slopes = ("data.task._target_=tests.strategies.test_used.Slopes", f"run_dir={tmp_path}/slopes")
     runs.append((*PARTS, "strategy=fsdp", *slopes))
-    words = [*expected.values(), "the backward pass went a second time through a unit"]
-    words.append("UserError: strategy=fsdp: the loss uses parameters outside of the model's forward pass")
-    words.append("differentiates by what the outputs do not depend on, as by model.parameters()")
+    words = [*expected.values(), "a second backward pass went through a unit"]
+    words.append("UserError: strategy=fsdp: the loss uses parameters outside the model's forward pass")
+    words.append("differentiates by tensors on which the outputs do not depend, such as model.parameters()")
     for messages in run_ranks(refusals, 2, *runs, init=False):
         for message, expectation in zip(messages, words, strict=True):
             assert expectation in message, message

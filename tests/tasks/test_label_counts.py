@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.runs import context_of
 from trainer.data.digits import Digits
 from trainer.data.text.in_memory import Text
-from trainer.dry_run.step import _check_loss
+from trainer.dry_run.step import _check_type
 from trainer.errors import UserError
 from trainer.tasks import Classification, LanguageModelling
 from trainer.tasks.cross_entropy import IGNORED
@@ -228,7 +228,7 @@ def test_a_loss_that_cannot_be_differentiated_is_refused(wrong: Any, shown: str)
             return wrong(model(batch).sum())
 
     with pytest.raises(UserError, match=f"Mine.loss returns {shown}, but must return a scalar"):
-        _check_loss(Mine(), Mine().loss(nn.Linear(2, 2), torch.ones(3, 2)), {})
+        _check_type(Mine(), Mine().loss(nn.Linear(2, 2), torch.ones(3, 2)), {})
 
 
 def _task(name: str, **option: str) -> tuple[str, ...]:
@@ -247,7 +247,7 @@ class Differentiates(Classification):
 def test_a_loss_that_is_differentiated_already_is_refused(tmp_path: Path) -> None:
     words = (*PLAIN, *DATA["digits"][:2], "strategy=single", *_task("Differentiates"))
     (message,) = refusals((*words, f"run_dir={tmp_path}"))
-    assert "Differentiates.loss gives parameters gradients, as backward() does" in message
+    assert "Differentiates.loss sets the gradients of parameters, as backward() does" in message
 
 
 class Reaches(Classification):
@@ -268,7 +268,7 @@ class Reaches(Classification):
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        ("nothing", "the first backward pass gave no parameter a gradient. The loss depends on none"),
+        ("nothing", "the first backward pass gave no parameter a gradient. The loss does not depend on"),
         ("late", "Reaches has parameters, which no optimizer would train"),
     ],
 )

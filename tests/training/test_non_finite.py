@@ -93,7 +93,7 @@ def test_no_rank_makes_an_update_of_a_gradient_that_is_not_finite(
             known = not last
             where = f"rank {last} (host {last})" if known else "some rank"
             what = "head.weight" if "one_row" in name else "1.weight (and 5 more)"
-            said = f"the gradient of {what} is NaN or Inf in step 3 on {where}; no rank applied that step"
+            said = f"the gradient of {what} is NaN or Inf in step 3 on {where}; no rank applied the update"
             assert str(error).startswith(said), (name, str(error))
             assert error.ranks == ((last,) if known else ()), name
         saved = (tmp_path / name / "checkpoints").glob("step_*")
@@ -133,6 +133,6 @@ def test_one_element_that_is_not_finite_is_found(gradient: Tensor, bad: float) -
 
 
 def test_gradients_are_not_clipped_to_nothing_where_their_norm_overflows() -> None:
-    with pytest.raises(NonFiniteError, match="the norm of the gradients, each of them finite, is NaN or"):
+    with pytest.raises(NonFiniteError, match="the norm of the gradients, each of which is finite, is NaN or"):
         checked([torch.tensor([1e20, 1e20])])
     assert torch.equal(checked([torch.ones(2), rows(1.0, 2.0)])[0], -torch.ones(2))

@@ -1,1 +1,1 @@
-"""All-reduces: algorithms, what runs them, and their timeline; parameter servers; a check of the network."""
+"""All-reduce algorithms, their execution and timeline; parameter servers; a check of the network."""

@@ -1,4 +1,4 @@
-"""Gives a DistributedDataParallel model the chosen all-reduce, and a timeline of it."""
+"""Attach an all-reduce algorithm and its timeline to a DistributedDataParallel model."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +27,11 @@ from trainer.exact.chunk_sums import ChunkSums, Message
 from trainer.torch_private import profiler_enabled
 
 WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtypes of chunks as sent; fp32 means uncompressed, in the dtype of the data."""
+"""The dtypes in which chunks are sent; None for fp32: uncompressed, in the dtype of the data."""
 
 _NATIVE = {"fp32": allreduce_hook, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 Reduce = Callable[[dist.GradBucket | Message, BucketRecord], Future[torch.Tensor]]
-Hook = Callable[[Any], Future[torch.Tensor]]  # takes a bucket, or a Message in place of it
+Hook = Callable[[Any], Future[torch.Tensor]]  # takes a bucket or a Message
 Enter = Callable[[str, int], None]
 
 
@@ -39,30 +39,30 @@ class CommHook:
     """The gradient all-reduce of one DDP model; created by `attach`.
 
     Attributes:
-        timeline: what the all-reduce costs, and which ranks are waited for.
+        timeline: measures the cost of the all-reduce, and which ranks are late.
     """
 
     def __init__(
         self,
         timeline: Timeline,
         reduce: Reduce,
-        mover: Worker | SideStream | None,
+        runner: Worker | SideStream | None,
         enter: Enter,
         chunk_sums: ChunkSums | None,
     ) -> None:
         self.timeline, self._enter, self._chunk_sums = timeline, enter, chunk_sums
-        self._reduce, self._mover = reduce, mover
+        self._reduce, self._runner = reduce, runner
 
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Called by DDP when a bucket of gradients is complete."""
         self._enter("all_reduce", bucket.index())
         sent = bucket if self._chunk_sums is None else self._chunk_sums.message(bucket)
         record = self.timeline.arrive(bucket.index(), sent.buffer().nbytes, bucket.is_last())
-        if not profiler_enabled():  # a range costs 30 us, and only the profiler sees it
+        if not profiler_enabled():  # a range costs 30 us
             return self._reduced(sent, record)
         with record_function(f"all-reduce {record.label}") as profiled:
-            # The range must begin here, on a thread that the profiler watches, and end when the bucket is
-            # done, on any thread; torch has no public call for it.
+            # The range must start here, on a thread that the profiler observes, and end when the bucket is
+            # done, on any thread; torch has no public API for this.
             return profiled._call_end_callbacks_on_future(self._reduced(sent, record))
 
     def _reduced(self, sent: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:
@@ -71,18 +71,18 @@ class CommHook:
 
     @contextmanager
     def plain_errors(self) -> Iterator[None]:
-        """Around a backward pass: raise the original error, not what DDP makes of it."""
+        """Raise the original error of the all-reduce instead of the RuntimeError that DDP raises for it."""
         try:
             yield
         except RuntimeError:
-            if self._mover is not None and self._mover.error is not None:
-                raise self._mover.error from None
+            if self._runner is not None and self._runner.error is not None:
+                raise self._runner.error from None
             raise
 
     def close(self) -> None:
-        """End the worker thread, and with it all backward passes. On error paths, exit without it."""
-        if self._mover is not None:
-            self._mover.close()
+        """Stop the worker thread; no backward pass may follow. Do not call this on error paths."""
+        if self._runner is not None:
+            self._runner.close()
 
 
 def attach(
@@ -97,28 +97,28 @@ def attach(
     enter: Enter = lambda phase, bucket: None,
     chunk_sums: ChunkSums | None = None,
 ) -> CommHook:
-    """Make `algorithm` the gradient all-reduce of `model`, which all ranks share (a collective).
+    """Make `algorithm` the gradient all-reduce of `model` (a collective of all ranks).
 
-    Gradients become their mean over ranks: a schedule divides the sum on the rank that owns it (with fp16 on
-    the wire each rank divides its own gradients, so that the sum does not overflow), `native` divides before
-    it adds.
+    Gradients are averaged over ranks. A schedule divides the sum on the rank that owns it, or with
+    wire_dtype fp16, each rank divides its gradients first, so that the sum does not overflow. `native`
+    divides before it adds.
 
     Args:
-        algorithm: a schedule by name; `native`, the backend's own by torch's default hooks; or `hook`, the
-            given one.
+        algorithm: the name of a schedule; `native` for the backend's all-reduce, by torch's default hooks; or
+            `hook` for the argument `hook`.
         hosts: host index of every rank.
-        wire_dtype: fp32 | bf16 | fp16. A schedule always adds in fp32; `native` adds in the dtype of the
-            wire, as the backend does. `hook` ignores it.
+        wire_dtype: fp32 | bf16 | fp16. A schedule always adds in fp32; `native` adds in the wire dtype, as
+            the backend does. `hook` ignores it.
         segment_mb: see `Executor`; schedules only.
-        timeout_s: the longest wait for a neighbour.
-        hook: any communication hook of DDP, with its state; gives the mean of a bucket over ranks.
+        timeout_s: the longest wait for a peer, in seconds.
+        hook: a communication hook of DDP, bound to its state; returns the mean of a bucket over ranks.
         enter: called with `("all_reduce", bucket)` before the all-reduce of each bucket starts.
-        chunk_sums: what turns buckets into integers; gradients then become their sum over ranks. Not for
-            `hook`.
+        chunk_sums: converts buckets to integers; gradients are then summed over ranks, not averaged. Not
+            supported with `hook`.
     """
     device = next(model.parameters()).device
     clock = GpuClock(device) if accelerator.is_accelerator(device) else None
-    mover: Worker | SideStream | None = None
+    runner: Worker | SideStream | None = None
     if algorithm == "native":
         native = partial(_NATIVE[wire_dtype], model.process_group) if chunk_sums is None else _summed
         reduce = _by_hook(native, clock, one_at_a_time=False)
@@ -136,10 +136,10 @@ def attach(
             executor.run(bucket.buffer(), divisor)
             return bucket.buffer()
 
-        mover = Worker(all_reduce, executor.close) if clock is None else SideStream(all_reduce, clock)
-        reduce = mover.submit
+        runner = Worker(all_reduce, executor.close) if clock is None else SideStream(all_reduce, clock)
+        reduce = runner.submit
     facts = {"device": device.type, "hosts": list(hosts), "wire_dtype": wire_dtype}
-    attached = CommHook(Timeline(clock, facts if hook is None else None), reduce, mover, enter, chunk_sums)
+    attached = CommHook(Timeline(clock, facts if hook is None else None), reduce, runner, enter, chunk_sums)
     model.register_comm_hook(None, attached.reduce)
     return attached
 
@@ -150,21 +150,21 @@ def _decoded(message: Message, done: Future[torch.Tensor]) -> torch.Tensor:
 
 
 def _summed(message: Message) -> Future[torch.Tensor]:
-    """A hook for integers, which are added and not divided."""
+    """A hook that adds integers without dividing them."""
     work = dist.all_reduce(message.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
 def _by_hook(hook: Hook, gpu_clock: GpuClock | None, one_at_a_time: bool) -> Reduce:
-    """Give buckets to a hook of DDP.
+    """Return a function that passes buckets to a communication hook of DDP, and records their times.
 
-    gloo runs what a hook starts in a callback when its first message is done, in an order that differs
-    between ranks; with two buckets in flight, ranks would mix them up. So a hook that may do that has
-    `one_at_a_time`.
+    Args:
+        one_at_a_time: wait for each bucket. A hook may start further messages in a callback, which gloo runs
+            in an order that differs between ranks, so that two buckets in flight could be mixed up.
     """
 
     def reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:
-        record.start = record.ready  # a Future of torch does not tell when torch began to move the bucket
+        record.start = record.ready  # a Future does not report when its work started
         ready = None if gpu_clock is None else gpu_clock.mark()
 
         def finish(done: Future[torch.Tensor]) -> torch.Tensor:
@@ -175,8 +175,7 @@ def _by_hook(hook: Hook, gpu_clock: GpuClock | None, one_at_a_time: bool) -> Red
             return done.value()
 
         future = hook(bucket)
-        # After the last bucket DDP waits next. A callback would run on gloo's thread, which has to get the
-        # interpreter first.
+        # After the last bucket, DDP waits anyway, and a callback on gloo's thread would first need the GIL.
         if gpu_clock is None and (one_at_a_time or bucket.is_last()):
             future.wait()
             finish(future)

@@ -1,18 +1,18 @@
-"""Runs a schedule on tensors: by gloo on CPUs and by NCCL on GPUs, through the same calls.
+"""Run a schedule on tensors, with gloo on CPUs and NCCL on GPUs, through the same calls.
 
-Messages are P2POps of `batch_isend_irecv`. On a GPU its waits are the current stream's, so everything here is
-queued and the host goes on. On CPUs the calling thread waits.
+Messages are P2POps of `batch_isend_irecv`. On a GPU, only the current stream waits for them, so everything is
+queued and the CPU continues. On CPUs, the calling thread waits.
 
-Why no rank waits forever. All ranks process the buckets in one order and the visits of a bucket in one order,
-at each visit first the receives, then the sends. A message sent at one visit is received at the next visit of
-its segment, and a rank waits for nothing but such messages, sent at an earlier visit. So each wait is for
-something earlier in that order, and waits cannot form a cycle, at any number of ranks, buckets and segments.
-Shared memory adds two waits: see shared_memory.py.
+There are no deadlocks. All ranks process the buckets in the same order and the visits of a bucket in the same
+order, and at each visit first the receives, then the sends. A message that is sent at one visit is received
+at the next visit of its segment, and a rank waits only for such messages, sent at an earlier visit. Since
+each wait is for something earlier in that order, waits cannot form a cycle, for any number of ranks, buckets
+and segments. Shared memory adds two waits; see shared_memory.py.
 
-Two conventions keep messages apart. A group has one user, and the messages of a pair of ranks arrive in the
-order in which they were sent. A chunk is sent from the bucket itself and a finished sum is received in it,
-because of a rule of schedules: a rank adds nothing to what it has sent, so only the finished sum, which
-contains the message, overwrites it.
+Messages are not mixed up, because a group has only one user, and the messages between two ranks arrive in the
+order in which they were sent. Chunks are sent from the bucket and finished sums are received into it without
+a copy. That is safe because in a schedule a rank adds nothing to a chunk that it has sent, so only the
+finished sum, which contains that message, overwrites it.
 """
 
 from collections import deque
@@ -31,28 +31,28 @@ from trainer.comm.shared_memory import SharedMemory
 
 SUMMED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)
 _HALF = (torch.float16, torch.bfloat16)
-_AHEAD_BYTES = 16 << 20  # of sums that may arrive before this rank adds them
+_AHEAD_BYTES = 16 << 20  # the most data that may arrive before this rank adds it
 Posted = tuple[list[dist.Work], dict[Move, Tensor], list[dist.P2POp]]  # waits, receives to add, all messages
 
 
 class Executor:
-    """Runs one schedule on buckets of all ranks, one at a time and in the same order on every rank.
+    """Runs one schedule on buckets, one at a time and in the same order on every rank.
 
-    gloo asks for a message only once its receive is posted, and the request queues behind data that flows in
-    the same direction. So on CPUs receives are posted some visits ahead, each visit by itself. On a GPU the
-    messages of a sweep, of all segments in flight, are one NCCL group: links inside the host and between
-    hosts are busy together. A group costs a launch, so by default a bucket is one segment there.
+    gloo requests a message only after its receive was posted, and the request queues behind data that flows
+    in the same direction. So on CPUs, receives are posted some visits ahead, for each visit separately. On a
+    GPU, all messages of a sweep are one NCCL group, so that links inside a host and between hosts are busy at
+    the same time. Since each group costs a launch, a bucket is one segment there by default.
 
     Args:
-        group: of all ranks of the schedule, for tensors on `device`, without another user.
-        schedule: this rank's part.
-        device: of the buckets.
-        wire_dtype: the dtype of chunks as sent; None: the dtype of the bucket. Half precision and integers
-            are sent as they are.
+        group: contains all ranks of the schedule, supports tensors on `device`, and has no other user.
+        schedule: this rank's schedule.
+        device: the device of the buckets.
+        wire_dtype: the dtype in which chunks are sent; None: the dtype of the bucket. Half-precision and
+            integer buckets are always sent in their own dtype.
         segment_mb: MiB per segment; None: 2 on a CPU, a whole bucket on a GPU.
-        width: segments that enter with each sweep; None: 2 on a CPU, 1 on a GPU.
-        hosts: host index of every rank; on CPUs, ranks of one host then share memory. None: all are apart.
-        timeout_s: the longest wait for a peer on this host.
+        width: the number of segments that enter with each sweep; None: 2 on a CPU, 1 on a GPU.
+        hosts: host index of every rank, by which ranks on CPUs share memory; None: no shared memory.
+        timeout_s: the longest wait for a peer on this host, in seconds.
     """
 
     def __init__(
@@ -75,33 +75,33 @@ class Executor:
         if self._by_visit and hosts is not None:
             segment_bytes = int((segment_mb or SEGMENT_MB) * 2**20)
             self._shared = SharedMemory(group, schedule, hosts, segment_bytes, self._width, timeout_s)
-        self._near = set[int]() if self._shared is None else self._shared.peers
+        self._local_peers = set[int]() if self._shared is None else self._shared.peers
         self._programs: dict[tuple[int, int], tuple[list[list[Visit]], int]] = {}
         # The first call on an NCCL group must come from all its ranks; a batch may involve only some.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def run(self, bucket: Tensor, divisor: int = 1) -> None:
-        """Give every rank the sum of all `bucket`s / `divisor`, with the same bits.
+        """Replace `bucket` on every rank by the sum over ranks divided by `divisor`, with the same bits.
 
-        The owner of each part divides its sum, in the dtype of the sum, before it sends it; if sums are sent
-        as fp16, every rank divides its own values first.
+        The owner of each part divides its sum before it sends it. If sums are sent as fp16, every rank
+        instead divides its values first.
 
         Args:
-            bucket: (numel,) contiguous; fp32, fp64, int64, or fp16 or bf16, which are summed in fp32.
-            divisor: of the sums.
+            bucket: (numel,), contiguous; fp32, fp64 or int64; or fp16 or bf16, which are added in fp32.
+            divisor: divides the sums.
 
         Raises:
-            ValueError: a dtype that cannot be averaged.
-            RuntimeError: a peer is gone, or silent for the timeout of `group`.
+            ValueError: the dtype is not supported.
+            RuntimeError: a peer has died, or did not answer within the timeout of `group`.
         """
         if bucket.dtype not in SUMMED_DTYPES:
             raise ValueError(
-                f"no all-reduce of {bucket.dtype}: gradients must be fp32, fp64, fp16, bf16 or int64"
+                f"all-reduce does not support {bucket.dtype}; use fp32, fp64, fp16, bf16 or int64 gradients"
             )
         own_wire = bucket.dtype in (*_HALF, torch.int64)
         wire = bucket.dtype if own_wire or self._wire_dtype is None else self._wire_dtype
         sums = bucket.float() if bucket.dtype in _HALF else bucket
-        if wire == torch.float16 and divisor != 1:  # a sum may exceed its largest number, 65504
+        if wire == torch.float16 and divisor != 1:  # a sum may exceed the largest fp16 number, 65504
             sums.div_(divisor)
             divisor = 1
         self._run(sums, wire, divisor)
@@ -113,7 +113,7 @@ class Executor:
             self._shared.close()
 
     def _program(self, numel: int, itemsize: int) -> tuple[list[list[Visit]], int]:
-        """The visits, in steps whose messages start together; how many steps ahead receives are posted."""
+        """Return the visits, grouped in steps whose messages start together, and how far ahead to receive."""
         if (numel, itemsize) not in self._programs:
             size = max(1, numel * itemsize)
             segment_bytes = size if self._segment_mb is None else int(self._segment_mb * 2**20)
@@ -129,7 +129,7 @@ class Executor:
         return self._programs[numel, itemsize]
 
     def _remote(self, moves: Sequence[Move]) -> Sequence[Move]:
-        return [move for move in moves if move.peer not in self._near]
+        return [move for move in moves if move.peer not in self._local_peers]
 
     def _run(self, sums: Tensor, wire: torch.dtype, divisor: int) -> None:
         steps, ahead = self._program(sums.numel(), wire.itemsize)
@@ -138,20 +138,20 @@ class Executor:
         sending: list[dist.Work] = []
 
         def post(sends: list[tuple[Tensor, int]], index: int) -> None:
-            """Start `sends`, and the receives of the step of this index."""
+            """Start `sends` and the receives of step `index`."""
             messages = [
                 dist.P2POp(dist.isend, chunk, group=self._group, group_peer=peer) for chunk, peer in sends
             ]
             arriving: dict[Move, Tensor] = {}
             step = steps[index] if index < len(steps) else []
             for move in (move for visit in step for move in self._remote(visit.receives)):
-                straight = move.kind is Kind.COPY and not compressed
-                target = move.chunk(sums) if straight else sums.new_empty(move.numel, dtype=wire)
-                if not straight:
+                in_place = move.kind is Kind.COPY and not compressed
+                target = move.chunk(sums) if in_place else sums.new_empty(move.numel, dtype=wire)
+                if not in_place:
                     arriving[move] = target
                 messages.append(dist.P2POp(dist.irecv, target, group=self._group, group_peer=move.peer))
             works = dist.batch_isend_irecv(messages) if messages else []
-            # gloo has a work for each message; NCCL has one for all, which its stream waits for.
+            # gloo returns a Work for each message; NCCL returns one for all, for which the stream waits.
             num_sending = len(sends) if self._by_visit else 0
             sending.extend(works[:num_sending])
             posted.append((works[num_sending:], arriving, messages))
@@ -162,7 +162,7 @@ class Executor:
             works, arrived, messages = posted.popleft()
             for work in works:
                 work.wait()
-            del messages  # until here it has kept their tensors alive
+            del messages  # which kept the tensors alive until now
             sends: list[tuple[Tensor, int]] = []
             for visit in step:
                 self._receive(visit, sums, wire, arrived)
@@ -170,19 +170,19 @@ class Executor:
                     owned = sums[slice(*visit.owned)]
                     if divisor != 1:
                         owned.div_(divisor)
-                    if compressed:  # the owner keeps the rounded values, too
+                    if compressed:  # round the owner's copy as well
                         owned.copy_(owned.to(wire))
                 remote = self._remote(visit.sends)
                 sends += [(move.chunk(sums).to(wire), move.peer) for move in remote]
                 if self._shared is not None:
-                    self._shared.send([move for move in visit.sends if move.peer in self._near], sums, wire)
+                    self._shared.send([m for m in visit.sends if m.peer in self._local_peers], sums, wire)
             post(sends, index + 1 + ahead)
         for work in sending:
             work.wait()
 
     def _receive(self, visit: Visit, sums: Tensor, wire: torch.dtype, arrived: dict[Move, Tensor]) -> None:
         for move in visit.receives:
-            if self._shared is not None and move.peer in self._near:
+            if self._shared is not None and move.peer in self._local_peers:
                 self._shared.receive(move, sums, wire)
             elif move in arrived:
                 move.take(sums, arrived.pop(move))

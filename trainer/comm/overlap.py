@@ -1,4 +1,4 @@
-"""What moves buckets during the backward pass: a thread on CPUs, a stream on a GPU."""
+"""Reduce buckets during the backward pass: on a thread for CPUs, on a side stream for a GPU."""
 
 import threading
 import time
@@ -13,16 +13,16 @@ from trainer import accelerator
 from trainer.comm.timeline import BucketRecord, GpuClock
 
 AllReduce = Callable[[Any, BucketRecord], torch.Tensor]
-"""Takes a bucket as submitted; returns its mean over all ranks."""
+"""Takes a submitted bucket, and returns its mean over all ranks."""
 
 Task = tuple[Any, BucketRecord, Future[torch.Tensor]]
 
 
 class SideStream:
-    """Queues the all-reduce of each bucket on a stream beside the backward pass; the host waits for nothing.
+    """Queues the all-reduce of each bucket on a side stream, without blocking the CPU.
 
-    The backward pass may reuse a bucket's memory when the gradients have been read, so the bucket is recorded
-    as used by the stream.
+    Buckets are recorded as used by the side stream, because the backward pass may otherwise reuse their
+    memory when the gradients have been read.
     """
 
     def __init__(self, all_reduce: AllReduce, clock: GpuClock) -> None:
@@ -31,9 +31,9 @@ class SideStream:
         self._stream = accelerator.stream(clock.device)
 
     def submit(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
-        """Queue the all-reduce behind the work now on the current stream.
+        """Queue the all-reduce after the work that is on the current stream.
 
-        To wait for the Future makes the current stream wait for the side stream.
+        Waiting for the returned Future makes the current stream wait for the side stream.
         """
         future: Future[torch.Tensor] = Future(devices=[self._clock.device])
         ready = self._clock.mark()
@@ -47,16 +47,16 @@ class SideStream:
         return future
 
     def close(self) -> None:
-        """NCCL's group ends what is queued."""
+        """Do nothing: destroying NCCL's process group ends queued work."""
 
 
 class Worker:
-    """A thread that processes buckets in the given order and answers each with a Future.
+    """A thread that reduces buckets in the order in which they were submitted.
 
-    After one failure every later bucket fails with the same error: its peers are no longer in step.
+    After a failure, every later bucket fails with the same error, because ranks are no longer in step.
 
     Args:
-        release: called at the end, after the last `all_reduce`.
+        release: called by `close`, after the last `all_reduce`.
     """
 
     def __init__(
@@ -68,36 +68,36 @@ class Worker:
         self._all_reduce, self._release = all_reduce, release
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._newest: Future[torch.Tensor] | None = None
-        # A daemon: a thread that waits for a peer must not keep a failing process alive.
+        # A daemon, so that a thread that waits for a peer does not keep a failing process alive.
         self._thread = threading.Thread(target=self._work, name="all-reduce", daemon=True)
         self._thread.start()
 
     def submit(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
-        """Queue a bucket of DDP for the all-reduce; the Future's value is the mean.
+        """Queue a bucket of DDP for the all-reduce; the value of the returned Future is the mean.
 
-        After the last bucket of a pass DDP only waits. If the thread is idle then, the caller moves that
-        bucket itself, which saves a switch between threads.
+        After the last bucket of a pass, DDP only waits. So if the thread is idle then, the caller reduces
+        that bucket itself, which saves a switch between threads.
         """
         future: Future[torch.Tensor] = Future()
         if bucket.is_last() and (self._newest is None or self._newest.done()):
-            self._move(bucket, record, future)
+            self._reduce(bucket, record, future)
         else:
             self._newest = future
             self._tasks.put((bucket, record, future))
-        # DDP, which waits in C++, sees an error only if a callback raises it.
+        # DDP waits in C++, and sees an error only if a callback raises it.
         return future.then(lambda done: done.value())
 
     def close(self) -> None:
-        """End the thread, after the buckets already queued."""
+        """Stop the thread after the queued buckets."""
         self._tasks.put(None)
         self._thread.join(timeout=10.0)
         self._release()
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._move(*task)
+            self._reduce(*task)
 
-    def _move(self, bucket: Any, record: BucketRecord, future: Future[torch.Tensor]) -> None:
+    def _reduce(self, bucket: Any, record: BucketRecord, future: Future[torch.Tensor]) -> None:
         record.start = time.perf_counter()
         try:
             if self.error is not None:

@@ -1,8 +1,8 @@
-"""A parameter server's exchange: workers push gradients to the owners of parameters, who send values back.
+"""The communication of a parameter server: workers push gradients to servers, and all ranks pull new values.
 
-Each trained parameter belongs, whole, to one server. Buckets go from rank to rank by gloo, through host
-memory; values also to other servers, since all ranks evaluate and average. Source: Li et al., "Scaling
-distributed machine learning with the parameter server", OSDI 2014.
+Each trainable parameter has one server as its owner. Buckets are sent between ranks by gloo, through CPU
+memory. Servers get the values of other servers too, since all ranks evaluate the model and update its moving
+average. Source: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
 """
 
 import time
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one dtype, which travel as one flat tensor.
+    """Parameters of one dtype that are sent as one flat tensor.
 
-    A push has one number more for each parameter: whether a worker has a gradient of it.
+    A push has an additional number for each parameter: whether the worker has a gradient for it.
     """
 
     owner: int
@@ -36,21 +36,23 @@ class Bucket:
         return torch.cat([*parts, parts[0].new_tensor([g is not None for _, g in given])]).cpu()
 
     def parts(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with its part of `flat`, on its device."""
+        """Return pairs of a parameter and its part of `flat`, on the parameter's device."""
         parts = flat.to(self.parameters[0]).split([p.numel() for p in self.parameters])
         return ((p, part.view(p.shape)) for p, part in zip(self.parameters, parts, strict=True))
 
 
 class Exchange:
-    """One rank's part in it. A rank may be a server, a worker or both, and sends itself nothing.
+    """The communication of one rank, which may be a server, a worker or both, and sends nothing to itself.
 
     Args:
-        parameters: the same on each rank; those that require gradients travel.
-        servers, workers: their ranks, together all of `group`.
-        bucket_bytes: the most in a bucket, unless a single parameter is larger.
+        parameters: the same on each rank; only those that require gradients are communicated.
+        servers, workers: ranks; together, all ranks of `group`.
+        bucket_bytes: the largest size of a bucket, unless a single parameter is larger.
 
     Attributes:
-        moved, waited_s, steps: bytes that this server received and sent, and seconds spent, in all steps.
+        moved: bytes that this rank received and sent as a server, in all steps.
+        waited_s: seconds that this rank spent in `push` and `pull`, in all steps.
+        steps: the number of steps.
     """
 
     def __init__(
@@ -68,23 +70,24 @@ class Exchange:
         self.owned = {server: [p for p in parameters if owner[p] == server] for server in servers}
         self._bucket_bytes = bucket_bytes
         self.follow_trainable()
-        self.begin_counting()
+        self.reset_counters()
 
     def follow_trainable(self) -> None:
-        """Communicate the parameters that now require gradients, from now on; their owners stay the same."""
+        """Communicate the parameters that require gradients now; owners stay the same."""
         self.buckets = [
             bucket
             for server, own in self.owned.items()
             for bucket in _buckets(server, [p for p in own if p.requires_grad], self._bucket_bytes)
         ]
 
-    def begin_counting(self) -> None:
+    def reset_counters(self) -> None:
         self.moved, self.waited_s, self.steps = 0, 0.0, 0
 
     def bytes_of(self, server: int) -> int:
-        """What a server of N bytes receives and sends in a step: W N and (P - 1) N, of W workers, P ranks.
+        """Return the bytes that a server receives and sends in a step.
 
-        W are those beside it, and each also sends one number for each parameter.
+        A server of N bytes receives N bytes, and one number for each parameter, from every other rank that is
+        a worker, and sends N bytes to every other rank.
         """
         num_workers, num_others = sum(worker != server for worker in self._workers), len(self._others)
         own = [bucket for bucket in self.buckets if bucket.owner == server]
@@ -93,8 +96,8 @@ class Exchange:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Give what each server owns the mean of all workers' gradients; all else has none afterwards."""
-        began, works, pushed = time.perf_counter(), [], list[Tensor]()
+        """Give each server the mean of all workers' gradients for its parameters; drop other gradients."""
+        start, works, pushed = time.perf_counter(), [], list[Tensor]()
         for number, bucket in enumerate(self.buckets):
             if self._rank in self._workers:
                 pushed.append(bucket.gradients())
@@ -109,10 +112,10 @@ class Exchange:
                     parameter.grad = part if is_set else None
         _wait(works)
         self.steps += 1
-        self.waited_s += time.perf_counter() - began
+        self.waited_s += time.perf_counter() - start
 
     def _mean(self, number: int, bucket: Bucket, pushed: Sequence[Tensor]) -> Tensor:
-        """Of all workers' buckets of this number, added in the order of their ranks, at least in fp32."""
+        """Return the mean of all workers' buckets, added in the order of their ranks in fp32 or higher."""
         size = bucket.numel + len(bucket.parameters)
         parts = [
             pushed[number] if worker == self._rank else torch.empty(size, dtype=bucket.dtype)
@@ -127,13 +130,13 @@ class Exchange:
         return total.div_(len(parts))
 
     def are_set(self, flags: Tensor) -> list[bool]:
-        """Which of a bucket's parameters have a gradient, of the mean of all workers' flags."""
+        """Return which parameters of a bucket have a gradient, from the mean of all workers' flags."""
         return (flags != 0).tolist()
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Give every rank the owners' values."""
-        began, works, arriving = time.perf_counter(), [], []
+        """Give every rank the values of the owners."""
+        start, works, arriving = time.perf_counter(), [], []
         for number, bucket in enumerate(self.buckets):
             if bucket.owner == self._rank:
                 values = bucket.values()
@@ -146,19 +149,19 @@ class Exchange:
         for bucket, values in arriving:
             for parameter, part in bucket.parts(values):
                 parameter.copy_(part)
-        self.waited_s += time.perf_counter() - began
+        self.waited_s += time.perf_counter() - start
 
 
 def owners(parameters: Sequence[nn.Parameter], servers: Sequence[int]) -> dict[nn.Parameter, int]:
-    """The server of each parameter: the largest first, each to the one that holds the fewest bytes.
+    """Assign each parameter, largest first, to the server that has the fewest bytes so far.
 
     Frozen parameters come last, because they may never be trained.
     """
-    held, found = dict.fromkeys(servers, 0), {}
+    num_bytes, owner = dict.fromkeys(servers, 0), {}
     for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.nbytes)):
-        found[parameter] = min(servers, key=held.__getitem__)
-        held[found[parameter]] += parameter.nbytes
-    return found
+        owner[parameter] = min(servers, key=num_bytes.__getitem__)
+        num_bytes[owner[parameter]] += parameter.nbytes
+    return owner
 
 
 def _buckets(owner: int, parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[Bucket]:

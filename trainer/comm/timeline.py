@@ -1,8 +1,8 @@
-"""When each bucket of gradients was ready, moved and done, and which rank was the last to have it.
+"""Measure when each gradient bucket was ready, started and done, and which rank was the last to be ready.
 
-A rank that comes late makes the all-reduce of all the others look long. An all-reduce ends on all ranks at
-about the same time. So the rank whose bucket was ready the shortest time before its end was the last, and no
-clocks need be compared. A lateness below the time of one message is noise.
+A late rank makes the all-reduce of all other ranks look long. Since an all-reduce ends on all ranks at about
+the same time, the late rank is the one with the shortest time between its bucket being ready and the end, so
+no clocks need to be compared. Differences below the time of one message are noise.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from trainer.distributed.agreement import gather_objects
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_KEPT = 100  # passes, for the medians of `Timeline.measured`
+_NUM_KEPT = 100  # passes over which `Timeline.measured` takes medians
 _COLOURS = {"queued": "#9aa0a6", "overlapped": "#4c78a8", "exposed": "#e45756"}
-_INK = "#8a8a8a"  # of text and axes, on a transparent page: readable in light and in dark
+_INK = "#8a8a8a"  # for text and axes, legible on light and dark pages, since the background is transparent
 ReadGpu = Callable[[bool], tuple[float, ...] | None]
 
 
 class GpuClock:
-    """Marks points on streams with events, and reads them later, when the GPU has passed them."""
+    """Records events on streams, and reads their times after the GPU has reached them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.restart()
 
     def restart(self) -> None:
-        """Count from now on; called between passes at times, since events count in single precision."""
+        """Reset the origin; called between some passes, since events measure in single precision."""
         self._origin = self.mark()
 
     def mark(self) -> Any:
-        """Mark the end of the work now on the current stream."""
+        """Record an event after the work that is on the current stream."""
         event = accelerator.event(self.device, timing=True)
         event.record(accelerator.current_stream(self.device))
         return event
 
     def times(self, *marks: Any) -> ReadGpu:
-        """A function that returns the marks' times, or None if one has not passed and it may not wait."""
+        """Return a function that returns the times in seconds, or None if unknown and `wait` is false."""
         origin = self._origin
 
         def read(wait: bool) -> tuple[float, ...] | None:
@@ -63,21 +63,21 @@ class GpuClock:
 
 @dataclass(slots=True)
 class BucketRecord:
-    """One bucket of one backward pass; times are seconds of this rank's clock."""
+    """One bucket of one backward pass; times are in seconds of this rank's clock."""
 
     index: int
     num_bytes: int
     ready: float
-    start: float = 0.0  # when this rank began to move it
+    start: float = 0.0  # when this rank started to send it
     end: float = 0.0
-    read_gpu: ReadGpu | None = None  # if a GPU has the times: see GpuClock
+    read_gpu: ReadGpu | None = None  # set if the times are on a GPU; see GpuClock
 
     @property
     def label(self) -> str:
         return f"bucket {self.index}, {self.num_bytes / 2**20:.3g} MiB"
 
     def fetch_times(self, wait: bool) -> bool:
-        """Fetch the times if a GPU has them; return False if they are not known yet and `wait` is false."""
+        """Fetch the times from the GPU, if any; return False if they are unknown and `wait` is false."""
         if self.read_gpu is not None:
             times = self.read_gpu(wait)
             if times is None:
@@ -89,14 +89,14 @@ class BucketRecord:
 
 @dataclass(slots=True)
 class PassSum:
-    """Communication summed over passes; overlapped + exposed = total."""
+    """The time of communication, summed over passes; overlapped + exposed = total."""
 
     count: int = 0
-    total_s: float = 0.0  # in which some bucket was moving
-    exposed_s: float = 0.0  # part of it when all buckets were ready: nothing was left to compute
+    total_s: float = 0.0  # while at least one bucket was being reduced
+    exposed_s: float = 0.0  # the part after all buckets were ready, when nothing was left to compute
 
     def add(self, records: Sequence[BucketRecord]) -> None:
-        """Add the buckets of one pass; times at which several move count once."""
+        """Add the buckets of one pass; times at which several are being reduced count once."""
         last_ready = max(record.ready for record in records)
         counted_to = float("-inf")
         for record in sorted(records, key=lambda record: record.start):
@@ -107,32 +107,32 @@ class PassSum:
         self.count += 1
 
     def means_ms(self) -> dict[str, float]:
-        """Per pass: total, overlapped and exposed."""
+        """Return the mean milliseconds per pass: total, overlapped and exposed."""
         total, exposed = (1e3 * seconds / self.count for seconds in (self.total_s, self.exposed_s))
         return {"total_ms": total, "overlapped_ms": total - exposed, "exposed_ms": exposed}
 
 
 class Timeline:
-    """Collects the records of one rank: some microseconds per bucket; only `metrics` communicates.
+    """Collects the records of one rank, in microseconds per bucket; only `metrics` communicates.
 
     Args:
-        gpu_clock: if buckets are on a GPU.
-        facts: added to `measured`; None for a user's hook, whose messages need not be its buckets.
+        gpu_clock: None if buckets are on the CPU.
+        facts: added to `measured`; None for a user's hook, which need not send the buckets themselves.
     """
 
     def __init__(self, gpu_clock: GpuClock | None, facts: Mapping[str, Any] | None) -> None:
         self._gpu_clock, self._facts, self._own = gpu_clock, facts, dist.get_rank()
-        self.num_passes = 0  # backward passes begun
-        self.last_pass: list[BucketRecord] = []  # the last one finished and summed up
-        self._kept: deque[list[BucketRecord]] = deque(maxlen=_KEPT)  # the newest passes
+        self.num_passes = 0  # backward passes that have started
+        self.last_pass: list[BucketRecord] = []  # the last pass that was added to the sums
+        self._kept: deque[list[BucketRecord]] = deque(maxlen=_NUM_KEPT)  # the newest passes
         self._waiting: deque[list[BucketRecord]] = deque()
         self.is_complete = True
-        self._passes, self._recent = PassSum(), PassSum()  # of the run; since the last call of metrics
+        self._passes, self._recent = PassSum(), PassSum()  # in the run; since the last call of metrics
         self._waits: torch.Tensor | None = None  # (rank, bucket): seconds from ready to end, at that call
-        self._times_last: Counter[int] = Counter()  # how often each rank was last at a call of metrics
+        self._times_last: Counter[int] = Counter()  # calls of metrics that found each rank to be last
 
     def arrive(self, index: int, num_bytes: int, is_last: bool) -> BucketRecord:
-        """Record that a bucket is ready. The mover fills in the rest of the record."""
+        """Record that a bucket is ready; the caller sets the other times of the returned record."""
         if self.is_complete:
             self._sum_up(wait=False)
             self._waiting.append([])
@@ -143,9 +143,9 @@ class Timeline:
         return record
 
     def metrics(self) -> dict[str, float]:
-        """Means per backward pass since the last call, and who was late in the last; {} if there were none.
+        """Return means per backward pass since the last call, and the last rank of the last pass.
 
-        A collective of the model's ranks, called between backward passes.
+        Call between backward passes (a collective of the model's ranks). Returns {} if there was no pass.
         """
         self._sum_up(wait=True)
         if self._gpu_clock is not None:
@@ -165,15 +165,15 @@ class Timeline:
         }
 
     def _latest(self, waits: torch.Tensor) -> tuple[int, float]:
-        """The rank that was last to have the bucket at which ranks are furthest apart, and by how much."""
+        """Return the last rank in the bucket for which ranks differ most, and that difference in seconds."""
         spread = waits.amax(0) - waits.amin(0)
         return int(waits[:, spread.argmax()].argmin()), float(spread.max())
 
     def measured(self) -> dict[str, Any]:
-        """A typical backward pass on this rank, for result.json; {} if there was none.
+        """Return medians over the newest backward passes of this rank, for result.json; {} without passes.
 
-        Medians over the newest passes: total, overlapped and exposed communication; for each bucket, in order
-        in which they are ready, its bytes, and how long before the last one it was ready.
+        These are the total, overlapped and exposed communication in milliseconds; and for each bucket, in the
+        order in which they become ready, its size and how long before the last bucket it was ready.
         """
         self._sum_up(wait=True)
         layout = [(record.index, record.num_bytes) for record in self.last_pass]
@@ -197,26 +197,26 @@ class Timeline:
         return {"timeline": {**self._facts, **medians, "buckets": buckets}}
 
     def summary(self) -> str:
-        """The whole run on this rank, in two lines; "" before the first pass."""
+        """Return two lines about the whole run on this rank, or "" before the first pass."""
         self._sum_up(wait=True)
         if self._passes.count == 0:
             return ""
-        words = "{total_ms:.2f} ms, {overlapped_ms:.2f} overlapped and {exposed_ms:.2f} exposed"
-        text = f"communication in a backward pass: {words.format(**self._passes.means_ms())}"
+        means = "{total_ms:.2f} ms, {overlapped_ms:.2f} overlapped, {exposed_ms:.2f} exposed"
+        text = f"communication per backward pass: {means.format(**self._passes.means_ms())}"
         for rank, times in self._times_last.most_common(1):
-            text += f"\nlast to be ready: rank {rank}, {times} of {self._times_last.total()} times measured"
+            text += f"\nslowest rank: {rank} (in {times} of {self._times_last.total()} samples)"
         return text
 
     def plots(self) -> dict[str, Figure]:
-        """The last backward pass of this rank, a row per bucket, milliseconds.
+        """Plot the last backward pass of this rank: a row for each bucket, times in milliseconds.
 
-        Grey: ready and queued; blue: moving during computation; red: moving without computation. A mark shows
-        when the last rank had the bucket ready, at the last call of `metrics`.
+        Grey: queued; blue: communication that overlaps with computation; red: exposed communication. A mark
+        shows when the bucket was ready on the last rank, at the last call of `metrics`.
         """
-        from matplotlib.figure import Figure  # costs half a second, and only rank 0 draws
+        from matplotlib.figure import Figure  # takes half a second to import, and only rank 0 plots
 
         records = self.last_pass
-        # As narrow as TensorBoard's cards, which scale a wide figure down until nobody can read it.
+        # As narrow as a card in TensorBoard, which would scale a wide figure down until it is illegible.
         figure = Figure(figsize=(4.4, 2 + 0.32 * len(records)), layout="constrained", facecolor="none")
         axes = figure.add_subplot(facecolor="none")
         axes.set_xlabel("ms since the first bucket was ready", color=_INK)
@@ -244,7 +244,7 @@ class Timeline:
         return {"comm/buckets": figure}
 
     def _sum_up(self, wait: bool) -> None:
-        """Sum up the complete passes whose times are known; with `wait`, all of them, waiting for the GPU."""
+        """Add the complete passes whose times are known; with `wait`, wait for the GPU and add all."""
         while self._waiting and (len(self._waiting) > 1 or self.is_complete):
             records = self._waiting[0]
             if not all(record.fetch_times(wait) for record in records):

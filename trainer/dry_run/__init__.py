@@ -1,1 +1,1 @@
-"""One step and one evaluation before the first step, to find mistakes early."""
+"""Dry runs of a step and an evaluation before the first step, to find mistakes early."""

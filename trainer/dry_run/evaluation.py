@@ -1,4 +1,4 @@
-"""Evaluate one batch before the first step, to find mistakes that would otherwise show after an epoch."""
+"""The dry run of an evaluation, which finds mistakes that would otherwise appear only after an epoch."""
 
 import logging
 import time
@@ -21,68 +21,68 @@ from trainer.tensors.generators import generators_kept
 log = logging.getLogger(__name__)
 
 _MISTAKES = (UserError, NameError, AttributeError, TypeError, KeyError, ImportError)
-"""Errors that more samples can't prevent."""
+"""Errors that do not depend on the number of samples."""
 
 
 def dry_run_of_evaluation(run: Run) -> None:
-    """Evaluate the first held-out batch, and leave no trace (a collective).
+    """Evaluate the first held-out batch without side effects (a collective).
 
     This uses a copy of the task, and does nothing if the task can't be copied. `summarise` may need more than
-    one batch, for example samples of each class, so an error there that the data can cause is a warning.
+    one batch, for example samples of each class, so its errors that may come from the data are only warnings.
 
     Raises:
-        UserError: the evaluation fails, or lacks a metric that a setting names.
+        UserError: the evaluation fails, or does not return a metric that a setting names.
     """
     if run.data.eval_loader is None or (task := independent_copy(run.task)) is run.task:
         return
-    begin, failed = time.perf_counter(), list[str]()
+    start, failures = time.perf_counter(), list[str]()
     with generators_kept(), traceless(run.state.model):
         first = next(iter(run.data.eval_loader))
         for method in ("summarise", "summarise_rows"):
             if (summarise := getattr(task, method, None)) is not None:
-                setattr(task, method, _lenient(summarise, failed))
+                setattr(task, method, _lenient(summarise, failures))
         context = ModelContext(run.ranks, run.strategy, task, run.model, run.data.to_device, run.seed)
         try:
             metrics = evaluate(context, [first]).metrics
         except Exception as error:
-            if isinstance(error, RunEndError | OSError | torch.OutOfMemoryError) or _is_of_ranks(error):
+            if isinstance(error, RunEndError | OSError | torch.OutOfMemoryError) or _by_collective(error):
                 raise
             raise UserError(
-                f"{type(run.task).__name__} fails in the dry run of an evaluation, with the first held-out "
-                f"batch: {class_and_line(error)}. Fix it, or set train.eval_every_epochs=0 to train without "
-                "evaluation"
+                f"{type(run.task).__name__} fails on the first held-out batch, in the dry run of an "
+                f"evaluation: {class_and_line(error)}. Fix it, or set train.eval_every_epochs=0 to train "
+                "without evaluation"
             ) from error
-    for words in failed:
+    for failure in failures:
         log.warning(
             "%s.%s. The dry run used only the first held-out batch; if this also fails with all batches, "
-            "the first evaluation ends the run",
+            "the run stops at the first evaluation",
             type(run.task).__name__,
-            words,
+            failure,
         )
-    if not failed and not _listed(run.task):
+    if not failures and not _listed(run.task):
         check_metrics(run.config, metrics)
-    log.info("dry run of one evaluation batch: ok, %.2f s", time.perf_counter() - begin)
+    log.info("dry run of one evaluation batch: ok, %.2f s", time.perf_counter() - start)
 
 
 def check_metrics_of_task(config: Config, task: Task) -> None:
-    """Raise UserError for a metric in the settings that is not in the `metric_names` of the task, if any."""
+    """Raise UserError if a setting names a metric that is not in the task's `metric_names`, if it has any."""
     if listed := _listed(task):
         check_metrics(config, listed)
 
 
 def check_metrics(config: Config, names: Collection[str]) -> None:
-    """Raise UserError for a metric in the settings that is not among `names`, which evaluation yields."""
+    """Raise UserError if a setting names a metric that is not among `names`, the metrics of an evaluation."""
     averages = names if config.ema.decay is not None and config.ema.evaluate == "both" else ()
     metrics = [f"eval/{name}" for name in names] + [f"eval/ema/{name}" for name in averages]
     for name, metric in metrics_in_use(config).items():
         if metric not in metrics:
             raise UserError(
-                f"{name}.metric is {metric}, but must be one that evaluation yields: {', '.join(metrics)}"
+                f"{name}.metric={metric} is not a metric of the evaluation; use one of {', '.join(metrics)}"
             )
 
 
 def metrics_in_use(config: Config) -> dict[str, str]:
-    """Return the metrics of evaluation by which the run decides, each by the setting that names it."""
+    """Return the evaluation metrics that settings name, by the name of the setting."""
     best, stop = config.checkpoint.keep_best, config.train.early_stopping
     named = {
         "checkpoint.keep_best": best.metric if best is not None else None,
@@ -96,8 +96,8 @@ def _listed(task: Task) -> Collection[str]:
     return list(getattr(task, "metric_names", ()))
 
 
-def _lenient(summarise: Callable[[Any], dict[str, float]], failed: list[str]) -> Callable[[Any], Any]:
-    """Wrap `summarise` to add errors that too few samples can cause to `failed`, and not raise them."""
+def _lenient(summarise: Callable[[Any], dict[str, float]], failures: list[str]) -> Callable[[Any], Any]:
+    """Wrap `summarise` to append errors that too few samples can cause to `failures`, not raise them."""
 
     def attempt(gathered: Any) -> Any:
         try:
@@ -105,13 +105,13 @@ def _lenient(summarise: Callable[[Any], dict[str, float]], failed: list[str]) ->
         except _MISTAKES:
             raise
         except Exception as error:
-            failed.append(f"{summarise.__name__} raised {class_and_line(error)}")
+            failures.append(f"{summarise.__name__} raised {class_and_line(error)}")
             return {}
 
     return attempt
 
 
-def _is_of_ranks(error: Exception) -> bool:
-    """Return whether a collective raised the error, since another rank may have failed."""
+def _by_collective(error: Exception) -> bool:
+    """Return whether a collective raised the error, perhaps because another rank failed."""
     collectives, frames = Path(torch.distributed.__file__).parent, traceback.extract_tb(error.__traceback__)
     return any(Path(frame.filename).is_relative_to(collectives) for frame in frames)

@@ -1,12 +1,12 @@
-"""The dry run: a forward and backward pass before the first step, which checks user code.
+"""The dry run of a step: a forward and backward pass before the first step, which checks user code.
 
-A step repeats it when the parameters that it trains have changed, and torch must lay out its buckets again.
+It is repeated when a step changes which parameters are trainable, so that torch must rebuild its buckets.
 
-It leaves no trace: buffers, extra state, global random generators and gradients are as before. DDP lays out
-its buckets after it, in the order in which the pass filled them, in new and in resumed runs alike: the place
-of an element decides the order in which an all-reduce adds the ranks' values, and so its last bit. Code that
-counts its own calls in plain attributes, or draws from a generator of its own, does so once more. After a
-resume, weights that the pass changes are read again in `Checkpointer.check`.
+Buffers, extra state, global random generators and gradients are restored afterwards. DDP rebuilds its buckets
+after this pass, in the order in which gradients became ready, in new and resumed runs alike. This matters,
+because the position of an element determines the order in which an all-reduce adds the ranks' values, and so
+the last bit of the sum. User code that counts its calls in plain attributes, or draws from its own generator,
+does so one more time. After a resume, `Checkpointer.check` restores weights that the pass changed.
 """
 
 import copy
@@ -42,32 +42,29 @@ log = logging.getLogger(__name__)
 def dry_run(run: Run, batches: Batches) -> list[str]:
     """Compute gradients of the first micro-batch of the next step of `batches` (a collective).
 
-    With train.exact it is all of its micro-batches, since chunks of all ranks are averaged.
+    With train.exact, use all of the step's micro-batches, since the chunks of all ranks are averaged.
 
     Returns:
-        The parameters that a forward or backward pass changes on this rank.
+        The names of the parameters that the forward or backward pass changes on this rank.
 
     Raises:
-        UserError: something in the model, the task or the loss cannot be trained as it is; most errors on
-            every rank alike.
+        UserError: the model, the task or the loss cannot be trained as it is; most errors are raised on every
+            rank.
     """
-    begin, micro_batches = time.perf_counter(), batches.ahead()
+    start, micro_batches = time.perf_counter(), batches.ahead()
     _compare_data(run, batches.first_read())
     run.ranks.heartbeat.step = run.state.progress.step + 1
     changed = make_dry_run(run, micro_batches, begins_step=True)
     run.strategy.prepare(run.state)
-    log.info("dry run of one step: ok, %.2f s", time.perf_counter() - begin)
+    log.info("dry run of one step: ok, %.2f s", time.perf_counter() - start)
     return changed
 
 
 def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = False) -> list[str]:
-    """Compute gradients of the first of these micro-batches, and drop them (a collective).
-
-    Returns:
-        As `dry_run`.
+    """Compute and drop gradients as `dry_run`, whose result this returns too (a collective).
 
     Args:
-        begins_step: whether to call the task's `begin_step`; otherwise the step has already called it.
+        begins_step: whether to call the task's `begin_step`, because no step has called it yet.
     """
     strategy = run.strategy
     is_exact = strategy.order.by_chunks
@@ -79,10 +76,10 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
     versions = {} if is_sharded else _versions(model)
     with generators_kept(), traceless(model):
         if begins_step:
-            other_trained = begin_step_of_task(run, heartbeat.step)
-            if any(gather_objects(other_trained)):
+            trainable_changed = begin_step_of_task(run, heartbeat.step)
+            if any(gather_objects(trainable_changed)):
                 follow_begin_step(run)
-        trained = run.state.trainable.trainable()
+        trainable = run.state.trainable.trainable()
         for _ in range(strategy.num_dry_runs):
             _drop_gradients(model)
             strategy.begin_step(run.model)
@@ -93,15 +90,15 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
             heartbeat.skip(("forward", "backward"), run.data.split.fewer if is_exact else 1 - len(own))
             changed = _changed(model, weights, versions)
             if is_exact:
-                _refuse_what_outlives_a_chunk(changed)
-            idle = [name for name, parameter in trained.items() if parameter.grad is None]
-            if strategy.uses == "all" and own and idle and not is_exact:
-                raise UserError(f"strategy=ddp: the loss used {not_all(idle)}")
+                _refuse_changed_weights(changed)
+            unused = [name for name, parameter in trainable.items() if parameter.grad is None]
+            if strategy.uses == "all" and own and unused and not is_exact:
+                raise UserError(f"strategy=ddp: the loss used {not_all(unused)}")
             strategy.aggregate(run.model)
             run.guards.buffers.compare(buffers)
-    has_gradients = any(p.grad is not None for p in trained.values())
+    has_gradients = any(p.grad is not None for p in trainable.values())
     if not any(gather_objects(has_gradients)):
-        raise UserError(f"the first backward pass gave no parameter a gradient. {_no_gradients(is_sharded)}")
+        raise UserError(f"the first backward pass gave no parameter a gradient. {_causes(is_sharded)}")
     if gathered is not None:
         gathered.close()
     run.state.check_gradients()
@@ -111,43 +108,43 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
 
 
 def _compare_data(run: Run, first: Mapping[int, int]) -> None:
-    """Refuse a stream that is not the same on all ranks, and warn of other data (a collective).
+    """Warn if ranks read different data, or raise an error for different streams (a collective).
 
     Args:
-        first: hashes of samples that all ranks have read, by their numbers: of data by index sample 0; of a
-            stream the first ones, since each rank also reads those before its own.
+        first: hashes of the samples that all ranks have read, by sample number: sample 0 of map-style data,
+            or the first samples of a stream, of which each rank also reads those before its own.
     """
     known: dict[int, tuple[int, int]] = {}
-    for rank, theirs in enumerate(gather_objects(first)):
-        for number, value in theirs.items():
-            before, expected = known.setdefault(number, (rank, value))
+    for rank, hashes in enumerate(gather_objects(first)):
+        for number, value in hashes.items():
+            other_rank, expected = known.setdefault(number, (rank, value))
             if value == expected:
                 continue
-            reads = f"{run.ranks.describe(rank)} reads another sample {number} of the training"
+            differs_in = f"{run.ranks.describe(rank)} reads a different sample {number} of the training"
             if not run.data.train_loader.is_stream:
                 if run.ranks.is_main:
                     log.warning(
-                        "%s data than rank %d. If the dataset divides itself by rank, leave that out: ranks "
-                        "divide it, and would never see the rest. If it draws from a generator of its own, "
-                        "seed that from the index. If hosts hold other files, give them the same",
-                        *(reads, before),
+                        "%s data than rank %d. If the dataset divides itself by rank, remove that, because "
+                        "the trainer divides it, and the rest would never be used. If it draws from its own "
+                        "generator, seed that from the index. If hosts have different files, make them equal",
+                        *(differs_in, other_rank),
                     )
                 return
             raise UserError(
-                f"{reads} stream than rank {before}, but ranks take turns in one that is the same on all. If "
-                "it divides itself by rank, leave that out, or give it the attribute divides_itself = True; "
-                "if it draws an order, seed that from set_epoch's epoch (divides_itself = False: no such "
-                "check)"
+                f"{differs_in} stream than rank {other_rank}, but the ranks must read the same stream, of "
+                "which each trains on its own samples. If it divides itself by rank, remove that, or set its "
+                "attribute divides_itself = True. If it is shuffled, seed that from the epoch of set_epoch. "
+                "divides_itself = False disables this check"
             )
 
 
 def _make_pass(run: Run, batch: Any, number: int, last: bool, gathered: "GatheredParameters | None") -> None:
-    """Make the pass of the `number`-th micro-batch; in the first one, look at what user code does."""
+    """Make the pass of micro-batch `number`; check the loss in the first one."""
     enter = run.ranks.heartbeat.enter
 
     def between(loss: Any, parts: Any) -> Tensor:
         if not number:
-            _look_at_loss(run, loss, gathered)
+            _check_loss(run, loss, gathered)
         enter("backward")
         return loss
 
@@ -161,9 +158,9 @@ def _make_pass(run: Run, batch: Any, number: int, last: bool, gathered: "Gathere
 
 @contextmanager
 def traceless(model: nn.Module) -> Iterator[None]:
-    """Put buffers and extra state back afterwards.
+    """Restore buffers and extra state at the end of the context.
 
-    A buffer that the passes made, or made larger, stays: its module may know its size.
+    Buffers that were created or resized in the context stay, because their module may rely on the size.
     """
     buffers = {name: buffer.detach().clone() for name, buffer in named_buffers(model)}
     keepers = keepers_of_extra_state(model).values()
@@ -171,66 +168,66 @@ def traceless(model: nn.Module) -> Iterator[None]:
     yield
     with torch.no_grad():
         for name, buffer in named_buffers(model):
-            was = buffers.get(name)
-            if was is not None and was.shape == buffer.shape and not same_bits(was, buffer.detach()):
-                buffer.copy_(was)
+            saved = buffers.get(name)
+            if saved is not None and saved.shape == buffer.shape and not same_bits(saved, buffer.detach()):
+                buffer.copy_(saved)
     for keeper, state in zip(keepers, states, strict=True):
         keeper.set_extra_state(state)
 
 
-def _look_at_loss(run: Run, loss: Any, gathered: "GatheredParameters | None") -> None:
-    """Refuse a loss that can't be differentiated, or not alike on all ranks (a collective)."""
+def _check_loss(run: Run, loss: Any, gathered: "GatheredParameters | None") -> None:
+    """Raise UserError for a loss that can't be differentiated, or differs between ranks (a collective)."""
     refuse_changed_by_loss(run)
     names: dict[Tensor, str] = {p: name for name, p in run.state.model.named_parameters()}
     if gathered is not None:
         gathered.compare_root()
         names |= gathered.names
-    _check_loss(run.task, loss, names)
+    _check_type(run.task, loss, names)
     if any(parameter.grad is not None for parameter in names):
         raise UserError(
-            f"{type(run.task).__name__}.loss gives parameters gradients, as backward() does, but they are "
-            "the sum over micro-batches and ranks; return the loss, to which the trainer applies backward(), "
-            "and compute gradients within it by torch.autograd.grad"
+            f"{type(run.task).__name__}.loss sets the gradients of parameters, as backward() does; return "
+            "the loss, so that the trainer calls backward() and adds up micro-batches and ranks, and use "
+            "torch.autograd.grad for gradients within the loss"
         )
     if run.strategy.uses != "any":
         _compare_use(run, loss, names)
 
 
-def _check_loss(task: Task, loss: Any, names: Mapping[Tensor, str]) -> None:
+def _check_type(task: Task, loss: Any, names: Mapping[Tensor, str]) -> None:
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad or loss.is_complex():
         raise UserError(
-            f"{type(task).__name__}.loss returns {described(loss)}, but must return a scalar to "
-            "differentiate, a mean; or that and a dict of its parts by name, for the log"
+            f"{type(task).__name__}.loss returns {described(loss)}, but must return a scalar that requires "
+            "gradients, usually a mean; or that scalar and a dict of its parts by name for the log"
         )
     refuse_own_parameters(task, set(map(id, names)))
 
 
 def _compare_use(run: Run, loss: Tensor, names: dict[Tensor, str]) -> None:
-    """Refuse ranks that use different parameters, before they reduce anything (a collective).
+    """Raise UserError if ranks use different parameters, before gradients are reduced (a collective).
 
-    The graph shows which ones a backward pass will reach. DDP would wait for a gradient for ever, and FSDP,
-    which reduces all gradients of a unit as one row, would add unrelated ones.
+    The graph shows which parameters a backward pass will reach. Otherwise DDP would wait for a gradient
+    forever, and FSDP, which reduces all gradients of a unit as one tensor, would add unrelated gradients.
     """
     strategy = run.strategy
     own = {names[leaf] for leaf in _leaves(loss) if leaf in names}
     if not differs(sorted(own)):
         return
-    everyones = gather_objects(own)
-    num_users = Counter(name for used in everyones for name in used)
-    differ = [name for name in dict.fromkeys(names.values()) if 0 < num_users[name] < len(everyones)]
+    used_by_rank = gather_objects(own)
+    num_users = Counter(name for used in used_by_rank for name in used)
+    differ = [name for name in dict.fromkeys(names.values()) if 0 < num_users[name] < len(used_by_rank)]
     uses, others = (
-        ", ".join(str(rank) for rank, used in enumerate(everyones) if (differ[0] in used) is is_used)
+        ", ".join(str(rank) for rank, used in enumerate(used_by_rank) if (differ[0] in used) is is_used)
         for is_used in (True, False)
     )
     raise UserError(
         f"strategy={strategy.name}: the loss uses {first_few(differ, 1)} on rank {uses} and not on {others}, "
-        "but ranks reduce their gradients together. Let all ranks use the same parameters in a step, or set "
-        "strategy.find_unused_parameters=true"
+        "but all ranks must take part in the reduction of each gradient. Use the same parameters on all "
+        "ranks in a step, or set strategy.find_unused_parameters=true"
     )
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The leaf tensors to which a backward pass from `loss` gives gradients."""
+    """Yield the leaf tensors to which a backward pass from `loss` gives gradients."""
     nodes = [loss.grad_fn]
     seen = set(nodes)
     while nodes:
@@ -244,30 +241,30 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 
 def _versions(model: nn.Module) -> dict[str, int]:
-    """How often each parameter was written; that shows a teacher which still equals its student, too."""
+    """Return how often each parameter was written, which also shows changes to equal values."""
     return {name: 0 if p.is_inference() else version_of(p) for name, p in model.named_parameters()}
 
 
 def _changed(model: nn.Module, weights: Mapping[str, int], versions: Mapping[str, int]) -> list[str]:
-    """The parameters that were written since, with or without torch counting it."""
+    """Return the names of parameters that were written since, whether or not torch counted it."""
     if not weights:
         return []
     by_bits, now = changed_bits(weights, model.named_parameters()), _versions(model)
     return [name for name in weights if name in by_bits or now.get(name) != versions[name]]
 
 
-def _no_gradients(is_sharded: bool) -> str:
-    """Why, and the way out."""
+def _causes(is_sharded: bool) -> str:
+    """Return the possible causes of missing gradients, and how to fix them."""
     if is_sharded:
         return (
-            "Either the loss depends on none of them; or the model returns an object: torch's fully_shard "
-            "finds outputs in tensors, tuples, lists, dicts and dataclasses; return one; or the loss uses "
-            "parameters of a unit, but not its output, which strategy.reshard_after_forward=false trains; or "
-            "use strategy=ddp"
+            "Either the loss does not depend on the parameters. Or the model returns an object in which "
+            "torch's fully_shard can't find the outputs: return a tensor, tuple, list, dict or dataclass. Or "
+            "the loss uses parameters of a unit but not the unit's output: set "
+            "strategy.reshard_after_forward=false, or use strategy=ddp"
         )
     return (
-        "The loss depends on none of them, as behind detach(), item() or NumPy: return one that is computed "
-        "from the model's outputs by differentiable operations"
+        "The loss does not depend on the parameters, for example because of detach(), item() or NumPy: "
+        "compute it from the model's outputs by differentiable operations"
     )
 
 
@@ -276,11 +273,11 @@ def _drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def _refuse_what_outlives_a_chunk(changed: Sequence[str]) -> None:
-    """With train.exact: a chunk must leave nothing to the next one, which may be on another rank."""
+def _refuse_changed_weights(changed: Sequence[str]) -> None:
+    """With train.exact, a chunk must not affect the next one, which may be on another rank."""
     if changed:
         raise UserError(
-            f"train.exact: a forward or backward pass changes {changed[0]}, and each part of the batch would "
-            "find what those before it on its rank have left; change weights in the optimizer alone, or "
-            "compute with another tensor, or set train.exact=null"
+            f"train.exact: the forward or backward pass changes {changed[0]}, so that the result for a chunk "
+            "would depend on the previous chunks of its rank; change weights only in the optimizer, compute "
+            "with another tensor, or set train.exact=null"
         )

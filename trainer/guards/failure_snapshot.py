@@ -184,8 +184,8 @@ def build_snapshot(
     """Return copies of the buffers, if the run needs them, and the snapshot that the watch saves."""
     on_failure = failure_save if config.checkpoint.on_failure else None
     if on_failure is not None:
-        on_failure.why_not = strategy.not_whole
-    if on_failure is None or strategy.not_whole is not None:
+        on_failure.why_not = strategy.incomplete_reason
+    if on_failure is None or strategy.incomplete_reason is not None:
         # In fp16, a step that overflows keeps the buffers that it has changed.
         restores = config.train.skip_nonfinite and config.train.precision != "fp16"
         return KeptBuffers(state.model) if restores else None, Snapshot()

@@ -1,4 +1,4 @@
-"""The parts of a loss that a task names: their means for the log, with the weights of the loss itself."""
+"""The parts of a loss that a task names: their means for the log, weighted as the loss is."""
 
 import math
 from collections import Counter
@@ -14,69 +14,68 @@ from trainer.errors import UserError
 from trainer.exact.sum_order import SumOrder
 from trainer.tasks.label_counts import divided, scalar
 
-_ADDED_AT_ONCE = 256  # scalars on the device
-_TAKEN = {"loss", "plain_loss", "lr", "grad_norm", "epoch", "update_to_weight", "skipped_steps"}
+_BATCH_SIZE = 256  # scalars on the device that are added at once
+_RESERVED = {"loss", "plain_loss", "lr", "grad_norm", "epoch", "update_to_weight", "skipped_steps"}
 
 
 class LossParts:
-    """Sums of each part and of its weights since the last line of the log; only `means` waits for the device.
+    """Sums of each part and of its weights since the last log line; only `means` waits for the device.
 
-    The weight of a micro-batch is its share of the counted labels of its step. A part is the mean over the
-    micro-batches that name it, so that each of a GAN's losses is the mean over its own steps.
+    The weight of a micro-batch is its fraction of the labels that count in its step. The mean of a part is
+    over the micro-batches that name it, so that the mean of each of a GAN's losses is over its own steps.
 
     Args:
-        of_rank: what the weights of a rank's micro-batches add up to in a step whose ranks weigh the same.
+        rank_weight: the weight of a rank in a step whose ranks have equal weights.
     """
 
-    def __init__(self, ranks: Ranks, order: SumOrder, of_rank: float = 1) -> None:
-        self._ranks, self._order, self._of_rank = ranks, order, of_rank
+    def __init__(self, ranks: Ranks, order: SumOrder, rank_weight: float = 1) -> None:
+        self._ranks, self._order, self._rank_weight = ranks, order, rank_weight
         self._of_step: list[tuple[str, Tensor, float]] = []
         self._pending: list[tuple[str, Tensor, float]] = []
-        self._sums: dict[str, Tensor] = {}  # of value and weight, as `order` adds them
+        self._sums: dict[str, Tensor] = {}  # sums of value and weight, as `order` adds them
 
     def add(self, parts: Mapping[str, Any] | None, all_labels: float, label_count: float) -> None:
-        """Add those of a micro-batch; see `divided`.
+        """Add the parts of a micro-batch; see `divided` for the arguments.
 
         Raises:
-            UserError: one is not a number, or has the name of another metric.
+            UserError: a part is not a number, or its name is the name of another metric.
         """
         for name, part in (parts or {}).items():
             if name not in self._sums:
                 self._sums[name] = self._zero()
-                if name in _TAKEN or str(name).startswith("lr/"):  # of a group of parameters
+                if name in _RESERVED or str(name).startswith("lr/"):  # lr/ is for parameter groups
                     raise UserError(
-                        f"the loss names a part {name}, but train/{name} is another metric; rename it"
+                        f"the loss has a part {name}, but train/{name} is another metric; rename the part"
                     )
-            plain = part.detach().clone() if isinstance(part, Tensor) else part  # not a CUDA graph's own
+            plain = part.detach().clone() if isinstance(part, Tensor) else part  # a CUDA graph reuses it
             value = scalar(plain, f"the part {name} of the loss", self._ranks.device).float()
             share = label_count / all_labels if all_labels else math.nan
             self._of_step.append((name, divided(value, all_labels, label_count), share))
 
     def end_step(self, made: bool) -> None:
-        """Count what was added since the last step, unless the step was skipped."""
-        if not self._of_step:  # as of most tasks, in each step
+        """Count the parts added since the last step, unless the step was skipped."""
+        if not self._of_step:  # most tasks have no parts
             return
         if made:
             times = Counter(name for name, *_ in self._of_step)
             self._pending += [  # a step without labels counts as 0, as its loss does
-                (name, value, self._of_rank / times[name] if math.isnan(share) else share)
+                (name, value, self._rank_weight / times[name] if math.isnan(share) else share)
                 for name, value, share in self._of_step
             ]
         self._of_step.clear()
-        if len(self._pending) >= _ADDED_AT_ONCE:
+        if len(self._pending) >= _BATCH_SIZE:
             self._add_pending()
 
     def begin_window(self) -> None:
-        """Forget what was added: the next means are of what follows."""
+        """Drop the sums; the next means are over what is added from now on."""
         self._pending.clear()
         self._sums.clear()
 
     def means(self) -> dict[str, float]:
-        """The mean of each part over all ranks (a collective): a rank, or a step, may have none."""
+        """Return the mean of each part over all ranks, some of which may have none (a collective)."""
         self._add_pending()
         own = list(self._sums)
-        everyones = gather_objects(own)
-        names = list(dict.fromkeys(name for theirs in everyones for name in theirs))
+        names = list(dict.fromkeys(name for part_names in gather_objects(own) for name in part_names))
         if not names:
             return {}
         sums = torch.stack([self._sums.get(name, self._zero()) for name in names], dim=-2)

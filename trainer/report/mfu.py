@@ -1,7 +1,7 @@
-"""Model FLOPs utilisation (MFU): the fraction of a device's peak FLOP/s that the model uses.
+"""Model FLOPs utilisation (MFU): the fraction of the devices' peak FLOP/s that the model uses.
 
-Source: A. Chowdhery et al., "PaLM", 2022, appendix B. The model's FLOPs are those of a forward
-and a backward pass, without recomputation for activation checkpointing.
+The FLOPs of a forward and a backward pass are counted, without recomputation for activation checkpointing.
+Source: A. Chowdhery et al., "PaLM", 2022, appendix B.
 """
 
 import copy
@@ -30,7 +30,7 @@ from trainer.torch_private import fake_tensor_mode
 log = logging.getLogger(__name__)
 
 # TFLOP/s of dense matrix products from the vendors' data sheets: (fp16 and bf16, fp32 without TF32). The
-# first name counts whose words the device's name has: an L40 is no L4.
+# first entry applies whose name occurs in the device's name as whole words, since an L40 is not an L4.
 _PEAKS = {
     "B200": (2250.0, 75.0),
     "H100 PCIe": (756.0, 51.0),
@@ -52,7 +52,7 @@ _PEAKS = {
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
-    """The device's peak from the table; None for a CPU and an unknown GPU."""
+    """Return the peak TFLOP/s of the device from the table; None for a CPU or an unknown GPU."""
     if not is_accelerator(device):
         return None
     name = accelerator.name(device)
@@ -72,7 +72,7 @@ def model_flops(
     devices: Sequence[torch.device],
     ranks: Ranks,
 ) -> "ModelFlops | None":
-    """A counter for rank 0, which logs; None if the peak of the device is unknown."""
+    """Return a FLOP counter on rank 0, which logs; None elsewhere or if the device's peak is unknown."""
     tflops = train.peak_tflops or peak_tflops(devices[0], train.precision)
     if tflops is None or not ranks.is_main:
         return None
@@ -81,14 +81,14 @@ def model_flops(
 
 
 class ModelFlops:
-    """Counts the FLOPs of a micro-batch once, with torch's FlopCounterMode: nothing is computed.
+    """Counts the FLOPs of one micro-batch with torch's FlopCounterMode, without computing anything.
 
-    Tensors are fake and appear to be on `device`, so that attention uses the kernel chosen there: a
-    fused one recomputes its scores for the gradient, which counts.
+    The tensors are fake and appear to be on `device`, so that attention chooses the same kernel as there; a
+    fused kernel recomputes the scores in the backward pass, which is counted.
 
     Args:
-        model: before it is wrapped, on the CPU or the meta device; copied without its data.
-        micro_batches: the number in a step, over all ranks.
+        model: not wrapped; on the CPU or the meta device; copied without its data.
+        micro_batches: the number of micro-batches in a step, over all ranks.
         peak: FLOP/s of all devices together.
     """
 
@@ -108,7 +108,7 @@ class ModelFlops:
         self._per_step: float | None = None
 
     def see(self, batch: Any) -> None:
-        """Count the FLOPs of the first micro-batch; later ones are taken to have its size."""
+        """Count the FLOPs of the first micro-batch; later ones are assumed to have the same size."""
         if self._model is None:
             return
         model, self._model = self._model, None
@@ -117,17 +117,17 @@ class ModelFlops:
         try:
             with generators_kept(), self._fakes, FlopCounterMode(display=False) as counter:
                 model.train()
-                alone = Strategy(self._device, ComputeOptions())
+                single = Strategy(self._device, ComputeOptions())
                 faked = mapped(batch, self._faked)
-                forward_backward(alone, self._task, model, faked, lambda loss, _: loss)
+                forward_backward(single, self._task, model, faked, lambda loss, _: loss)
             self._per_step = counter.get_total_flops() * self._micro_batches
-        except Exception as error:  # a forward pass may need values in any way
+        except Exception as error:  # a forward pass that needs values may raise anything
             reason = first_line(error)
-            log.info("no speed/mfu: the model's FLOPs cannot be counted without its values (%s)", reason)
+            log.info("no speed/mfu: failed to count the model's FLOPs without its values: %s", reason)
 
     def _faked(self, value: Any) -> Any:
         return torch.empty_like(value, device=self._device) if isinstance(value, Tensor) else value
 
     def utilisation(self, step_s: float) -> float | None:
-        """The fraction of the peak that a step of `step_s` seconds uses."""
+        """Return the fraction of the peak FLOP/s in a step of `step_s` seconds; None if FLOPs are unknown."""
         return None if self._per_step is None else self._per_step / step_s / self._peak

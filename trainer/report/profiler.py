@@ -1,4 +1,4 @@
-"""`train.profile`: traces of some steps, for ui.perfetto.dev or chrome://tracing, by rank."""
+"""`train.profile`: a trace of some steps for each rank, for ui.perfetto.dev or chrome://tracing."""
 
 import logging
 import os
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class Profile:
-    """Records steps `start` to `start + steps - 1` to run_dir/profile; without settings, nothing.
+    """Records steps `start` to `start + steps - 1` to run_dir/profile; records nothing without settings.
 
-    On CUDA it also records the memory's history, for https://docs.pytorch.org/memory_viz. The profiler starts
-    one step early if possible: its first step is slower than others.
+    On CUDA it also records the memory history, for https://docs.pytorch.org/memory_viz. The profiler starts
+    one step early if possible, because its first step is slower than the others.
 
     Raises:
         UserError: the run ends before these steps.
@@ -36,17 +36,17 @@ class Profile:
         begin, end = settings.start, settings.start + settings.steps
         if end - 1 > total_steps:
             raise UserError(
-                f"train.profile asks for steps {begin} to {end - 1}, but step {total_steps} is the run's "
-                "last; lower train.profile.start or train.profile.steps, or train longer"
+                f"train.profile asks for steps {begin} to {end - 1}, but the run ends after step "
+                f"{total_steps}; lower train.profile.start or train.profile.steps, or train longer"
             )
-        if begin <= steps_before:  # it must not end a restarted run
+        if begin <= steps_before:  # a restarted run must continue without a trace
             log.info("train.profile: step %d has passed; this run resumes after step %d", begin, steps_before)
             return
         self._begin = begin
         self._steps = range(max(begin - 1, steps_before + 1), end + 1)
 
     def before(self, step: int, meter: Meter) -> None:
-        """Before `step`, start recording, continue, or write the trace; the meter is paused meanwhile.
+        """Start or continue the recording before `step`, or write the trace; pause the meter meanwhile.
 
         Raises:
             UserError: run_dir cannot be written.
@@ -63,14 +63,14 @@ class Profile:
         meter.start()
 
     def close(self) -> None:
-        """Write the trace of the last steps, if the run ends with them."""
+        """Write the trace if the run ends with the recorded steps."""
         if self._profile is not None:
             self._write()
 
     def _start(self, step: int) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # otherwise it logs, even about an absent GPU
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # otherwise Kineto logs, even about a missing GPU
         self._profile = profile(activities=supported_activities(), schedule=self._action, record_shapes=True)
-        self._profile.step_num = step  # its number of the step
+        self._profile.step_num = step
         self._profile.start()
         record_memory_history(self._ranks.device)
 

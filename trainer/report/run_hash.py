@@ -1,4 +1,4 @@
-"""Hashes of a run: of the inputs on which all ranks must agree, and of the final model."""
+"""The inputs on which all ranks must agree, and the hash of the final model."""
 
 import hashlib
 from typing import Any
@@ -15,7 +15,7 @@ from trainer.tensors.bits import as_bytes
 
 
 def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader | None) -> dict[str, Any]:
-    """Name to value of everything beside the settings that must be equal on all ranks."""
+    """Return, by name, everything apart from the settings that must be equal on all ranks."""
     tensors: dict[str, Tensor] = {f"parameter {name}": value for name, value in model.named_parameters()}
     tensors |= {f"buffer {name}": value for name, value in model.named_buffers()}
     return {
@@ -34,13 +34,13 @@ def _described(tensor: Tensor) -> str:
 
 
 def parameters_sha256(model: nn.Module) -> str:
-    """Hash the whole, unsharded parameters and buffers in name order (a collective for a sharded model).
+    """Return the SHA-256 of the unsharded parameters and buffers in name order (a collective if sharded).
 
-    Equal hashes mean models that are equal to the last bit, except modules' extra state in plain
-    values. Shards are brought to rank 0 one by one; on other ranks the hash is that of nothing.
+    Models with equal hashes are equal to the last bit, apart from extra state of modules that is not tensors.
+    Rank 0 gathers one shard after another; on other ranks the result is the hash of nothing.
 
     Args:
-        model: unwrapped; its state dict carries no prefix.
+        model: not wrapped, so that names in its state dict have no prefix.
     """
     tensors = {name: value for name, value in model_state(model).items() if isinstance(value, Tensor)}
     rank = dist.get_rank()

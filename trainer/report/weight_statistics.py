@@ -1,4 +1,4 @@
-"""The effect of a step on the model: the size of the update, and histograms of weights and gradients."""
+"""Statistics of a step: the size of the update, and histograms of weights and gradients."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.model.plain_names import parameter_names
 from trainer.tensors.local_shard import to_local
 
-_SAMPLED = 4096  # elements of a tensor: the copy of weights over a step is small
+_SAMPLES = 4096  # elements of a tensor, so that the copy of the weights is small
 _BINS = 64
 
 Histogram = tuple[Tensor, Tensor]
@@ -21,11 +21,11 @@ Histogram = tuple[Tensor, Tensor]
 
 
 class WeightStatistics:
-    """Examines chosen steps; the same calls on every rank. Sharded models are seen whole.
+    """Examines some steps, with the same calls on every rank; a sharded model is examined as a whole.
 
     Args:
-        model: without a wrapper; its parameters are tensors or DTensors.
-        histograms_every: steps between histograms, among the examined steps; None: never.
+        model: not wrapped; its parameters are tensors or DTensors.
+        histograms_every: interval of histograms in steps, if the step is examined; None: no histograms.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, histograms_every: int | None) -> None:
@@ -35,7 +35,7 @@ class WeightStatistics:
 
     @contextmanager
     def around_update(self, step: int, examines: bool) -> Iterator[None]:
-        """Between the backward pass, with unscaled gradients, and after the update (a collective, if due)."""
+        """Examine the update within the context; gradients must be unscaled (a collective if `examines`)."""
         if not examines:
             yield
             return
@@ -54,21 +54,21 @@ class WeightStatistics:
         self._moved = torch.stack(norms).double().square()
 
     def update_to_weight(self) -> float:
-        """Norm of the step over the norm of the weights before it (a collective); 0.001 is usual.
+        """Return the norm of the update over that of the weights, usually about 0.001 (a collective).
 
-        A tensor with more than 4,096 elements on this rank is sampled.
+        Tensors with more than 4,096 elements on a rank are sampled.
         """
         moved, weights = sum_over_ranks(self._moved.to(self._ranks.device)).tolist()
         return math.sqrt(moved / weights) if weights else 0.0
 
     @torch.no_grad()
     def _weights(self) -> Tensor:
-        """A copy of this rank's trained weights; large tensors are sampled, and scaled to their norm."""
+        """Return a copy of this rank's trainable weights, with scaled samples of large tensors."""
         parts = [torch.empty(0, device=self._ranks.device)]
         trained = (p for p in self._model.parameters() if p.requires_grad and p.is_floating_point())
         for parameter in trained:
             flat = to_local(parameter).reshape(-1)
-            stride = math.ceil(flat.numel() / _SAMPLED) | 1  # odd, or it may stay in one column of a matrix
+            stride = math.ceil(flat.numel() / _SAMPLES) | 1  # odd, or it may stay in one column of a matrix
             sample = flat[::stride].to(self._ranks.device, torch.float32)
             parts.append(sample * math.sqrt(flat.numel() / len(sample)) if stride > 1 else sample)
         return torch.cat(parts)
@@ -76,17 +76,19 @@ class WeightStatistics:
 
 @torch.no_grad()
 def histograms(named: Iterable[tuple[str, Tensor | None]], device: torch.device) -> dict[str, Histogram]:
-    """Histograms of the finite values of each tensor, over all ranks that hold a part of it (a collective).
+    """Return histograms of the finite values of each tensor over all ranks that have a part (a collective).
 
-    Every rank passes the same names, in the same order; None is a tensor without values. Values that several
-    ranks hold count once.
+    Values that several ranks have count once.
+
+    Args:
+        named: the same names in the same order on every rank; None is a tensor without values.
     """
-    names, parts, held, sizes = [], [], [], []
+    names, parts, counted, sizes = [], [], [], []
     for name, tensor in named:
         values = torch.empty(0) if tensor is None else to_local(tensor).flatten().float()
         names.append(name)
         parts.append(values[values.isfinite()].to(device))
-        held.append(values.numel())
+        counted.append(values.numel())
         sizes.append(0 if tensor is None else tensor.numel())
     none = torch.full((1,), math.inf, device=device)
     ends = torch.stack(
@@ -101,10 +103,10 @@ def histograms(named: Iterable[tuple[str, Tensor | None]], device: torch.device)
             low = high = 0.0
         margin = max(abs(low), abs(high), 1e-12) * 1e-3 if high - low <= 1e-6 * abs(high) else 0.0
         edges.append(torch.linspace(low - margin, high + margin, _BINS + 1, dtype=torch.float64))
-        # torch.histc raises on CUDA under train.exact.
+        # torch.histc raises an error on CUDA with train.exact.
         bins = (values - (low - margin)) * (_BINS / (high - low + 2 * margin))
         counts[index].index_add_(0, bins.clamp_(0, _BINS - 1).long(), torch.ones_like(values).double())
-        counts[index, _BINS] = held[index]
+        counts[index, _BINS] = counted[index]
     counts, whole = sum_over_ranks(counts).cpu(), torch.tensor(sizes, dtype=torch.float64, device=device)
     dist.all_reduce(whole, dist.ReduceOp.MAX)  # only one rank may have a tensor
     share = whole.cpu() / counts[:, _BINS].clamp(min=1)

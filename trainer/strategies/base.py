@@ -1,6 +1,6 @@
 """The interface of strategies: how a model is distributed over processes and devices.
 
-The trainer calls these methods and never checks the class. Defaults: a whole model on one device.
+The trainer calls these methods and never checks the class. The defaults are for a whole model on one device.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,68 +25,68 @@ if TYPE_CHECKING:
 Phase = Literal["forward", "backward", "evaluation"]
 
 Fill = Callable[[nn.Module], None]
-"""Gives a module that may be on the meta device its initial values, on the CPU (a collective)."""
+"""Gives a module, which may be on the meta device, its initial values on the CPU (a collective)."""
 
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """How a model is computed under any strategy: settings of `train`, by the same names."""
+    """How a model is computed under any strategy: the settings of `train` with the same names."""
 
     precision: str = "fp32"
     compile: bool = False
-    compile_mode: str = "default"  # torch.compile's
-    channels_last: bool = False  # weights of four dimensions have the memory format of images
+    compile_mode: str = "default"  # the mode of torch.compile
+    channels_last: bool = False  # use torch.channels_last for 4-dimensional weights
 
 
 class Report(Protocol):
-    """What a strategy reports of its communication: by default nothing."""
+    """What a strategy reports about its communication; by default nothing."""
 
     def metrics(self) -> dict[str, float]:
-        """The measurements since the last call, for the log (a collective)."""
+        """Return the measurements since the last call, for the log (a collective)."""
         return {}
 
     def plots(self) -> dict[str, "Figure"]:
-        """Plots of the last `metrics`, for the log of one rank; slow, and not a collective."""
+        """Return plots of the last `metrics`, for the log of one rank; slow, and not a collective."""
         return {}
 
     def summary(self) -> str:
-        """A summary of the whole run for the user, at the end; may be empty (a collective)."""
+        """Return a summary of the whole run for the user; may be empty (a collective)."""
         return ""
 
     def measured(self) -> dict[str, Any]:
-        """For result.json: on rank 0 (a collective)."""
+        """Return the entries for result.json, complete on rank 0 (a collective)."""
         return {}
 
 
 class NoReport(Report):
-    """Of a strategy that does not communicate, or does not measure it."""
+    """The report of a strategy that does not communicate, or does not measure its communication."""
 
 
 class Strategy:
-    """One whole model on one device; the others override what differs.
+    """A whole model on one device; subclasses override what differs.
 
     Attributes:
-        name: as in the setting.
-        num_replicas: how many processes share the global batch.
-        replica: the index of this process's share; from `num_replicas` on, it has none.
-        device: where batches go.
-        devices: all that this process uses.
-        gradients_differ: whether ranks update different parameters, or different parts of them.
-        algorithm: the choice of `comm` in force; known after `wrap`.
+        name: the value of the setting `strategy`.
+        num_replicas: the number of processes that divide the global batch among themselves.
+        replica: the index of this process's part of the batch; no part if not below `num_replicas`.
+        device: the device to which batches are copied.
+        devices: all devices that this process uses.
+        gradients_differ: whether ranks update different parameters, or different shards of them.
+        algorithm: the all-reduce algorithm in use, known after `wrap`.
         notes: messages for the user about how the settings were applied.
-        order: in which order micro-batches are added, set before `wrap`.
-        report: what it tells of its communication; complete after `wrap`.
-        not_whole: why this process alone cannot save the run, in a phrase; None if it holds all.
-        fills_by_unit: whether `wrap` fills the model one unit after another, and shards each.
-        uses: which parameters a step must use on each rank: "all", the "same" on each, or "any".
-        num_dry_runs: passes until torch has laid out its buckets; see `trainer.dry_run`.
-        copies_gradients: whether gradients are copied into buckets, which take memory of their own.
+        order: the order in which micro-batches are added; set before `wrap`.
+        report: measures the communication; complete after `wrap`.
+        incomplete_reason: a phrase that says why this process alone cannot save the run; None if it can.
+        fills_by_unit: whether `wrap` fills and shards the model one unit after another.
+        uses: the parameters that a step must use on each rank: "all", the "same" on every rank, or "any".
+        num_dry_runs: the number of passes until torch has built its buckets; see `trainer.dry_run`.
+        copies_gradients: whether gradients are copied into buckets, which need additional memory.
     """
 
     num_replicas = 1
     replica = 0
     algorithm = "native"
-    not_whole: str | None = None
+    incomplete_reason: str | None = None
     gradients_differ = False
     fills_by_unit = False
     name = "single"
@@ -105,108 +105,108 @@ class Strategy:
         """Return the module to call in training.
 
         Args:
-            model: equal on every rank; on the CPU, or on the meta device.
-            fill: called with `model`, or modules in it, the same ones in the same order on every rank.
+            model: has the same names and shapes on every rank; on the CPU or on the meta device.
+            fill: called with `model` or its submodules, in the same order on every rank.
         """
         fill(model)
-        model = self._placed(model)
+        model = self._place(model)
         self.order.attach(model)
         if self.compute.compile:
             model.compile(mode=self.compute.compile_mode)
         return model
 
-    def _placed(self, model: nn.Module) -> nn.Module:
-        """The whole model where this process computes; one that is on several devices stays there.
+    def _place(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device of this process, unless its constructor placed it on several devices.
 
-        Such a model moves its own activations, and returns its output to the first of them.
+        Such a model moves its activations itself, and returns its output on the first of its devices.
         """
         if self.compute.channels_last:
             lay_out_channels_last(model)
         placed = devices_of(model)
         if len(placed) > 1:
             self.device, self.devices = placed[0], placed
-            self.notes.append(f"the model has placed itself on {', '.join(map(str, placed))}")
+            self.notes.append(f"the model's constructor placed it on {', '.join(map(str, placed))}")
             return model
-        if self.device.type != "cpu":  # where each tensor gets memory of its own
+        if self.device.type != "cpu":  # model.to() gives each tensor separate memory
             refuse_shared_memory(model, str(self.device))
         return model.to(self.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's module within `model`: no prefix in its parameter names, no collective."""
+        """Return the user's module within `model`, whose parameter names have no prefix (no collective)."""
         return model
 
     def prepare(self, state: TrainState) -> None:
-        """Called after the dry run, before the first step, with all that training changes."""
+        """Called between the dry run and the first step, with the state that training changes."""
 
     def follow_trainable(self, model: nn.Module) -> bool:
-        """Prepare for steps with the parameters that require gradients now (a collective).
+        """Prepare for steps that train the parameters that now require gradients (a collective).
 
         Returns:
-            Whether the caller must make a dry run, in which torch lays out its buckets.
+            Whether the caller must make a dry run, in which torch builds its buckets.
         """
         self.order.follow_trainable(self.unwrap(model))
         return False
 
     def autocast(self) -> AbstractContextManager:
-        """The context of the forward pass that gives `train.precision`."""
+        """Return the context that runs a forward pass in `train.precision`."""
         if self.compute.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.compute.precision])
 
     def begin_step(self, model: nn.Module) -> None:
-        """Called when a step begins: next come the gradients of this process (a collective)."""
+        """Called at the start of a step, before this process computes gradients (a collective)."""
         self.order.begin_step()
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give every rank the buffers of rank 0 (a collective): running statistics follow a rank's own data.
+        """Give every rank the buffers of rank 0, because running statistics differ (a collective).
 
-        Called before the first step, and after the passes of each step, so that between steps every rank has
-        the same model.
+        Called before the first step and after the passes of each step, so that every rank has the same model
+        between steps.
         """
         if self.num_replicas > 1 and not self.order.by_chunks:
             broadcast_buffers(self.unwrap(model), src=0)
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
-        """The context of one forward and backward; gradients are reduced across ranks only if `enabled`."""
+        """Return the context of one forward and backward pass; it reduces gradients only if `enabled`."""
         return self.order.chunk(enabled)
 
-    def groups_of_a_pass(self) -> list[dist.ProcessGroup]:
-        """Return the groups in which ranks wait for each other within a forward pass."""
+    def forward_groups(self) -> list[dist.ProcessGroup]:
+        """Return the process groups in which ranks wait for each other during a forward pass."""
         return []
 
     def aggregate(self, model: nn.Module) -> None:
-        """Wait until the parameters that this process updates hold the mean of all replicas' gradients."""
+        """Wait until the parameters that this process updates have the mean gradients of all replicas."""
         self.order.finish()
 
     def grad_norm(self, trainable: TrainableParameters) -> Tensor:
-        """The norm of all gradients, a scalar, the same on every rank (a collective)."""
+        """Return the norm of all gradients, a scalar that is the same on every rank (a collective)."""
         return self.order.norm(trainable)
 
     def share_updates(self) -> None:
-        """Give every rank the parameters that other ranks have just updated (a collective)."""
+        """Give every rank the parameters that other ranks updated in this step (a collective)."""
 
     def gathered(self, state: TrainState) -> AbstractContextManager:
-        """The context of a save: rank 0 has the state that only other ranks had (a collective)."""
+        """Return the context of a save, in which rank 0 has the state of all ranks (a collective)."""
         return nullcontext()
 
     def weights_changed(self, model: nn.Module) -> None:
-        """Called when the values of parameters were changed other than by a step (a collective)."""
+        """Called after something other than a step has changed the values of parameters (a collective)."""
 
     def replica_groups(self) -> list[tuple[int, ...]]:
-        """Return the groups of ranks that have the same bits of what `replicated` yields; [] without any."""
+        """Return the groups of ranks on which the tensors of `replicated` have the same bits, or []."""
         return []
 
     def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the ranks of a group of `replica_groups` share, live, by name."""
+        """Yield name and tensor of the state that is the same on all ranks of a replica group, not copied."""
         return state.replicated()
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager:
-        """The context in which a task evaluates the module that `unwrap` returns (a collective)."""
+        """Return the context in which a task evaluates the module of `unwrap` (a collective)."""
         return self.explaining("evaluation")
 
     @contextmanager
     def explaining(self, phase: Phase) -> Iterator[None]:
-        """Raise a UserError for an error of torch that `explain` knows."""
+        """Replace an error of torch by a UserError if `explain` recognizes it."""
         try:
             yield
         except (RuntimeError, AttributeError, TypeError) as error:
@@ -215,24 +215,24 @@ class Strategy:
             raise
 
     def explain(self, error: Exception, phase: Phase) -> UserError | None:
-        """Return a UserError with the cause and the way out for an error of torch; None if it is unknown."""
+        """Return a UserError with the cause of an error of torch and the fix; None if it is unknown."""
         return None
 
     def close(self) -> None:
-        """End threads and groups; called once, after a successful run."""
+        """Stop threads and close connections; called once, after a successful run."""
 
 
 def grad_scaler(strategy: Strategy) -> torch.amp.GradScaler:
-    """fp16 needs a scaled loss to keep small gradients; otherwise the scaler does nothing."""
+    """Return a scaler that keeps small fp16 gradients from underflow; it does nothing in other precisions."""
     device, enabled = strategy.device, strategy.compute.precision == "fp16"
     if not strategy.gradients_differ:
         return torch.amp.GradScaler(device.type, enabled=enabled)
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    # An overflow in what one rank updates must skip the step on all.
-    # Its own default is the group of all ranks that was there when torch's module was loaded.
+    # An overflow on one rank must skip the step on all ranks. The default argument would be the group of all
+    # ranks as it was when torch's module was imported.
     scaler = ShardedGradScaler(device.type, enabled=enabled, process_group=None)
-    scaler.scale(torch.zeros((), device=device))  # torch makes its scale at the first loss; a server has none
+    scaler.scale(torch.zeros((), device=device))  # creates the scale, since a server has no loss
     return scaler
 
 

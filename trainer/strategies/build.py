@@ -1,4 +1,4 @@
-"""Builds the strategy of the settings."""
+"""Build the strategy that the settings choose."""
 
 from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, check_one_process
 from trainer.distributed.agreement import compare_across_ranks
@@ -9,27 +9,27 @@ from trainer.exact.environment import environment, prepare
 from trainer.exact.order import ByChunks
 from trainer.strategies.base import ComputeOptions, Strategy
 
-_ALIKE = (
-    "train.exact needs the same environment on each rank: machine, build of torch and its flags; or set "
-    "train.exact=null"
+_SAME_ENVIRONMENT = (
+    "train.exact needs the same environment on every rank: the machine type, and torch's build and flags. "
+    "Use the same everywhere, or set train.exact=null"
 )
 
 
 def build_strategy(config: Config, ranks: Ranks) -> Strategy:
-    """Return the strategy of `config.strategy`, and set the device's flags of `config.train`.
+    """Set torch's flags by `config.train`, and return the strategy that `config.strategy` chooses.
 
     Raises:
-        UserError: more processes than the strategy can use, or an option that this machine does not support.
-            With train.exact, fewer chunks than ranks, or ranks in different environments.
+        UserError: there are more processes than the strategy can use, or this machine does not support an
+            option; with train.exact, there are fewer chunks than ranks, or ranks differ in their environment.
     """
     set_backend_flags(config.train, ranks.device)
     strategy = _named(config, ranks)
     if config.train.exact is not None:
         _check_chunks(config.train.exact, config.strategy.name, strategy.num_replicas)
         prepare(ranks.device)
-        compare_across_ranks(environment(ranks.device), ranks, _ALIKE)
+        compare_across_ranks(environment(ranks.device), ranks, _SAME_ENVIRONMENT)
         if config.train.precision == "bf16":
-            strategy.notes.append("train.exact: in bf16, single and ddp have equal bits, and fsdp others")
+            strategy.notes.append("train.exact: in bf16, single and ddp give equal bits, but fsdp differs")
         strategy.order = ByChunks(config.train.exact, ranks.describe(ranks.rank))
     return strategy
 
@@ -43,8 +43,8 @@ def _check_chunks(num_chunks: int, strategy: str, num_replicas: int) -> None:
         )
     if strategy == "fsdp" and num_chunks % num_replicas:
         raise UserError(
-            f"train.exact={num_chunks} does not divide over {num_replicas} ranks, and strategy=fsdp needs as "
-            f"many chunks on each; set train.exact={above}, or use strategy=ddp"
+            f"train.exact={num_chunks} is not divisible by the {num_replicas} ranks, but strategy=fsdp needs "
+            f"the same number of chunks on each; set train.exact={above}, or use strategy=ddp"
         )
 
 

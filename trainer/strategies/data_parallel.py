@@ -1,4 +1,4 @@
-"""torch.nn.DataParallel: one process drives all GPUs of its host."""
+"""torch.nn.DataParallel: one process uses all GPUs of its host."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ from trainer.strategies.placement import refuse_several_devices
 
 
 class DataParallel(Strategy):
-    """Scatter each batch over the GPUs, replicate the model at every step, gather the outputs on GPU 0."""
+    """Scatters each batch over the GPUs, copies the model to them, and gathers the outputs on GPU 0."""
 
     name = "dp"
 
@@ -26,27 +26,27 @@ class DataParallel(Strategy):
         if len(self.devices) > 1:
             self.notes.append(
                 f"dp: outputs are gathered on {self.devices[0]}, which needs more memory than the other "
-                f"{len(self.devices) - 1}, and the model is copied to them at every step; ddp does neither"
+                f"{len(self.devices) - 1}, and the model is copied to these in every step; ddp avoids both"
             )
         else:
-            self.notes.append(f"dp: nn.DataParallel needs two GPUs; this run is one model on {device}")
+            self.notes.append(f"dp: nn.DataParallel needs at least two GPUs; this run uses only {device}")
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         refuse_several_devices(model, "strategy=dp")
         if len(self.devices) == 1:
             return super().wrap(model, fill)
         fill(model)
-        return nn.DataParallel(GpuReplica(self._placed(model), self.autocast), device_ids=self.devices)
+        return nn.DataParallel(GpuReplica(self._place(model), self.autocast), device_ids=self.devices)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module.module if isinstance(model, nn.DataParallel) else model
 
 
 class GpuReplica(nn.Module):
-    """The module that DataParallel copies to each GPU and calls there, in its own thread.
+    """The module that DataParallel copies to each GPU and calls there in a thread.
 
-    In such a thread autocast is on, but in its default dtype: fp16 even if the run asks for bf16. So it is
-    entered again.
+    DataParallel enables autocast in such a thread, but with the default dtype fp16 even if the run uses bf16,
+    so this module enters it again.
     """
 
     def __init__(self, module: nn.Module, autocast: Callable[[], AbstractContextManager]) -> None:

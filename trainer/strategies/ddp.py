@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a whole model on every rank, gradients averaged bucket by bucket."""
+"""DistributedDataParallel: every rank has the whole model, and gradients are averaged by buckets."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from trainer.strategies.ddp_comm import auto_choice, hook_options, users_hook
 from trainer.strategies.placement import not_all
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
-_SENDS_NO_BUFFERS: dict[str, Any] = {
+_NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
 }
 
@@ -42,28 +42,28 @@ class Ddp(Strategy):
         self.settings, self.comm, self.hosts, self.timeout_s = settings, comm, ranks.hosts, timeout_s
         self.heartbeat = ranks.heartbeat
         self.hook: CommHook | None = None
-        self._adds_sparse = ranks.backend in ("gloo", "mpi") or not is_accelerator(ranks.device)
+        self._sums_sparse = ranks.backend in ("gloo", "mpi") or not is_accelerator(ranks.device)
         self.num_replicas, self.replica = ranks.world_size, ranks.rank
         is_free = settings.find_unused_parameters or settings.static_graph or ranks.world_size == 1
         self.uses = "any" if is_free else "all"
         self.copies_gradients = not settings.gradient_as_bucket_view
-        # With a static graph torch lays out its buckets in the second pass.
+        # With a static graph, torch builds its buckets in the second pass.
         self.num_dry_runs = 2 if settings.static_graph else 1
         if settings.sync_batchnorm and not is_accelerator(ranks.device):
-            raise UserError("strategy.sync_batchnorm=true needs a GPU: torch has no CPU kernel for it")
+            raise UserError("strategy.sync_batchnorm=true needs a GPU; torch has no CPU kernel for it")
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         fill(model)
         if self.settings.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        model = self._placed(model)
+        model = self._place(model)
         if self.compute.compile:
-            # Not DDP's wrapper, at whose bookkeeping torch would stop compiling before it reaches the module.
-            # The graph is still split at the bucket borders, since torch compiles it when DDP calls it.
+            # Compile the module, not DDP's wrapper, whose Python code would break the graph before it reaches
+            # the module. torch still splits the graph at bucket borders, since DDP calls the module.
             model.compile(mode=self.compute.compile_mode)
         if self.num_replicas > 1:  # a single rank has no peers
             self.order.attach(model, reduces=True)
-            # Not by DDP, which cannot send int16 or float8.
+            # DDP's own broadcast cannot send int16 or float8.
             broadcast_tensors([*model.parameters(), *model.buffers()], src=0)
             self._reduced_parameters = _trainable(model)
             model = DistributedDataParallel(model, **self._options())
@@ -71,15 +71,15 @@ class Ddp(Strategy):
                 self.comm = auto_choice(self.comm, model.module, self.hosts)
             self.algorithm = self.comm.algorithm
             options = hook_options(self.comm, always=self.order.by_chunks)
-            if options is not None or not self._adds_sparse:
+            if options is not None or not self._sums_sparse:
                 self._refuse_sparse(model.module)
             if options is not None:
                 if isinstance(self.comm, HookCommConfig):
                     options["hook"] = users_hook(self.comm.hook)
                     if self.comm.hook.get("state") is not None:
                         self.notes.append(
-                            "comm=hook: no checkpoint holds its state: a resumed run starts with a new one "
-                            "(PowerSGD: without error feedback), and is not exact"
+                            "comm=hook: checkpoints do not contain the hook's state, so a resumed run starts "
+                            "with a new state (PowerSGD: without error feedback) and is not exact"
                         )
                 options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
                 options["chunk_sums"] = self.order.sums
@@ -97,8 +97,8 @@ class Ddp(Strategy):
             "static_graph": self.settings.static_graph,
             "find_unused_parameters": self.settings.find_unused_parameters,
             "init_sync": False,
-            **_SENDS_NO_BUFFERS,
-            # None is torch's default, whose first bucket is smaller, so that it is sent early.
+            **_NO_BUFFER_SYNC,
+            # None is torch's default, whose first bucket is smaller so that it is sent early.
             "bucket_cap_mb": None if self.settings.bucket_cap_mb == 25 else self.settings.bucket_cap_mb,
         }
 
@@ -109,7 +109,7 @@ class Ddp(Strategy):
         trainable, known = _trainable(model.module), self._reduced_parameters
         if trainable == known or (self.settings.find_unused_parameters and trainable < known):
             return False
-        # In place: DDP registers parameters only in its constructor, and others refer to the wrapper.
+        # In place, because other objects refer to the wrapper, and DDP registers parameters only here.
         model.__init__(model.module, **self._options())  # type: ignore[misc]
         if self.hook is not None:
             model.register_comm_hook(None, self.hook.reduce)
@@ -120,10 +120,10 @@ class Ddp(Strategy):
         sparse = sparse_weights(model)
         if names := [name for name, parameter in model.named_parameters() if parameter in sparse]:
             raise UserError(
-                f"comm={self.comm.algorithm} adds up dense gradients, but those of {first_few(names, 3)} are "
-                "sparse, which only DDP itself adds, by gloo; build the embedding with sparse=False, or use "
-                f"comm=native comm.timeline=false{'' if self._adds_sparse else ' distributed.backend=gloo'}, "
-                "in fp32 and without train.exact"
+                f"comm={self.comm.algorithm} supports only dense gradients, but those of "
+                f"{first_few(names, 3)} are sparse; build the embedding with sparse=False, or let DDP and "
+                "gloo add them, in fp32 and without train.exact: comm=native "
+                f"comm.timeline=false{'' if self._sums_sparse else ' distributed.backend=gloo'}"
             )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -134,13 +134,13 @@ class Ddp(Strategy):
         if isinstance(wrapper, DistributedDataParallel) and hasattr(wrapper.module, name):
             used = f"model.{name}"
         elif isinstance(error, TypeError) and f"'{DistributedDataParallel.__name__}'" in str(error):
-            used = "model[...], len(model) or the like"  # it has nothing of a container
+            used = "model[...], len(model) or the like"  # the wrapper is not a container
         else:
             return None
         return UserError(
-            f"strategy=ddp: the loss uses {used}, but gradients are averaged over ranks only in a call "
-            "of the model itself: let its forward() do so and call model(...), or return the loss from "
-            "forward(), for data.task._target_=trainer.tasks.OwnLoss"
+            f"strategy=ddp: the loss uses {used}, but gradients are averaged over ranks only when the "
+            "model itself is called; move that code to forward() and call model(...), or return the loss "
+            "from forward() and set data.task._target_=trainer.tasks.OwnLoss"
         )
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
@@ -148,8 +148,8 @@ class Ddp(Strategy):
             return self.order.chunk(enabled)
         if self.settings.static_graph and not enabled:
             raise UserError(
-                "strategy.static_graph=true, but a step has several micro-batches, which DDP then cannot add "
-                "up; set strategy.static_graph=false, or train.micro_batch_size=null"
+                "strategy.static_graph=true is not supported with several micro-batches in a step, because "
+                "DDP cannot accumulate them; set strategy.static_graph=false, or train.micro_batch_size=null"
             )
         return self._pass(model, enabled)
 
@@ -163,17 +163,19 @@ class Ddp(Strategy):
 
     @contextmanager
     def _reduced(self, model: nn.Module, hook: CommHook) -> Iterator[None]:
-        """Around a backward pass: a parameter without a gradient blocks its bucket, and those after it.
+        """Check after the last backward pass of a step that every bucket was reduced.
+
+        A parameter without a gradient blocks its bucket and all later ones.
 
         Raises:
-            UserError: only on this rank, while others may wait for its buckets.
+            UserError: the loss did not use all parameters; raised only on this rank, for which others wait.
         """
         timeline, before = hook.timeline, hook.timeline.num_passes
         with hook.plain_errors():
             yield
         if self.uses == "all" and not (timeline.is_complete and timeline.num_passes > before):
-            idle = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            raise UserError(f"strategy=ddp: the loss of rank {self.replica} used {not_all(idle)}")
+            unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+            raise UserError(f"strategy=ddp: the loss of rank {self.replica} used {not_all(unused)}")
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         return [tuple(range(self.num_replicas))] if self.num_replicas > 1 else []
@@ -184,7 +186,7 @@ class Ddp(Strategy):
 
 
 def device_ids(devices: Sequence[torch.device]) -> list[torch.device] | None:
-    """DDP's argument: the one GPU of a model; None on CPUs, and for a model on several devices."""
+    """Return DDP's `device_ids`: the GPU of the model; None on CPUs or for a model on several devices."""
     return list(devices) if len(devices) == 1 and is_accelerator(devices[0]) else None
 
 

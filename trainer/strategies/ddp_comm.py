@@ -1,4 +1,4 @@
-"""What DDP reduces and how: what comm=auto chooses, and the settings of `comm`."""
+"""The settings of `comm` under DDP, and the choice that comm=auto makes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,46 +15,47 @@ from trainer.optim.optimizers import sparse_weights
 
 
 def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) -> CommConfig:
-    """What comm=auto is here (a collective): `tree` for two ranks on the CPUs of one host, else `native`.
+    """Return the choice of comm=auto: `tree` for two ranks on the CPUs of one host, otherwise `native`.
 
-    Through shared memory `tree` takes 0.7 of the CPU time of gloo's all-reduce for large buckets, and
-    as much for small ones. It has no half-precision sums and no mode without a hook. More than two ranks
-    keep `native`: the bits of a sum of three depend on the order, and a run must continue with the same bits
-    on other hosts.
-    Sparse gradients have other indices on each rank: only DDP itself adds them, without a hook.
+    Through shared memory, `tree` takes 0.7 times the CPU time of gloo's all-reduce for large buckets, and the
+    same time for small ones, but it needs a hook and does not add in half precision. More than two ranks use
+    `native`: the bits of a sum of three depend on the order, and must not change when a run continues on
+    other hosts. Sparse gradients have different indices on each rank, and only DDP without a hook adds them.
 
     Args:
-        hosts: the host of each rank.
+        hosts: host index of each rank.
     """
     if sparse_weights(model) and comm.wire_dtype == "fp32":
         return NativeCommConfig("native", "fp32", timeline=False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    two_on_cpus = len(hosts) == 2 and {p.device.type for p in trained} == {"cpu"}
-    asks_for_native = comm.wire_dtype != "fp32" or not comm.timeline
-    adds_up = {p.dtype for p in trained} <= {*SUMMED_DTYPES}
-    if two_on_cpus and adds_up and not asks_for_native and len({*hosts}) == 1:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    two_on_cpus = len(hosts) == 2 and {p.device.type for p in trainable} == {"cpu"}
+    needs_native = comm.wire_dtype != "fp32" or not comm.timeline
+    can_be_summed = {p.dtype for p in trainable} <= {*SUMMED_DTYPES}
+    if two_on_cpus and can_be_summed and not needs_native and len({*hosts}) == 1:
         return ScheduleCommConfig("tree", "fp32", segment_mb=None)
     return NativeCommConfig("native", comm.wire_dtype, comm.timeline)
 
 
 def hook_options(comm: CommConfig, always: bool) -> dict[str, Any] | None:
-    """The arguments of `attach` that follow from `comm`; None if no hook is needed.
+    """Return the arguments of `attach` for `comm`; None if no hook is needed.
 
     Args:
-        always: whether one is needed for another reason than `comm`.
+        always: whether a hook is needed for a reason other than `comm`.
     """
     match comm:
         case ScheduleCommConfig():
             return {"wire_dtype": comm.wire_dtype, "segment_mb": comm.segment_mb}
         case HookCommConfig():
-            return {}  # beside the hook itself
+            return {}  # the caller adds the hook itself
         case NativeCommConfig() if always or comm.timeline or comm.wire_dtype != "fp32":
             return {"wire_dtype": comm.wire_dtype}
     return None
 
 
 def users_hook(node: dict[str, Any]) -> Callable[[dist.GradBucket], Future[Tensor]]:
-    """The communication hook that `comm.hook` names, with its state; the process group must be there.
+    """Return the communication hook that `comm.hook` names, bound to its state.
+
+    Call after the process group has been initialized, since the state may use it.
 
     Raises:
         UserError: the hook or its state cannot be built.

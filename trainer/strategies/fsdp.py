@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state sharded over the ranks, gathered unit by unit."""
+"""FSDP2: shards parameters, gradients and optimizer state over the ranks, and gathers one unit at a time."""
 
 import functools
 from collections.abc import Iterator
@@ -42,31 +42,31 @@ class Fsdp(Strategy):
     uses = "same"
     gradients_differ = True
     fills_by_unit = True
-    not_whole = "each rank holds a shard only"
+    incomplete_reason = "each rank has only a shard"
 
     def __init__(self, settings: FsdpConfig, ranks: Ranks, compute: ComputeOptions) -> None:
         super().__init__(ranks.device, compute)
         return_large_blocks(ranks.device)
         self.settings = settings
         self._used: UsedParameters | None = None
-        self._gathers = False  # the whole model, for an evaluation
+        self._gathers_model = False  # for an evaluation
         self.num_replicas, self.replica = ranks.world_size, ranks.rank
         self.mesh = sharding_mesh(settings.shard_group, ranks)
         if settings.cpu_offload and ranks.device.type == "cpu":
-            raise UserError("strategy.cpu_offload=true, but the model trains on the CPU; set it to false")
+            raise UserError("strategy.cpu_offload=true needs a GPU; set strategy.cpu_offload=false on CPUs")
         if settings.find_unused_parameters:
             if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
                 raise UserError(
-                    "strategy.find_unused_parameters=true under fsdp needs torch 2.14, and this is "
-                    f"{torch.__version__}; install torch 2.14, or use strategy=ddp"
+                    "strategy.find_unused_parameters=true under fsdp needs torch>=2.14, but this is torch "
+                    f"{torch.__version__}; upgrade torch, or use strategy=ddp"
                 )
             self.uses = "any"
         if self.mesh.ndim == 2:
             replicate, shard = self.mesh.shape
-            self.notes.append(f"fsdp: hybrid, sharded over {shard} ranks, replicated {replicate} times")
+            self.notes.append(f"fsdp: hybrid, {replicate} replicas, each sharded over {shard} ranks")
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
-        # Running statistics are fp32, and so must be the weight beside them; the input is not cast.
+        # A batch norm's weight must be fp32 as its running statistics are; its input is not cast.
         in_fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
         norms = batch_norms(model) if self.param_dtype != torch.float32 else []
         units = self._units(model, norms)
@@ -77,14 +77,14 @@ class Fsdp(Strategy):
             reshard_after_forward=self.settings.reshard_after_forward,
             offload_policy=CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy(),
         )
-        # Fill each unit just before it is sharded, so that only one is unsharded in memory, as in a step.
+        # Fill each unit just before it is sharded, so that no more than one unit is unsharded at a time.
         stale_check = StaleReferenceCheck(model)
         for norm in norms:
             fill(norm)
             stale_check.note(norm)
             shard(norm, mp_policy=in_fp32)
         for unit in units:
-            if self.compute.compile:  # without the gathering hooks, at which torch would stop compiling
+            if self.compute.compile:  # exclude the gathering hooks, which would break the graph
                 unit.forward = torch.compile(unit.forward, mode=self.compute.compile_mode)
             fill(unit)
             stale_check.note(unit)
@@ -99,20 +99,20 @@ class Fsdp(Strategy):
             cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
         if self.settings.reshard_after_forward is None:
             model.register_forward_hook(self._reshard_without_gradient)
-        by_chunks = self.order.by_chunks and self.num_replicas > 1  # one rank reduces nothing
+        by_chunks = self.order.by_chunks and self.num_replicas > 1  # a single rank reduces nothing
         shards = add_by_chunks(model, self.order.num_chunks) if by_chunks else ()
         self.order.attach(model, shards)
         self.notes.append(
             f"fsdp: {len(units)} units and the root"
-            + (f"; {len(norms)} batch norms are separate units, in fp32" if norms else "")
+            + (f"; {len(norms)} batch norms are separate units in fp32" if norms else "")
         )
         return model
 
     def _precision(self, unit: nn.Module, is_root: bool = False) -> MixedPrecisionPolicy:
-        """In which dtype a unit is gathered and computed; parameters are kept, and updated, in their own.
+        """Return the dtypes in which a unit is gathered, computed and reduced.
 
-        As under autocast, fp32 casts nothing, and fp64 is never cast, unless strategy.param_dtype says so.
-        The output of the root is fp32 again, for the loss.
+        Shards keep their dtype. As under autocast, precision fp32 casts nothing, and float64 is never cast,
+        unless strategy.param_dtype is set. The root's output is cast to fp32 for the loss.
         """
         reduce_dtype = DTYPES[self.settings.reduce_dtype]
         own = [p for p in unit.parameters() if not isinstance(p, DTensor)] or list(unit.parameters())
@@ -125,7 +125,7 @@ class Fsdp(Strategy):
         if self.settings.find_unused_parameters:
             self._used = UsedParameters(state.model, self.device)
 
-    def groups_of_a_pass(self) -> list[dist.ProcessGroup]:
+    def forward_groups(self) -> list[dist.ProcessGroup]:
         return self.mesh.get_all_groups()
 
     def aggregate(self, model: nn.Module) -> None:
@@ -138,9 +138,9 @@ class Fsdp(Strategy):
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Gather the model on each rank, if strategy.gather_for_evaluation; no pass then communicates."""
-        self._gathers = self.settings.gather_for_evaluation
-        units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and self._gathers]
+        """With strategy.gather_for_evaluation, gather the model on each rank so that no pass communicates."""
+        self._gathers_model = self.settings.gather_for_evaluation
+        units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and self._gathers_model]
         with self.explaining("evaluation"):
             for unit in units:
                 unit.set_reshard_after_forward(False, recurse=False)
@@ -150,28 +150,27 @@ class Fsdp(Strategy):
         for unit in units:
             unit.set_reshard_after_forward(unit is not model if frees is None else frees, recurse=False)
             unit.reshard()
-        self._gathers = False
+        self._gathers_model = False
 
     @property
     def param_dtype(self) -> torch.dtype:
         return DTYPES[self.settings.param_dtype or self.compute.precision]
 
-    def _units(self, model: nn.Module, apart: list[nn.Module]) -> list[nn.Module]:
-        """The submodules to gather one at a time, children before parents, each once, without the root."""
+    def _units(self, model: nn.Module, excluded: list[nn.Module]) -> list[nn.Module]:
+        """Return the submodules to gather one at a time: children before parents, without the root."""
         names = {module: name for name, module in model.named_modules()}
         can_be_gathered = functools.partial(is_closed, holders=holders_of(model))
         units = named_units(model) or list(
             units_by_size(model, self.settings.unit_min_params, can_be_gathered)
         )
-        torn = [unit for unit in units if not can_be_gathered(unit)]
-        if torn:
+        sharing = [unit for unit in units if not can_be_gathered(unit)]
+        if sharing:
             self.notes.append(
-                f"fsdp: {', '.join(names[unit] for unit in torn)} share parameters with modules outside, and "
-                "are gathered with the module around them"
+                f"fsdp: {', '.join(names[unit] for unit in sharing)} share parameters with other modules, "
+                "and are gathered together with their parent modules"
             )
-        order = {module: number for number, module in enumerate(model.modules())}  # parents first
-        kept = {*units} - {*torn, *apart}
-        return sorted(kept, key=order.__getitem__, reverse=True)
+        positions = {module: number for number, module in enumerate(model.modules())}  # parents first
+        return sorted({*units} - {*sharing, *excluded}, key=positions.__getitem__, reverse=True)
 
     def autocast(self) -> AbstractContextManager:
         return nullcontext()  # the mixed precision policy casts parameters and inputs
@@ -179,31 +178,31 @@ class Fsdp(Strategy):
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         sharded = cast(FSDPModule, model)
         if self.settings.reduce_every_micro_batch or self.order.by_chunks:
-            sharded.set_requires_all_reduce(enabled)  # hybrid: shards are reduced over replicas once a step
+            sharded.set_requires_all_reduce(enabled)  # hybrid: reduce shards over replicas once per step
         else:
             sharded.set_requires_gradient_sync(enabled)
         return self.order.chunk(enabled)
 
     def weights_changed(self, model: nn.Module) -> None:
-        # Drops full copies that outlive a forward pass: the root's, or all with reshard_after_forward=false.
+        # Drop gathered copies that outlive a forward pass: the root's, or all if reshard_after_forward=false.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _reshard_without_gradient(self, root: nn.Module, *_: object) -> None:
-        """Reshard the root, which stays gathered for the backward pass, if there is none."""
-        if not torch.is_grad_enabled() and not self._gathers:
+        """Reshard the root if no backward pass follows, for which it would stay gathered."""
+        if not torch.is_grad_enabled() and not self._gathers_model:
             cast(FSDPModule, root).reshard()
 
     def replica_groups(self) -> list[tuple[int, ...]]:
-        # Hybrid: the ranks of a mesh column hold the same shard.
+        # Hybrid: the ranks of a mesh column have the same shard.
         return [tuple(column) for column in self.mesh.mesh.T.tolist()] if self.mesh.ndim == 2 else []
 
 
 class UsedParameters:
-    """Finds which parameters no rank has used in a step: torch gives these a gradient of zeros.
+    """Finds the parameters that no rank used in a step, to which torch gives a gradient of zeros.
 
-    An update by it would decay them, and move them by their momentum, which no update under ddp does.
+    An update with zeros would apply weight decay and momentum to them, unlike an update under ddp.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -216,7 +215,7 @@ class UsedParameters:
                 cast(nn.Module, unit).register_forward_pre_hook(functools.partial(self._follow, prefix))
 
     def _follow(self, prefix: str, module: nn.Module, *_: object) -> None:
-        """Called when a unit is gathered; torch keeps the gathered parameters as objects."""
+        """Register a hook on each gathered parameter; torch reuses the objects in later steps."""
         for name, parameter in module.named_parameters(prefix):
             is_known = parameter in self._followed or is_dtensor(parameter)
             if parameter.requires_grad and name in self._numbers and not is_known:
@@ -228,7 +227,7 @@ class UsedParameters:
         self._flags[number] = 1
 
     def drop_unused(self) -> None:
-        """Called after the last backward pass of a step (a collective)."""
+        """Drop the gradients of unused parameters after the last backward pass of a step (a collective)."""
         flags = self._flags.to(self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         for shard, used in zip(self._shards, flags.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""A parameter server: workers compute gradients; servers own parameters, add gradients, update and send."""
+"""Parameter server: workers compute gradients; servers add these, update their parameters and send them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,16 +24,16 @@ from trainer.tensors.nested import mapped
 
 
 class ParameterServer(Strategy):
-    """Synchronous: each step, all workers push their gradients, and all ranks get the updated values.
+    """A synchronous parameter server: in each step all workers push gradients, and all ranks pull new values.
 
-    Every rank has the whole model. The optimizer lists all parameters everywhere, so that groups, rates and
-    names are those of any strategy. It gets gradients only of what its rank owns, and so has state of that
-    alone. A rank that only serves is one whose share of the batch has no micro-batches.
+    Every rank has the whole model, and its optimizer has all parameters, so that groups, learning rates and
+    names are the same as under other strategies. The optimizer gets gradients, and so has state, only for the
+    parameters that its rank owns. A rank that is only a server gets no micro-batches.
     """
 
     name = "parameter_server"
     gradients_differ = True
-    not_whole = "each server holds the optimizer's state of its own parameters"
+    incomplete_reason = "each server has only the optimizer state of its own parameters"
 
     def __init__(
         self, settings: ParameterServerConfig, ranks: Ranks, compute: ComputeOptions, timeout_s: float
@@ -42,7 +42,7 @@ class ParameterServer(Strategy):
         self.settings, self.ranks, self.timeout_s = settings, ranks, timeout_s
         self.servers, self.workers = roles(settings.servers, ranks.world_size)
         self.num_replicas = len(self.workers)
-        # The servers' numbers come after the workers': no share of the batch, and other random numbers.
+        # Servers are numbered after the workers: they get no part of the batch, and other random numbers.
         self.replica = [*self.workers, *self.servers].index(ranks.rank)
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
@@ -55,7 +55,7 @@ class ParameterServer(Strategy):
         self.notes.append(
             f"parameter_server: {len(self.servers)} servers, {self.num_replicas} workers"
             + ("; every rank is both" if self.settings.servers == "all" else "")
-            + f"; a server receives and sends up to {busiest / 1e6:.3g} MB a step"
+            + f"; a server receives and sends up to {busiest / 1e6:.3g} MB per step"
         )
         return model
 
@@ -64,28 +64,28 @@ class ParameterServer(Strategy):
         return super().follow_trainable(model)
 
     def connect(self, parameters: list[nn.Parameter]) -> Exchange:
-        """What moves gradients and values (a collective); planner/simulated.py has its own."""
-        self._group = gloo_group(self.timeout_s)  # NCCL takes no tensors on the host
+        """Return the exchange of gradients and values (a collective); planner/simulated.py overrides it."""
+        self._group = gloo_group(self.timeout_s)  # NCCL does not support CPU tensors
         bucket_bytes = int(self.settings.bucket_mb * 2**20)
         return Exchange(parameters, self.servers, self.workers, self.ranks.rank, self._group, bucket_bytes)
 
     def prepare(self, state: TrainState) -> None:
-        """Drop others' state of the optimizer, which a checkpoint gave to every rank."""
-        self.exchange.begin_counting()
+        """Drop the optimizer state of other ranks' parameters, which a checkpoint gave to every rank."""
+        self.exchange.reset_counters()
         own = set(self.exchange.owned.get(self.ranks.rank, ()))
         for parameter in [p for p in state.optimizer.state if isinstance(p, Tensor) and p not in own]:
             del state.optimizer.state[parameter]
         if len(self.servers) > 1 and has_user_part(state.optimizer):
-            self.notes.append("parameter_server: each server's optimizer sees the gradients of its own alone")
+            self.notes.append("parameter_server: a server's optimizer gets only its parameters' gradients")
 
     def share_buffers(self, model: nn.Module) -> None:
-        broadcast_buffers(model, self.workers[0])  # servers have made no forward pass
+        broadcast_buffers(model, self.workers[0])  # servers make no forward pass
 
     def aggregate(self, model: nn.Module) -> None:
         self.exchange.push()
 
     def grad_norm(self, trainable: TrainableParameters) -> Tensor:
-        # A rank that owns nothing has a norm of another dtype; the squares of doubles are added as such.
+        # On a rank that owns no parameters, the norm may have another dtype, so all ranks add in float64.
         square = super().grad_norm(trainable).to(self.device, torch.float64) ** 2
         dist.all_reduce(square)
         return square.sqrt()
@@ -95,13 +95,13 @@ class ParameterServer(Strategy):
 
     @contextmanager
     def gathered(self, state: TrainState) -> Iterator[None]:
-        """Rank 0 has, meanwhile, each server's state of the optimizer, and the first worker's extra state."""
-        of_optimizer, borrowed = state.optimizer.state, list[Tensor]()
+        """Give rank 0 each server's optimizer state and the first worker's extra state within the context."""
+        optimizer_state, borrowed = state.optimizer.state, list[Tensor]()
         for server, parameters in self.exchange.owned.items():
-            theirs = self._to_main(server, [of_optimizer.get(parameter) for parameter in parameters])
-            for parameter, own in zip(parameters, theirs, strict=False):
-                if own is not None:
-                    of_optimizer[parameter] = own
+            received = self._to_main(server, [optimizer_state.get(parameter) for parameter in parameters])
+            for parameter, value in zip(parameters, received, strict=False):
+                if value is not None:
+                    optimizer_state[parameter] = value
                     borrowed.append(parameter)
         keepers = keepers_of_extra_state(state.model).values()
         states = self._to_main(self.workers[0], [keeper.get_extra_state() for keeper in keepers])
@@ -109,10 +109,10 @@ class ParameterServer(Strategy):
             keeper.set_extra_state(extra)
         yield
         for key in borrowed:
-            del of_optimizer[key]
+            del optimizer_state[key]
 
     def _to_main(self, src: int, values: list[Any]) -> list[Any]:
-        """The `values` of rank `src` on rank 0, unless that is `src`; otherwise []. All pass as many."""
+        """Return on rank 0 the values of `src`, else []; all ranks must pass the same number of values."""
         box: list[Any] = [[]]
         if values and self.ranks.rank == src != 0:
             on_host = mapped(values, lambda value: value.cpu() if isinstance(value, Tensor) else value)
@@ -125,15 +125,15 @@ class ParameterServer(Strategy):
         return [tuple(range(self.ranks.world_size))]
 
     def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
-        return parameter_names(state.model)  # each server has its own optimizer state
+        return parameter_names(state.model)  # the optimizer state differs between servers
 
 
 class TrafficReport(Report):
-    """MB that each server received and sent, and ms in which each worker waited, in a mean step."""
+    """Per step on average: MB that each server received and sent, and ms that each worker waited."""
 
     def __init__(self, exchange: Exchange, servers: Sequence[int], workers: Sequence[int]) -> None:
         self.exchange, self._servers, self._workers = exchange, servers, workers
-        self._counted = (0, 0, 0.0)  # steps, bytes and seconds, at the last call of `metrics`
+        self._counted = (0, 0, 0.0)  # steps, bytes and seconds up to the last call of `metrics`
 
     def metrics(self) -> dict[str, float]:
         exchange, before = self.exchange, self._counted
@@ -145,20 +145,22 @@ class TrafficReport(Report):
 
     def summary(self) -> str:
         self._counted = (0, 0, 0.0)
-        return "\n".join(f"{name}  {value:.4g} a step" for name, value in self.metrics().items())
+        return "\n".join(f"{name}  {value:.4g} per step" for name, value in self.metrics().items())
 
 
 def roles(servers: str, world_size: int) -> tuple[list[int], list[int]]:
-    """The ranks of servers and of workers: the first `servers` and all others, or with "all" all in both.
+    """Return the ranks of the servers and of the workers.
+
+    The first `servers` ranks are servers and the others workers; with "all", every rank is both.
 
     Raises:
-        UserError: too few ranks for the number of servers.
+        UserError: no rank would be left as a worker.
     """
     ranks, count = list(range(world_size)), 1 if servers == "all" else int(servers)
     if count >= world_size:
         raise UserError(
-            f"strategy.servers={servers} is not possible with {world_size} rank(s) in all: start "
-            f"{count + 1} or more (torchrun --nproc_per_node={count + 1}), set fewer servers, or use "
-            "strategy=single"
+            f"strategy.servers={servers} leaves no rank as a worker, because this run has {world_size} "
+            f"rank(s); start {count + 1} or more (torchrun --nproc_per_node={count + 1}), set fewer servers, "
+            "or use strategy=single"
         )
     return (ranks, ranks) if servers == "all" else (ranks[:count], ranks[count:])

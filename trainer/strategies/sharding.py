@@ -1,4 +1,4 @@
-"""Sharding by fully_shard: over which ranks, which parts of a model it supports, what its errors mean."""
+"""Support for fully_shard: the device mesh, checks of the model, and explanations of torch's errors."""
 
 import functools
 import traceback
@@ -20,10 +20,10 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def sharding_mesh(shard_group: str, ranks: Ranks) -> DeviceMesh:
-    """(shard) or (replicate, shard), for strategy.shard_group.
+    """Return the mesh for strategy.shard_group, with dimensions (shard) or (replicate, shard).
 
     Raises:
-        UserError: it does not divide the ranks; on every rank.
+        UserError: the number of ranks is not divisible by the group size; raised on every rank.
     """
     every = range(ranks.world_size)
     if shard_group == "host":
@@ -32,8 +32,8 @@ def sharding_mesh(shard_group: str, ranks: Ranks) -> DeviceMesh:
         size = ranks.world_size if shard_group == "world" else int(shard_group)
         if ranks.world_size % size:
             raise UserError(
-                f"strategy.shard_group={shard_group} makes groups of {size} ranks, which do not divide the "
-                f"{ranks.world_size} ranks of this run; use a divisor of {ranks.world_size}, or world"
+                f"strategy.shard_group={shard_group} does not divide the {ranks.world_size} ranks of this "
+                f"run into groups of equal size; use a divisor of {ranks.world_size}, or world"
             )
         rows = [list(every[begin : begin + size]) for begin in every[::size]]
     if len(rows) == 1:
@@ -42,91 +42,91 @@ def sharding_mesh(shard_group: str, ranks: Ranks) -> DeviceMesh:
 
 
 def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
-    """The ranks of each host, in any numbering.
+    """Return the ranks of each host, which need not be consecutive.
 
     Raises:
-        UserError: hosts have different numbers of ranks; on every rank.
+        UserError: hosts have different numbers of ranks; raised on every rank.
     """
     rows = [[rank for rank, at in enumerate(hosts) if at == host] for host in dict.fromkeys(hosts)]
     if len({len(row) for row in rows}) > 1:
         counts = ", ".join(str(len(row)) for row in rows)
         raise UserError(
-            f"strategy.shard_group=host needs as many ranks on each host, but these have {counts}; use "
-            "strategy.shard_group=world, or start as many on each"
+            f"strategy.shard_group=host needs the same number of ranks on each host, but the hosts have "
+            f"{counts}; start the same number on each, or use strategy.shard_group=world"
         )
     return rows
 
 
-def _refuse_held(name: str, parameter: Tensor) -> None:
+def _refuse_stale(name: str, parameter: Tensor) -> None:
     raise UserError(
         f"strategy=fsdp: the forward pass uses {name} by a reference kept in a list, a dict or a function, "
-        "which sharding cannot follow; read it from its module where it is used; or use strategy=ddp"
+        "which sharding cannot update; read it from its module where it is used, or use strategy=ddp"
     )
 
 
 class StaleReferenceCheck:
-    """Refuses the use of parameters that sharding has replaced.
+    """Raises an error if the model uses parameters that sharding has replaced.
 
-    Code may refer to one other than by a module's attribute, such as by a list or a closure. It would always
-    compute with the initial value, and no optimizer would get the gradient.
+    Code may refer to a parameter not by a module's attribute, but for example by a list or a closure. It
+    would always compute with the initial value, and the optimizer would not get the gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
-        self._held: dict[str, weakref.ref[nn.Parameter]] = {}
+        self._replaced: dict[str, weakref.ref[nn.Parameter]] = {}
 
     def note(self, unit: nn.Module) -> None:
         """Record, by weak references, the parameters of `unit`, which is sharded next."""
         for name, parameter in unit.named_parameters():
             if not is_dtensor(parameter):
-                self._held[self._prefixes[unit] + name] = weakref.ref(parameter)
+                self._replaced[self._prefixes[unit] + name] = weakref.ref(parameter)
 
     def guard(self) -> None:
-        """Have the first gradient of a replaced parameter end the run; an unused reference is allowed."""
-        for name, reference in self._held.items():
+        """Raise an error at the first gradient of a replaced parameter; unused references are allowed."""
+        for name, reference in self._replaced.items():
             parameter = reference()
             if parameter is not None and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(functools.partial(_refuse_held, name))
+                parameter.register_post_accumulate_grad_hook(functools.partial(_refuse_stale, name))
 
 
 def holders_of(model: nn.Module) -> dict[object, set[nn.Module]]:
-    """The modules that have each parameter, or module, as an attribute: several, if it is shared."""
+    """Return, for each parameter and each module, the modules that have it as an attribute."""
     holders: dict[object, set[nn.Module]] = {}
     for module in model.modules():
-        for held in (*module.parameters(recurse=False), *module.children()):
-            holders.setdefault(held, set()).add(module)
+        for attribute in (*module.parameters(recurse=False), *module.children()):
+            holders.setdefault(attribute, set()).add(module)
     return holders
 
 
 def is_closed(module: nn.Module, holders: dict[object, set[nn.Module]]) -> bool:
-    """Whether no module outside has a parameter of `module`: fully_shard cannot have one in two units."""
+    """Return whether `module` shares no parameter with modules outside, as fully_shard requires of a unit."""
     within = set(module.modules())
     parts = (part for part in within - {module} if any(True for _ in part.parameters()))
-    return all(holders[held] <= within for held in (*module.parameters(), *parts))
+    return all(holders[each] <= within for each in (*module.parameters(), *parts))
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """The batch norms with a weight beside their running statistics."""
+    """Return the batch norms that have a weight."""
     return [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.affine]
 
 
 def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
-    """Raise UserError, by name, for parameters that fully_shard would refuse later or less clearly."""
+    """Raise UserError for parameters that fully_shard would refuse later or with an unclear error."""
     refuse_several_devices(model, "strategy=fsdp")
     refuse_shared_memory(model, "strategy=fsdp")
     scripted = {p for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for p in m.parameters()}
     reasons = {
         "no dimension; give them one, of size 1": lambda parameter: parameter.ndim == 0,
-        "no elements; leave them out": lambda parameter: parameter.numel() == 0,
-        "gaps or another order in memory; call .contiguous() before nn.Parameter": lambda parameter: (
+        "no elements; remove them": lambda parameter: parameter.numel() == 0,
+        "non-contiguous memory; call .contiguous() before nn.Parameter": lambda parameter: (
             not parameter.is_contiguous()
         ),
-        "complex numbers: torch's fully_shard would sum only their real parts": torch.is_complex,
-        "a hook on the gradient, which would get shards": lambda parameter: bool(
+        "complex values, of which torch's fully_shard would sum only the real parts": torch.is_complex,
+        "a hook on the gradient, which would be called with shards": lambda parameter: bool(
             parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         ),
         "a sparse gradient; build the embedding with sparse=False": sparse_weights(model).__contains__,
-        "a module of torch.jit.script; leave that out, perhaps for train.compile": scripted.__contains__,
+        "a torch.jit.script module; do not script it, or use train.compile instead": scripted.__contains__,
     }
     for reason, applies in reasons.items():
         if found := [name for name, parameter in model.named_parameters() if applies(parameter)]:
@@ -143,65 +143,66 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
                 dtypes.setdefault(parameter.dtype, names[parameter])
             taken.add(parameter)
         if len(dtypes) > 1:
-            listed = " beside ".join(f"{dtype} in {name}" for dtype, name in dtypes.items())
+            listed = " and ".join(f"{dtype} in {name}" for dtype, name in dtypes.items())
             raise UserError(
-                f"strategy=fsdp gathers a unit's parameters as one, but finds {listed}: add the module of "
-                "one of the two to the model's fsdp_units, give both the same dtype, or use strategy=ddp"
+                f"strategy=fsdp needs one dtype for all parameters of a unit, but found {listed}; add one of "
+                "the two modules to the model's fsdp_units, use the same dtype, or use strategy=ddp"
             )
 
 
 def explained(error: Exception, phase: str, param_dtype: torch.dtype) -> UserError | None:
-    """What an error in a `phase` of strategies.base means, if known.
+    """Return a UserError that explains an error of torch, or None if it is unknown.
 
     Args:
-        param_dtype: in which parameters are gathered.
+        phase: see `Phase` in strategies/base.py.
+        param_dtype: the dtype in which parameters are gathered.
     """
-    said = str(error)
-    is_mixed = "mixed torch.Tensor and DTensor" in said
+    message = str(error)
+    is_mixed = "mixed torch.Tensor and DTensor" in message
     if is_mixed and phase == "evaluation":
         return UserError(
-            f"strategy=fsdp: {_user_line(error)} uses parameters outside of the model's forward pass, where "
-            "they are sharded, for example in generate() or encode(); set "
-            "strategy.gather_for_evaluation=true, which gathers the whole model on each rank for an "
-            "evaluation. If that doesn't fit in memory, use them in forward(), or use strategy=ddp"
+            f"strategy=fsdp: {_user_line(error)} uses parameters outside the model's forward pass, for "
+            "example in generate() or encode(), where they are sharded; set "
+            "strategy.gather_for_evaluation=true to gather the whole model on each rank during evaluations. "
+            "If it doesn't fit in memory, use the parameters in forward(), or use strategy=ddp"
         )
     if is_mixed and phase == "backward":
         return UserError(
-            "strategy=fsdp: the loss uses parameters outside of the model's forward pass, where they are "
-            "sharded, as a penalty over model.parameters() does; use optim.weight_decay, compute the "
+            "strategy=fsdp: the loss uses parameters outside the model's forward pass, where they are "
+            "sharded, for example in a penalty over model.parameters(); use optim.weight_decay, compute the "
             "penalty in the forward pass, or use strategy=ddp"
         )
     if is_mixed:
         return UserError(
-            f"strategy=fsdp: {_user_line(error)} uses a parameter of a unit, which is gathered only "
-            "while the unit itself is called; in a loss call model(...), and no part of it; or add to the "
-            "model's fsdp_units a module that has all that this line uses, or fewer; without fsdp_units, set "
-            "strategy.unit_min_params above the size of that unit; and compute no gradient "
-            "through a unit in the forward pass; or use strategy=ddp"
+            f"strategy=fsdp: {_user_line(error)} uses a parameter of a unit, which is gathered only while "
+            "the unit itself is called. In a loss, call model(...) and not its submodules. Otherwise, list "
+            "in the model's fsdp_units a module that contains everything this line uses, or fewer modules; "
+            "without fsdp_units, set strategy.unit_min_params above the size of that unit. Do not compute a "
+            "gradient through a unit in the forward pass. Or use strategy=ddp"
         )
-    if "appears to not have been used in the graph" in said:
+    if "appears to not have been used in the graph" in message:
         return UserError(
-            f"strategy=fsdp: {_user_line(error)} differentiates by what the outputs do not depend on, as "
-            "by model.parameters(): outside of a forward pass these are shards; use strategy=ddp"
+            f"strategy=fsdp: {_user_line(error)} differentiates by tensors on which the outputs do not "
+            "depend, such as model.parameters(), which are shards outside a forward pass; use strategy=ddp"
         )
-    if "out of bounds for storage of size 0" in said:
+    if "out of bounds for storage of size 0" in message:
         return UserError(
-            "strategy=fsdp: the backward pass went a second time through a unit, whose parameters are "
-            "freed after the first: a gradient of a gradient (torch.autograd.grad with create_graph) can "
-            "be computed within a unit, but not through one; use strategy=ddp"
+            "strategy=fsdp: a second backward pass went through a unit, whose parameters are freed after the "
+            "first one. A gradient of a gradient (torch.autograd.grad with create_graph) can be computed "
+            "within a unit, but not through a unit; use strategy=ddp"
         )
-    if param_dtype != torch.float32 and isinstance(error, RuntimeError) and "dtype" in said:
+    if param_dtype != torch.float32 and isinstance(error, RuntimeError) and "dtype" in message:
         return UserError(
-            f"strategy=fsdp: {_user_line(error)} mixes dtypes: {error}. Parameters are gathered, and "
-            f"units' inputs cast, as {param_dtype}, but buffers keep their dtype; cast at that "
-            "line, or use strategy.param_dtype=fp32, or strategy=ddp"
+            f"strategy=fsdp: {_user_line(error)} mixes dtypes: {error}. Gathered parameters and the inputs "
+            f"of units are {param_dtype}, but buffers keep their dtype; cast the tensor in that line, or use "
+            "strategy.param_dtype=fp32, or strategy=ddp"
         )
     return None
 
 
 def _user_line(error: BaseException) -> str:
-    """The innermost line outside torch."""
+    """Return the innermost line of the traceback that is not in torch."""
     frames = traceback.extract_tb(error.__traceback__)
-    torchs = str(Path(torch.__file__).parent)
-    at = next((frame for frame in reversed(frames) if not frame.filename.startswith(torchs)), frames[-1])
-    return f"{at.filename}:{at.lineno} ({at.line})"
+    torch_dir = str(Path(torch.__file__).parent)
+    frame = next((each for each in reversed(frames) if not each.filename.startswith(torch_dir)), frames[-1])
+    return f"{frame.filename}:{frame.lineno} ({frame.line})"

@@ -1,4 +1,4 @@
-"""Parts of a model that are handled one at a time: gathered by FSDP, or recomputed for the gradient."""
+"""Units: the modules that FSDP gathers one at a time, or whose activations are recomputed."""
 
 import functools
 import importlib
@@ -17,7 +17,8 @@ from trainer.strategies.base import parameter_count
 from trainer.torch_private import OpOverload
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
-_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # read weights of parts, without calling these
+# They read weights of their submodules without calling these.
+_INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # Names for groups of ATen's operations; each attention kernel is a separate operation.
 _FAMILIES = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm"),
@@ -27,33 +28,36 @@ _FAMILIES = {
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
-        "_varlen_attn",  # of packed documents
+        "_varlen_attn",  # for packed documents
     ),
 }
 
 
 def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bool = False) -> str:
-    """Have units keep only their inputs, and recompute their activations for the backward pass.
+    """Make units store only their inputs, and recompute their activations in the backward pass.
 
-    Saves the memory of activations within units, and costs up to one more forward pass. Call it before
-    the model is wrapped, under any strategy. Returns a description.
+    This saves the memory of activations within units, and costs up to one more forward pass. Call it before
+    the model is wrapped, under any strategy.
 
     Args:
-        settings: applies to every n-th unit, starting with the first; `keep` names operations whose
-            results are kept, so that only cheap ones are recomputed.
+        settings: `every` applies it to every n-th unit, starting with the first; `keep` names operations
+            whose results are stored, so that only cheap operations are recomputed.
         compiled: whether torch.compile follows; it handles buffers itself, and supports only `keep`.
 
+    Returns:
+        A description for the user.
+
     Raises:
-        UserError: the model has no fsdp_units and no module of the required size, or its fsdp_units are not
-            units; or `keep` names an unknown operation.
+        UserError: the model has no fsdp_units and no module of the required size; an entry of fsdp_units
+            can't be a unit; or `keep` names an unknown operation.
     """
     units = named_units(model)
     if not units:
         units = list(units_by_size(model, settings.unit_min_params, lambda module: True))
     if not units:
         raise UserError(
-            f"strategy.activation_checkpointing: {type(model).__name__} names no fsdp_units, and none of its "
-            f"modules has strategy.unit_min_params={settings.unit_min_params} parameters; lower that"
+            f"strategy.activation_checkpointing: {type(model).__name__} has no fsdp_units, and none of its "
+            f"modules has strategy.unit_min_params={settings.unit_min_params} parameters; lower that number"
         )
     kept = settings.activation_checkpointing_keep
     selective = functools.partial(create_selective_checkpoint_contexts, _operations(kept)) if kept else None
@@ -63,17 +67,17 @@ def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bo
         if not compiled and any(True for _ in unit.buffers()):
             options = {"context_fn": functools.partial(_keeping_buffers, unit, selective)}
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, **options)
-    of_all = f" of {len(units)}" * (len(chosen) < len(units))
-    but = f", except {', '.join(kept)}" * bool(kept)
-    return f"activations of {len(chosen)}{of_all} units are recomputed in the backward pass{but}"
+    total = f" of {len(units)}" * (len(chosen) < len(units))
+    exceptions = f", except {', '.join(kept)}" * bool(kept)
+    return f"activations of {len(chosen)}{total} units are recomputed in the backward pass{exceptions}"
 
 
 def _keeping_buffers(
     unit: nn.Module, selective: Callable[[], Any] | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of a forward pass and of its recomputation, which restores the buffers.
+    """Return the contexts of a forward pass and of its recomputation.
 
-    Otherwise running statistics would count each batch twice.
+    The second one restores the buffers; otherwise running statistics would count each batch twice.
     """
     first, again = selective() if selective is not None else (nullcontext(), nullcontext())
 
@@ -91,50 +95,50 @@ def _keeping_buffers(
 
 
 def _operations(names: Sequence[str]) -> list[OpOverload]:
-    """ATen's operations for `names`, with all their overloads.
+    """Return all overloads of the ATen operations in `names`.
 
     Raises:
         UserError: a name is unknown.
     """
-    found, spaces = list[OpOverload](), (torch.ops.aten, torch.ops.torch_attn)
+    operations, spaces = list[OpOverload](), (torch.ops.aten, torch.ops.torch_attn)
     if "attention" in names and torch.accelerator.is_available():
-        importlib.import_module("torch.nn.attention.varlen")  # registers its operation, after 3 s
+        importlib.import_module("torch.nn.attention.varlen")  # registers _varlen_attn; takes 3 s
     for name in names:
         packets = [getattr(space, each, None) for space in spaces for each in _FAMILIES.get(name, (name,))]
         if not any(packets):
             raise UserError(
-                f"strategy.activation_checkpointing_keep: {name} must be one of {', '.join(_FAMILIES)}, or "
-                "the name of an operation of ATen, such as mm or gelu"
+                f"strategy.activation_checkpointing_keep: unknown operation {name}; use "
+                f"{', '.join(_FAMILIES)}, or the name of an ATen operation, such as mm or gelu"
             )
-        found += [getattr(packet, each) for packet in packets if packet for each in packet.overloads()]
-    return found
+        operations += [getattr(packet, each) for packet in packets if packet for each in packet.overloads()]
+    return operations
 
 
 def named_units(model: nn.Module) -> list[nn.Module]:
-    """The submodules that the model lists as its `fsdp_units`, each once; [] without that attribute.
+    """Return the submodules in the model's `fsdp_units`, without repetition; [] without that attribute.
 
     Raises:
         UserError: an entry is not a submodule, or is never called.
     """
     given, kind = inspect.getattr_static(model, "fsdp_units", None), type(model).__name__
     if isinstance(given, property) and given.fget is not None:
-        named = given.fget(model)  # nn.Module would take an AttributeError in there for a missing attribute
+        named = given.fget(model)  # nn.Module would report an AttributeError in it as a missing attribute
     else:
         named = getattr(model, "fsdp_units", None)
     if not isinstance(named, Iterable) and named is not None:
         raise UserError(
-            f"fsdp_units of {kind} is {_short(named)}; it must be a list of submodules, or a property"
+            f"fsdp_units of {kind} is {_short(named)}; it must be a list of submodules, or such a property"
         )
     names = {id(module): name for name, module in model.named_modules()}
     units = {id(unit): unit for unit in named or ()}
     for key, unit in units.items():
         if not names.get(key):
-            way = "; list the modules themselves, not their names" if isinstance(unit, str) else ""
-            raise UserError(f"fsdp_units of {kind} holds {_short(unit)}, which is not a submodule of it{way}")
+            hint = "; list the modules themselves, not their names" if isinstance(unit, str) else ""
+            raise UserError(f"fsdp_units of {kind} contains {_short(unit)}, which is not a submodule{hint}")
         if isinstance(unit, CONTAINERS):
             raise UserError(
-                f"fsdp_units of {kind} holds {names[key]}, a {type(unit).__name__}: never called, so "
-                "it cannot be a unit; list the modules in it"
+                f"fsdp_units of {kind} contains {names[key]}, a {type(unit).__name__}, which is never called "
+                "and so cannot be a unit; list the modules in it instead"
             )
     return list(units.values())
 
@@ -146,12 +150,12 @@ def _short(value: object) -> str:
 def units_by_size(
     module: nn.Module, min_params: int, can_be_gathered: Callable[[nn.Module], bool]
 ) -> Iterator[nn.Module]:
-    """The smallest submodules of at least `min_params` parameters: each is gathered and freed as one.
+    """Yield the smallest submodules with at least `min_params` parameters.
 
-    Containers are passed through, since they are never called. A module that shares a parameter with modules
-    outside is not a unit; a parent that holds both may be.
+    Containers are never units, since they are never called, but their modules may be. A module that shares a
+    parameter with a module outside is not a unit; a parent that contains both may be.
     """
-    for child in module.children() if not isinstance(module, _WHOLE) else ():
+    for child in module.children() if not isinstance(module, _INDIVISIBLE) else ():
         if parameter_count(child.parameters()) < min_params:
             continue
         within = list(units_by_size(child, min_params, can_be_gathered))

@@ -1,1 +1,1 @@
-"""All-reduce algorithms as data: built, cut into segments, checked without a network."""
+"""All-reduce algorithms as data, which can be divided into segments and checked without a network."""

@@ -1,9 +1,9 @@
-"""All-reduce algorithms as data; schedule.py defines what a schedule is.
+"""All-reduce algorithms as data; schedule.py defines schedules.
 
-A new one is a function here, named in three places: ALGORITHMS below, COMMS in trainer/config/schema.py, and
-a file conf/comm/NAME.yaml with its settings. Then DDP, `benchmarks.allreduce` and `planner.comm` offer it,
-and the tests prove it. `planner.comm --formulas` shows it if CLASSIC of planner/formulas.py has its textbook
-formula.
+To add an algorithm, write a function here, and add its name to ALGORITHMS below, to COMMS in
+trainer/config/schema.py, and as a file conf/comm/NAME.yaml with its settings. Then DDP,
+`benchmarks.allreduce` and `planner.comm` offer it, and the tests verify it. `planner.comm --formulas` shows
+it if CLASSIC in planner/formulas.py has its textbook formula.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from trainer.comm.algorithms.rank_order import Hosts, by_host, line, positions_i
 from trainer.comm.algorithms.rank_order import tree as tree_of
 from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule, in_phases
 
-Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every rank) -> its schedule
+Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every rank) -> schedule of the rank
 
 
 def _ring(ring: Sequence[int], position: int, parts: int, low: int = 0) -> Schedule:
-    """Reduce-scatter, then all-gather, of the len(ring) parts from `low`; each rank sends to the right."""
+    """Return a reduce-scatter and an all-gather of len(ring) parts from `low` on, sending to the right."""
     size = len(ring)
     left, right = ring[position - 1], ring[(position + 1) % size]
 
@@ -35,7 +35,7 @@ def _ring(ring: Sequence[int], position: int, parts: int, low: int = 0) -> Sched
 
 
 def ring(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Each rank passes 1/P of the bucket to its right neighbour, P-1 times to add and P-1 times to copy.
+    """Ring: each rank sends 1/P of the bucket to its right neighbour, P-1 times to add and P-1 times to copy.
 
     Sends 2N(P-1)/P bytes per rank, the minimum, in 2(P-1) rounds. Source: Patarasuk & Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
@@ -50,11 +50,11 @@ def _deepest(hosts: Hosts) -> int:
 
 
 def tree(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Sums go up a binary tree to its root, the total comes down again: 2 log2 P rounds of N bytes.
+    """Tree: sums go up a binary tree to its root, and the total comes down: 2 log2 P rounds of N bytes.
 
-    A binary tree of the hosts' first ranks, and one inside each host, so that each host's link carries N
-    bytes up and N down per neighbour. Source: Thakur, Rabenseifner & Gropp, "Optimization of collective
-    communication operations in MPICH", IJHPCA 2005, section 4; NCCL's trees have the same layout.
+    The first ranks of the hosts form a binary tree, and so do the ranks of each host, so each host's link
+    carries N bytes up and N down per neighbour. Source: Thakur, Rabenseifner & Gropp, "Optimization of
+    collective communication operations in MPICH", IJHPCA 2005, section 4; NCCL's trees have the same layout.
     """
     tree = tree_of(Hosts.of(hosts))
     parent, children, depth = tree[rank].parent, tree[rank].children, tree[rank].depth
@@ -72,11 +72,11 @@ def tree(rank: int, hosts: Sequence[int]) -> Schedule:
 
 
 def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Pairs exchange halves, quarters, eighths ... to add, then return the same way to copy: 2 log2 P rounds.
+    """Halving-doubling: pairs exchange halves, quarters ... to add, then back to copy: 2 log2 P rounds.
 
-    Sends 2N(P-1)/P bytes per rank at a power of two. Other world sizes fold their P - 2^k excess ranks into
-    a neighbour first (N bytes), which sends them the result last (N bytes). Nearest partners exchange the
-    largest chunks, so little crosses hosts. Source: Rabenseifner, "Optimization of collective reduction
+    Sends 2N(P-1)/P bytes per rank if P is a power of two. Otherwise, each of the P - 2^k excess ranks first
+    sends N bytes to a neighbour, and receives the result at the end. The nearest partners exchange the
+    largest chunks, so little data crosses hosts. Source: Rabenseifner, "Optimization of collective reduction
     operations", ICCS 2004; Thakur, Rabenseifner & Gropp 2005, section 4.5.
     """
     order, positions = line(Hosts.of(hosts))
@@ -84,7 +84,7 @@ def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
     levels = world_size.bit_length() - 1
     core, excess = 1 << levels, world_size - (1 << levels)
 
-    # The first 2 * excess positions are pairs: the first computes, the second only sends data to it.
+    # The first 2 * excess positions are pairs: the second rank of a pair only sends its data to the first.
     def core_rank(index: int) -> int:
         return order[2 * index if index < excess else index + excess]
 
@@ -114,17 +114,17 @@ def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
 
 @lru_cache(maxsize=16)
 def _shard_rings(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
-    """For each shard, its owner on each host; there are as many shards as the smallest host has ranks."""
+    """Return, for each shard, its owner on each host; the smallest host has one rank per shard."""
     return tuple(zip(*by_host(hosts), strict=False))
 
 
 def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Reduce-scatter inside each host, a ring across hosts for every shard, all-gather inside each host.
+    """Hierarchical: reduce-scatter inside each host, a ring across hosts per shard, all-gather in each host.
 
-    Each host's link carries 2N(H-1)/H bytes for H hosts, independent of the ranks that share it; a flat ring
-    carries 2N(P-1)/P. There are as many shards as the smallest host has ranks; further ranks of a larger host
-    send to the owners of the shards and receive from them. Source: Jia et al., "Highly Scalable Deep Learning
-    Training System with Mixed-Precision", 2018, section 4.2 (there with one shard); NCCL's in-host stage.
+    Each host's link carries 2N(H-1)/H bytes for H hosts and any number of ranks; a flat ring carries
+    2N(P-1)/P. The smallest host has one shard per rank; further ranks of a larger host send to the owners of
+    the shards, and receive from them. Source: Jia et al., "Highly Scalable Deep Learning Training System with
+    Mixed-Precision", 2018, section 4.2 (there with one shard); NCCL's in-host stage.
     """
     members = by_host(Hosts.of(hosts))
     host, index = positions_in_hosts(Hosts.of(hosts))[rank]
@@ -152,7 +152,7 @@ def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
 
 
 def master_worker(rank: int, hosts: Sequence[int]) -> Schedule:
-    """All send to rank 0, which adds and sends back: (P-1)N bytes into one rank. A baseline.
+    """Master-worker, a baseline: all ranks send (P-1)N bytes to rank 0, which adds and sends the sum back.
 
     Source: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014, with one
     synchronous server.
@@ -175,9 +175,9 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def build(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
-    """The schedule of `rank` under the named algorithm.
+    """Return the schedule of `rank` for the named algorithm.
 
     Args:
-        hosts: the host index of every rank; ranks of one host need not be neighbours.
+        hosts: host index of every rank; the ranks of a host need not be consecutive.
     """
     return ALGORITHMS[algorithm](rank, hosts)

@@ -1,4 +1,4 @@
-"""One rank's schedule, laid out over a bucket of known length: which elements move at which visit."""
+"""Apply a schedule to a bucket of known length: which elements a rank sends and receives at which visit."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ from trainer.comm.algorithms.schedule import Kind, Op, Schedule
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MOST_ITEMSIZE = 8  # bytes of an element
+_MAX_ITEMSIZE = 8  # bytes of an element
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One message: the elements [begin, end) of the bucket."""
+    """One message, with the elements [begin, end) of the bucket."""
 
     kind: Kind
     peer: int
@@ -31,7 +31,7 @@ class Move:
         return sums[self.begin : self.end]
 
     def take(self, sums: "Tensor", received: "Tensor") -> None:
-        """Add the received elements to `sums`, or copy them there."""
+        """Add the received elements to `sums`, or copy them into `sums`."""
         if self.kind is Kind.ADD:
             self.chunk(sums).add_(received)
         else:
@@ -40,7 +40,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """Process `receives`, then finish the sum of `owned` if there is one, then start `sends`."""
+    """Process `receives`, then finish the sum of the elements `owned`, if any, then start `sends`."""
 
     receives: tuple[Move, ...]
     owned: tuple[int, int] | None
@@ -50,10 +50,10 @@ class Visit:
 def lay_out(
     schedule: Schedule, numel: int, itemsize: int, segment_bytes: int, width: int
 ) -> list[list[Visit]]:
-    """The visits of one bucket, by sweep; a sweep receives what the sweep before it sent.
+    """Return the visits of one bucket, by sweep; each sweep receives what the previous sweep sent.
 
     Args:
-        itemsize: bytes of an element on the wire.
+        itemsize: bytes per element on the wire.
         segment_bytes, width: see `trainer.comm.algorithms.pipeline`.
     """
     rounds = [*schedule.rounds(), ()]
@@ -76,7 +76,7 @@ def lay_out(
 
 
 def _elements(schedule: Schedule, begin: int, end: int, segment: tuple[int, int]) -> tuple[int, int]:
-    """The elements of the parts [begin, end) within a segment; none for empty ones."""
+    """Return the elements of the parts [begin, end) within a segment."""
     first, last = segment
     return first + schedule.boundary(begin, last - first), first + schedule.boundary(end, last - first)
 
@@ -89,18 +89,18 @@ def _messages(schedule: Schedule, ops: Sequence[Op], segment: tuple[int, int]) -
 
 
 def messages_in_flight(schedule: Schedule) -> int:
-    """Messages from a rank to one peer that the peer's later visits read.
+    """Return the largest number of messages to one peer that the peer reads only at later visits.
 
-    A message is read at the next visit of its segment, so each segment in flight has those of one round.
+    A message is read at the next visit of its segment, so a segment in flight has the messages of one round.
     """
     per_round = (Counter(op.peer for op in ops if op.kind is Kind.SEND) for ops in schedule.rounds())
     return IN_FLIGHT * max((max(peers.values(), default=0) for peers in per_round), default=0)
 
 
 def chunks_in_flight(schedule: Schedule, width: int) -> int:
-    """Different chunks of a rank that later visits of its peers read, with those of one more visit.
+    """Return the largest number of chunks that peers read only at later visits, plus those of one visit.
 
-    Each segment in flight has those of one round, and at most `width` segments are in the same round.
+    Each segment in flight has the chunks of one round, and at most `width` segments are in the same round.
     """
     sizes = [len({(op.begin, op.end) for op in ops if op.kind is Kind.SEND}) for ops in schedule.rounds()]
     most = max(sizes, default=0)
@@ -108,6 +108,6 @@ def chunks_in_flight(schedule: Schedule, width: int) -> int:
 
 
 def largest_chunk(schedule: Schedule, segment_bytes: int) -> int:
-    """Bytes that hold any chunk of a segment: segments and parts are equal but for an element each."""
+    """Return an upper limit for the bytes of a chunk; segments and parts differ by at most one element."""
     widest = max((op.end - op.begin for ops in schedule.rounds() for op in ops), default=0)
-    return (segment_bytes + _MOST_ITEMSIZE) * widest // schedule.parts + 2 * _MOST_ITEMSIZE
+    return (segment_bytes + _MAX_ITEMSIZE) * widest // schedule.parts + 2 * _MAX_ITEMSIZE

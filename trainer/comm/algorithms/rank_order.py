@@ -1,4 +1,4 @@
-"""Which ranks share a host, and in which order a schedule goes through them."""
+"""Which ranks share a host, and the order of ranks in lines and trees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 
 
 class Hosts(tuple[int, ...]):
-    """The host of every rank, hashed once: pass it when creating the schedules of thousands of ranks."""
+    """The host of every rank, hashed only once, for creating the schedules of thousands of ranks."""
 
     @classmethod
     def of(cls, hosts: Sequence[int]) -> "Hosts":
@@ -22,30 +22,30 @@ class Hosts(tuple[int, ...]):
 
 @lru_cache(maxsize=16)
 def by_host(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, hosts in the order of their first rank."""
-    found: dict[int, list[int]] = {}
+    """Return the ranks of each host; hosts are in the order of their first ranks."""
+    groups: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return tuple(tuple(ranks) for ranks in found.values())
+        groups.setdefault(host, []).append(rank)
+    return tuple(tuple(ranks) for ranks in groups.values())
 
 
 @lru_cache(maxsize=16)
 def positions_in_hosts(hosts: Hosts) -> tuple[tuple[int, int], ...]:
-    """Each rank's (host, index within the host), both counted as in `by_host`."""
-    found = {r: (h, i) for h, ranks in enumerate(by_host(hosts)) for i, r in enumerate(ranks)}
-    return tuple(found[rank] for rank in range(len(hosts)))
+    """Return each rank's (host, index within the host), both numbered as in `by_host`."""
+    positions = {r: (h, i) for h, ranks in enumerate(by_host(hosts)) for i, r in enumerate(ranks)}
+    return tuple(positions[rank] for rank in range(len(hosts)))
 
 
 @lru_cache(maxsize=16)
 def line(hosts: Hosts) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks host by host, so that neighbours share a host if possible; and each rank's index there."""
+    """Return the ranks host by host, so that most neighbours share a host; and each rank's index in it."""
     order = tuple(rank for ranks in by_host(hosts) for rank in ranks)
     return order, tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 @dataclass(frozen=True, slots=True)
 class Kin:
-    """A rank's position in the tree of `tree`."""
+    """A rank's position in the tree."""
 
     parent: int | None
     children: tuple[int, ...]
@@ -54,7 +54,7 @@ class Kin:
 
 @lru_cache(maxsize=16)
 def tree(hosts: Hosts) -> tuple[Kin, ...]:
-    """By rank: a binary tree of the hosts' first ranks, each the root of a tree inside its host."""
+    """Return each rank's position in a tree of hosts, whose first ranks are the roots of in-host trees."""
     groups = by_host(hosts)
     leaders = [ranks[0] for ranks in groups]
 

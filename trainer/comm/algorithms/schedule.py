@@ -1,14 +1,14 @@
 """An all-reduce as data: what one rank sends, receives, adds and copies, round by round.
 
-A schedule contains no tensors and no network. The executor runs it, a test proves it, the traffic
-counter and the cost model read it. Four rules make a family of schedules (one per rank) valid:
+A schedule contains no tensors and needs no network. The executor runs it, a test verifies it, and the traffic
+counter and the cost model read it. The schedules of all ranks are valid together if four rules apply:
 
-- a message sent in round k is received in round k, so every rank's schedule has the same number of rounds;
-- a send reads the chunk as the rounds before left it;
-- a rank adds nothing to parts that it has sent, so that a message may be read where it stands, until the
-  finished sum comes;
-- one rank, the part's owner, computes the final sum of each part in one fixed order, and the others copy it,
-  so that all ranks end with the same bits.
+- A message sent in round k is received in round k, so every rank's schedule has the same number of rounds.
+- A send reads the chunk as it is after the previous rounds.
+- A rank adds nothing to parts that it has sent, so that peers may read a message from the bucket itself until
+  the finished sum arrives.
+- Only one rank, the owner of the part, computes the final sum of each part, in a fixed order, and the other
+  ranks copy it, so that all ranks end with the same bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One message with a peer: the chunk is the parts [begin, end) of the bucket."""
+    """One message to or from a peer, whose chunk is the parts [begin, end) of the bucket."""
 
     kind: Kind
     peer: int
@@ -35,9 +35,9 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """`repeat` rounds of the same ops; each round moves every chunk back by its own width within `ring`.
+    """`repeat` rounds of the same ops, where each round moves every chunk back by its width within `ring`.
 
-    The repetition keeps the schedule of thousands of ranks small: a ring is two phases at any world size.
+    Repetition keeps the schedules of thousands of ranks small: a ring has two phases for any world size.
     """
 
     ops: tuple[Op, ...]
@@ -45,7 +45,7 @@ class Phase:
     ring: tuple[int, int] = (0, 1)  # the parts [low, high) within which chunks move
 
     def round(self, index: int) -> tuple[Op, ...]:
-        """The ops of repetition `index`."""
+        """Return the ops of repetition `index`."""
         if index == 0:
             return self.ops
         low, high = self.ring
@@ -58,21 +58,21 @@ class Phase:
 
 
 def in_phases(rounds: Sequence[Sequence[Op]]) -> tuple[Phase, ...]:
-    """A phase for each round, and one for consecutive idle rounds, the most common in a large tree."""
+    """Return a phase for each round, and one for consecutive idle rounds, of which a large tree has many."""
     phases: list[Phase] = []
     for idle, run in groupby(map(tuple, rounds), key=lambda ops: not ops):
-        alike = list(run)
-        phases += [Phase((), len(alike))] if idle else map(Phase, alike)
+        same = list(run)
+        phases += [Phase((), len(same))] if idle else map(Phase, same)
     return tuple(phases)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One rank's part in an all-reduce of a bucket of `parts` nearly equal parts."""
+    """One rank's part in an all-reduce of a bucket that has `parts` parts of nearly equal size."""
 
     parts: int
     reduce: tuple[Phase, ...]
-    owned: tuple[int, int]  # after `reduce` this rank alone holds the sum of the parts [begin, end)
+    owned: tuple[int, int]  # after `reduce`, only this rank has the sums of the parts [begin, end)
     gather: tuple[Phase, ...]
 
     @property
@@ -84,18 +84,18 @@ class Schedule:
         return self.num_reduce_rounds + sum(phase.repeat for phase in self.gather)
 
     def rounds(self) -> Iterator[tuple[Op, ...]]:
-        """The rounds in order, made one at a time."""
+        """Yield the rounds in order."""
         for phase in (*self.reduce, *self.gather):
             for index in range(phase.repeat):
                 yield phase.round(index)
 
     def peers(self, *kinds: Kind) -> list[int]:
-        """The ranks with which this one has moves of the given kinds, in order."""
+        """Return, in order, the ranks with which this rank has ops of the given kinds."""
         return sorted({op.peer for op in self._ops() if op.kind in kinds})
 
     def _ops(self) -> Iterator[Op]:
         return (op for phase in (*self.reduce, *self.gather) for op in phase.ops)
 
     def boundary(self, part: int, numel: int) -> int:
-        """The first element of `part` in a bucket of `numel` elements; part `parts` begins at its end."""
+        """Return the first element of `part` in a bucket of `numel` elements; for part `parts`, its end."""
         return part * numel // self.parts
