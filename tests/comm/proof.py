@@ -1,4 +1,4 @@
-"""Runs the schedules of all ranks without a network, and proves the all-reduce correct for any numbers.
+"""Simulate the schedules of all ranks without a network, and prove the all-reduce correct for any numbers.
 
 A part is represented by the set of ranks whose values are in it. A schedule is correct if every message sent
 is received in its round, no value is added twice, an owner's sum is complete, and every rank ends with the

@@ -1,4 +1,4 @@
-"""Every schedule is an all-reduce, in simulation; a wrong one is caught; traffic equals the textbooks'."""
+"""In simulation, schedules are all-reduces with the traffic of textbooks, and wrong ones are detected."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_each_is_named_wherever_it_is_chosen_by_name() -> None:
 
 
 def without_each_op(schedule: Schedule) -> list[Schedule]:
-    """Copies of the schedule, its phases unrolled, that lack one op each."""
+    """Yield copies of the schedule with unrolled phases, each without one op."""
     rounds = list(schedule.rounds())
     lacking = []
     for number, ops in enumerate(rounds):

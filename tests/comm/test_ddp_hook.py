@@ -25,7 +25,7 @@ def network(batch_norm: bool = False) -> nn.Module:
 
 
 def train(model: nn.Module, steps: int = 10, accumulate: int = 1) -> torch.Tensor:
-    """Parameters after `steps` of SGD on data that differs from rank to rank and from step to step."""
+    """Return the parameters after `steps` of SGD on data that differs between ranks and steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
@@ -48,7 +48,7 @@ def wrap(
 
 
 def compare(hosts: list[int], batch_norm: bool, accumulate: int) -> dict[str, tuple[float, float, int]]:
-    """By algorithm: the greatest difference to plain DDP, the distance trained, passes on the timeline."""
+    """Return, by algorithm, the largest difference to plain DDP, the distance trained, recorded passes."""
 
     start = torch.cat([parameter.detach().flatten() for parameter in network(batch_norm).parameters()])
     plain = train(wrap(None, hosts, network(batch_norm))[0], accumulate=accumulate)
@@ -102,9 +102,9 @@ def test_compressed_training_goes_the_same_way() -> None:
 
 
 def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str, float]:
-    """The error of a backward pass after `lost` has left, and after how many seconds.
+    """Return the error of a backward pass after rank `lost` has left, and the seconds until it was raised.
 
-    The rank that hangs does so until the others have reported.
+    A rank that hangs does so until the other ranks have reported.
     """
     model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
     hook = attach(model, "ring", hosts=hosts, timeout_s=3.0 if how == "hangs" else 300.0)

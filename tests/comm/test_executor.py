@@ -16,12 +16,12 @@ from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.executor import Executor
 
 WIRES = [None, torch.bfloat16, torch.float16]
-# Relative to the sum of magnitudes: some roundings of the coarsest dtype on the way; a lost rank is 1/6.
+# Relative to the sum of magnitudes: some roundings in the coarsest dtype; a lost rank makes 1/6.
 TOLERANCE = {torch.float64: 1e-15, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """The contribution of `rank`: distinct for each rank and element."""
+    """Return the data of `rank`, which differs for each rank and element."""
     return torch.sin(torch.arange(numel, dtype=torch.float32) * (0.37 + rank) + rank).to(dtype)
 
 
@@ -34,7 +34,7 @@ def executor_of(
 
 
 def check(algorithms: Sequence[str], hosts: list[int], sizes: Sequence[int]) -> dict[str, int]:
-    """All dtypes with all wire dtypes: the hash of this rank's result, by case; rank 0 checks the result."""
+    """Return the hash of this rank's result for each dtype and wire dtype; rank 0 checks the result."""
     executors = {
         (algorithm, wire): executor_of(algorithm, hosts, wire, 1 / 16)
         for algorithm in algorithms
@@ -78,7 +78,7 @@ def test_all_ranks_have_the_same_bits_of_the_right_sum(hosts: list[int], sizes: 
 
 
 def first_sum(folder: str) -> list[float]:
-    """With a TMPDIR longer than a socket's path can be."""
+    """Run with a TMPDIR that is too long for the path of a socket."""
     tempfile.tempdir = folder
     executor = executor_of("tree", [0, 0])
     bucket = torch.full((3,), 1.0 + dist.get_rank())
@@ -94,7 +94,7 @@ def test_a_long_tmpdir_is_in_nobodys_way(tmp_path: Path) -> None:
 
 
 class OneWork:
-    """What NCCL returns for a group of messages."""
+    """The single Work that NCCL returns for a group of messages."""
 
     def __init__(self, works: list[dist.Work]) -> None:
         self._works = works
@@ -105,7 +105,7 @@ class OneWork:
 
 
 def check_as_on_gpus(hosts: list[int], sizes: list[int]) -> dict[str, int]:
-    """`check` by gloo, with messages grouped as for NCCL."""
+    """Run `check` with gloo, and messages grouped as for NCCL."""
     batch = dist.batch_isend_irecv
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accelerator, "is_accelerator", lambda device: True)

@@ -1,6 +1,6 @@
-"""As many ranks as a large host holds, on one host: an all-reduce ends, and each rank has the sum.
+"""An all-reduce between as many ranks as a large host has ends, and each rank has the sum.
 
-The unread data between two ranks must not grow with their number: a socket has limited room.
+The unread data between two ranks must not grow with the number of ranks, because a socket has limited room.
 """
 
 import time
@@ -18,7 +18,7 @@ SIZES = [1, 7, 1000, 40_001, 1, 1]  # elements; with segments of 8 KiB, 20 of th
 
 
 def summed(algorithms: list[str]) -> tuple[bool, int]:
-    """Whether all sums were right, though a rank was late twice; and the most files that it had open."""
+    """Return whether all sums were right although a rank was late twice, and the most files it had open."""
     hosts, are_right, files = [0] * RANKS, True, 0
     rank = dist.get_rank()
     for algorithm in algorithms:
@@ -36,7 +36,7 @@ def summed(algorithms: list[str]) -> tuple[bool, int]:
 
 @pytest.mark.slow
 def test_32_ranks_have_the_sum() -> None:
-    """By the algorithms with the most messages at one rank, and with the largest."""
+    """Use the algorithms with the most messages at one rank, and with the largest messages."""
     found = run_ranks(summed, RANKS, ["master_worker", "halving_doubling"])
     assert all(is_right for is_right, _ in found)
     assert max(files for _, files in found) < 512, "a login shell allows a process 1024"

@@ -1,7 +1,7 @@
-"""The messages of a bucket never wait in a cycle, in any world: simulated without a network, then for real.
+"""The messages of a bucket never wait in a cycle, for any number of ranks, in simulation and with processes.
 
-Ranks are sequential and a finished wait stays finished, so the order in which ranks are simulated does not matter:
-if one order reaches the end, every order does.
+Ranks are sequential and a finished wait stays finished, so the order in which ranks are simulated does not
+matter: if one order reaches the end, every order does.
 """
 
 from collections import Counter, deque
@@ -17,9 +17,9 @@ Channel = tuple[int, int]  # (sender, receiver)
 
 
 class Room:
-    """The messages sent and read by all ranks, and the most that were unread at once.
+    """The messages sent and read by all ranks, and the largest number of unread messages.
 
-    A segment has as many elements as there are ranks, so that a ring leaves no message out.
+    A segment has one element per rank, so that a ring skips no message.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -31,8 +31,8 @@ class Room:
     def play(
         self, rank: int, schedule: Schedule, buckets: Sequence[int], num_slots: int, window: int
     ) -> Iterator[None]:
-        """One rank's execution of `buckets` with these numbers of elements; yields where it must wait."""
-        slots: deque[list[tuple[Channel, int]]] = deque([[]] * num_slots)  # each with who has to read it
+        """Simulate one rank for buckets with these numbers of elements, and yield where it must wait."""
+        slots: deque[list[tuple[Channel, int]]] = deque([[]] * num_slots)  # each with its readers
         for numel in buckets:
             for visit in (v for sweep in lay_out(schedule, numel, 1, self.world_size, WIDTH) for v in sweep):
                 for move in visit.receives:
@@ -58,7 +58,7 @@ class Room:
 def ends(
     algorithm: str, hosts: list[int], buckets: Sequence[int], room: Room, num_slots: int = 0, window: int = 0
 ) -> bool:
-    """Whether all ranks finish; each runs as far as it can before the next one does."""
+    """Return whether all ranks finish; each runs as far as possible before the next one."""
     schedules = [build(algorithm, rank, hosts) for rank in range(len(hosts))]
     running = deque(
         room.play(
@@ -91,7 +91,7 @@ def ends(
 )
 def test_nobody_waits_for_ever(algorithm: str, hosts: list[int]) -> None:
     room, segment = Room(len(hosts)), len(hosts)
-    # A bucket of one element, one of nothing, fewer elements than ranks, more segments than may be in flight.
+    # A bucket of one element, an empty one, fewer elements than ranks, more segments than may be in flight.
     assert ends(algorithm, hosts, [1, 0, segment - 1, segment * (IN_FLIGHT + 3) + 1, 1, 2 * segment], room)
     assert room.sent == room.read
     assert room.most_unread <= IN_FLIGHT, "a socket is given room for as many"

@@ -1,4 +1,4 @@
-"""A parameter server's exchange: owners get the mean of all workers' gradients, all ranks the owners' values."""
+"""Owners get the mean of all workers' gradients, and all ranks get the owners' values."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def test_the_largest_go_to_whoever_holds_least(servers: int) -> None:
 
 
 def exchanged(servers: list[int], workers: list[int], bucket_bytes: int) -> dict[str, Any]:
-    """A step in which `b` has no gradient, `c` one on the last worker alone, and an owner adds 100."""
+    """Make a step in which `b` has no gradient, `c` one only on the last worker, and an owner adds 100."""
     rank = torch.distributed.get_rank()
     named = parameters(rank * 1000.0)
     exchange = Exchange(list(named.values()), servers, workers, rank, gloo_group(30.0), bucket_bytes)

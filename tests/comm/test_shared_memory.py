@@ -1,4 +1,4 @@
-"""Ranks of a host that share memory: one that does not come is named."""
+"""If a rank of a host does not connect to the shared memory of its peers, the error names it."""
 
 import time
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from trainer.comm.shared_memory import SharedMemory, rows_of_host
 
 
 def _meet(absent: int) -> str:
-    """What the other of two ranks says if rank `absent` does not connect."""
+    """Return the error message of the other rank if rank `absent` does not connect."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         if rank == absent:
@@ -41,11 +41,13 @@ def rows_of_all() -> None:
     here: Any = SimpleNamespace(world_size=4, device=torch.device("cpu"), num_hosts=1)
     rank, rows = dist.get_rank(), rows_of_host(here, timeout_s=0.1)
     assert rows is not None
-    time.sleep(0.3 * (rank == 3))  # a rank that reads slowly, as only the watch can tell from one that hangs
-    for number, dtype in enumerate((torch.float64, torch.int64, torch.float64)):  # of any length
+    time.sleep(0.3 * (rank == 3))  # a slow rank, which only the watch can distinguish from one that hangs
+    for number, dtype in enumerate(
+        (torch.float64, torch.int64, torch.float64)
+    ):  # lengths and dtypes may change
         own = torch.arange(5 + number, dtype=dtype) + 10 * rank
         rows.send(own)
-        own += 1  # what was sent stays as it was
+        own += 1  # must not change what was sent
         expected = torch.arange(5 + number, dtype=dtype) + 10 * torch.arange(4).to(dtype).unsqueeze(1)
         assert rows.receive().equal(expected)
     if rank == 2:

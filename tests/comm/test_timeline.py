@@ -1,4 +1,4 @@
-"""The timeline adds up, names the late rank, and appears in the profiler."""
+"""The times of the timeline add up, the late rank is named, and the profiler shows the buckets."""
 
 import re
 import time
@@ -23,7 +23,7 @@ def test_overlapped_and_exposed_add_up() -> None:
     sums = PassSum()
     sums.add([record(0, 0, 4), record(3, 4, 8)])  # the last gradient at 3: 3 of 8 seconds are overlapped
     assert sums.means_ms() == {"total_ms": 8000, "overlapped_ms": 3000, "exposed_ms": 5000}
-    sums.add([record(0, 0, 2), record(1, 1, 3), record(10, 10, 11)])  # two at a time count once
+    sums.add([record(0, 0, 2), record(1, 1, 3), record(10, 10, 11)])  # two at the same time count once
     assert (sums.count, sums.total_s, sums.exposed_s) == (2, 8 + 4, 5 + 1)
 
 
@@ -70,7 +70,7 @@ def test_a_rank_that_sleeps_before_its_backward_is_named(algorithm: str) -> None
     for rank, found in enumerate(results):
         late = found["late"]
         assert late["comm/last_rank"] == sleeper
-        # It began to sleep when the others had arrived.
+        # It started to sleep after the other ranks had arrived.
         assert 100 < late["comm/arrival_skew_ms"] < 2 * max(result["pass_ms"] for result in results)
         assert (
             min(before["comm/arrival_skew_ms"] for before in found["before"]) < late["comm/arrival_skew_ms"]
@@ -80,7 +80,7 @@ def test_a_rank_that_sleeps_before_its_backward_is_named(algorithm: str) -> None
         assert early == sorted(early, reverse=True) and early[0] > early[-1] == 0
         num_bytes = sum(bucket["bytes"] for bucket in found["typical"])
         assert num_bytes / 1e6 == pytest.approx(late["comm/megabytes"])
-        if rank != sleeper:  # duration would blame everybody else: their all-reduce looks long
+        if rank != sleeper:  # the all-reduce looks long on the other ranks, which are not to blame
             assert late["comm/total_ms"] > 100
         assert any(f"(rank {sleeper}, " in label for label in found["labels"])
         assert re.search(r"\nslowest rank: \d \(in \d of 4 samples\)$", found["summary"])

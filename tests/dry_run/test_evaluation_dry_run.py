@@ -1,4 +1,4 @@
-"""Mistakes in an evaluation are found before the first step, by a dry run that leaves no trace."""
+"""Mistakes in an evaluation are found before the first step, by a dry run without side effects."""
 
 import random
 import re
@@ -37,7 +37,7 @@ class Held(Stripes):
 
 class Generates(Normed):
     def generate(self, rows: Tensor) -> Tensor:
-        """By two modules, and with more passes on rank 1, as where its texts are longer."""
+        """Use two modules, and make more passes on rank 1, as if its texts were longer."""
         state = next(self.parameters()).new_zeros(len(rows), 1)
         for _ in range(2 + torch.distributed.get_rank()):
             state = state + self(rows).sum(1, keepdim=True)
@@ -73,7 +73,7 @@ class Fails(Classification):
 
 
 def _told(run_dir: str, *words: str) -> str:
-    """What a dry run says of a mistake; "" if it says nothing, and leaves no trace."""
+    """Return the message of a dry run about a mistake; "" if there is none and nothing has changed."""
     warnings = list[str]()
     tried.log.warning = lambda text, *parts: warnings.append(text % parts)  # type: ignore[method-assign]
     with context_of(*PARTS, *words, f"run_dir={run_dir}") as run:
@@ -107,7 +107,7 @@ def test_mistakes_are_found_before_the_first_step(tmp_path: Any) -> None:
             how("few"),
         ): r"Fails.summarise raised ValueError: only one class. .* the run stops at the first evaluation",
         ("+data.dataset.readable=false",): r"sample 0 .* cannot be read: truncated",
-        ("checkpoint.keep_best={metric: eval/f1, mode: max}",): r"metric is eval/f1, but .* eval/loss",
+        ("checkpoint.keep_best={metric: eval/f1, mode: max}",): r"metric=eval/f1 is not .* eval/loss",
         ("+data.dataset.readable=false", "train.eval_every_epochs=0"): r"",
     }
     (found,) = run_ranks(_all_told, 1, str(tmp_path), *expected, init=False)
@@ -116,7 +116,7 @@ def test_mistakes_are_found_before_the_first_step(tmp_path: Any) -> None:
 
 
 def _generated(run_dir: str, strategy: str) -> list[Any]:
-    """What a dry run says without gathering; and the metrics with it, whose rank 1 makes a pass more."""
+    """Return the message of a dry run without gathering, and the metrics with; rank 1 makes one more pass."""
     words, gathers = (
         ("+data.task.how=generate", f"strategy={strategy}"),
         "strategy.gather_for_evaluation=true",

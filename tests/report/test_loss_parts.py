@@ -1,4 +1,4 @@
-"""The parts of a loss in the log: means over ranks, micro-batches and steps, with the weights of the loss."""
+"""Parts of a loss are logged as means over ranks, micro-batches and steps, weighted as the loss is."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from trainer.tasks import Classification
 
 
 class Alone(SumOrder):
-    """Of a single process, without a group."""
+    """The sum order of a single process without a process group."""
 
     def over_ranks(self, sums: Tensor) -> Tensor:
         return sums
@@ -30,7 +30,7 @@ def parts_of_one() -> LossParts:
 
 
 class Two(Classification):
-    """A loss of two parts, over the samples with a label; and a third that only some steps have."""
+    """A loss with two parts over the samples with a label, and a third part in some steps only."""
 
     step = 0
 
@@ -46,7 +46,7 @@ class Two(Classification):
 
 
 class Replayed(Two):
-    """As from a CUDA graph, which writes each loss in the place of the one before."""
+    """Reuse one tensor for each loss, as a CUDA graph does."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss, parts = super().loss(model, batch)
@@ -79,15 +79,13 @@ def logged(run_dir: Path, *overrides: str) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_the_parts_add_up_to_the_loss_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """One sample in ten has a label, so that micro-batches, and the ranks of a step, differ in weight."""
+    """Label one sample in ten, so that micro-batches and ranks have different weights in a step."""
     found = {}
     for way, (world, *overrides) in WAYS.items():
         found[way] = run_ranks(logged, world, tmp_path / way, *overrides, init=False)[0]
         for line in found[way]:
             assert line["train/entropy"] + 0.5 * line["train/size"] == pytest.approx(line["train/loss"], 1e-6)
-        assert found[way][1]["train/step"] == pytest.approx(
-            9
-        )  # of the steps 7, 9 and 11, which all have labels
+        assert found[way][1]["train/step"] == pytest.approx(9)  # in steps 7, 9 and 11, which all have labels
         for one, other in zip(found["single"], found[way], strict=True):
             assert other == pytest.approx(one, 1e-5)
     said = (tmp_path / "ddp" / "train.log").read_text()
@@ -122,7 +120,7 @@ def test_what_is_no_part_is_named(given: dict[str, Tensor], words: str) -> None:
 
 @pytest.mark.slow
 def test_losses_of_replayed_graphs_are_kept_until_they_are_added_up(tmp_path: Path) -> None:
-    """Of micro-batches too: one that has all labels of its step is not divided."""
+    """A micro-batch that has all labels of its step is not divided."""
     common = ("strategy=single", "train.global_batch_size=16", "train.micro_batch_size=8")
     replays = (
         "data.task._target_=tests.report.test_loss_parts.Replayed",

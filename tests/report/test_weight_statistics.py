@@ -1,4 +1,4 @@
-"""The effect of a step on the model, equal for one rank and for shards; its FLOPs; its profile."""
+"""Statistics of a step are equal for one rank and for shards; FLOPs are counted; a profile is written."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ SHORT += ("train.global_batch_size=64", "optim.momentum=0", "logger=jsonl")
 
 
 def seen(run_dir: Path, *overrides: str) -> dict[str, Any]:
-    """Histograms of step 6, with update_to_weight and the gradient's norm."""
+    """Return the histograms of step 6, update_to_weight and the norm of the gradient."""
     from trainer.loop import fit
 
     run_dir /= f"{dist.get_rank() if dist.is_initialized() else 0}"
@@ -50,7 +50,7 @@ def test_a_step_is_seen_alike_by_one_rank_and_by_shards(tmp_path: Path) -> None:
                 f"{name}: one at an edge may move"
             )
             torch.testing.assert_close(its_edges, edges, rtol=1e-3, atol=1e-6)
-        sampled = {"train/update_to_weight": 0.1}  # shards leave out other weights than a whole layer
+        sampled = {"train/update_to_weight": 0.1}  # the samples of shards differ from those of a whole layer
         for name, rel in {**sampled, "train/grad_norm": 1e-4, "train/plain_loss": 1e-4}.items():
             for step, value in whole["scalars"][name].items():
                 assert parts["scalars"][name][step] == pytest.approx(value, rel=rel), (strategy, name)
@@ -61,7 +61,7 @@ def test_a_step_is_seen_alike_by_one_rank_and_by_shards(tmp_path: Path) -> None:
 
 
 def ratio_of_sgd(run_dir: Path) -> tuple[float, float]:
-    """The logged value of the first step of plain SGD, and the one computed from its gradient."""
+    """Return update_to_weight of the first step of plain SGD: as logged, and computed from the gradient."""
     from trainer.loop import fit
 
     options = (
@@ -81,7 +81,7 @@ def ratio_of_sgd(run_dir: Path) -> tuple[float, float]:
 
 
 def test_update_to_weight_is_the_norm_of_the_step(tmp_path: Path) -> None:
-    """The first layer has 19,200 weights, more than the sample."""
+    """A model whose first layer has 19,200 weights, more than the sample size."""
     ((logged, expected),) = run_ranks(ratio_of_sgd, 1, tmp_path, init=False)
     assert logged == pytest.approx(expected, rel=0.1)
     assert logged > 0
@@ -103,7 +103,7 @@ def test_histograms_of_what_is_not_finite_or_not_there() -> None:
 
 
 def of_two_micro_batches() -> dict[str, float]:
-    """On rank 1 most of the tokens are padding."""
+    """Text of which most tokens on rank 1 are padding."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     meter = Meter(Ranks(rank, rank, world, world, (0,) * world, torch.device("cpu"), "gloo"))
     smoothed = Classification(label_smoothing=0.5)

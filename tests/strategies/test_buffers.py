@@ -1,6 +1,6 @@
-"""Buffers of every dtype: those of rank 0 are what all ranks evaluate and save, under each strategy.
+"""All ranks evaluate and save the buffers of rank 0, for every dtype and strategy.
 
-A warning names those that ranks change each in its own way, unless they are a batch norm's statistics.
+A warning names buffers that ranks change differently, apart from the statistics of batch norms.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ COMMON = (
 
 
 class Marked(nn.Module):
-    """Each forward pass in training adds a number of its rank to all buffers; `seen` holds the values found."""
+    """Adds a number of its rank to all buffers in each training pass; `seen` contains the values before."""
 
     seen: ClassVar[list[list[float]]] = []
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 2)
-        dtype = torch.int16 if TORCH_2_14 else torch.float32  # an older FSDP takes no integers
+        dtype = torch.int16 if TORCH_2_14 else torch.float32  # an older FSDP does not support integers
         self.offsets = nn.Parameter(torch.arange(3, dtype=dtype), requires_grad=False)
         for dtype in DTYPES:
             self.register_buffer(str(dtype).removeprefix("torch."), torch.zeros(5).to(dtype))
@@ -65,7 +65,7 @@ class Marked(nn.Module):
 
 
 def marks(tmp_path: Path, *strategy: str) -> tuple[list[float], list[list[float]]]:
-    """The final buffers, and their values in each forward pass."""
+    """Return the final buffers, and their values before each forward pass."""
     Marked.seen = []
     with context_of(*COMMON, *strategy, f"run_dir={tmp_path}") as context:
         fit(context)
@@ -87,13 +87,13 @@ def test_all_ranks_have_those_of_rank_0(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(of_all_strategies, 2, tmp_path, init=False)):
         for strategy, (in_the_end, seen) in found.items():
             assert in_the_end == numbers, f"{strategy} on rank {rank}"
-            assert seen[0] == seen[1] == zeros  # the dry run leaves none
+            assert seen[0] == seen[1] == zeros  # the dry run has restored them
         for strategy in found:
             assert found[strategy][1][2] == ones, f"{strategy}, before its second forward pass on rank {rank}"
 
 
 class Centred(nn.Module):
-    """Forward subtracts a running mean, and updates it: by its rank's rows, or by all."""
+    """Subtracts a running mean, and updates it by the rows of its rank or of all ranks."""
 
     def __init__(self, gathers: bool = False, begins: int = 1, counts: bool = False) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ CENTRED = ("model._target_=tests.strategies.test_buffers.Centred", "train.log_ev
 
 
 def of_ways(root: Path, ways: dict[str, tuple[str, ...]]) -> dict[str, tuple[list[float], list[str]]]:
-    """The losses of each run, and its warnings of buffers."""
+    """Return the losses of each run, and its warnings about buffers."""
     found = {}
     for number, (name, way) in enumerate(ways.items()):
         train(*COMMON, *CENTRED, *way, f"run_dir={root / str(number)}")

@@ -1,4 +1,4 @@
-"""What a pass or a loss changes in a parameter counts, or is refused by name, under every strategy."""
+"""Under every strategy, changes of parameters by a pass or a loss are either kept or an error."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ UNUSED = "strategy.find_unused_parameters=true"
 
 
 class Block(nn.Module):
-    """Changes its own weight in training, as `how` says."""
+    """Changes its own weight in training, by the method `how`."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
     def change(self, rows: Tensor) -> None:
         if self.how == "clips":
             self.layer.weight.data.clamp_(-0.1, 0.1)
-        elif self.how == "follows":  # as a teacher whose student it still equals
+        elif self.how == "follows":  # like a teacher that still equals its student
             with torch.no_grad():
                 self.start.lerp_(self.start.clone(), 0.1)
         elif self.how == "teaches":

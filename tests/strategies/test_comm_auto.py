@@ -1,4 +1,4 @@
-"""comm=auto: a schedule through shared memory where it can do what is asked, and else the backend's own."""
+"""comm=auto uses a schedule through shared memory if possible, and otherwise the backend's all-reduce."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = (
 
 
 class Complex(nn.Module):
-    """Has a parameter that no schedule can add up."""
+    """A model with a parameter whose dtype schedules do not support."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,9 @@ def test_the_last_bucket_moves_in_the_callers_thread_once_the_others_have_moved(
     worker = Worker(all_reduce)
     assert worker.submit(moved(0, is_last=True), BucketRecord(0, 1, 0.0)).wait() == 0
     first = worker.submit(moved(1, is_last=False), BucketRecord(0, 1, 0.0))
-    last = worker.submit(moved(2, is_last=True), BucketRecord(0, 1, 0.0))  # behind one that is on its way
+    last = worker.submit(
+        moved(2, is_last=True), BucketRecord(0, 1, 0.0)
+    )  # after a bucket that is being reduced
     go_on.set()
     assert (first.wait(), last.wait()) == (1, 2)
     assert worker.submit(moved(3, is_last=True), BucketRecord(0, 1, 0.0)).wait() == 3
@@ -116,7 +118,7 @@ def test_an_error_in_the_callers_thread_is_the_workers() -> None:
     failed = worker.submit(moved(0, is_last=True), BucketRecord(0, 1, 0.0))
     with pytest.raises(Exception, match="bucket 0"):
         failed.wait()
-    with pytest.raises(Exception, match="bucket 0"):  # its peers are no longer in step
+    with pytest.raises(Exception, match="bucket 0"):  # peers are no longer in step
         worker.submit(moved(1, is_last=False), BucketRecord(0, 1, 0.0)).wait()
     assert str(worker.error) == "bucket 0"
     worker.close()

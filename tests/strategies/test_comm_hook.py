@@ -1,4 +1,4 @@
-"""comm=hook: any communication hook of DDP, by its `_target_`; and gradients that no hook can add."""
+"""comm=hook runs any communication hook of DDP by its `_target_`; sparse gradients are an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT = ("strategy=ddp", "logger=jsonl", "train.max_steps=8", "checkpoint.every_
 
 
 class Words(nn.Module):
-    """Looks up words, with a sparse gradient."""
+    """An embedding with sparse gradients."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ WORDS = ("model._target_=tests.strategies.test_comm_hook.Words", "~model.hidden"
 
 
 def hooked(run_dir: str) -> dict[str, Any]:
-    """Weights by native, by bf16 and by PowerSGD; what a run tells of the last; the error of a bad target."""
+    """Return weights with native, bf16 and PowerSGD, the notes of the last, and the error of a bad target."""
     found: dict[str, Any] = {}
     for name, words in {"native": ("comm=native",), "bf16": BF16, "powersgd": POWERSGD}.items():
         found[name] = trained(*SHORT, *words, f"run_dir={run_dir}/{name}")

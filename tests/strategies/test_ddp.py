@@ -22,7 +22,7 @@ WAY_OUT = r"DDP waits for the gradient of every parameter; set strategy\.find_un
 
 
 class Idle(nn.Module):
-    """On the ranks of `ranks`, one layer is skipped from the fifth pass on, the dry run among them; another is never used."""
+    """Skips a layer on `ranks` from the fifth pass on, including the dry run; never uses `spare`."""
 
     def __init__(self, ranks: str = "01", spare: bool = False) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Idle(nn.Module):
 
 
 class Parts(Classification):
-    """Calls a part of the model, or takes the model for a container."""
+    """Calls a submodule of the model, or uses the model as a container."""
 
     def __init__(self, label_smoothing: float = 0.0, how: str = "") -> None:
         super().__init__(label_smoothing)
@@ -60,12 +60,14 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
     spare = "used no spare.weight, spare.bias, but " + WAY_OUT
     layer = r"used (no layers\.0\.weight, layers\.0\.bias|not all parameters), but " + WAY_OUT
     expected = {
-        # The last step, about which DDP is silent; and the second of two micro-batches.
+        # The last step, for which DDP raises no error, and the second of two micro-batches.
         idle("+model.spare=true", "train.max_steps=1"): spare,
         idle("+model.spare=true", "comm.timeline=false"): spare,
         idle("train.micro_batch_size=6"): layer,
         idle("train.micro_batch_size=6", "strategy.gradient_as_bucket_view=false"): layer,
-        idle("train.micro_batch_size=6", "strategy.static_graph=true"): "a step has several micro-batches",
+        idle(
+            "train.micro_batch_size=6", "strategy.static_graph=true"
+        ): "not supported with several micro-batches",
         idle("+model.spare=true", "strategy.find_unused_parameters=true"): "accepted",
         idle(
             f"data.task._target_={__name__}.Parts"

@@ -50,7 +50,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tens
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest |a - b| / (atol + rtol |b|) with the tolerances of fp32 sums; above 1 is too far."""
+    """Return the largest |a - b| / (atol + rtol |b|) for the tolerances of fp32 sums; at most 1."""
     assert one.keys() == other.keys()
     return max(((one[k] - other[k]).abs() / (1e-6 + 1e-4 * other[k].abs())).max().item() for k in one)
 
@@ -66,12 +66,12 @@ def assert_all_equal_single(
     models: list[str],
     micros: list[int | None],
 ) -> None:
-    """One start of ranks for all models and batches under a strategy."""
+    """Start ranks once for all models and batches under a strategy."""
     world_size, *overrides = STRATEGIES[strategy]
     cases = [
         (model, micro)
         for model, micro in itertools.product(models, micros)
-        if micro or world_size == 2 or model == "mlp"  # a GPT on four ranks takes its time
+        if micro or world_size == 2 or model == "mlp"  # a GPT on four ranks takes long
     ]
     runs = [
         (

@@ -1,4 +1,4 @@
-"""FSDP's units: any model is split where torch can gather it, or refused by name."""
+"""FSDP divides any model into units that torch can gather, or raises an error that names the cause."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ MIN_PARAMS = 200
 
 
 class Tied(nn.Module):
-    """A weight in two modules that would both be units."""
+    """A model with a weight in two modules that would both be units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Tied(nn.Module):
 
 
 class TwoParents(nn.Module):
-    """A module that is called from two places."""
+    """A model whose module is called from two places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class TwoParents(nn.Module):
 
 
 class SharedPart(nn.Sequential):
-    """Blocks of the size of units, with a small module in common, as timm's CoaT has."""
+    """Blocks of the size of units that share a small module, as in timm's CoaT."""
 
     def __init__(self) -> None:
         shared = nn.LayerNorm(16)
@@ -53,7 +53,7 @@ class SharedPart(nn.Sequential):
 
 
 class ParentsFirst(nn.Module):
-    """Names its outer units first."""
+    """A model that lists its outer units first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
 
 class ReadsOthers(nn.Module):
-    """Like swin_t: reads the weights of a module that is large enough to be a unit, without calling it."""
+    """Reads the weights of a module that is large enough to be a unit without calling it, as swin_t does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def on_one_storage() -> nn.Module:
 
 
 def views_of_one_storage() -> nn.Module:
-    """Side by side: nothing is tied."""
+    """Weights next to each other in one storage, not tied."""
     model, flat = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(2, 16, 16)
     model[0].weight.data, model[1].weight.data = flat
     return model
@@ -171,7 +171,7 @@ def plain_fsdp(settings: FsdpConfig, precision: str = "fp32") -> Fsdp:
 
 
 def gradients(build: Callable[[], nn.Module], strategy: Fsdp | None) -> dict[str, Tensor]:
-    """The gradients of a model, and its output in evaluation."""
+    """Return the gradients of a model, and its output in evaluation."""
     torch.manual_seed(3)
     model = build()
     model = model if strategy is None else strategy.wrap(model)
@@ -189,7 +189,7 @@ def gradients(build: Callable[[], nn.Module], strategy: Fsdp | None) -> dict[str
 
 
 def _models_train() -> dict[str, float]:
-    """The largest difference of each model's gradients from those of the plain module, and the units."""
+    """Return how far each model's gradients are from those of the plain module, and its units."""
     far = {}
     for build in (
         Tied,
@@ -238,7 +238,7 @@ def _refusals() -> list[str]:
 
 
 class Scaled(nn.Module):
-    """By a buffer, which stays in fp32."""
+    """Multiplies by a buffer, which stays in fp32."""
 
     def __init__(self) -> None:
         super().__init__()

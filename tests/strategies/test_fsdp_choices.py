@@ -1,4 +1,4 @@
-"""The choices of FSDP and activation checkpointing change memory and traffic, not the gradients."""
+"""The settings of FSDP and activation checkpointing change memory and traffic, but not the gradients."""
 
 import copy
 import re
@@ -25,7 +25,7 @@ from trainer.strategies.base import ComputeOptions
 from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.units import checkpoint_activations, named_units
 
-# By name: settings, and whether sums come in another order.
+# By name: settings, and whether they change the order of sums.
 CHOICES: dict[str, tuple[dict[str, Any], bool]] = {
     "all freed": ({"reshard_after_forward": True}, False),
     "none freed": ({"reshard_after_forward": False}, False),
@@ -39,7 +39,7 @@ CHOICES: dict[str, tuple[dict[str, Any], bool]] = {
     ),
 }
 
-# Of two micro-batches: four groups before the forward pass, and three of them, all or none before the other.
+# Gathers in two micro-batches: four units before the forward pass; three, all or none before the backward.
 # An older torch cannot count them in a checkpointed model.
 GATHERS = {"default": 14, "all freed": 16, "none freed": 8} if TORCH_2_14 else {}
 
@@ -58,7 +58,7 @@ def _config(**settings: Any) -> FsdpConfig:
 def _accumulated(
     settings: dict[str, Any] | None, rank: int, counts_gathers: bool = False
 ) -> tuple[dict[str, Tensor], Tensor, int, int]:
-    """The whole gradients of two micro-batches of each rank; their norm, and its messages; the gathers."""
+    """Return the unsharded gradients of two micro-batches, their norm with its messages, and the gathers."""
     model = _model()
     strategy = None
     if settings is not None:
@@ -68,7 +68,7 @@ def _accumulated(
         strategy = plain_fsdp(config)
         model = strategy.wrap(model)
     draw = torch.Generator().manual_seed(rank)
-    traffic = CommDebugMode()  # it sees each operation of the model, and takes as long as all else
+    traffic = CommDebugMode()  # intercepts each operation of the model, which is slow
     with traffic if counts_gathers else nullcontext():
         for micro in range(2):
             tokens = torch.randint(11, (2, 6), generator=draw)
@@ -88,7 +88,7 @@ def _accumulated(
 
 
 def _differences() -> dict[str, tuple[float, float, int, int]]:
-    """For each choice: the largest error of a gradient, that of the norm, and its messages; the gathers."""
+    """Return, for each choice, errors of gradients and norm, the messages of the norm, and the gathers."""
     world = torch.distributed.get_world_size()
     own = [_accumulated(None, rank)[0] for rank in range(world)]
     plain = {name: sum(each[name] for each in own) / world for name in own[0]}
@@ -104,7 +104,7 @@ def _differences() -> dict[str, tuple[float, float, int, int]]:
 
 
 class Reversed(nn.Module):
-    """Registers its units in another order than it calls them."""
+    """Registers its units in a different order than it calls them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Reversed(nn.Module):
 
 @torch.no_grad()
 def _with_other_weights() -> float:
-    """The error of a model whose weights change between two passes without gradients."""
+    """Return the error of a model whose weights change between two passes without gradients."""
     torch.manual_seed(3)
     model = Reversed()
     plain, strategy = copy.deepcopy(model), plain_fsdp(_config())
@@ -131,7 +131,7 @@ def _with_other_weights() -> float:
 
 
 def _asked_of_torch() -> Counter[str]:
-    """The modules that are compiled with train.compile; and what a setting that needs a newer torch says."""
+    """Return the modules that train.compile compiles, and the error of a setting that needs a newer torch."""
     asked = Counter[str]()
     torch.compile = lambda forward, mode: asked.update([type(forward.__self__).__name__]) or forward  # type: ignore
     Fsdp(_config(), tiny.facts(), ComputeOptions(compile=True)).wrap(_model())
@@ -168,7 +168,7 @@ def test_what_is_kept_must_be_an_operation() -> None:
 
 @pytest.mark.parametrize(("every", "keep", "products"), [(1, [], 6), (2, [], 5), (1, ["matmul"], 3)])
 def test_what_is_computed_again_does_not_count_twice(every: int, keep: list[str], products: int) -> None:
-    """Of three units all are computed again, or every second, or all but their products."""
+    """Recompute all of three units, or every second one, or all operations apart from matrix products."""
     found = []
     for again in (False, True):
         torch.manual_seed(0)

@@ -34,7 +34,7 @@ COMMON = (
 SGD = ("optim=sgd", "optim.lr=0.1", "optim.momentum=0.9")
 ADAMW = ("optim=adamw", "optim.lr=0.01")
 PS = ("strategy=parameter_server", "strategy.bucket_mb=0.01")
-MLP = ("input_shape", "hidden", "num_classes")  # settings that other models have not
+MLP = ("input_shape", "hidden", "num_classes")  # settings that other models do not have
 CASES = {
     "sgd": ("model.hidden=[64,64]", *SGD),
     "adamw": ("model.hidden=[64,64]", *ADAMW),
@@ -54,14 +54,14 @@ def train_each(root: str, strategy: tuple[str, ...], names: list[str]) -> dict[s
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest |a - b| / (atol + rtol |b|); above 1 is too far."""
+    """Return the largest |a - b| / (atol + rtol |b|), which must not exceed 1."""
     assert one.keys() == other.keys()
     return max(((one[k] - other[k]).abs() / (1e-6 + 1e-4 * other[k].abs())).max().item() for k in one)
 
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """The final model of rank 0 of two under DDP, with sums in the order of one server."""
+    """Return the final model under DDP on two ranks, with sums in the order of one server."""
 
     @functools.cache
     def run(names: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, A
 def test_any_roles_give_the_model_of_ddp(
     tmp_path: Path, ddp: Callable[[str], dict[str, Any]], roles: str, names: str
 ) -> None:
-    """Also its bits, with sums in the same order; a norm of all servers' norms rounds differently."""
+    """Bits are equal too if sums have the same order; the norm of all servers' norms rounds differently."""
     world_size, servers = ROLES[roles]
     strategy = (*PS, f"strategy.servers={servers}")
     ranks = run_ranks(train_each, world_size, str(tmp_path), strategy, names.split(), init=False)
@@ -128,7 +128,7 @@ def test_a_dead_worker_is_named(tmp_path: Path) -> None:
 
 
 class Counting(nn.Module):
-    """Counts its passes in a buffer that it assigns, and in extra state."""
+    """Counts its passes in a buffer that it assigns anew, and in extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ COUNTING = ("model._target_=tests.strategies.test_parameter_server.Counting", *(
 
 
 def counted(root: str, *overrides: str) -> list[set[float]]:
-    """The counts at the end of a run and of a resumed one on this rank."""
+    """Return this rank's counts at the end of a run and of a resumed run."""
     ran, found = (*COMMON, *COUNTING, *SGD, *PS, *overrides, "checkpoint.every_steps=2"), []
     for steps in (4, 6):
         go_on = (f"run_dir={root}/run", "resume=auto", f"train.max_steps={steps}", "schedule=constant")

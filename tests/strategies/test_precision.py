@@ -47,7 +47,7 @@ def test_half_precision_trains_alike(strategy: str, tmp_path: Path) -> None:
 
 
 def overflow_here(context: Run) -> None:
-    """Let the gradient of this rank's batch, or under FSDP of this rank's shard, overflow."""
+    """Make the gradient of this rank's batch, or of its shard under FSDP, overflow."""
     first = next(context.model.parameters())
     if not isinstance(first, DTensor):
         first.register_hook(lambda grad: grad * torch.inf)
@@ -87,7 +87,7 @@ def test_overflow_skips_the_step_everywhere(strategy: str, tmp_path: Path) -> No
 
 
 class Rooted(nn.Module):
-    """Whose gradient is infinite in its passes from `since` on, and its loss finite."""
+    """A model whose gradient is infinite from pass `since` on, while its loss is finite."""
 
     def __init__(self, since: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model that has placed itself on several devices stays there; here one of them is the meta device."""
+"""A model whose constructor placed it on several devices, here one of them the meta device, stays there."""
 
 import pytest
 import torch
@@ -40,6 +40,6 @@ def test_strategies_that_place_models_themselves_refuse_it() -> None:
         refuse_what_cannot_be_sharded(_placed(), [])
     with pytest.raises(UserError, match=r"strategy=dp .* has placed it on meta, cpu"):
         DataParallel(CPU, ComputeOptions()).wrap(_placed())
-    servers = object.__new__(ParameterServer)  # it refuses before it asks for a group
+    servers = object.__new__(ParameterServer)  # it raises the error before it needs a process group
     with pytest.raises(UserError, match=r"strategy=parameter_server .* has placed it on meta, cpu"):
         servers.wrap(_placed())

@@ -1,4 +1,4 @@
-"""FSDP reduces the gradients of a unit as one: ranks that use other parts of it are found."""
+"""Ranks that use different parts of a unit get an error, since FSDP reduces its gradients as one tensor."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ PARTS = (*QUICK, "model._target_=tests.strategies.test_used.Parts", "train.max_s
 
 
 class Chosen(nn.Module):
-    """A unit; a pass uses the layers that `rule` selects."""
+    """A unit of which a pass uses the layers that `rule` selects."""
 
     def __init__(self, rule: str) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Parts(nn.Module):
 
 
 class Penalty(Classification):
-    """With the norm of the gradient of the loss by the inputs."""
+    """Adds the norm of the gradient of the loss with respect to the inputs."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         rows, labels = batch
@@ -65,7 +65,7 @@ class Penalty(Classification):
 
 
 class Decay(Classification):
-    """With the norm of the parameters, as they are between forward passes."""
+    """Adds the norm of the parameters outside a forward pass."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         squares = [parameter.square().sum() for parameter in model.parameters()]
@@ -73,7 +73,7 @@ class Decay(Classification):
 
 
 class Slopes(Classification):
-    """With the norm of the gradient by the parameters."""
+    """Adds the norm of the gradient with respect to the parameters."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss = super().loss(model, batch)
@@ -125,7 +125,7 @@ def _both(root: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.skipif(not TORCH_2_14, reason="needs torch 2.14")
 def test_ranks_may_use_different_parameters(tmp_path: Path) -> None:
-    """What no rank uses stays as it is, with momentum and decay."""
+    """Parameters that no rank uses do not change, with momentum and weight decay."""
     for ddp, fsdp in run_ranks(_both, 2, str(tmp_path), init=False)[0]:
         assert fsdp["train/loss"] == pytest.approx(ddp["train/loss"], rel=1e-6)
 
