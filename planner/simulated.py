@@ -76,5 +76,5 @@ class _Unconnected(ParameterServer):
 
 
 class _WithoutValues(Exchange):
-    def are_set(self, flags: Tensor) -> list[bool]:
+    def used_flags(self, flags: Tensor) -> list[bool]:
         return [True] * len(flags)

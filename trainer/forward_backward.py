@@ -10,7 +10,7 @@ from trainer.strategies.base import Strategy
 from trainer.tasks import Task
 from trainer.tasks.label_counts import loss_of
 
-Between = Callable[[Tensor, Mapping[str, Any] | None], Tensor]
+OnLoss = Callable[[Tensor, Mapping[str, Any] | None], Tensor]
 """Called between the two passes with the loss and its parts; returns the scalar to differentiate."""
 
 
@@ -19,7 +19,7 @@ def forward_backward(
     task: Task,
     model: nn.Module,
     batch: Any,
-    between: Between,
+    on_loss: OnLoss,
     label_count: float = 1,
     is_last: bool = True,
 ) -> None:
@@ -38,7 +38,7 @@ def forward_backward(
         with strategy.autocast(), strategy.explaining("forward"):
             loss, parts = loss_of(task, model, batch, label_count)
         del batch  # the graph keeps what the backward pass needs
-        loss = between(loss, parts)
+        loss = on_loss(loss, parts)
         with strategy.explaining("backward"):
             # The gradient of a NaN or Inf loss is NaN instead of 1, so that all ranks get NaN gradients.
             loss.backward(torch.rsub(loss.detach(), 1, alpha=0))  # 1 - 0 * loss, in one kernel

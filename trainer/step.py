@@ -85,7 +85,7 @@ def add_gradients(run: Run, batch: Any, label_count: float, step: int, number: i
     enter = run.ranks.heartbeat.enter
     loss_of_step: Tensor
 
-    def between(loss: Tensor, parts: Mapping[str, Any] | None) -> Tensor:
+    def on_loss(loss: Tensor, parts: Mapping[str, Any] | None) -> Tensor:
         nonlocal loss_of_step
         # DDP and FSDP divide the sum of gradients by the number of replicas, so the loss is divided by the
         # mean number of labels per replica. With train.exact nothing is divided later, so it is divided by
@@ -102,7 +102,7 @@ def add_gradients(run: Run, batch: Any, label_count: float, step: int, number: i
     enter("forward")
     seed_micro_batch(run.seed, step, run.data.first_micro_batch + number, strategy.devices)
     is_last = number + 1 == run.data.split.accumulation
-    forward_backward(strategy, run.task, run.model, run.data.to_device(batch), between, label_count, is_last)
+    forward_backward(strategy, run.task, run.model, run.data.to_device(batch), on_loss, label_count, is_last)
     loss = loss_of_step if loss_of_step.dtype == torch.float64 else loss_of_step.float()
     # A replayed CUDA graph overwrites the memory of this loss with the next one.
     return loss.clone() if run.config.train.compile_mode == "reduce-overhead" else loss

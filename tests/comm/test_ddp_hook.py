@@ -117,7 +117,7 @@ def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str,
         return "slept", 0.0
     began = time.monotonic()
     try:
-        with hook.plain_errors():
+        with hook.original_errors():
             train(model, steps=1)
     except RuntimeError as error:
         return str(error), time.monotonic() - began

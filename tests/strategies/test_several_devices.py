@@ -10,7 +10,7 @@ from trainer.strategies.data_parallel import DataParallel
 from trainer.strategies.ddp import device_ids
 from trainer.strategies.parameter_server import ParameterServer
 from trainer.strategies.placement import devices_of
-from trainer.strategies.sharding import refuse_what_cannot_be_sharded
+from trainer.strategies.sharding import refuse_unshardable
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 GPU = torch.device("cuda", 1)
@@ -37,7 +37,7 @@ def test_ddp_is_told_no_device_of_it() -> None:
 
 def test_strategies_that_place_models_themselves_refuse_it() -> None:
     with pytest.raises(UserError, match=r"strategy=fsdp .* has placed it on meta, cpu; .* use strategy=ddp"):
-        refuse_what_cannot_be_sharded(_placed(), [])
+        refuse_unshardable(_placed(), [])
     with pytest.raises(UserError, match=r"strategy=dp .* has placed it on meta, cpu"):
         DataParallel(CPU, ComputeOptions()).wrap(_placed())
     servers = object.__new__(ParameterServer)  # it raises the error before it needs a process group

@@ -70,7 +70,7 @@ class CommHook:
         return future.then(partial(_decoded, sent)) if isinstance(sent, Message) else future
 
     @contextmanager
-    def plain_errors(self) -> Iterator[None]:
+    def original_errors(self) -> Iterator[None]:
         """Raise the original error of the all-reduce instead of the RuntimeError that DDP raises for it."""
         try:
             yield

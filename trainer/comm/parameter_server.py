@@ -108,7 +108,7 @@ class Exchange:
         for number, bucket in enumerate(self.buckets):
             if bucket.owner == self._rank:
                 mean, flags = self._mean(number, bucket, pushed).split([bucket.numel, len(bucket.parameters)])
-                for (parameter, part), is_set in zip(bucket.parts(mean), self.are_set(flags), strict=True):
+                for (parameter, part), is_set in zip(bucket.parts(mean), self.used_flags(flags), strict=True):
                     parameter.grad = part if is_set else None
         _wait(works)
         self.steps += 1
@@ -129,7 +129,7 @@ class Exchange:
             total += part
         return total.div_(len(parts))
 
-    def are_set(self, flags: Tensor) -> list[bool]:
+    def used_flags(self, flags: Tensor) -> list[bool]:
         """Return which parameters of a bucket have a gradient, from the mean of all workers' flags."""
         return (flags != 0).tolist()
 

@@ -11,7 +11,7 @@ import torch.distributed
 
 from trainer.config import Config
 from trainer.context import Run
-from trainer.dry_run.step import traceless
+from trainer.dry_run.step import state_restored
 from trainer.errors import RunEndError, UserError, class_and_line
 from trainer.evaluation import ModelContext, evaluate, independent_copy
 from trainer.optim.schedules import watched_metric
@@ -36,7 +36,7 @@ def dry_run_of_evaluation(run: Run) -> None:
     if run.data.eval_loader is None or (task := independent_copy(run.task)) is run.task:
         return
     start, failures = time.perf_counter(), list[str]()
-    with generators_kept(), traceless(run.state.model):
+    with generators_kept(), state_restored(run.state.model):
         first = next(iter(run.data.eval_loader))
         for method in ("summarise", "summarise_rows"):
             if (summarise := getattr(task, method, None)) is not None:

@@ -27,7 +27,7 @@ from trainer.dry_run.gathered_parameters import GatheredParameters
 from trainer.errors import UserError, first_few
 from trainer.forward_backward import forward_backward
 from trainer.model.plain_names import keepers_of_extra_state, named_buffers
-from trainer.strategies.placement import not_all
+from trainer.strategies.placement import not_all_parameters
 from trainer.task_hooks import begin_step_of_task, follow_begin_step, refuse_changed_by_loss
 from trainer.tasks import Task
 from trainer.tasks.base import refuse_own_parameters
@@ -74,7 +74,7 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
     gathered = GatheredParameters(model) if is_sharded else None
     weights = {} if is_sharded else bit_sums(model.named_parameters())
     versions = {} if is_sharded else _versions(model)
-    with generators_kept(), traceless(model):
+    with generators_kept(), state_restored(model):
         if begins_step:
             trainable_changed = begin_step_of_task(run, heartbeat.step)
             if any(gather_objects(trainable_changed)):
@@ -93,7 +93,7 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
                 _refuse_changed_weights(changed)
             unused = [name for name, parameter in trainable.items() if parameter.grad is None]
             if strategy.uses == "all" and own and unused and not is_exact:
-                raise UserError(f"strategy=ddp: the loss used {not_all(unused)}")
+                raise UserError(f"strategy=ddp: the loss used {not_all_parameters(unused)}")
             strategy.aggregate(run.model)
             run.guards.buffers.compare(buffers)
     has_gradients = any(p.grad is not None for p in trainable.values())
@@ -142,7 +142,7 @@ def _make_pass(run: Run, batch: Any, number: int, last: bool, gathered: "Gathere
     """Make the pass of micro-batch `number`; check the loss in the first one."""
     enter = run.ranks.heartbeat.enter
 
-    def between(loss: Any, parts: Any) -> Tensor:
+    def on_loss(loss: Any, parts: Any) -> Tensor:
         if not number:
             _check_loss(run, loss, gathered)
         enter("backward")
@@ -153,11 +153,11 @@ def _make_pass(run: Run, batch: Any, number: int, last: bool, gathered: "Gathere
     seed_micro_batch(
         run.seed, run.state.progress.step + 1, run.data.first_micro_batch + number, strategy.devices
     )
-    forward_backward(strategy, run.task, run.model, run.data.to_device(batch), between, count, last)
+    forward_backward(strategy, run.task, run.model, run.data.to_device(batch), on_loss, count, last)
 
 
 @contextmanager
-def traceless(model: nn.Module) -> Iterator[None]:
+def state_restored(model: nn.Module) -> Iterator[None]:
     """Restore buffers and extra state at the end of the context.
 
     Buffers that were created or resized in the context stay, because their module may rely on the size.

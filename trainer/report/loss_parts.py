@@ -30,7 +30,7 @@ class LossParts:
 
     def __init__(self, ranks: Ranks, order: SumOrder, rank_weight: float = 1) -> None:
         self._ranks, self._order, self._rank_weight = ranks, order, rank_weight
-        self._of_step: list[tuple[str, Tensor, float]] = []
+        self._step_parts: list[tuple[str, Tensor, float]] = []
         self._pending: list[tuple[str, Tensor, float]] = []
         self._sums: dict[str, Tensor] = {}  # sums of value and weight, as `order` adds them
 
@@ -50,19 +50,19 @@ class LossParts:
             plain = part.detach().clone() if isinstance(part, Tensor) else part  # a CUDA graph reuses it
             value = scalar(plain, f"the part {name} of the loss", self._ranks.device).float()
             share = label_count / all_labels if all_labels else math.nan
-            self._of_step.append((name, divided(value, all_labels, label_count), share))
+            self._step_parts.append((name, divided(value, all_labels, label_count), share))
 
     def end_step(self, made: bool) -> None:
         """Count the parts added since the last step, unless the step was skipped."""
-        if not self._of_step:  # most tasks have no parts
+        if not self._step_parts:  # most tasks have no parts
             return
         if made:
-            times = Counter(name for name, *_ in self._of_step)
+            times = Counter(name for name, *_ in self._step_parts)
             self._pending += [  # a step without labels counts as 0, as its loss does
                 (name, value, self._rank_weight / times[name] if math.isnan(share) else share)
-                for name, value, share in self._of_step
+                for name, value, share in self._step_parts
             ]
-        self._of_step.clear()
+        self._step_parts.clear()
         if len(self._pending) >= _BATCH_SIZE:
             self._add_pending()
 

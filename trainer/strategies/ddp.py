@@ -19,7 +19,7 @@ from trainer.errors import UserError, first_few
 from trainer.optim.optimizers import sparse_weights
 from trainer.strategies.base import ComputeOptions, Fill, Phase, Strategy
 from trainer.strategies.ddp_comm import auto_choice, hook_options, users_hook
-from trainer.strategies.placement import not_all
+from trainer.strategies.placement import not_all_parameters
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {
@@ -171,11 +171,13 @@ class Ddp(Strategy):
             UserError: the loss did not use all parameters; raised only on this rank, for which others wait.
         """
         timeline, before = hook.timeline, hook.timeline.num_passes
-        with hook.plain_errors():
+        with hook.original_errors():
             yield
         if self.uses == "all" and not (timeline.is_complete and timeline.num_passes > before):
             unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            raise UserError(f"strategy=ddp: the loss of rank {self.replica} used {not_all(unused)}")
+            raise UserError(
+                f"strategy=ddp: the loss of rank {self.replica} used {not_all_parameters(unused)}"
+            )
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         return [tuple(range(self.num_replicas))] if self.num_replicas > 1 else []

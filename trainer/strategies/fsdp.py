@@ -29,8 +29,8 @@ from trainer.strategies.sharding import (
     batch_norms,
     explained,
     holders_of,
-    is_closed,
-    refuse_what_cannot_be_sharded,
+    is_self_contained,
+    refuse_unshardable,
     sharding_mesh,
 )
 from trainer.strategies.units import named_units, units_by_size
@@ -70,7 +70,7 @@ class Fsdp(Strategy):
         in_fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
         norms = batch_norms(model) if self.param_dtype != torch.float32 else []
         units = self._units(model, norms)
-        refuse_what_cannot_be_sharded(model, [*norms, *units])
+        refuse_unshardable(model, [*norms, *units])
         shard = functools.partial(
             fully_shard,
             mesh=self.mesh,
@@ -159,7 +159,7 @@ class Fsdp(Strategy):
     def _units(self, model: nn.Module, excluded: list[nn.Module]) -> list[nn.Module]:
         """Return the submodules to gather one at a time: children before parents, without the root."""
         names = {module: name for name, module in model.named_modules()}
-        can_be_gathered = functools.partial(is_closed, holders=holders_of(model))
+        can_be_gathered = functools.partial(is_self_contained, holders=holders_of(model))
         units = named_units(model) or list(
             units_by_size(model, self.settings.unit_min_params, can_be_gathered)
         )

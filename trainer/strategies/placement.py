@@ -51,7 +51,7 @@ def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
                 )
 
 
-def not_all(unused: Sequence[str]) -> str:
+def not_all_parameters(unused: Sequence[str]) -> str:
     """Return the end of an error message about unused parameters, whose names may be unknown ([])."""
     return (
         f"{'no ' + first_few(unused, 3) if unused else 'not all parameters'}, but DDP waits for the gradient "

@@ -98,7 +98,7 @@ def holders_of(model: nn.Module) -> dict[object, set[nn.Module]]:
     return holders
 
 
-def is_closed(module: nn.Module, holders: dict[object, set[nn.Module]]) -> bool:
+def is_self_contained(module: nn.Module, holders: dict[object, set[nn.Module]]) -> bool:
     """Return whether `module` shares no parameter with modules outside, as fully_shard requires of a unit."""
     within = set(module.modules())
     parts = (part for part in within - {module} if any(True for _ in part.parameters()))
@@ -110,7 +110,7 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.affine]
 
 
-def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
+def refuse_unshardable(model: nn.Module, units: Iterable[nn.Module]) -> None:
     """Raise UserError for parameters that fully_shard would refuse later or with an unclear error."""
     refuse_several_devices(model, "strategy=fsdp")
     refuse_shared_memory(model, "strategy=fsdp")

@@ -46,7 +46,7 @@ def ring(rank: int, hosts: Sequence[int]) -> Schedule:
 
 @lru_cache(maxsize=16)
 def _deepest(hosts: Hosts) -> int:
-    return max(kin.depth for kin in tree_of(hosts))
+    return max(position.depth for position in tree_of(hosts))
 
 
 def tree(rank: int, hosts: Sequence[int]) -> Schedule:

@@ -44,7 +44,7 @@ def line(hosts: Hosts) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kin:
+class TreePosition:
     """A rank's position in the tree."""
 
     parent: int | None
@@ -53,21 +53,21 @@ class Kin:
 
 
 @lru_cache(maxsize=16)
-def tree(hosts: Hosts) -> tuple[Kin, ...]:
+def tree(hosts: Hosts) -> tuple[TreePosition, ...]:
     """Return each rank's position in a tree of hosts, whose first ranks are the roots of in-host trees."""
     groups = by_host(hosts)
     leaders = [ranks[0] for ranks in groups]
 
-    def kin(host: int, index: int) -> Kin:
+    def position_of(host: int, index: int) -> TreePosition:
         local = groups[host]
         children = [local[i] for i in (2 * index + 1, 2 * index + 2) if i < len(local)]
         parent = local[(index - 1) // 2] if index > 0 else None
         if index == 0:
             children += [leaders[i] for i in (2 * host + 1, 2 * host + 2) if i < len(leaders)]
             parent = leaders[(host - 1) // 2] if host > 0 else None
-        return Kin(parent, tuple(children), _heap_depth(host) + _heap_depth(index))
+        return TreePosition(parent, tuple(children), _heap_depth(host) + _heap_depth(index))
 
-    return tuple(kin(*position) for position in positions_in_hosts(hosts))
+    return tuple(position_of(*position) for position in positions_in_hosts(hosts))
 
 
 def _heap_depth(index: int) -> int:
