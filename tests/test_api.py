@@ -233,4 +233,7 @@ def test_settings_are_found_in_the_users_own_folders(tmp_path: Path) -> None:
     arguments = ([str(folder) for folder in folders[::-1]], str(tmp_path))
     one, two, refused = run_ranks(from_own_folders, 1, *arguments, init=False)[0]
     assert (one, two) == (1, 2)
-    assert refused == f"config_dirs contains {tmp_path}/none, which is not a folder; pass folders structured like conf/"
+    assert (
+        refused
+        == f"config_dirs contains {tmp_path}/none, which is not a folder; pass folders structured like conf/"
+    )

@@ -122,4 +122,4 @@ def test_a_frozen_parameter_that_changes_cannot_be_left_out(tmp_path: Path) -> N
     begun(tmp_path)
     drifts = (f"model._target_={__name__}.Drifts", "strategy=single", f"run_dir={tmp_path / 'run'}")
     ((said,),) = run_ranks(refusals, 1, (*words(tmp_path), *drifts), init=False)
-    assert "layers.0.bias is frozen, but its values differ from those in model.init_from" in said
+    assert "no longer have their values in model.init_from: layers.0.bias; set" in said

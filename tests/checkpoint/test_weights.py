@@ -109,7 +109,7 @@ def test_a_frozen_parameter_that_would_stay_random_raises(tmp_path: Path) -> Non
         with pytest.raises(UserError, match=words):
             weights_for(ours, path, ignore, freeze=["^second"])
     ours.second.weight.requires_grad_(False)
-    with pytest.raises(UserError, match=r"second.weight would keep .*add it to model\.init_ignore"):
+    with pytest.raises(UserError, match=r"second.weight would keep .*add them to model\.init_ignore"):
         weights_for(ours, path)
     assert weights_for(ours, path, "second", freeze=["^first"]).keys() == kept.keys()
 

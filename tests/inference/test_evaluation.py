@@ -133,7 +133,10 @@ def _differing() -> tuple[dict[str, float], list[str]]:
 def test_a_metric_that_a_task_keeps_and_that_differs_between_ranks_is_told() -> None:
     (metrics, told), (others, nothing) = run_ranks(_differing, 2)
     assert metrics["seen"] == others["seen"] == 19 and nothing == []
-    assert "Counts.summarise differs between ranks, and rank 0's values are used: {'seen': [19.0, 18.0]}" in told[0]
+    assert (
+        "Counts.summarise differs between ranks, and rank 0's values are used: {'seen': [19.0, 18.0]}"
+        in told[0]
+    )
 
 
 @pytest.mark.parametrize("columns", [(), (3,)])

@@ -34,7 +34,7 @@ def test_the_script_asks_for_what_the_settings_say(capsys: pytest.CaptureFixture
 
 
 def test_a_program_is_told_that_a_script_is_no_result() -> None:
-    with pytest.raises(UserError, match="are not supported by trainer.train"):
+    with pytest.raises(UserError, match=r"are not supported by trainer\.train"):
         train(DRY, None, ())
 
 

@@ -1,4 +1,4 @@
-"""Saving and resuming a run on all ranks together: `open`, `bind` and `save`."""
+"""Save and resume a run on all ranks together: `open`, `bind` and `save`."""
 
 import logging
 import secrets
@@ -221,8 +221,8 @@ class Checkpointer:
         """Raise UserError if one of these parameters, which have become trainable, is not saved."""
         if not_saved := sorted(self._facts[LEFT_OUT].keys() & names):
             raise UserError(
-                f"checkpoint.frozen=false does not save {first_five(not_saved)}, which was frozen at the "
-                "start but is trainable now; set checkpoint.frozen=true"
+                f"checkpoint.frozen=false does not save {first_five(not_saved)}, frozen at the start but "
+                "trainable now; set checkpoint.frozen=true"
             )
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:

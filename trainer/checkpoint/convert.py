@@ -87,9 +87,9 @@ def _write_hf(folder: Path, source: OpenCheckpoint, weights: Sequence[ToStore]) 
     config: dict[str, Any] = source.facts.get(MODEL_CONFIG) or {}
     if "model_type" not in config:
         raise UserError(
-            f"--to hf: the model of {printable(source.directory)} is not an unmodified transformers model, "
-            "so from_pretrained could not load it; use --to peft for adapters, which peft merges into their "
-            "base model (merge_and_unload()), or --to safetensors for all weights under their own names"
+            f"--to hf needs an unmodified transformers model, but {printable(source.directory)} contains a "
+            "model that from_pretrained could not load; use --to peft for adapters, which peft merges into "
+            "their base model (merge_and_unload()), or --to safetensors for all weights"
         )
     if config.get("tie_word_embeddings"):  # from_pretrained ties them again, so one name is enough
         weights = list({id(each.tensor): each for each in reversed(weights)}.values())

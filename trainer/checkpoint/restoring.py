@@ -112,7 +112,7 @@ def targets_for(state: TrainState, source: OpenCheckpoint) -> tuple[dict[str, Te
     matching = _matching(buffers, shapes)
     if missing := sorted(name.partition(".")[2] for name in buffers.keys() - matching.keys()):
         lacks.append(
-            f"buffers of the model, or has other shapes for them; they keep their initial values: "
+            f"these buffers, or has them with other shapes, so they keep their initial values: "
             f"{first_five(missing)}"
         )
     averages = {f"ema.weights.{name}": value for name, value in own["ema"].get("weights", {}).items()}

@@ -76,8 +76,8 @@ class Savable:
         tree, left_out_tensors = self._split(state)
         if changed := changed_bits(self._left_out_bits, left_out_tensors.items()):
             raise UserError(
-                f"{first_five(changed)} is frozen, but its values differ from those in model.init_from; set "
-                "checkpoint.frozen=true to save them"
+                f"frozen parameters no longer have their values in model.init_from: {first_five(changed)}; "
+                "set checkpoint.frozen=true to save them"
             )
         if kept is not None:
             for part in ("model", "buffers"):

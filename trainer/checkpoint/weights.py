@@ -224,8 +224,8 @@ def _refuse_frozen(
     if names:
         raise UserError(
             f"{first_five(names)} would keep random values, because model.init_from={path} does not contain "
-            "it and it is frozen; change model.freeze, or, if the model's code freezes it, add it to "
-            "model.init_ignore"
+            "them and they are frozen; change model.freeze, or, if the model's code freezes them, add them "
+            "to model.init_ignore"
         )
 
 

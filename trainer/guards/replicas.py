@@ -86,15 +86,14 @@ class ReplicaCheck:
             majority = equal_ranks[0]
             for minority in equal_ranks[1:]:
                 tensor = _first_difference(all_hashes[minority[0]], all_hashes[majority[0]])
-                named = " and ".join(map(describe, minority))
+                verb = "differs" if len(minority) == 1 else "differ"
+                named = f"{' and '.join(map(describe, minority))} {verb}"
                 if 2 * len(majority) > len(group):
                     suspects += minority
-                    differences.append(
-                        f"{named} differs from ranks {first_few(majority, 8)}, first in {tensor}"
-                    )
+                    differences.append(f"{named} from ranks {first_few(majority, 8)}, first in {tensor}")
                 else:
                     differences.append(
-                        f"{named} differs from {' and '.join(map(describe, majority))}, first in {tensor}; "
+                        f"{named} from {' and '.join(map(describe, majority))}, first in {tensor}; "
                         "without a majority it is unknown which rank is right"
                     )
         equal_at = "" if self._checked_at is None else f" (they were equal at step {self._checked_at})"
