@@ -1,4 +1,4 @@
-"""What several tests of checkpoints need."""
+"""Fixtures for the checkpoint tests."""
 
 import os
 import subprocess

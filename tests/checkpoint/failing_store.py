@@ -1,4 +1,4 @@
-"""A store in trouble: `failing:///folder` is a folder of the local disk whose calls can be made to fail."""
+"""An unreliable store: `failing:///folder` is a folder on the local disk whose calls can be made to fail."""
 
 from typing import Any, ClassVar
 
@@ -8,11 +8,9 @@ from fsspec.spec import AbstractFileSystem
 
 
 class FailingStore(LocalFileSystem):
-    """Takes an error for "no" in exists and isdir, as most of fsspec's stores do.
+    """A store whose exists and isdir return False on any error, as in most of fsspec's stores.
 
-    Attributes:
-        failures: by method and part of a path, how many more calls of such a path fail.
-        error: with which error.
+    `failures` is the number of calls that still fail, by method and part of the path; they raise `error`.
     """
 
     protocol = "failing"

@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """36 samples of 10 numbers in 4 classes, with fresh noise added at each reading."""
+    """36 samples of 10 numbers in 4 classes, with new noise added at each read."""
 
     num_classes = 4
     input_shape = (10,)

@@ -1,4 +1,4 @@
-"""Models with other state than parameters and the buffers that they are built with."""
+"""Models with state other than the parameters and buffers that they are built with."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ EXTRA: dict[str, tuple[Any, Any]] = {
 
 
 class Counting(Tiny):
-    """Its output depends on how often it was called, which it keeps as extra state."""
+    """The output depends on the number of calls, which is kept as extra state."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class OneWay(Tiny):
 
 
 class Keeps(Tiny):
-    """Extra state of a kind that no checkpoint holds."""
+    """Returns extra state of a type that checkpoints do not support."""
 
     def get_extra_state(self) -> Any:
         return {"seen": {1, 2}}
@@ -80,7 +80,7 @@ class Keeps(Tiny):
 
 
 class Late(Tiny):
-    """Makes a buffer in its first forward pass in training, or lets one grow."""
+    """Registers a buffer in its first forward pass in training, or resizes one."""
 
     def __init__(self, grows: bool, persistent: bool) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Late(Tiny):
 
 
 class Averaging(Tiny):
-    """Buffers that begin as one tensor, and are assigned anew in each pass."""
+    """Has buffers that start as one tensor, and are replaced in each pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Averaging(Tiny):
 
 
 class AllThatIsRight(nn.Module):
-    """One of each kind that a checkpoint holds; a weight has another name in it, in both directions."""
+    """Has state of each supported kind; hooks rename a weight on saving and on loading."""
 
     def __init__(self) -> None:
         super().__init__()

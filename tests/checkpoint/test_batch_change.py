@@ -17,7 +17,7 @@ COMMON = ("train.epochs=2", "+model.norm=false")
 
 
 def all_legs(root: Path) -> tuple[list[list[str]], list[list[str]], list[int]]:
-    """The samples of each micro-batch of this rank in a run that never stopped, and in one of legs; their counts."""
+    """Return the samples of each micro-batch on this rank, in an uninterrupted run and in resumed runs."""
     torch.set_num_threads(1)
     found, seen = list[list[str]](), list[int]()
     with process_group(runs.settings(*DDP).distributed) as ranks:

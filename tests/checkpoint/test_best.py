@@ -1,4 +1,4 @@
-"""The best checkpoint is the best of the run that led to the current state, wherever and however that run stopped."""
+"""The best checkpoint is the best of the current state's ancestors, however the run was stopped."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def _best(run_dir: Path) -> str:
 
 
 def _stopped_and_resumed(root: Path) -> None:
-    """In an evaluation, whose step is saved already; then again, right after the resume."""
+    """Stop in an evaluation whose step is saved already, and again right after the resume."""
     words = (*RUN, f"run_dir={root / 'run'}", "resume=auto", "checkpoint.every_steps=4")
     for phase, step in (("evaluate", 4), ("forward", 6), ("checkpoint", 8)):
         with pytest.raises(InjectedError):
@@ -78,7 +78,7 @@ def test_the_best_evaluation_is_saved_found_at_the_remote_and_of_the_current_bra
 
 
 def _set_later(root: Path) -> list[str]:
-    """Evaluate step 4, save step 5; set keep_best at the next launch, and a remote at the one after it."""
+    """Evaluate step 4 and save step 5; set keep_best at the next launch, and a remote at the one after it."""
     words = (*RUN, f"run_dir={root / 'run'}", "resume=auto")
     with pytest.raises(InjectedError):
         train(
@@ -91,7 +91,7 @@ def _set_later(root: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_the_best_state_that_can_be_saved_is_kept_and_copied(tmp_path: Path) -> None:
-    """Nothing contains step 4, which was better: step 8 is saved nevertheless, and reaches a later remote."""
+    """Step 4 was better but was not saved, so step 8 is saved, and later copied to the remote."""
     best, *at_remote = run_ranks(_set_later, 1, tmp_path, init=False)[0]
     assert best == "step_00000008" and at_remote == ["step_00000008", "step_00000012"]
 

@@ -1,4 +1,4 @@
-"""Save and restore among real ranks: the same rank count, another one, another layout, either format."""
+"""Save and restore on several ranks: with another number of ranks, another layout, and both formats."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from trainer.state.train_state import TrainState
 
 
 def _saves_alone(run_dir: Path) -> list[tuple[bool, int]]:
-    """Saves at a fault, of the step resumed from and of the next, where an older branch has saved both."""
+    """Save on failure at the step resumed from and at the next one, which an older branch has saved too."""
     state = tiny.train_state()
     checkpointer = tiny.checkpointer(run_dir, keep_last=9, state=state)
     for _ in range(3):
@@ -34,7 +34,7 @@ def _saves_alone(run_dir: Path) -> list[tuple[bool, int]]:
     return found
 
 
-def test_a_save_at_a_fault_takes_no_older_branch_for_its_own(tmp_path: Path) -> None:
+def test_save_on_failure_ignores_checkpoints_of_older_branches(tmp_path: Path) -> None:
     [found] = run_ranks(_saves_alone, 1, tmp_path)
     assert found == [(False, 2), (True, 3), (False, 3)]
 
@@ -65,7 +65,7 @@ ODD = (torch.float8_e4m3fn, torch.uint16, torch.uint64, torch.complex64, torch.b
 
 
 def _buffers_of_odd_dtypes(run_dir: Path) -> list[str]:
-    """The buffers that were restored."""
+    """Return the restored buffers."""
 
     def state() -> TrainState:
         found = tiny.train_state()
@@ -83,7 +83,7 @@ def _buffers_of_odd_dtypes(run_dir: Path) -> list[str]:
     return [name for name in mine if torch.equal(mine[name].float(), theirs[name].float())]
 
 
-def test_buffers_of_dtypes_that_torch_saves_in_another_way(tmp_path: Path) -> None:
+def test_buffers_of_dtypes_that_safetensors_does_not_support(tmp_path: Path) -> None:
     [restored] = run_ranks(_buffers_of_odd_dtypes, 1, tmp_path)
     assert {str(dtype).removeprefix("torch.") for dtype in ODD} <= set(restored)
 
@@ -103,7 +103,7 @@ def _counted(real: Callable[..., Any], name: str, called: Counter[str]) -> Calla
 
 
 def _collectives_of_a_save(run_dir: Path) -> dict[tuple[str, bool], Counter[str]]:
-    """How often each was called, of the first save and of another that has data states."""
+    """Return the number of calls of each collective in a first save, and in one with data states."""
     found = {}
     for format, sharded in (("full", False), ("sharded", False), ("sharded", True)):
         state, called = tiny.train_state(sharded), Counter[str]()
@@ -120,15 +120,18 @@ def _collectives_of_a_save(run_dir: Path) -> dict[tuple[str, bool], Counter[str]
     return found
 
 
-def test_a_save_is_reports_and_answers(tmp_path: Path) -> None:
-    """Reports to rank 0 and its answer, before and after the write. No rank gets tensors of another."""
+def test_a_save_gathers_reports_and_broadcasts_decisions(tmp_path: Path) -> None:
+    """Each rank reports to rank 0 and gets its answer, before and after the write.
+
+    Tensors stay on their ranks.
+    """
     for found in run_ranks(_collectives_of_a_save, 2, tmp_path):
         for (format, sharded), called in found.items():
             assert called == {"gather_object": 2 * 2, "broadcast_object_list": 2 * 2}, (format, sharded)
 
 
 def _fail_to_copy(run_dir: Path, sharded: bool) -> list[str]:
-    """The failures of a copy in the background, and of one that cannot begin, on rank 1 alone."""
+    """Return the errors of a background copy that fails, and of one that cannot start, on rank 1 only."""
     state, messages = tiny.train_state(sharded), []
     checkpointer = tiny.checkpointer(run_dir, async_=True, state=state)
     checkpointer.save(state).wait()
@@ -148,7 +151,7 @@ def _fail_to_copy(run_dir: Path, sharded: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_copy_that_fails_on_one_rank_is_a_fault_of_all(tmp_path: Path, sharded: bool) -> None:
+def test_a_copy_that_fails_on_one_rank_fails_on_all(tmp_path: Path, sharded: bool) -> None:
     first, second = run_ranks(_fail_to_copy, 2, tmp_path, sharded)
     assert first == second
     for step, message in enumerate(first, start=1):

@@ -1,4 +1,4 @@
-"""show, verify and convert: every form holds the same tensors."""
+"""Commands show, verify and convert: every format contains the same tensors."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_weights_alone_can_be_taken_elsewhere(tmp_path: Path, saved: Saved, to: str) -> None:
+def test_weights_can_be_exported(tmp_path: Path, saved: Saved, to: str) -> None:
     (run_dir, tensors), out = saved, tmp_path / f"weights.{to}"
     assert main(["convert", str(run_dir / STEP), str(out), "--to", to]) == 0
     net = tiny.Net()
@@ -47,7 +47,7 @@ def test_weights_alone_can_be_taken_elsewhere(tmp_path: Path, saved: Saved, to: 
 
 
 class _Config:
-    """The part of a transformers model that the test uses."""
+    """The part of a transformers config that the test uses."""
 
     model_type = "played"
 
@@ -74,7 +74,7 @@ def test_show_and_verify(tmp_path: Path, saved: Saved, capsys: pytest.CaptureFix
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tied_weight_stays_tied_for_torch_and_is_whole_for_others(tmp_path: Path) -> None:
+def test_a_tied_weight_stays_tied_for_torch_and_is_written_twice_otherwise(tmp_path: Path) -> None:
     run_ranks(_save_tied, 2, tmp_path)
     directory = tmp_path / "checkpoints" / "step_00000000"
     header = load_file(directory / "model-00000-of-00001.safetensors")
@@ -116,7 +116,7 @@ def _save_held(run_dir: Path) -> None:
         tiny.checkpointer(run_dir / name, state=(state := tiny.state_of(model, "sgd"))).save(state)
 
 
-def test_a_model_of_transformers_under_other_names_is_not_written_as_theirs(
+def test_a_wrapped_transformers_model_is_not_exported_to_hf(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_ranks(_save_held, 1, tmp_path)

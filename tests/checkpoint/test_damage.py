@@ -1,4 +1,4 @@
-"""Damaged checkpoints: each is refused before a tensor reaches the model, on all ranks; weights run no code."""
+"""Damaged checkpoints are refused on all ranks before a tensor is loaded, and weights run no code."""
 
 import os
 import pickle
@@ -27,7 +27,7 @@ def _save(run_dir: Path) -> None:
 
 
 def _refusals(checkpoint: Path, damages: list[Damage]) -> list[str | None]:
-    """The refusal of each damaged copy of ``checkpoint``; None if it was loaded."""
+    """Return the error message for each damaged copy of ``checkpoint``; None if it was loaded."""
     state = tiny.train_state(seed=3)
     tiny.train(state, 1)
     before = tiny.everything(state)
@@ -48,7 +48,7 @@ def _refusals(checkpoint: Path, damages: list[Damage]) -> list[str | None]:
 
 
 def flip_bit(seed: int, directory: Path) -> str:
-    """One bit of one file, each bit of the checkpoint as likely as any other."""
+    """Flip one bit of one file, with each bit of the checkpoint equally likely."""
     files = sorted(directory.iterdir())
     draw = random.Random(seed)
     path = draw.choices(files, [file.stat().st_size for file in files])[0]
@@ -74,7 +74,7 @@ def remove(pattern: str, directory: Path) -> str:
 
 
 def flip_in_manifest(position: int, directory: Path) -> str:
-    """No other file vouches for it."""
+    """Flip a bit of the manifest, for which no other file has a hash."""
     path = directory / manifest.MANIFEST
     data = bytearray(path.read_bytes())
     data[position % len(data)] ^= 1
@@ -112,7 +112,7 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-def test_weights_that_hold_a_call_run_nothing(tmp_path: Path) -> None:
+def test_weights_with_pickled_calls_run_no_code(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Payload(tmp_path / "would")))
     assert (tmp_path / "would").exists()
     torch.save({"first.weight": Payload(tmp_path / "ran")}, tmp_path / "w.pt")

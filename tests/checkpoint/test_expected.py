@@ -1,4 +1,4 @@
-"""The contents of a save are known before the first step: a resume can load them, or the run is refused with a name."""
+"""State that could not be resumed is refused by name before the first step."""
 
 import re
 from pathlib import Path
@@ -33,7 +33,7 @@ def model(name: str, **options: object) -> tuple[str, ...]:
         pytest.param(2, ["strategy=fsdp"], marks=pytest.mark.slow),
     ],
 )
-def test_what_modules_keep_is_resumed(tmp_path: Path, world_size: int, overrides: list[str]) -> None:
+def test_module_state_is_resumed(tmp_path: Path, world_size: int, overrides: list[str]) -> None:
     words = (*QUICK, *model("AllThatIsRight"), *overrides, "checkpoint.every_steps=1", "train.max_steps=3")
     whole, resumed = run_ranks(whole_and_resumed, world_size, tmp_path, 2, *words, init=False)[0]
     assert whole == resumed
@@ -59,8 +59,10 @@ AFTER = {
 @pytest.mark.parametrize(
     ("world_size", "strategy"), [(1, "single"), pytest.param(2, "fsdp", marks=pytest.mark.slow)]
 )
-def test_what_no_resume_would_take_is_refused_by_name(tmp_path: Path, world_size: int, strategy: str) -> None:
-    """After the dry run at the latest, even if the first save comes after the third."""
+def test_state_that_no_resume_could_load_is_refused_by_name(
+    tmp_path: Path, world_size: int, strategy: str
+) -> None:
+    """It is refused after the dry run at the latest, even if the first save follows the third step."""
     words = [*BEFORE.values(), *AFTER.values()]
     common = (*QUICK, "train.max_steps=3", f"strategy={strategy}")
     mistakes = [(*common, *each, f"run_dir={tmp_path}/{n}") for n, each in enumerate((*BEFORE, *AFTER))]

@@ -1,4 +1,4 @@
-"""Saves that fail or crawl: one clear error on all ranks, the checkpoint before whole, nothing left over."""
+"""Saves that fail or are slow: all ranks raise one clear error, and existing checkpoints are unchanged."""
 
 import contextlib
 import logging
@@ -24,7 +24,7 @@ TENSORS = "model-00000-of-00001.safetensors"
 
 
 def _fill_the_disk(run_dir: Path, sharded: bool, async_: bool) -> dict[str, Any]:
-    """Save, then fail to save because the disk is full, then make room and save again."""
+    """Save, then fail to save because the disk is full, then free space and save again."""
     rank = dist.get_rank()
     state = tiny.train_state(sharded)
     checkpointer = tiny.checkpointer(run_dir, async_=async_, state=state)
@@ -63,7 +63,9 @@ def _fill_the_disk(run_dir: Path, sharded: bool, async_: bool) -> dict[str, Any]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sharded", "async_"), [(False, False), (True, True)])
-def test_a_full_disk_spares_the_checkpoint_before(small_disk: Path, sharded: bool, async_: bool) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint_intact(
+    small_disk: Path, sharded: bool, async_: bool
+) -> None:
     results = run_ranks(_fill_the_disk, 2, small_disk, sharded, async_)
     for result in results:
         assert result["message"] == results[0]["message"]
@@ -113,7 +115,7 @@ def _pass_over(run_dir: Path) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def test_auto_says_what_it_passed_over_and_what_differs(tmp_path: Path) -> None:
+def test_resume_auto_logs_skipped_checkpoints_and_changed_settings(tmp_path: Path) -> None:
     (result,) = run_ranks(_pass_over, 1, tmp_path)
     text = "\n".join(result["messages"])
     assert "skipping step_00000003" in text and "no manifest.json" in text
@@ -142,12 +144,14 @@ def _all_damaged(run_dir: Path) -> None:
         tiny.checkpointer(run_dir / "away").open("auto")
 
 
-def test_auto_does_not_start_anew_over_damage_or_without_the_disk(tmp_path: Path) -> None:
+def test_resume_auto_starts_no_new_run_if_checkpoints_are_damaged_or_the_disk_is_missing(
+    tmp_path: Path,
+) -> None:
     run_ranks(_all_damaged, 1, tmp_path)
 
 
 def _delete_slowly(run_dir: Path) -> list[list[str]]:
-    """What is there after a save whose deletions have not begun, and once they are done."""
+    """Return the checkpoints after a save whose deletions have not started, and after they are done."""
     may_begin, delete, found = threading.Event(), Store._delete, []
 
     def wait_and_delete(*arguments: Any) -> None:
@@ -173,7 +177,10 @@ def test_training_does_not_wait_until_older_checkpoints_are_deleted(tmp_path: Pa
 
 
 def _another_run_in_the_same_place(run_dir: Path) -> dict[str, list[str]]:
-    """Runs one and two save steps 2 and 4, then two is resumed and saves 5; meanwhile the clock runs backwards."""
+    """Let two runs save in one directory, while the clock runs backwards.
+
+    Runs one and two save steps 2 and 4; then two is resumed and saves step 5.
+    """
     found = {}
     for clock, (run_id, resume) in enumerate([("one", None), ("two", None), ("two", "auto")]):
         time.time = lambda clock=clock: 1e9 - clock  # type: ignore[assignment, misc]
@@ -205,7 +212,7 @@ def _save_on_separate_disks(root: Path) -> str:
     return str(refused.value)
 
 
-def test_ranks_without_a_disk_in_common_are_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_ranks_without_a_shared_disk_are_refused_before_the_first_step(tmp_path: Path) -> None:
     first, second = run_ranks(_save_on_separate_disks, 2, tmp_path)
     assert first == second
     assert first.startswith("rank 1: ") and "is run_dir on a file system that all hosts share?" in first

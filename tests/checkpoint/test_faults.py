@@ -1,4 +1,4 @@
-"""A disk that fails once, within a save or a resume: a fault on every rank, which another try survives."""
+"""A disk that fails once during a save or resume raises a retryable error on every rank."""
 
 import errno
 import io
@@ -60,7 +60,7 @@ def _fail_everywhere(run_dir: Path, code: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["EIO", "ENOSPC"])
-def test_a_disk_that_fails_once_is_a_fault_of_all_ranks(tmp_path: Path, name: str) -> None:
+def test_a_disk_that_fails_once_is_a_retryable_error_on_all_ranks(tmp_path: Path, name: str) -> None:
     code = getattr(errno, name)
     first, second = run_ranks(_fail_everywhere, 2, tmp_path, code)
     assert first == second

@@ -1,4 +1,4 @@
-"""Hugging Face's models there and back: their from_pretrained opens ours, a run begins with theirs."""
+"""Hugging Face models: from_pretrained loads converted checkpoints, and runs start from saved folders."""
 
 import logging
 from pathlib import Path
@@ -45,7 +45,7 @@ def _logits(model: Any) -> Tensor:
 
 
 def _train(run_dir: Path, kind: str) -> tuple[Tensor, Tensor]:
-    """Two steps, saved; the logits of the weights and of their averages."""
+    """Train two steps, save, and return the logits of the weights and of their averages."""
     torch.manual_seed(2)
     model: nn.Module = KINDS[kind]()
     if kind == "llama":
@@ -95,7 +95,7 @@ def test_from_pretrained_of_a_converted_checkpoint_gives_the_runs_logits(tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_begins_with_a_folder_of_theirs(
+def test_a_run_starts_from_a_hugging_face_folder(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = KINDS[kind]()

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: where the rows of each tensor are, in every layout, and at the size of large runs."""
+"""The index of a checkpoint locates the rows of each tensor in every layout, and stays small."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def test_a_checkpoint_of_format_4_is_resumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (5, 2), (7,), (16, 1)], ids=str)
 @pytest.mark.parametrize("num_writers", [1, 2, 3, 8, 17])
 def test_chunks_are_all_rows_in_order(shape: tuple[int, ...], num_writers: int) -> None:
-    """Also those of writers without rows are left out, and any rows are found."""
+    """Ranks without rows have no chunk, and any range of rows is found."""
     entry = IndexEntry(
         torch.float32, torch.Size(shape), WrittenChunks("model.a", shape, range(num_writers), num_writers)
     )

@@ -1,4 +1,4 @@
-"""checkpoint.frozen=false: frozen parameters that model.init_from gave are read from there again."""
+"""checkpoint.frozen=false: frozen parameters that came from model.init_from are read from there on resume."""
 
 import shutil
 from pathlib import Path
@@ -32,7 +32,7 @@ def begun(root: Path, bias: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def runs(root: Path, *strategy: str) -> list[str]:
-    """The hashes of a whole run, of one resumed, and of one resumed from a save that has all."""
+    """Return the hashes of an uninterrupted run, a resumed one, and one resumed from a full save."""
     given = (*words(root), *strategy)
     hashes = [str(train(*given, "train.max_steps=4", f"run_dir={root / 'whole'}")["param_sha256"])]
     for name, frozen in (("halves", "false"), ("mixed", "true")):
@@ -56,7 +56,7 @@ def runs(root: Path, *strategy: str) -> list[str]:
         ),
     ],
 )
-def test_a_resume_reads_them_from_init_from(
+def test_a_resume_reads_frozen_parameters_from_init_from(
     tmp_path: Path, world_size: int, strategy: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = begun(tmp_path)
@@ -91,7 +91,7 @@ def refused(root: Path) -> list[str]:
     return [*changed, *gone, *refusals(weights)]
 
 
-def test_other_or_missing_weights_are_refused_in_a_line(tmp_path: Path) -> None:
+def test_different_or_missing_initial_weights_are_refused(tmp_path: Path) -> None:
     begun(tmp_path)
     changed, missing, own, none, weights = run_ranks(refused, 1, tmp_path, init=False)[0]
     left_out = (
@@ -111,14 +111,14 @@ def test_other_or_missing_weights_are_refused_in_a_line(tmp_path: Path) -> None:
 
 
 class Drifts(Tiny):
-    """A forward pass changes what is frozen."""
+    """Changes frozen parameters in forward."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.layers[0].bias.data += 1
         return super().forward(rows)
 
 
-def test_a_frozen_parameter_that_changes_cannot_be_left_out(tmp_path: Path) -> None:
+def test_a_frozen_parameter_that_changes_must_be_saved(tmp_path: Path) -> None:
     begun(tmp_path)
     drifts = (f"model._target_={__name__}.Drifts", "strategy=single", f"run_dir={tmp_path / 'run'}")
     ((said,),) = run_ranks(refusals, 1, (*words(tmp_path), *drifts), init=False)

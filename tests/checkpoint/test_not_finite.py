@@ -1,4 +1,4 @@
-"""A checkpoint holds no NaN or Inf that the model did not begin with, and resume=auto continues from none."""
+"""Checkpoints contain no new NaN or Inf, so that resume=auto never continues from a diverged state."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def _state(sharded: bool, seed: int = 0) -> TrainState:
-    """With averages, and masks of -inf from the beginning, one of them trained."""
+    """Return a state with averages, and with masks of -inf from the start, one of them trainable."""
     state = tiny.train_state(sharded, seed=seed)
     state.keep_average(0.9, warmup=True)
     state.model.register_buffer("mask", torch.full((2, 2), -INF).triu(1))
@@ -29,7 +29,7 @@ def _state(sharded: bool, seed: int = 0) -> TrainState:
 
 
 def _poison(state: TrainState, what: str, value: float) -> None:
-    """Its last number, which the last rank holds if it is sharded."""
+    """Overwrite the last element of a tensor, which is on the last rank if it is sharded."""
     weight = state.trainable.own["first.weight"]
     tensor = {
         "first.weight": weight,
@@ -51,7 +51,7 @@ POISONS = [
 
 
 def _refused(run_dir: Path, sharded: bool, async_: bool) -> list[str]:
-    """Save a good step, then a bad one for each poison; return the run's message for each."""
+    """Save a good step, then a bad step for each poison; return the error message of each."""
     messages = []
     for what, value in POISONS:
         state = _state(sharded)
@@ -86,7 +86,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path: Path, sharded: bool, async_: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64, torch.float8_e5m2])
-def test_they_are_found_by_name(dtype: torch.dtype) -> None:
+def test_tensors_with_nan_or_inf_are_named(dtype: torch.dtype) -> None:
     tensors = {
         "fine": torch.tensor([torch.finfo(dtype).max] * 3, dtype=torch.float64).to(dtype),
         "none": torch.empty(0, dtype=dtype),

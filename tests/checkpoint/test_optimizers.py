@@ -1,4 +1,4 @@
-"""Torch's optimizers and schedules: a resumed run has all bits of one that was never stopped."""
+"""With each torch optimizer and schedule, a resumed run is bit-identical to an uninterrupted one."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 
 
 class Named(torch.optim.SGD):
-    """Keeps state of all parameters under a name, and of each its last gradients in a list."""
+    """Keeps state of all parameters under a name, and each parameter's last gradients in a list."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -81,7 +81,7 @@ class ByRows(torch.optim.SGD):
 
 
 def _of_users(root: Path, *strategy: str) -> tuple[list[Any], str]:
-    """A run and a resumed one; and how a run ends whose state cannot be resumed."""
+    """Return an uninterrupted and a resumed run, and the error of a run whose state cannot be resumed."""
     chosen = ("~optim.momentum", "~optim.weight_decay", "train.max_steps=4", "checkpoint.every_steps=2")
     words = (*TINY, *strategy, *chosen, f"optim._target_={__name__}.Named")
     rows = (*TINY, *strategy, *chosen, f"optim._target_={__name__}.ByRows", f"run_dir={root / 'rows'}")
@@ -89,7 +89,7 @@ def _of_users(root: Path, *strategy: str) -> tuple[list[Any], str]:
 
 
 @pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_what_an_optimizer_of_a_user_keeps_is_resumed_or_refused_after_a_step(
+def test_state_of_a_custom_optimizer_is_resumed_or_refused_after_one_step(
     tmp_path: Path, strategy: str
 ) -> None:
     world_size = 1 if strategy == "single" else 2
@@ -101,7 +101,7 @@ def test_what_an_optimizer_of_a_user_keeps_is_resumed_or_refused_after_a_step(
 
 
 def _pairs() -> list[tuple[str, ...]]:
-    """Each optimizer with a schedule, the schedules in turn."""
+    """Return each optimizer with a schedule, cycling through the schedules."""
     found, schedules = [], list(SCHEDULES)
     for number, (optimizer, options) in enumerate(OPTIMIZERS.items()):
         schedule = schedules[number % len(schedules)]
@@ -130,14 +130,14 @@ def _differences(root: Path, strategy: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("fsdp", 2)])
-def test_each_optimizer_and_schedule_goes_on_exactly(tmp_path: Path, strategy: str, world_size: int) -> None:
+def test_each_optimizer_and_schedule_resumes_exactly(tmp_path: Path, strategy: str, world_size: int) -> None:
     found = run_ranks(_differences, world_size, tmp_path, strategy, init=False)[0]
     assert len(found) == (12 if strategy == "single" else 3)
     assert {pair: different for pair, different in found.items() if different} == {}
 
 
 class Odd(torch.optim.Optimizer):
-    """With state of all kinds, of parameters and of its own, also in attributes."""
+    """Has state of all kinds, for parameters and for the optimizer itself, also in attributes."""
 
     rate: float | None = None
 
@@ -184,7 +184,7 @@ def _make_steps(state: TrainState, count: int) -> None:
 
 
 def _odd_differences(root: Path) -> tuple[list[str], Any, Any, set[str]]:
-    """The tensors that differ after four steps, two of them after a resume; all else of both; what is hashed."""
+    """Return the tensors that differ after four steps with a resume, the other state, and what is hashed."""
     states = [_bf16_state(), _bf16_state()]
     for resumes in (False, True):
         checkpointer = tiny.checkpointer(root)
@@ -200,8 +200,8 @@ def _odd_differences(root: Path) -> tuple[list[str], Any, Any, set[str]]:
     return different, plain, plain_resumed, hashed
 
 
-def test_state_of_other_dtypes_than_the_parameters_goes_on_exactly(tmp_path: Path) -> None:
-    """torch's load_state_dict would round it to that of the parameter, and make a text a generator."""
+def test_state_with_other_dtypes_than_the_parameters_resumes_exactly(tmp_path: Path) -> None:
+    """torch's load_state_dict would cast it to the parameter's dtype, and turn a string into a generator."""
     different, whole, resumed, hashed = run_ranks(_odd_differences, 1, tmp_path)[0]
     assert different == []
     assert whole == resumed
@@ -209,7 +209,7 @@ def test_state_of_other_dtypes_than_the_parameters_goes_on_exactly(tmp_path: Pat
 
 
 def _sharded() -> str:
-    """How a save ends of a sharded model whose optimizer keeps several tensors in one."""
+    """Return the error of saving a sharded model whose optimizer uses a tensor subclass."""
     state = tiny.train_state(sharded=True)
     for own in state.trainable.own.values():
         state.optimizer.state[own]["both"] = TwoTensor(own.detach(), own.detach())
@@ -219,6 +219,6 @@ def _sharded() -> str:
 
 
 @pytest.mark.slow
-def test_under_fsdp_several_tensors_in_one_are_refused() -> None:
+def test_tensor_subclasses_in_optimizer_state_are_refused_under_fsdp() -> None:
     said = run_ranks(_sharded, 2)[1]
     assert "a TwoTensor, several tensors in one, which no checkpoint can cut into shards; use strat" in said

@@ -1,4 +1,4 @@
-"""Initial weights: torchvision's by name, other heads, frozen parameters."""
+"""Initial weights: torchvision's by name, new heads, frozen parameters."""
 
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ def _begin_and_end(*overrides: str) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 
 @pytest.mark.slow
-def test_a_frozen_backbone_of_torchvisions_with_another_head(tmp_path: Path) -> None:
-    """torchvision's file, simulated: its head has 1000 classes."""
+def test_a_frozen_torchvision_backbone_with_a_new_head(tmp_path: Path) -> None:
+    """torchvision's file is simulated: its head has 1000 classes."""
     cache = tmp_path / "hub" / "checkpoints"
     cache.mkdir(parents=True)
     torch.manual_seed(3)
@@ -71,7 +71,7 @@ def test_a_frozen_backbone_of_torchvisions_with_another_head(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_weights_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pretrained_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(
         ValueError, match="weights=V9 are not known of resnet18; there is IMAGENET1K_V1, DEFAULT"

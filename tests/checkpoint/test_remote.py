@@ -1,4 +1,4 @@
-"""checkpoint.remote: what is sealed here is copied there, and there is enough to go on from."""
+"""checkpoint.remote: complete checkpoints are uploaded, and a run can continue from the upload."""
 
 import contextlib
 import dataclasses
@@ -49,7 +49,7 @@ def _run(root: Path, run_id: str = "one", **keeps: Any) -> tuple[Store, Remote]:
 
 
 def remote_of(address: Address, store: Store, **keeps: Any) -> Remote:
-    """That of a launch of its own."""
+    """Return the remote of a separate launch."""
     evaluations = Evaluations.read(store.root.parent)
     return Remote(address, store, secrets.token_hex(8), [0], tiny.settings(**keeps), evaluations)
 
@@ -70,7 +70,7 @@ def _wait(until: Callable[[], Any], timeout_s: float = 10) -> None:
     raise AssertionError("it never came")
 
 
-def test_the_newest_is_copied_and_as_many_kept_as_here(tmp_path: Path) -> None:
+def test_the_newest_is_uploaded_and_the_same_number_is_kept(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     evaluations = Evaluations(tmp_path / "run")
     for step, loss in ((10, 1.0), (20, 3.0), (30, 2.0), (40, 2.0), (50, 2.0)):
@@ -93,7 +93,7 @@ def test_the_newest_is_copied_and_as_many_kept_as_here(tmp_path: Path) -> None:
     )
 
 
-def test_a_store_that_fails_is_told_once_tried_again_and_never_waited_for(
+def test_a_failing_store_is_reported_once_retried_and_never_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
@@ -120,7 +120,7 @@ def test_a_store_that_fails_is_told_once_tried_again_and_never_waited_for(
     assert "accepts uploads again and contains step 10" in caplog.text
 
 
-def test_a_file_that_arrives_cut_short_gets_no_manifest(
+def test_a_truncated_upload_gets_no_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, remote = _run(tmp_path)
@@ -131,7 +131,7 @@ def test_a_file_that_arrives_cut_short_gets_no_manifest(
     assert not _steps_there(tmp_path)
 
 
-def test_the_end_waits_so_long_and_says_what_is_safe(
+def test_the_end_of_a_run_waits_for_the_upload_and_reports_what_is_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, remote = _run(tmp_path)
@@ -156,7 +156,7 @@ def test_the_end_waits_so_long_and_says_what_is_safe(
     gate.set()
 
 
-def test_one_that_was_taken_for_dead_stops_when_another_goes_on_with_its_run(
+def test_a_suspended_launch_stops_uploading_after_another_has_resumed_its_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, first = _run(tmp_path)
@@ -198,7 +198,7 @@ def _claimed(path: Path, resume: str | None, remote: str) -> RunDir:
         return claim(str(path), resume, held, 1, remote)
 
 
-def test_a_new_run_dir_goes_on_with_the_run_that_is_there(
+def test_a_new_run_dir_continues_the_run_at_the_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, remote = _run(tmp_path)
@@ -266,12 +266,12 @@ def _resume_from_there(root: Path) -> None:
     assert other.progress.step == 2
 
 
-def test_resumes_from_there_alone(tmp_path: Path) -> None:
+def test_resumes_only_from_the_address(tmp_path: Path) -> None:
     run_ranks(_resume_from_there, 2, tmp_path)
 
 
 def _put_by_their_hosts(root: Path, hosts: tuple[int, ...]) -> list[str]:
-    """The files that this rank has put; those of the last rank fail at first."""
+    """Return the files that this rank has uploaded; uploads of the last rank fail at first."""
     put, done, state = Address.put, list[str](), tiny.train_state(sharded=True)
     facts = tiny.facts()
     fails = facts.rank == len(hosts) - 1
@@ -299,10 +299,10 @@ def _put_by_their_hosts(root: Path, hosts: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 0), (0, 1, 1)], ids=str)
-def test_each_host_puts_its_ranks_files_and_rank_0_the_manifest_last(
+def test_each_host_uploads_its_files_and_rank_0_the_manifest_last(
     tmp_path: Path, hosts: tuple[int, ...]
 ) -> None:
-    """For the rest of a host no rank asks the store what to do."""
+    """Only one rank of each host asks the store what to do."""
     own: list[list[str]] = [[] for _ in hosts]
     for kind in ("model", "optim"):
         for rank, host in enumerate(hosts):
@@ -312,7 +312,7 @@ def test_each_host_puts_its_ranks_files_and_rank_0_the_manifest_last(
     verify(_address(tmp_path) / "checkpoints" / "step_00000002")
 
 
-def test_what_an_earlier_launch_saved_on_more_ranks_is_put_by_rank_0_alone(tmp_path: Path) -> None:
+def test_rank_0_uploads_what_a_previous_launch_saved_on_more_ranks(tmp_path: Path) -> None:
     store, remote = _run(tmp_path)
     _save(store, 10, SHARDS)
     remote.follow()
@@ -320,10 +320,10 @@ def test_what_an_earlier_launch_saved_on_more_ranks_is_put_by_rank_0_alone(tmp_p
     assert _steps_there(tmp_path) == ["step_00000010"]
 
 
-def test_a_file_that_the_store_loses_is_put_again_by_its_rank(
+def test_a_file_that_the_store_loses_is_uploaded_again_by_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 0 has waited for it in vain, and tries again."""
+    """Rank 0 times out waiting for the file, and starts another attempt."""
     monkeypatch.setattr("trainer.checkpoint.remote._POLL_S", 0.01)
     monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
     store, _ = _run(tmp_path)
@@ -382,7 +382,7 @@ def test_commands_take_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @contextlib.contextmanager
 def _bucket(root: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An address of this kind, which programs that are started within reach."""
+    """Return an address of this kind that started programs can access."""
     if kind == "file":
         yield str(_address(root))
         return
@@ -417,7 +417,7 @@ def _hash_of(run_dir: Path) -> str:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The hash of the undisturbed run."""
+    """Return the hash of the uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("calm")
     assert [each.code for each in finish_ranks(2, *TRAIN, f"run_dir={run_dir}")] == [0, 0]
     return _hash_of(run_dir)
@@ -425,10 +425,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "s3"])
-def test_a_run_whose_machine_is_lost_goes_on_elsewhere(
+def test_a_run_whose_machine_is_lost_continues_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, calm: str
 ) -> None:
-    """All ranks get SIGKILL and the run directory is deleted; the end is the undisturbed run's."""
+    """All ranks are killed and the run directory is deleted; the resumed run equals an uninterrupted one."""
     with _bucket(tmp_path, kind, monkeypatch) as address:
         remote = f"checkpoint.remote={address}"
         slow = fault("slow", step=45, seconds=30)

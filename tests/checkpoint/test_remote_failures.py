@@ -1,4 +1,4 @@
-"""checkpoint.remote at a store that fails, is written by others, or loses a file: nothing is lost or mixed there."""
+"""checkpoint.remote with a store that fails, has other writers, or loses files: no data is lost."""
 
 import json
 import threading
@@ -52,7 +52,7 @@ def _copied(root: Path, *steps: int) -> tuple[Store, Remote]:
 
 @pytest.mark.parametrize("error", [FailingStore.error, FORBIDDEN], ids=str)
 @pytest.mark.parametrize("call", [*QUESTIONS, *READS])
-def test_the_newest_is_found_though_a_call_fails_thrice(
+def test_the_newest_is_found_though_a_call_fails_three_times(
     tmp_path: Path, call: tuple[str, str], error: OSError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _copied(tmp_path, 10, 20)
@@ -69,10 +69,10 @@ def test_the_newest_is_found_though_a_call_fails_thrice(
 @pytest.mark.parametrize(
     "call", [("info", "checkpoints"), ("ls", "checkpoints"), ("cat_file", "20/manifest")]
 )
-def test_no_answer_is_not_taken_for_nothing(
+def test_an_unreachable_store_is_not_taken_for_an_empty_one(
     tmp_path: Path, call: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else resume=auto would begin at step 0, or go on from an older step, without a word."""
+    """Otherwise resume=auto would silently start at step 0 or continue from an older step."""
     here, _ = _copied(tmp_path, 10, 20)
     elsewhere, remote = _run(tmp_path, "elsewhere")
     FailingStore.failures[call] = 1000
@@ -85,10 +85,10 @@ def test_no_answer_is_not_taken_for_nothing(
 @pytest.mark.parametrize(
     "call", [("cat_file", "20/manifest"), ("info", "20/a.txt"), ("cat_file", "20/a.txt")]
 )
-def test_a_refusal_is_no_damage(
+def test_denied_access_is_not_taken_for_damage(
     tmp_path: Path, call: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else resume=auto would go on from an older checkpoint, because of rights that come back."""
+    """Otherwise a temporary denial of access would make resume=auto continue from an older checkpoint."""
     _copied(tmp_path, 10, 20)
     elsewhere, remote = _run(tmp_path, "elsewhere")
     monkeypatch.setattr(FailingStore, "error", FORBIDDEN)
@@ -112,7 +112,7 @@ def test_a_store_that_does_not_answer_loses_no_checkpoint(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", [None, b'{"run_id": "on'])
-def test_an_address_whose_owners_file_is_lost_or_torn_is_its_runs_all_the_same(
+def test_an_address_whose_run_json_is_lost_or_damaged_still_belongs_to_its_run(
     tmp_path: Path, content: bytes | None
 ) -> None:
     here, _ = _copied(tmp_path, 10)
@@ -129,10 +129,10 @@ def test_an_address_whose_owners_file_is_lost_or_torn_is_its_runs_all_the_same(
     assert json.loads(owner.read_text())["run_id"] == "one"
 
 
-def test_a_file_that_arrives_hours_late_is_mixed_with_nothing(
+def test_a_file_that_arrives_hours_late_changes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process was stopped in mid-upload, and woken after another had gone on, and saved the same step."""
+    """Its process was suspended during the upload, and woken after another launch had saved the same step."""
     here, first = _copied(tmp_path, 10)
     put, stopped, gate = Address.put, threading.Event(), threading.Event()
 
@@ -161,10 +161,8 @@ def test_a_file_that_arrives_hours_late_is_mixed_with_nothing(
     assert [path.name for path in late.iterdir()] == ["a.txt"], "it puts no further file"
 
 
-def test_a_copy_cut_off_with_its_machine_is_no_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Else no resume=auto of a run that lost its machine during the first copy would ever start."""
+def test_an_interrupted_upload_is_not_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise a run that lost its machine during the first upload could never resume."""
     _copied(tmp_path, 10)
     (tmp_path / "there/checkpoints/step_00000010/manifest.json").unlink()
     elsewhere, remote = _run(tmp_path, "elsewhere")

@@ -1,4 +1,4 @@
-"""Whole runs, stopped: after the resume, all bits equal those of an uninterrupted run."""
+"""Interrupted runs: after the resume, all bits equal those of an uninterrupted run."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ HOSTS = {"ddp-2x2-hierarchical": (0, 0, 1, 1)}
 
 
 def stopped_and_resumed(root: Path, stop: int, overrides: tuple[str, ...]) -> list[str]:
-    """What differs between a run resumed after the step ``stop`` and one never stopped."""
+    """Return what differs between a run resumed after the step ``stop`` and an uninterrupted one."""
     torch.set_num_threads(1)
     with process_group(runs.settings(*overrides).distributed) as ranks:
         # The step after it, too: a background save overlaps with the next.
@@ -64,7 +64,7 @@ def _without_dry_run(root: Path, overrides: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.slow
 def test_three_ddp_ranks_would_differ_without_a_dry_run(tmp_path: Path) -> None:
-    """DDP's first backward pass has other buckets than the later ones."""
+    """DDP's first backward pass uses other buckets than later ones."""
     found = run_ranks(_without_dry_run, 3, tmp_path, DDP, init=False)
     assert "model.first.weight" in found[0]
 
@@ -72,7 +72,7 @@ def test_three_ddp_ranks_would_differ_without_a_dry_run(tmp_path: Path) -> None:
 def _stop_and_finish(
     root: Path, stop_after: int
 ) -> tuple[dict[str, list[tuple[int, float]]], dict[str, Any]]:
-    """A run that a signal stops and another finishes: what TensorBoard shows, and result.json."""
+    """Stop a run by a signal and resume it; return TensorBoard's steps and result.json."""
     torch.set_num_threads(1)
     settings = (*SINGLE, "logger=tensorboard", f"run_dir={root}", "train.log_every_steps=1")
     train_step = loop.train_step
@@ -98,8 +98,8 @@ def _stop_and_finish(
 
 
 @pytest.mark.slow
-def test_tensorboard_goes_on_without_doubled_or_missing_steps(tmp_path: Path) -> None:
-    """Also where the signal came at the end of an epoch, or of the run, before its evaluation."""
+def test_tensorboard_continues_without_duplicate_or_missing_steps(tmp_path: Path) -> None:
+    """Also if the signal came at the end of an epoch, or at the end of the run before its evaluation."""
     ((whole, result),) = run_ranks(_stop_and_finish, 1, tmp_path / "0", 0, init=False)
     assert [step for step, _ in whole["train/loss"]] == list(range(1, LAST_STEP + 1))
     assert [step for step, _ in whole["eval/loss"]] == [3, 6, 8]

@@ -1,4 +1,4 @@
-"""Whole runs on a stream, stopped at random, and at other world sizes: no sample is lost or read twice."""
+"""Runs on streams, stopped at random and resumed at other world sizes, lose or repeat no sample."""
 
 import json
 import random
@@ -23,7 +23,7 @@ def on(stream: str) -> tuple[str, ...]:
 
 
 def _resumed(root: Path, worlds: list[tuple[str, tuple[str, ...]]]) -> dict[str, list[str]]:
-    """The differences between runs resumed at a random step and those that never stopped."""
+    """Return the differences between runs resumed at a random step and uninterrupted runs."""
     torch.set_num_threads(1)
     drawn, found = random.Random(str(worlds)), {}
     with process_group(runs.settings(*worlds[0][1]).distributed) as ranks:
@@ -68,8 +68,8 @@ def test_one_rank_then_two_then_four_read_one_unbroken_stream(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_hugging_faces_streams_go_on_at_other_world_sizes(tmp_path: Path) -> None:
-    """A user's own files, by settings alone."""
+def test_hugging_face_streams_continue_at_other_world_sizes(tmp_path: Path) -> None:
+    """A user's own files, configured only by settings."""
     pytest.importorskip("datasets")
     row = [0.0] * 10
     for file in range(2):
@@ -90,7 +90,7 @@ def test_hugging_faces_streams_go_on_at_other_world_sizes(tmp_path: Path) -> Non
 
 
 def _numbers_read(root: Path, kinds: list[tuple[str, ...]], without: tuple[str, ...] = ()) -> list[list[int]]:
-    """The ids read, in order, by a run on one rank that continues on two and then four."""
+    """Return the ids read, in order, by a run on one rank that continues on two and then four."""
     read: list[list[int]] = [[] for _ in kinds]
     for world, strategy, last_step in ((1, SINGLE, 2), (2, DDP, 4), (4, FSDP, 5)):
         settings = tuple(setting for setting in strategy if setting not in without)
@@ -124,7 +124,7 @@ def test_a_stream_of_unknown_length_needs_a_last_step_and_a_batch(tmp_path: Path
 
 
 def _ended(run_dir: Path) -> dict[str, Any]:
-    """A stream that ends after two epochs, before max_steps, evaluated by steps; saved when epochs end."""
+    """Train on a stream that ends after two epochs, before max_steps, with saves at the ends of epochs."""
     return runs.train(
         *SINGLE,
         *on("Numbers"),

@@ -1,4 +1,4 @@
-"""The directories of a run: which are kept, which are deleted, and which are never touched."""
+"""The checkpoints of a run directory: which are kept, which are deleted, and which are never changed."""
 
 import errno
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_keeps_the_last_the_best_and_every_nth(
     assert not [entry for entry in store.root.iterdir() if entry.name.startswith(".")]
 
 
-def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:
+def test_prunes_only_its_own_checkpoints(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     other = Store(outside, "mine")
     _save(other, 1)
@@ -65,7 +65,7 @@ def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:
 
 
 def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
-    """After a run was sent back to step 5, its old step 10 is an abandoned future."""
+    """After a run was resumed from step 5, its earlier step 10 is abandoned."""
     store = Store(tmp_path, "mine")
     for step in (5, 10, 6):
         _save(store, step)
@@ -89,7 +89,7 @@ def test_cleans_up_after_a_kill(tmp_path: Path) -> None:
     assert verify(tmp_path / "step_00000003").step == 3
 
 
-def test_refuses_to_commit_what_it_does_not_see(tmp_path: Path) -> None:
+def test_refuses_to_commit_missing_files(tmp_path: Path) -> None:
     store = Store(tmp_path, "mine")
     directory = store.new_directory(1)
     digest = write_text(directory / "a.txt", "a")
@@ -119,10 +119,10 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_named_once_and_goes_when_it_can(
+def test_a_checkpoint_that_cannot_be_deleted_is_reported_once_and_retried(
     tmp_path: Path, warnings: list[str]
 ) -> None:
-    """Immutable, busy, or open on NFS."""
+    """It may be immutable, busy, or open on NFS."""
     store, rename = Store(tmp_path, "mine"), Path.rename
     _save(store, 1)
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named_once_and_goes_when_it_can(
 
 
 def test_a_save_that_is_overtaken_is_the_older_one(tmp_path: Path) -> None:
-    """One in the background may be complete only after a later one, made at a fault."""
+    """A background save may finish after a later save on failure."""
     slow, quick = Store(tmp_path, "run"), Store(tmp_path, "run", shared=True)
     directory = slow.new_directory(5)
     _save(quick, 7)
@@ -155,7 +155,7 @@ def test_a_save_that_is_overtaken_is_the_older_one(tmp_path: Path) -> None:
 
 
 def test_a_save_parses_no_kept_manifest_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of this process, those of one before once."""
+    """Manifests of this process are never parsed, and those of previous ones once."""
     parsed: list[str] = []
 
     def counted(directory: Path) -> Manifest:

@@ -1,4 +1,4 @@
-"""A save killed anywhere leaves the old checkpoint or the new one, whole."""
+"""A save killed at any point leaves the old checkpoint or the new one intact."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ OLD, NEW = 2, 3
 
 
 class Points:
-    """Counts the places of a save where a kill could tear it, and dies at one of them."""
+    """Counts the points of a save where a kill could leave it incomplete, and exits at one of them."""
 
     def __init__(self, kill_at: int | None) -> None:
         self.kill_at = kill_at
@@ -85,7 +85,7 @@ KINDS = ("rename", "write", "manifest", "prune", "fsync", "mkdir")
 
 
 def _one_of_each_kind(points: list[list[str]]) -> list[tuple[int, int]]:
-    """Pairs (rank, point); benchmarks/torn_saves.py kills at many more moments."""
+    """Return pairs (rank, point); benchmarks/torn_saves.py kills at many more points."""
     places = {
         kind: [
             (rank, at) for rank, names in enumerate(points) for at, name in enumerate(names) if name == kind
@@ -96,7 +96,7 @@ def _one_of_each_kind(points: list[list[str]]) -> list[tuple[int, int]]:
 
 
 def _found_by_auto(run_dir: Path) -> OpenCheckpoint:
-    """The checkpoint that resume=auto takes after its clean-up."""
+    """Return the checkpoint that resume=auto chooses after its clean-up."""
     checkpoints = store.Store(run_dir / "checkpoints")
     checkpoints.recover()
     for directory in checkpoints.own():
@@ -113,7 +113,7 @@ def _is_same(source: OpenCheckpoint, state: dict[str, Any]) -> bool:
 
 
 @pytest.mark.slow
-def test_a_killed_save_tears_nothing_at_any_point(tmp_path: Path) -> None:
+def test_a_save_killed_at_any_point_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
     pristine = tmp_path / "pristine"
     old = run_ranks(_train_and_save, 2, pristine, OLD)[0]["saved"]
     whole = run_ranks(_train_and_save, 2, shutil.copytree(pristine, tmp_path / "whole", symlinks=True), NEW)

@@ -1,4 +1,4 @@
-"""Nested state taken apart into tensors and plain values, and put together again."""
+"""Split nested state into tensors and plain values, and put it together again."""
 
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 
@@ -30,7 +30,7 @@ def test_state_comes_back_as_it_was():
     [{"a.b": ONE, "a": {"b": ONE}}, {1: ONE, "1": ONE}, {"a.b": b"1", "a": {"b": ONE}}],
     ids=["dots", "types of keys", "bytes"],
 )
-def test_two_tensors_of_one_path_are_refused(state):
+def test_two_tensors_with_the_same_path_are_refused(state):
     with pytest.raises(UserError, match=r"two tensors cannot be saved at the same path x\.(a\.b|1)"):
         take_apart({"x": state})
 
@@ -40,6 +40,6 @@ def test_two_tensors_of_one_path_are_refused(state):
     [Pair(1, ONE), defaultdict(int, a=1), numpy.longdouble("0.1"), take_apart],
     ids=["names", "default", "long double", "function"],
 )
-def test_what_would_come_back_as_something_else_is_refused(state):
+def test_values_that_would_change_their_type_are_refused(state):
     with pytest.raises(UserError, match=r"x\.state\S* cannot be saved"):
         take_apart({"x": {"state": state}})

@@ -1,4 +1,4 @@
-"""model.init_from: weights that others saved."""
+"""model.init_from: weights that other programs saved."""
 
 import logging
 from argparse import Namespace
@@ -61,7 +61,7 @@ def test_reads_state_dicts_of_wrapped_models_in_any_container(
         ("module.c", "module.c"),
     ],
 )
-def test_wrappers_anywhere_and_a_prefix_are_no_part_of_a_name(tmp_path: Path, theirs: str, ours: str) -> None:
+def test_name_parts_of_wrappers_and_one_prefix_are_ignored(tmp_path: Path, theirs: str, ours: str) -> None:
     model, there = nn.Module(), nn.Module()
     for names, module in ((ours, model), (theirs, there)):
         *path, last = names.split(".")
@@ -73,9 +73,7 @@ def test_wrappers_anywhere_and_a_prefix_are_no_part_of_a_name(tmp_path: Path, th
     assert _same(model, there)
 
 
-def test_of_several_that_fit_equally_none_is_guessed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ambiguous_prefixes_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     student, ours = _nets()
     teacher = {f"backbone.{name}": tensor + 1 for name, tensor in student.state_dict().items()}
     path = _saved(tmp_path, {"student": student.state_dict(), "teacher": teacher})
@@ -100,7 +98,7 @@ def test_of_several_that_fit_equally_none_is_guessed(
     assert _same(two["right"], student)
 
 
-def test_a_frozen_parameter_that_would_stay_random_raises(tmp_path: Path) -> None:
+def test_a_frozen_parameter_without_weights_is_refused(tmp_path: Path) -> None:
     theirs, ours = _nets()
     kept = {name: value for name, value in theirs.state_dict().items() if not name.startswith("second.")}
     path = _saved(tmp_path, kept)
@@ -114,7 +112,7 @@ def test_a_frozen_parameter_that_would_stay_random_raises(tmp_path: Path) -> Non
     assert weights_for(ours, path, "second", freeze=["^first"]).keys() == kept.keys()
 
 
-def test_weights_that_are_tied_here_alone_are_refused(tmp_path: Path) -> None:
+def test_different_weights_for_tied_names_are_refused(tmp_path: Path) -> None:
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model[1].weight = model[0].weight
     saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -130,7 +128,7 @@ def _saved(folder: Path, tensors: Any) -> Path:
     return folder / "saved.pt"
 
 
-def test_refuses_what_is_no_state_dict(tmp_path: Path) -> None:
+def test_refuses_files_without_a_state_dict(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         tiny.load_weights(tiny.Net(), tmp_path / "none.pt")
     (tmp_path / "text.pt").write_text("hello")
@@ -149,9 +147,7 @@ def test_refuses_what_is_no_state_dict(tmp_path: Path) -> None:
         tiny.load_weights(tiny.Net(), tmp_path / "foreign.pt")
 
 
-def test_leaves_as_initialised_what_it_is_told_to_ignore(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_init_ignore_leaves_modules_as_initialised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     theirs, ours = _nets()
     theirs.second = nn.Linear(7, 10)
     torch.save(theirs.state_dict(), tmp_path / "w.pt")
@@ -173,7 +169,7 @@ def test_leaves_as_initialised_what_it_is_told_to_ignore(
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn, torch.complex64])
-def test_quantized_weights_are_not_taken_for_numbers(tmp_path: Path, kind: torch.dtype) -> None:
+def test_quantized_weights_are_refused(tmp_path: Path, kind: torch.dtype) -> None:
     theirs, ours = _nets()
     saved = {**theirs.double().state_dict(), "first.weight": theirs.first.weight.detach().to(kind)}
     with pytest.raises(
@@ -195,7 +191,7 @@ def test_reads_safetensors(tmp_path: Path) -> None:
 
 
 def _save_and_load(run_dir: Path) -> list[bool]:
-    """From a checkpoint; from the run; and from the run when its newest checkpoint is damaged."""
+    """Load from a checkpoint, from its run, and from the run when its newest checkpoint is damaged."""
     state = tiny.train_state(sharded=True)
     checkpointer = tiny.checkpointer(run_dir, format="sharded", state=state)
     results = []
@@ -221,5 +217,5 @@ def _save_and_load(run_dir: Path) -> list[bool]:
     return results
 
 
-def test_reads_our_checkpoints_and_runs(tmp_path: Path) -> None:
+def test_reads_checkpoints_and_runs(tmp_path: Path) -> None:
     assert run_ranks(_save_and_load, 2, tmp_path)[0] == [True, True, True]

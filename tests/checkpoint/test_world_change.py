@@ -1,4 +1,4 @@
-"""A run resumed with other ranks, strategy or format: the same tensors, the next samples."""
+"""A run resumed with other ranks, strategy or format has the same tensors and reads the next samples."""
 
 import itertools
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ def _runs(jobs: list[tuple[Path, tuple[str, ...], str]]) -> Seen:
 
 
 def _seen(root: Path, wanted: Iterable[Wanted]) -> dict[Wanted, tuple[Seen, Path]]:
-    """The samples of each rank in each run, and its directory; ranks are started once for all runs of a size."""
+    """Return the samples of each rank in each run, and its directory; all runs of a size share processes."""
     found = {}
     by_world = itertools.groupby(sorted(dict.fromkeys(wanted), key=itemgetter(0)), key=itemgetter(0))
     for world, ones in [(world, list(ones)) for world, ones in by_world]:
@@ -55,7 +55,7 @@ def _seen(root: Path, wanted: Iterable[Wanted]) -> dict[Wanted, tuple[Seen, Path
 
 
 def _samples_by_step(results: Seen, num_steps: int) -> list[list[str]]:
-    """All samples that all ranks trained on in each of the last ``num_steps`` steps, in sorted order."""
+    """Return the sorted samples of all ranks in each of the last ``num_steps`` steps."""
     steps: list[list[str]] = [[] for _ in range(num_steps)]
     results = [result for result in results if result["samples"]]  # a parameter server reads none
     per_rank = 12 // len(results)
@@ -69,7 +69,7 @@ def _samples_by_step(results: Seen, num_steps: int) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("servers", [False, True])
 def test_the_same_tensors_and_the_next_samples(tmp_path: Path, servers: bool) -> None:
-    """For each change: an uninterrupted run, its checkpoint half-way, and the run resumed from it."""
+    """For each change, run uninterrupted, load its checkpoint half-way, and resume from it."""
     changes = {name: CHANGES[name] for name in CHANGES if ("ps" in name) == servers}
     begun = {name: (world, overrides, "null") for name, (world, overrides, *_) in changes.items()}
     whole = _seen(tmp_path / "whole", begun.values())

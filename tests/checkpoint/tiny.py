@@ -1,4 +1,4 @@
-"""A small model in training, plain or sharded; all its numbers can be compared."""
+"""A small model in training, plain or sharded, with state that can be compared."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ def checkpointer(
     state: TrainState | None = None,
     **changes: Any,
 ) -> Checkpointer:
-    """To save ``state``, or to ``restore`` one from what is opened."""
+    """Return a checkpointer to save ``state``, or to ``restore`` a checkpoint that it opens."""
     if state is not None and state.trainable.is_sharded:
         changes = {"format": "sharded", **changes}
     made = Checkpointer(
@@ -63,7 +63,7 @@ def checkpointer(
 
 
 def restore(checkpointer: Checkpointer, state: TrainState, resume: str | None) -> bool:
-    """Continue from the checkpoint of ``resume``; False if there is none."""
+    """Continue from the checkpoint that ``resume`` names; return False if there is none."""
     source = checkpointer.open(resume)
     checkpointer.bind(state)
     return source is not None
@@ -123,7 +123,7 @@ def state_of(model: nn.Module, optimizer: str = "adamw") -> TrainState:
 
 
 def train(state: TrainState, steps: int, before_update: Callable[[], None] = lambda: None) -> None:
-    """``steps`` optimizer steps, four to an epoch, on data that depends on the step alone."""
+    """Make ``steps`` optimizer steps, four to an epoch, on data that depends only on the step."""
     for _ in range(steps):
         generator = torch.Generator().manual_seed(state.progress.step)
         x = torch.randn(12, 5, generator=generator)
@@ -145,18 +145,18 @@ def train(state: TrainState, steps: int, before_update: Callable[[], None] = lam
 
 
 def everything(state: TrainState) -> dict[str, Any]:
-    """All of ``state``, as whole CPU tensors and plain values."""
+    """Return the full ``state`` as CPU tensors and plain values."""
     tensors, plain = take_apart(state.state_dict())
     return {"tensors": whole(tensors), "plain": plain}
 
 
 def load_weights(model: nn.Module, path: str | Path, ignore: str | Sequence[str] = ()) -> None:
-    """Begin with the weights of a file, as model.init_from does."""
+    """Load the weights of a file, as model.init_from does."""
     model.load_state_dict(weights_for(model, path, ignore), strict=False)
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of ``tensors`` on the CPU, made whole on every rank (a collective)."""
+    """Return full copies of ``tensors`` on the CPU (a collective)."""
     full = {k: value.full_tensor() if isinstance(value, DTensor) else value for k, value in tensors.items()}
     return {name: tensor.detach().cpu().clone() for name, tensor in full.items()}
 

@@ -1,4 +1,4 @@
-"""Runs of the real loop; all numbers and samples can be compared."""
+"""Runs of the real training loop, with values and samples that can be compared."""
 
 import dataclasses
 import hashlib
@@ -46,7 +46,7 @@ def hashes_of(inputs: Tensor) -> list[str]:
 
 
 class Recorder:
-    """A task that records what `named` says of the inputs of each micro-batch."""
+    """A task that records the value of `named` for the inputs of each micro-batch."""
 
     def __init__(self, task: Any, named: Callable[[Tensor], list[Any]]) -> None:
         self._task, self._named = task, named
@@ -102,7 +102,7 @@ def _everything(context: Any) -> dict[str, Any]:
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The names of all values that differ in any bit."""
+    """Return the names of all values that differ in any bit."""
     if a["tensors"].keys() != b["tensors"].keys():
         return ["other tensors"]
     names = [name for name, tensor in a["tensors"].items() if not tensor.equal(b["tensors"][name])]
