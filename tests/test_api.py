@@ -1,4 +1,4 @@
-"""`trainer.train` and `trainer.load_model`: in a program, after a failure, in a notebook's kernel."""
+"""The Python API in a program, after failures, and in a notebook's kernel."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WRONG = {
 
 
 def failures_in_between(run_dir: str) -> list[str]:
-    """The hashes of a run before and after others that failed here at every stage; what Python prints of those."""
+    """Return the hashes of a run before and after runs that fail at each stage, and Python's output."""
     os.environ.clear()
     told = [trainer.train([*TINY, f"run_dir={run_dir}/0"])["param_sha256"]]
     for number, wrong in enumerate(WRONG.values()):
@@ -72,7 +72,7 @@ def test_a_mistake_is_one_exception_with_one_line_and_the_next_call_works(tmp_pa
 
 
 def loaded(run_dir: str) -> list[str]:
-    """The hash of a run's model, and of the models loaded from it in every way."""
+    """Return the hash of a run's model, and of the models loaded from it in every way."""
     os.environ.clear()
     options = ["checkpoint.every_steps=11", "checkpoint.keep_last=99", f"run_dir={run_dir}"]
     options += ["checkpoint.keep_best={metric: eval/loss, mode: max}", "model=mlp", "train.max_steps=44"]
@@ -95,7 +95,7 @@ def test_a_model_is_loaded_from_its_run(tmp_path: Path) -> None:
 
 
 class InAFile(ImagesInMemory):
-    """Digits as bytes, from a file that may be gone."""
+    """Digits as bytes, from a file that may be missing."""
 
     def __init__(self, split: str, path: str) -> None:
         images, labels = torch.load(path)
@@ -103,7 +103,7 @@ class InAFile(ImagesInMemory):
 
 
 def opened(run_dir: str) -> list[Any]:
-    """What `trainer.predict` writes, and what the opened run predicts when its data is gone."""
+    """Return the output of `trainer.predict`, and the predictions of the opened run without its data."""
     os.environ.clear()
     digits, file = Digits("eval"), Path(run_dir, "digits.pt")
     images = (digits.images[:70] * 255).byte()
@@ -134,7 +134,7 @@ def test_a_run_is_opened_and_predicts_without_its_data(tmp_path: Path) -> None:
     assert torch.equal(alone.argmax(1), found.argmax(1))
 
 
-def test_a_class_of_main_gets_a_word_on_what_to_do() -> None:
+def test_a_class_of_main_is_refused() -> None:
     with pytest.raises(UserError, match=r"model._target_ is __main__.Net.*set model._target_=mine.Net"):
         trainer.train(["model._target_=__main__.Net"], processes=2)
     with pytest.raises(UserError, match="must be a list"):
@@ -152,7 +152,7 @@ CELLS = [
 
 
 def executed(notebook: Any, folder: Path) -> list[str]:
-    """What each cell of `notebook` prints and returns, executed in `folder` by a kernel of this Python."""
+    """Return what each cell of `notebook` prints and returns, executed in `folder` by a kernel."""
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     kernel: dict[str, Any] = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]}
@@ -173,7 +173,7 @@ def executed(notebook: Any, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_the_notebook_of_the_examples(tmp_path: Path) -> None:
-    """And what a kernel says of mistakes."""
+    """Also checks what a kernel prints on mistakes."""
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(ROOT / "examples/first_run.ipynb", as_version=4)
     path = nbformat.v4.new_code_cell(f"import sys; sys.path.insert(0, {str(ROOT)!r})")
@@ -187,7 +187,7 @@ def test_the_notebook_of_the_examples(tmp_path: Path) -> None:
 
 
 def ends_of_processes(run_dir: str) -> list[str]:
-    """What a mistake that only ranks can find and a NaN raise here."""
+    """Return what a mistake that only ranks can find, and a NaN, raise here."""
     os.environ.clear()
     os.chdir(run_dir)
     fork_what_starts()
@@ -200,7 +200,7 @@ def ends_of_processes(run_dir: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_end_of_processes_is_an_exception(tmp_path: Path) -> None:
+def test_failures_of_processes_are_raised(tmp_path: Path) -> None:
     mistake, diverged = run_ranks(ends_of_processes, 1, str(tmp_path), init=False, fresh=True)[0]
     assert "2001" in mistake
     assert "NaN or Inf" in diverged
@@ -211,7 +211,7 @@ MINE = "dataset: {_target_: trainer.data.digits.Digits}\ntask: {_target_: traine
 
 
 def from_own_folders(folders: list[str], run_dir: str) -> list[Any]:
-    """Results with a data file of a user's own, in this process and in launched ones; what is said of no folder."""
+    """Return results with a data file of the user's, here and in launched processes, and an error."""
     os.environ.clear()
     fork_what_starts()
     words = [*TINY, "data=mine"]
@@ -225,7 +225,7 @@ def from_own_folders(folders: list[str], run_dir: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_settings_are_found_in_the_users_own_folders(tmp_path: Path) -> None:
+def test_config_dirs(tmp_path: Path) -> None:
     folders = [tmp_path / "it's a, place", tmp_path / "empty"]
     (folders[0] / "data").mkdir(parents=True)
     folders[1].mkdir()

@@ -1,4 +1,4 @@
-"""Seeds of ranks and of micro-batches, and generators kept as they are."""
+"""Seeds of ranks and micro-batches, and generators that are restored."""
 
 import random
 
@@ -14,7 +14,7 @@ def _draw() -> list[float]:
     return [random.random(), float(np.random.rand()), torch.rand(1).item(), torch.randn(1).item(), *normal]
 
 
-def test_each_rank_and_seed_draws_other_numbers() -> None:
+def test_each_rank_and_seed_draws_different_numbers() -> None:
     draws = []
     for seed in (0, 1, 2):
         for rank in (0, 1, 2):
@@ -26,7 +26,7 @@ def test_each_rank_and_seed_draws_other_numbers() -> None:
         assert len({draw[drawn] for draw in draws}) == len(draws)
 
 
-def test_each_micro_batch_draws_by_its_three_numbers_alone() -> None:
+def test_random_numbers_of_a_micro_batch_depend_only_on_the_three_arguments() -> None:
     draws = []
     for numbers in ((0, 1, 2), (0, 1, 3), (0, 2, 1), (1, 1, 2), (0, -1, 2), (2**63, 11, 2), (2**63, 1, 12)):
         generators.seed_micro_batch(*numbers)
@@ -38,7 +38,7 @@ def test_each_micro_batch_draws_by_its_three_numbers_alone() -> None:
         assert len({draw[drawn] for draw in draws}) == len(draws)
 
 
-def test_generators_are_kept() -> None:
+def test_generators_are_restored() -> None:
     generators.seed_everything(3, 1)
     _draw()
     with generators.generators_kept():
@@ -51,7 +51,7 @@ def test_generators_are_kept() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_generators_of_cuda_are_seeded_and_kept() -> None:
+def test_generators_of_cuda_are_seeded_and_restored() -> None:
     device = torch.device("cuda", 0)
     generators.seed_micro_batch(3, 1, 0, [device])
     with generators.generators_kept():

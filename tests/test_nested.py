@@ -1,4 +1,4 @@
-"""Nested values are visited in order, and rebuilt with the same types."""
+"""Nested values are traversed in order, and rebuilt with the same types."""
 
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Pair(NamedTuple):
 
 
 class Output(OrderedDict[str, Any]):
-    """As in transformers: a dict with a constructor that takes something else."""
+    """As in transformers: a dict whose constructor takes other arguments."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(values)
@@ -67,7 +67,7 @@ def doubled(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", NESTS, ids=lambda value: type(value).__name__)
-def test_a_nest_is_built_again_of_the_same_types(value: Any) -> None:
+def test_nested_values_are_rebuilt_with_the_same_types(value: Any) -> None:
     made = mapped(value, doubled)
     assert type(made) is type(value)
     assert [str(leaf) for leaf in leaves(made)] == [str(doubled(leaf)) for leaf in leaves(value)]
@@ -75,7 +75,7 @@ def test_a_nest_is_built_again_of_the_same_types(value: Any) -> None:
     assert mapped(value, lambda leaf: leaf) is value, "a list to which a module appends stays the caller's"
 
 
-def test_an_object_with_to_is_changed_by_it_alone_and_looked_into() -> None:
+def test_an_object_with_to_is_changed_as_a_whole_and_traversed() -> None:
     graph, known = Graph(ONE), MappingProxyType({"a": TWO})
     batch = [graph, known, 1]
     assert leaves(batch) == [ONE, TWO, 1]

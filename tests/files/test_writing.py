@@ -1,4 +1,4 @@
-"""Files that appear whole, whoever else writes them."""
+"""Files are written atomically, even with several writers."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from trainer.files.writing import atomic_file
 
 
-def test_two_processes_with_one_pid_do_not_tear_a_file(
+def test_two_processes_with_the_same_pid_write_atomically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in two containers that share a file system."""

@@ -35,7 +35,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def found(context: Run) -> dict[str, Any] | None:
-    """The result of a check now; the steps are made up, since each step is checked only once."""
+    """Return the result of a check; uses a new step each time, because each step is checked only once."""
     context.state.progress.step += 1
     try:
         context.guards.replicas.check(context.state)
@@ -45,7 +45,7 @@ def found(context: Run) -> dict[str, Any] | None:
 
 
 def flips(overrides: tuple[str, ...], seed: int, count: int) -> dict[str, Any]:
-    """Train, then flip `count` bits one at a time, each on another rank; return what was found."""
+    """Train, then flip `count` bits one at a time, each on a random rank; return the results."""
     from trainer.loop import fit
 
     with context_of(*QUICK, *overrides) as context:
@@ -85,7 +85,7 @@ def test_every_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_replicas_are_both_named_and_none_is_blamed(tmp_path: Path) -> None:
+def test_without_a_majority_both_replicas_are_named(tmp_path: Path) -> None:
     hybrid = ("strategy=fsdp", "strategy.shard_group=2", f"run_dir={tmp_path}")
     for rank in run_ranks(flips, 4, hybrid, 2, 6, init=False):
         assert rank["trained"] is rank["mended"] is None
@@ -119,7 +119,7 @@ def saves(run_dir: Path) -> dict[str, Any]:
     return {"saved": sorted(path.name for path in (run_dir / "checkpoints").iterdir())}
 
 
-def test_nothing_is_saved_of_replicas_that_differ(tmp_path: Path) -> None:
+def test_differing_replicas_are_not_saved(tmp_path: Path) -> None:
     assert run_ranks(saves, 2, tmp_path, init=False)[0]["saved"] == ["step_00000002"]
 
 
@@ -130,7 +130,7 @@ def hashes_of(*tensors: Tensor) -> list[int]:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn]
 )
-def test_the_hash_takes_any_dtype(dtype: torch.dtype) -> None:
+def test_the_hash_supports_any_dtype(dtype: torch.dtype) -> None:
     zeros, one = torch.zeros(2, 7, dtype=dtype), torch.zeros(2, 7, dtype=dtype)
     one.view(torch.uint8)[1, -1] = 1
     first, second, empty = hashes_of(zeros, one, zeros[:0])
@@ -138,7 +138,7 @@ def test_the_hash_takes_any_dtype(dtype: torch.dtype) -> None:
     assert empty == 0
 
 
-def test_the_hash_sees_what_a_sum_does_not() -> None:
+def test_the_hash_finds_what_a_sum_misses() -> None:
     values = torch.arange(1.0, 700_000)  # several chunks
     swapped, signs, moved = values.clone(), values.clone(), torch.cat([values[1 << 18 :], values[: 1 << 18]])
     swapped[[3, 4]] = swapped[[4, 3]]

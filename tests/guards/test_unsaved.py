@@ -1,4 +1,4 @@
-"""State that no checkpoint holds is named; attributes that only look like state are not."""
+"""State that checkpoints do not contain is reported; attributes that only look like state are not."""
 
 import logging
 from collections import deque
@@ -16,14 +16,14 @@ from trainer.optim.combined import CombinedOptimizer
 
 
 class Helper:
-    """A plain object of a user."""
+    """A plain object of a user's class."""
 
     def __init__(self) -> None:
         self.mean = torch.zeros(2)
 
 
 class Keeper(nn.Module):
-    """Six inputs, two outputs; `kept` is what a forward pass keeps for the next."""
+    """Six inputs, two outputs; `kept` is what a forward pass keeps for the next one."""
 
     def __init__(self, kept: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Extra(Keeper):
 
 
 class Counting(torch.optim.SGD):
-    """Counts in attributes, of which the first is saved."""
+    """Counts in attributes, of which only the first is saved."""
 
     num_steps = 0
 
@@ -81,7 +81,7 @@ class Counting(torch.optim.SGD):
 
 
 class Deciding(Counting):
-    """Has a state dict of its own, as one that saves its count."""
+    """Has its own state_dict, like an optimizer that saves its count."""
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"num_steps": self.num_steps}
@@ -93,7 +93,7 @@ def _two(params: Any, lr: float) -> CombinedOptimizer:
 
 
 class Teaching(nn.Module):
-    """A task that keeps one thing from step to step."""
+    """A task that keeps one object from step to step."""
 
     def __init__(self, kept: str = "") -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Teaching(nn.Module):
 def warnings_of(
     caplog: pytest.LogCaptureFixture, model: nn.Module | None = None, task: Any = None, optimizer: Any = None
 ) -> list[str]:
-    """The first words of each warning of six steps and two saves."""
+    """Return the first words of each warning in six steps and two saves."""
     caplog.clear()
     caplog.set_level(logging.WARNING)
     model, task = model or Keeper(""), task or Teaching()
@@ -133,25 +133,25 @@ def warnings_of(
     return [record.getMessage().partition(" changes during training")[0] for record in caplog.records]
 
 
-def test_what_changes_with_each_step_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_attributes_that_change_in_each_step_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     plain = ("passes", "hidden", "generator", "helper", "hidden_modules")
     for kept in (*plain, "late_mean"):
         assert warnings_of(caplog, nn.Sequential(Keeper(kept))) == [f"0.{kept}"]
 
 
-def test_a_cache_and_what_is_saved_are_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_caches_and_saved_state_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     for kept in ("", "cache", "late_cache", "output"):
         assert not warnings_of(caplog, Keeper(kept)), kept
     assert not warnings_of(caplog, Extra("passes"))
 
 
-def test_so_is_what_a_task_keeps(caplog: pytest.LogCaptureFixture) -> None:
+def test_attributes_of_a_task_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     for kept in ("center", "in_buffer", "teacher"):
         assert warnings_of(caplog, task=Teaching(kept)) == [f"task.{kept}"]
     assert not warnings_of(caplog, task=SimpleNamespace(loss=Teaching().loss))
 
 
-def test_so_is_what_an_optimizer_keeps_outside_its_state(caplog: pytest.LogCaptureFixture) -> None:
+def test_attributes_of_an_optimizer_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert warnings_of(caplog, optimizer=Counting) == ["optimizer.history"]
     assert warnings_of(caplog, optimizer=_two) == [
         "optimizer.parts.0.history"
@@ -159,7 +159,7 @@ def test_so_is_what_an_optimizer_keeps_outside_its_state(caplog: pytest.LogCaptu
     assert not warnings_of(caplog, optimizer=Deciding)
 
 
-def test_what_differs_after_a_resume_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_differences_after_a_resume_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     model, task = Keeper("cache"), Teaching()
     task.center = task.reference = None
     unsaved = UnsavedState(model, task, torch.optim.SGD(model.parameters(), 0.1), compares=True)
@@ -174,13 +174,13 @@ def test_what_differs_after_a_resume_is_named(caplog: pytest.LogCaptureFixture) 
     assert [record.getMessage().split(" had another")[0] for record in caplog.records] == ["task.center"]
 
 
-def test_objects_of_libraries_are_not_looked_into() -> None:
-    """Wherever they are installed; they may be large."""
+def test_objects_of_libraries_are_not_traversed() -> None:
+    """Libraries may be installed anywhere, and their objects may be large."""
     assert _is_users("tests") and not any(map(_is_users, ("hydra", "torch", "trainer", "json", "yaml")))
 
 
 @pytest.mark.slow
-def test_a_run_says_so(tmp_path: Path) -> None:
+def test_a_run_reports_unsaved_state(tmp_path: Path) -> None:
     train(
         "model._target_=tests.guards.test_unsaved.Keeper",
         "+model.kept=passes",

@@ -1,4 +1,4 @@
-"""Evaluate, predict and sample: the metrics of the run itself, each sample once, the same text with a cache."""
+"""Evaluate, predict and sample: the run's own metrics, each sample once, the same text with a cache."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rows_of(file: Path) -> list[dict[str, str]]:
 
 
 def trained_and_evaluated(run_dir: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any] | None, bool]:
-    """The metrics of the run and of its evaluation, and whether its directory is otherwise unchanged."""
+    """Return the metrics of the run and its evaluation, and whether its directory is otherwise unchanged."""
     run = Path(run_dir)
     result = train(*STRIPES, f"strategy={strategy}", f"run_dir={run}")
     before = _contents(run)
@@ -85,7 +85,7 @@ def evaluated_alone(folder: str) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_the_metrics_are_those_of_the_run(tmp_path: Path) -> None:
+def test_metrics_equal_those_of_the_run(tmp_path: Path) -> None:
     results = {}
     for strategy, world_size in WAYS.items():
         run = tmp_path / strategy
@@ -139,7 +139,7 @@ def test_the_same_text_with_and_without_cache_and_sharded(text_run: Path) -> Non
 
 
 @pytest.mark.slow
-def test_processes_started_from_here(text_run: Path) -> None:
+def test_commands_start_processes(text_run: Path) -> None:
     launch = ("launch=local", "launch.processes=2")
     ended = finish("-m", "trainer.evaluate", str(text_run), *launch, "strategy=fsdp", forks=True)
     assert ended.code == 0, ended.stderr
@@ -147,7 +147,7 @@ def test_processes_started_from_here(text_run: Path) -> None:
 
 
 def refusals(text_run: str, folder: str) -> dict[str, str]:
-    """The message for each mistake that is found only with the model."""
+    """Return the message for each mistake that is found only with the model."""
     run, empty = saved_settings(Path(text_run)), Path(folder, "empty")
     other = saved_settings(Path(text_run), ["model.width=64", "distributed.device=cpu"])
     made: dict[str, Callable[[], object]] = {
@@ -167,7 +167,7 @@ def refusals(text_run: str, folder: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_what_is_not_there_is_named(text_run: Path, tmp_path: Path) -> None:
+def test_missing_inputs_are_named(text_run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     shutil.copy(text_run / "config.yaml", tmp_path / "empty")
     said = run_ranks(refusals, 1, str(text_run), str(tmp_path), init=False)[0]
@@ -181,7 +181,7 @@ def test_what_is_not_there_is_named(text_run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_sampled_is_named(text_run: Path, tmp_path: Path) -> None:
+def test_runs_that_cannot_generate_text_are_named(text_run: Path, tmp_path: Path) -> None:
     too_long = finish("-m", "trainer.sample", str(text_run), "--prompt", "x" * 33)
     assert too_long.code == 2
     assert "--prompt has 33 tokens, but must have 1 to 32, the model's block_size" in too_long.stderr
@@ -199,14 +199,14 @@ def test_what_cannot_be_sampled_is_named(text_run: Path, tmp_path: Path) -> None
         ("strategy=fspd", "did you mean strategy=fsdp"),
     ],
 )
-def test_overrides_that_say_nothing_are_named(override: str, words: str, tmp_path: Path) -> None:
+def test_overrides_without_effect_are_named(override: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(settings(*STRIPES)))
     with pytest.raises(UserError, match=words):
         saved_settings(tmp_path, [override])
 
 
-def told_to_end(folder: str) -> tuple[int, list[str]]:
-    """The exit status and the files left."""
+def signalled(folder: str) -> tuple[int, list[str]]:
+    """Return the exit status and the remaining files."""
 
     def do(options: Any, config: Any) -> None:
         with process_group(config.distributed), output_file(Path(folder, "a.csv")):
@@ -222,11 +222,11 @@ def told_to_end(folder: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
-def test_a_signal_leaves_nothing_in_part(tmp_path: Path) -> None:
-    assert run_ranks(told_to_end, 1, str(tmp_path), init=False) == [(143, ["config.yaml"])]
+def test_a_signal_leaves_no_partial_file(tmp_path: Path) -> None:
+    assert run_ranks(signalled, 1, str(tmp_path), init=False) == [(143, ["config.yaml"])]
 
 
-def test_settings_are_the_run_s_but_for_where_it_runs(tmp_path: Path) -> None:
+def test_settings_equal_the_runs_except_for_where_it_runs(tmp_path: Path) -> None:
     was = settings(*STRIPES, "strategy=ddp", "comm=ring", "launch=local", "launch.processes=4", "seed=5")
     was.distributed.rank, was.model["init_from"] = 1, "gone.pt"
     (tmp_path / "config.yaml").write_text(to_yaml(was))
@@ -237,7 +237,7 @@ def test_settings_are_the_run_s_but_for_where_it_runs(tmp_path: Path) -> None:
     assert now.model["_target_"] == "tests.user_parts.Normed" and now.run_dir == str(tmp_path)
 
 
-def test_settings_of_a_run_from_before_they_were_renamed(tmp_path: Path) -> None:
+def test_renamed_settings_of_an_older_run_are_read(tmp_path: Path) -> None:
     now = settings(
         *STRIPES, "ema.evaluate=ema", "train.early_stopping={metric: eval/loss, patience: 3}", "seed=5"
     )
@@ -259,7 +259,7 @@ def test_settings_of_a_run_from_before_they_were_renamed(tmp_path: Path) -> None
         ("a", "is not a run"),
     ],
 )
-def test_what_is_no_run_is_named(name: str, words: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     with pytest.raises(UserError, match=words):
         saved_settings(tmp_path)

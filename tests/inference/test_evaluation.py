@@ -1,4 +1,4 @@
-"""Evaluation from rows gives the metrics of the whole data at any world size; tasks show what they promise."""
+"""Evaluation from rows computes metrics over all samples at any world size; what tasks show is logged."""
 
 import math
 import threading
@@ -27,7 +27,7 @@ MULTI_LABEL = (
 
 
 class DigitTraits(Digits):
-    """Digits, each with four traits of 0 and 1: a closed loop, even, prime, at least five."""
+    """Digits with four traits of 0 and 1: a closed loop, even, prime, at least five."""
 
     def __init__(self, split: str) -> None:
         super().__init__(split)
@@ -44,7 +44,7 @@ class Given(nn.Module):
 
 
 def _evaluated(run_dir: str) -> dict[str, Any]:
-    """The metrics, scores and labels of an untrained model; on rank 0 the rows, too."""
+    """Return the metrics, scores and labels of an untrained model; on rank 0 also the rows."""
     words = ("strategy=ddp", "train.max_steps=4", "train.global_batch_size=48", f"run_dir={run_dir}")
     with context_of(*MULTI_LABEL, *words) as context:
         found = evaluate(context.model_context, context.data.eval_loader)
@@ -52,8 +52,8 @@ def _evaluated(run_dir: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_auc_is_that_of_all_samples_at_any_world_size(tmp_path: Any) -> None:
-    """359 held-out samples: no world size here divides them."""
+def test_auc_is_over_all_samples_at_any_world_size(tmp_path: Any) -> None:
+    """None of the world sizes divides the 359 held-out samples."""
     alone, *more = [run_ranks(_evaluated, size, str(tmp_path / str(size)), init=False) for size in (1, 3)]
     rows = alone[0]["rows"]
     assert torch.equal(rows["labels"], DigitTraits("eval").labels > 0.5)
@@ -67,7 +67,7 @@ def test_auc_is_that_of_all_samples_at_any_world_size(tmp_path: Any) -> None:
         assert all(rank["metrics"] == ranks[0]["metrics"] for rank in ranks)
 
 
-def test_multi_label_metrics_leave_out_what_has_no_ranking() -> None:
+def test_multi_label_metrics_skip_labels_without_a_ranking() -> None:
     scores = torch.tensor([[2.0, 1, -1], [1, -1, -2], [-1, 2, -3]])
     labels = torch.tensor([[1.0, 0, 0], [0, 0, 0], [1, 1, 0]])  # no rank has the third
     task = MultiLabel()
@@ -88,7 +88,7 @@ def test_multi_label_metrics_leave_out_what_has_no_ranking() -> None:
 
 
 class Counts(Classification):
-    """Keeps a metric in itself, as with torchmetrics, and a teacher."""
+    """Keeps a metric object, as with torchmetrics, and a teacher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def _counted(run_dir: str) -> float:
         return context.task.seen.item() / len(batch[1])
 
 
-def test_a_metric_that_a_task_keeps_counts_no_filler(tmp_path: Any) -> None:
+def test_a_metric_object_of_a_task_counts_no_filler_batches(tmp_path: Any) -> None:
     assert run_ranks(_counted, 1, str(tmp_path), init=False) == [1]
     task, locked = Counts(), Counts()
     copied = independent_copy(task)
@@ -130,7 +130,7 @@ def _differing() -> tuple[dict[str, float], list[str]]:
     return _from_rank_0({"loss": math.nan, "seen": 19.0 - rank}, "Counts.summarise", here), told
 
 
-def test_a_metric_that_a_task_keeps_and_that_differs_between_ranks_is_told() -> None:
+def test_a_metric_that_differs_between_ranks_is_reported() -> None:
     (metrics, told), (others, nothing) = run_ranks(_differing, 2)
     assert metrics["seen"] == others["seen"] == 19 and nothing == []
     assert (
@@ -162,7 +162,7 @@ def test_regression_metrics(columns: tuple[int, ...]) -> None:
         task.loss(Given(), (torch.zeros(17, 9), targets))
 
 
-def test_what_a_classification_shows() -> None:
+def test_classification_shows() -> None:
     images = torch.randn(40, 1, 8, 8)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
     task, labels = Classification(), torch.arange(40) % 4
@@ -187,7 +187,7 @@ def test_what_a_classification_shows() -> None:
     assert not words.texts and not words.images
 
 
-def test_what_a_language_model_shows() -> None:
+def test_language_model_shows() -> None:
     class NextLetter(nn.Module):
         def forward(self, tokens: Tensor) -> Tensor:
             assert tokens.shape[1] == 8

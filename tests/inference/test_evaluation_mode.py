@@ -1,4 +1,4 @@
-"""Evaluation leaves the model as training had it: what `train()` does, and flags that a model sets itself."""
+"""Evaluation restores train/eval modes, including what `train()` does and flags that a model sets itself."""
 
 from pathlib import Path
 
@@ -12,7 +12,10 @@ from trainer.evaluation import evaluation_mode
 
 
 class Merging(nn.Module):
-    """Like LoRA, with a `train` that returns nothing: for evaluation, a product of two small matrices is added to the weight."""
+    """Like LoRA, with a `train` that returns nothing.
+
+    In evaluation mode, a product of two small matrices is added to the weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +35,7 @@ class Merging(nn.Module):
         return self.base(x) + added
 
 
-def test_modes_come_back() -> None:
+def test_modes_are_restored() -> None:
     model = nn.Sequential(Merging(), nn.Dropout())
     merging = model[0]
     assert isinstance(merging, Merging)
@@ -49,7 +52,7 @@ def test_modes_come_back() -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_saved_after_an_evaluation_is_of_training(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_after_an_evaluation_is_in_training_mode(tmp_path: Path) -> None:
     settings = ["model._target_=tests.inference.test_evaluation_mode.Merging", "~model.input_shape"]
     settings += ["~model.num_classes", "~model.hidden", "train.max_steps=8", "train.eval_every_steps=2"]
     settings += ["checkpoint.every_steps=2", "checkpoint.every_epochs=null"]

@@ -1,4 +1,4 @@
-"""A cache changes no token, even when the text outgrows the block; characters are printed when they are complete."""
+"""A cache changes no token, even beyond the block size; characters are printed when they are complete."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_a_cache_changes_no_token() -> None:
 
 
 @torch.no_grad()
-def test_logits_by_parts_are_those_of_the_whole() -> None:
+def test_logits_in_parts_equal_those_in_one_pass() -> None:
     torch.manual_seed(0)
     model = GPT(50, 16, width=32, depth=2).double().eval()
     tokens = torch.randint(50, (3, 16))
@@ -40,7 +40,7 @@ def test_logits_by_parts_are_those_of_the_whole() -> None:
 
 
 class Counts(nn.Module):
-    """Predicts the successor with certainty, then the one after it; records how many tokens it was given."""
+    """Predicts each token's successor with certainty; records how many tokens it was given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class Counts(nn.Module):
         return logits
 
 
-def test_what_outgrows_the_block_goes_on_from_its_last_half() -> None:
+def test_text_beyond_the_block_size_continues_from_its_last_half() -> None:
     model = Counts()
     assert tokens_of(model, use_cache=False) == [(4 + k) % 40 for k in range(60)]
     assert model.shown[:16] == [*range(3, 17), 8, 9]
 
 
-def test_characters_are_printed_when_they_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_characters_are_printed_when_complete(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[str] = []
 
     def tokens() -> list[int]:

@@ -1,4 +1,4 @@
-"""Rows read from each kind of file equal those written; a file appears whole or not at all."""
+"""Rows read from each kind of file equal those written; files are written atomically."""
 
 import csv
 import errno
@@ -52,7 +52,7 @@ def test_tensors(tmp_path: Path) -> None:
     assert columns["probabilities"].equal(ROWS["probabilities"])
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     with (
         pytest.raises(RetryableError, match=r"a\.csv cannot be written: No space left"),
         output_file(tmp_path / "a.csv"),
@@ -64,7 +64,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_came_in_between_stays(tmp_path: Path) -> None:
+def test_a_file_created_in_the_meantime_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="already exists"), output_file(tmp_path / "a.csv") as file:
         file.write(b"ours")
         (tmp_path / "a.csv").write_text("theirs")

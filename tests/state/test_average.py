@@ -1,4 +1,4 @@
-"""The moving average equals one computed by hand, on any device; in checkpoints, evaluations and exports."""
+"""The moving average equals one computed by hand, on any device, in checkpoints, evaluations and exports."""
 
 import math
 from pathlib import Path
@@ -48,7 +48,7 @@ def _averages(context: Any) -> dict[str, Tensor]:
 
 
 def _by_hand(root: Path, options: tuple[str, ...]) -> dict[str, Any]:
-    """Train for 8 steps, and compare the average after each with one computed here of whole tensors."""
+    """Train for 8 steps, and compare the average after each with one computed here from full tensors."""
     apart = []
     with runs.context_of(*options, f"run_dir={root}") as context:
         expected = _averages(context)
@@ -79,7 +79,7 @@ def _by_hand(root: Path, options: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _stopped(root: Path, options: tuple[str, ...], foreign: str | None) -> dict[str, Any]:
-    """A whole run, one resumed at step 5, one resumed from another strategy's checkpoint."""
+    """Return an uninterrupted run, one resumed at step 5, and one resumed under another strategy."""
     found: dict[str, Any] = {}
     with runs.context_of(*options, f"run_dir={root / 'whole'}") as context:
         fit(context)
@@ -135,7 +135,7 @@ def test_averages_under_each_strategy(tmp_path: Path) -> None:
     assert main(["convert", str(without), str(tmp_path / "no"), "--to", "torch", "--ema"]) == 2
 
 
-def test_warm_up_forgets_the_first_weights_sooner() -> None:
+def test_warmup_forgets_the_initial_weights_sooner() -> None:
     weight, averages = torch.zeros(1), []
     for warmup in (False, True):
         average = MovingAverage({"weight": weight.fill_(0)}, {}, 0.999, warmup)
@@ -149,7 +149,7 @@ def test_warm_up_forgets_the_first_weights_sooner() -> None:
 
 
 def test_a_buffer_of_float8_has_no_average() -> None:
-    """A dtype without sums."""
+    """The dtype does not support addition."""
     state = tiny.train_state()
     state.model.register_buffer("scale", torch.ones(3).to(torch.float8_e4m3fn))
     state.keep_average(0.5, warmup=False)
@@ -159,8 +159,8 @@ def test_a_buffer_of_float8_has_no_average() -> None:
     assert "norm.running_mean" in averaged and "scale" not in averaged
 
 
-def test_weights_that_share_memory_come_back() -> None:
-    """A view of a buffer, and two parameters on one storage, as `a.data = b.data` makes them."""
+def test_weights_that_share_memory_are_restored() -> None:
+    """A view of a buffer, and two parameters on one storage, as after `a.data = b.data`."""
     torch.manual_seed(0)
     table, first = torch.randn(2, 4), torch.randn(3, 3)
     holder, second = nn.Module(), torch.empty(0).set_(first.untyped_storage(), 0, first.shape)

@@ -1,4 +1,4 @@
-"""train.early_stopping and train.max_hours end a run on all ranks at the same step, saved, and a resume counts on."""
+"""train.early_stopping and train.max_hours end a run on all ranks at the same step, also after a resume."""
 
 import json
 import math
@@ -20,7 +20,7 @@ STOPS = (*QUICK, STOP, "train.eval_every_steps=3", "train.eval_every_epochs=0", 
 
 
 def stopped(root: Path, *strategies: str) -> list[list[dict[str, Any]]]:
-    """With each strategy: a run, the same again, and one resumed after its second evaluation."""
+    """Return, for each strategy, a run, the same run again, and one resumed after its second evaluation."""
     found = []
     for strategy in strategies:
         place, words = root / strategy, (f"strategy={strategy}", *STOPS)
@@ -34,7 +34,7 @@ def stopped(root: Path, *strategies: str) -> list[list[dict[str, Any]]]:
     ("world_size", "strategies"),
     [(1, ["single"]), pytest.param(2, ["ddp", "fsdp", "parameter_server"], marks=pytest.mark.slow)],
 )
-def test_all_ranks_stop_when_no_evaluation_is_better(
+def test_all_ranks_stop_when_no_evaluation_improves(
     world_size: int, strategies: list[str], tmp_path: Path
 ) -> None:
     everyones = run_ranks(stopped, world_size, tmp_path, *strategies, init=False)
@@ -57,7 +57,7 @@ def test_all_ranks_stop_when_no_evaluation_is_better(
 
 
 def out_of_time(root: Path, *strategies: str) -> list[list[dict[str, Any]]]:
-    """With each strategy: a run, the same again, and one with more time."""
+    """Return, for each strategy, a run, the same run again, and one with more time."""
     found = []
     for strategy in strategies:
         words = (f"strategy={strategy}", *QUICK, f"run_dir={root / strategy}", "train.max_steps=5")
@@ -71,7 +71,7 @@ def out_of_time(root: Path, *strategies: str) -> list[list[dict[str, Any]]]:
     ("world_size", "strategies"),
     [(1, ["single"]), (2, ["ddp", "fsdp", "parameter_server"])],
 )
-def test_a_run_ends_after_its_hours_saved_and_evaluated(
+def test_a_run_that_reaches_max_hours_is_saved_and_evaluated(
     world_size: int, strategies: list[str], tmp_path: Path
 ) -> None:
     everyones = run_ranks(out_of_time, world_size, tmp_path, *strategies, init=False)
@@ -105,7 +105,7 @@ def resumed(
     return new
 
 
-def test_only_a_better_metric_by_more_than_min_delta_starts_the_count_again() -> None:
+def test_only_an_improvement_above_min_delta_resets_the_count() -> None:
     least = EarlyStoppingConfig("m", patience=2)
     assert counted(least, 3, 2, 2, 1, 2, 1) == [False] * 5 + [True]
     assert counted(least, math.nan, 2, math.nan, math.nan) == [False, False, False, True]
@@ -114,7 +114,7 @@ def test_only_a_better_metric_by_more_than_min_delta_starts_the_count_again() ->
     assert counted(EarlyStoppingConfig("m", patience=1, min_delta=0.5), 2, 1.4) == [False, False]
 
 
-def test_a_resume_with_another_metric_counts_from_the_start() -> None:
+def test_a_resume_with_another_metric_resets_the_count() -> None:
     end = EarlyEnd(EarlyStoppingConfig("eval/loss", patience=2))
     for step in (1, 2):
         end.after_evaluation(step, {"eval/loss": 2.3})
@@ -126,7 +126,7 @@ def test_a_resume_with_another_metric_counts_from_the_start() -> None:
         assert on.setting is None, "0.5 is the best of this metric; 2.3 was no value of it"
 
 
-def test_the_hours_of_all_resumes_count() -> None:
+def test_max_hours_counts_all_resumes() -> None:
     end = EarlyEnd(max_hours=2.0)
     end._began_s -= 1.5 * 3600
     assert not end.time_is_up()
@@ -138,7 +138,7 @@ def test_the_hours_of_all_resumes_count() -> None:
     assert resumed(end).setting is None and resumed(EarlyEnd(), max_hours=1.0).setting is None
 
 
-def test_a_metric_that_no_evaluation_yields_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_metric_is_refused(tmp_path: Path) -> None:
     words = ("strategy=single", "train.early_stopping={metric: loss, patience: 1}", f"run_dir={tmp_path}")
     with pytest.raises(
         RankFailure,

@@ -30,7 +30,7 @@ def test_progress_counts_steps_epochs_and_samples() -> None:
     assert seen[6] == (7, 2, 10, 70)
 
 
-def test_progress_knows_the_way_to_go_with_another_batch_size() -> None:
+def test_progress_counts_remaining_steps_with_another_batch_size() -> None:
     progress = Progress(step=3, samples_in_epoch=30, samples_seen=30)
     for batch_size, position, steps in (
         (5, (0, 30), 2 + 2 * 8),
@@ -56,9 +56,11 @@ def _step(state: Any) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd"])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_state_dict_goes_back_in(optimizer: str, steps: int) -> None:
-    """Also what torch.distributed.checkpoint.state_dict cannot: no step yet, no state at all, an idle
-    parameter."""
+def test_state_dict_can_be_loaded(optimizer: str, steps: int) -> None:
+    """Before the first step, without state, and with an unused parameter, too.
+
+    torch.distributed.checkpoint.state_dict does not support these.
+    """
     state, fresh = tiny.train_state(optimizer=optimizer), tiny.train_state(seed=1, optimizer=optimizer)
     for _ in range(steps):
         _step(state)
@@ -74,7 +76,7 @@ def test_state_dict_goes_back_in(optimizer: str, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_state_of_a_wrapped_model_is_what_torch_gives() -> None:
+def test_the_state_of_a_wrapped_model_equals_torchs() -> None:
     net = tiny.Net()
     net.first = checkpoint_wrapper(net.first)  # type: ignore[assignment]
     net = torch.compile(net)  # type: ignore[assignment]
@@ -83,7 +85,7 @@ def test_the_state_of_a_wrapped_model_is_what_torch_gives() -> None:
     assert all(ours[name].data_ptr() == torchs[name].data_ptr() for name in ours)
 
 
-def test_a_module_that_asks_for_its_version_is_told_it() -> None:
+def test_modules_get_their_saved_version() -> None:
     class Versioned(nn.Linear):
         _version = 2
 
@@ -108,7 +110,7 @@ def test_tied_weights_have_one_optimizer_state() -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected call")
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_fp16_skips_moves_no_weight_momentum_or_average(fused: bool) -> None:
+def test_a_step_skipped_in_fp16_changes_no_weight_momentum_or_average(fused: bool) -> None:
     layer = nn.Linear(64, 64)
     alone = copy.deepcopy(layer)
     optimizer, plain = (torch.optim.SGD(m.parameters(), 0.1, 0.9, fused=fused) for m in (layer, alone))
@@ -135,7 +137,7 @@ def test_a_step_that_fp16_skips_moves_no_weight_momentum_or_average(fused: bool)
 
 
 class Lookahead(torch.optim.SGD):
-    """Has a state dict of its own, with two keys more."""
+    """Has its own state_dict, with two more keys."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -153,7 +155,7 @@ class Lookahead(torch.optim.SGD):
         self.calls, self.slow = saved["lookahead"]["calls"], saved["lookahead"]["slow"]
 
 
-def test_what_an_optimizer_adds_to_its_state_dict_is_kept() -> None:
+def test_additional_keys_of_an_optimizers_state_dict_are_saved() -> None:
     state, fresh = tiny.train_state(), tiny.train_state()
     for of in (state, fresh):
         of.optimizer = Lookahead(of.model.parameters())

@@ -1,4 +1,4 @@
-"""Under FSDP an optimizer updates plain shards: their memory, gradients and norms."""
+"""Under FSDP an optimizer updates plain local shards, which share memory with the model."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from trainer.model.trainable_parameters import TrainableParameters
 
 
 class Rows(nn.Module):
-    """Of four ranks the last three have nothing of its first parameter."""
+    """The last three of four ranks have no rows of its first parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def _norms(hybrid: bool) -> dict[str, Any]:
 
 
 def _steps(moves: bool) -> list[Tensor]:
-    """The whole model after three steps; `moves`: its parameters are moved first."""
+    """Return the full model after three steps; with `moves`, its parameters are moved first."""
     model = sharded()
     trained = TrainableParameters(model)
     assert all(type(own) is nn.Parameter for own in trained.own.values())
@@ -72,7 +72,7 @@ def _all() -> tuple[list[dict[str, Any]], list[list[Tensor]]]:
     return [_norms(hybrid) for hybrid in (False, True)], [_steps(moves) for moves in (False, True)]
 
 
-def test_shards_are_the_models_memory_and_their_norm_is_that_of_the_whole() -> None:
+def test_shards_share_the_models_memory_and_have_the_norm_of_full_tensors() -> None:
     plain = Rows()
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.1)
     for step in range(3):
