@@ -135,7 +135,7 @@ def test_a_run_is_opened_and_predicts_without_its_data(tmp_path: Path) -> None:
 
 
 def test_a_class_of_main_is_refused() -> None:
-    with pytest.raises(UserError, match=r"model._target_ is __main__.Net.*set model._target_=mine.Net"):
+    with pytest.raises(UserError, match=r"model._target_=__main__.Net .*set model._target_=mine.Net"):
         trainer.train(["model._target_=__main__.Net"], processes=2)
     with pytest.raises(UserError, match="must be a list"):
         trainer.train("strategy=ddp")

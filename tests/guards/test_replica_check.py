@@ -113,7 +113,7 @@ def saves(run_dir: Path) -> dict[str, Any]:
 
         context.state.optimizer.step = diverge  # type: ignore[method-assign]
         with pytest.raises(
-            ReplicasDifferError, match=r"after step 3 \(they were equal at step 2\).*Suspect code"
+            ReplicasDifferError, match=r"after step 3 \(they were equal at step 2\).*Possible causes"
         ):
             fit(context)
     return {"saved": sorted(path.name for path in (run_dir / "checkpoints").iterdir())}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.runs import train
-from trainer.guards.unsaved import UnsavedState, _is_users
+from trainer.guards.unsaved import UnsavedState, _is_users_package
 from trainer.optim.combined import CombinedOptimizer
 
 
@@ -176,7 +176,7 @@ def test_differences_after_a_resume_are_reported(caplog: pytest.LogCaptureFixtur
 
 def test_objects_of_libraries_are_not_traversed() -> None:
     """Libraries may be installed anywhere, and their objects may be large."""
-    assert _is_users("tests") and not any(map(_is_users, ("hydra", "torch", "trainer", "json", "yaml")))
+    assert _is_users_package("tests") and not any(map(_is_users_package, ("hydra", "torch", "trainer", "json", "yaml")))
 
 
 @pytest.mark.slow

@@ -128,11 +128,11 @@ def test_a_resume_with_another_metric_resets_the_count() -> None:
 
 def test_max_hours_counts_all_resumes() -> None:
     end = EarlyEnd(max_hours=2.0)
-    end._began_s -= 1.5 * 3600
+    end._started_s -= 1.5 * 3600
     assert not end.time_is_up()
     end = resumed(resumed(end), max_hours=2.0)  # also those of a launch without a limit
     assert not end.time_is_up()
-    end._began_s -= 0.6 * 3600
+    end._started_s -= 0.6 * 3600
     assert end.time_is_up() and resumed(end, max_hours=2.0).setting == "train.max_hours"
     assert resumed(end, max_hours=3.0).setting is None
     assert resumed(end).setting is None and resumed(EarlyEnd(), max_hours=1.0).setting is None
