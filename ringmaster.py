@@ -15,8 +15,12 @@ def main() -> None:
     if sys.platform not in ("linux", "darwin"):
         print(f"Ringmaster runs on Linux and macOS; this system is {sys.platform}", file=sys.stderr)
         sys.exit(2)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if the parent ignores it
-        signal.signal(signal.SIGINT, _interrupted)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        if signal.getsignal(number) in (
+            signal.SIG_DFL,
+            signal.default_int_handler,
+        ):  # not if the parent ignores it
+            signal.signal(number, _interrupted)
     for name in ("trainer", "models"):
         found = import_module(name).__file__  # None: a folder without __init__.py
         if found is None or Path(found).resolve().parent != HERE / name:
@@ -33,9 +37,11 @@ def main() -> None:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C before the run handles signals: print one line, where imports would end in tracebacks."""
-    if os.environ.get("RANK", "0") == "0":
+    """Handle Ctrl-C and SLURM's SIGUSR1 until the run does: print a line, where imports would end in tracebacks."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print("interrupted before the run began: nothing was trained", file=sys.stderr, flush=True)
+    if number == signal.SIGUSR1:
+        os._exit(75)  # the status of a stop; by default the signal would end this process with status 138
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 

@@ -50,19 +50,28 @@ def test_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ]
     assert main(runs) == 0
     out = capsys.readouterr().out
-    rows = {line.split()[0]: line for line in out.splitlines() if line}
+    rows = {line.split()[0]: line for line in out.splitlines()[:-1] if line}
     assert rows["a"].split()[4:8] == ["4.16", "±", "0.04", "16000"]  # the first window warms up
-    assert rows["b"].split()[-3:] == ["aaaaaaaaaaaa", "never", "0"]
+    assert rows["b"].split()[-3:] == ["aaaaaaaaaaaa", "none", "0"]
     assert rows["c"].split()[-4:] == ["bbbbbbbbbbbb", "step", "30", "0.25"]
     assert rows["c"].split()[9:12] == ["3.00", "2.00", "1.00"]
-    assert rows["verdict:"] == (
-        "verdict: b is fastest, 2.00 x (1.96 to 2.04) as fast as the next, a; equal to the last bit: the models of a, b"
+    assert out.splitlines()[-1] == (
+        "b is fastest, 2.00 x (1.96 to 2.04) as fast as the next, a; equal to the last bit: the models of a, b"
     )
 
 
 def test_the_lowest_loss_is_named(tmp_path: Path) -> None:
     runs = read_runs([write(tmp_path / "a"), write(tmp_path / "b", **{"eval/loss": 0.25})])
     assert "; b has the lowest eval/loss, 0.25; " in compare(runs)
+
+
+def test_a_run_that_diverged_in_evaluation_has_no_loss(tmp_path: Path) -> None:
+    """result.json has null, and metrics.jsonl an evaluation before it that was good."""
+    folder = write(tmp_path / "b", **{"eval/loss": None})
+    with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 70, "eval/loss": 0.01}\n{"step": 80, "eval/loss": null}\n')
+    said = compare(read_runs([write(tmp_path / "a"), folder]))
+    assert "0.01" not in said.replace("0.010", "") and "lowest" not in said
 
 
 def test_a_difference_within_the_spread_is_none(tmp_path: Path) -> None:
@@ -94,7 +103,7 @@ def test_no_ratio_is_told_from_few_windows(tmp_path: Path) -> None:
 )
 def test_what_is_unlike_is_flagged(override: str, words: str, tmp_path: Path) -> None:
     said = compare(read_runs([write(tmp_path / "a"), write(tmp_path / "b", override)]))
-    assert f"not alike: a and b: {words}" in said
+    assert f"different settings: a and b: {words}" in said
 
 
 def test_what_is_no_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +115,7 @@ def test_what_is_no_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFix
     assert "config.yaml cannot be read" in capsys.readouterr().err
     Path(runs[1], "result.json").write_text("{")
     assert main(runs) == 2
-    assert "b is not comparable: its result.json is broken" in capsys.readouterr().err
+    assert "b cannot be compared: its result.json is damaged" in capsys.readouterr().err
 
 
 def test_a_sweep_stands_for_its_trials_that_are_done(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "build": "checkpoint config data distributed errors model optim strategies tasks",
         "compare": "config errors files sweep",
-        "status": "checkpoint errors failures files run_dir",
+        "status": "checkpoint errors failures files run_dir sweep",
         "evaluation": "data distributed errors loggers strategies tasks tensors",
         "forward_backward": "strategies tasks",
         "guards": "accelerator checkpoint config data distributed errors failures model optim state "

@@ -142,6 +142,42 @@ def test_a_damaged_file_is_named_and_nothing_crashes(name: str, content: str, tm
         assert look(run)["state"] == {"failure.json": "failed", "result.json": "lost"}.get(name, "running")
 
 
+def test_pruned_and_queued_trials_and_nan(tmp_path: Path) -> None:
+    for name in ("000_pruned", "001_stopped", "002_requeued"):
+        write(begin(tmp_path / name, silent_s=1), "failure.json", status=75, message="by a signal")
+    trial = {"number": 0, "common": [], "swept": {}, "folder": "000_pruned", "state": "pruned"}
+    (tmp_path / "trials.jsonl").write_text(json.dumps(trial) + "\n")
+    for name, job in (("002_requeued", "7"), ("003_queued", "8"), ("004_started", "9")):
+        (tmp_path / name / "slurm").mkdir(parents=True)
+        (tmp_path / name / "slurm" / "id").write_text(job)
+    (tmp_path / "004_started" / "slurm" / "9_0.out").touch()
+    diverged = begin(tmp_path / "005_diverged", silent_s=1)
+    write(diverged, "result.json", steps=100)
+    with (diverged / "evaluations.jsonl").open("a") as file:
+        file.write('{"step": 100, "branch": "b", "metrics": {"eval/loss": NaN}}\n')
+    found = json.loads(report([str(tmp_path)], True, 100), parse_constant=pytest.fail)
+    states = {Path(run["run"]).name: run["state"] for run in found}
+    assert states == {
+        "000_pruned": "pruned",
+        "001_stopped": "stopped",
+        "002_requeued": "queued",
+        "003_queued": "queued",
+        "005_diverged": "done",
+    }
+    assert "SLURM job 8 has not started: squeue --jobs=8" in report([str(tmp_path)], False, 100)
+    with (tmp_path / "trials.jsonl").open("a") as file:
+        file.write("{")
+    assert f"{tmp_path / 'trials.jsonl'} cannot be read" in report([str(tmp_path)], False, 100)
+
+
+def test_a_folder_without_access_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: object) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "scandir", refuse)  # root may read anything
+    assert f"Permission denied: '{tmp_path}'" in report([str(tmp_path)], False, 100)
+
+
 def test_folders_without_runs(tmp_path: Path) -> None:
     assert report([str(tmp_path)], False, 100) == f"no runs in {tmp_path}: no folder there contains run.json"
     assert json.loads(report([str(tmp_path)], True, 100)) == []

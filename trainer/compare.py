@@ -1,6 +1,7 @@
-"""Compares finished runs with the first of them: `python -m trainer.compare RUN RUN ... | SWEEP`.
+"""Compare the speed, communication, losses and models of finished runs.
 
-Reads config.yaml, result.json and metrics.jsonl: speed, communication, losses, and bits of the models.
+`python -m trainer.compare RUN RUN ...`, or the folder of a sweep, reads config.yaml, result.json and
+metrics.jsonl of each run, and compares it with the first.
 """
 
 import argparse
@@ -19,20 +20,21 @@ from trainer.files.columns import cell, columns
 from trainer.files.untrusted import printable
 from trainer.sweep.trials import DONE, RunFiles, read_trials
 
-# Settings that make losses, or models, incomparable.
+# Losses, or models, can only be compared if these settings are equal.
 _ALIKE = ["data.dataset", "data.task", "train.global_batch_size", "train.precision", "seed"]
 _ALIKE += ["train.max_steps", "train.epochs"]
 _MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/overlapped_ms", "comm/exposed_ms")
 _FEWEST = 5  # log windows that a run needs for a ratio of speeds
 _HEADER = ["run", "strategy", "comm", "processes", "ms/step", "spread", "samples/s", "peak MiB", "comm ms"]
-_HEADER += ["hidden", "exposed", "train/loss", "eval/loss", "param_sha256", "parts at", "largest loss gap"]
+_HEADER += ["overlapped", "exposed", "train/loss", "eval/loss", "param_sha256", "first difference"]
+_HEADER += ["largest loss difference"]
 
 
 def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
-    """The named runs, and the finished runs of each named sweep, by short names.
+    """Return the named runs, and the finished runs of each named sweep, by short names.
 
     Raises:
-        UserError: there are less than two, or one is not a finished run, or has a broken result.json.
+        UserError: there are fewer than two runs, or one has not finished, or has a damaged result.json.
     """
     folders: list[Path] = []
     for folder in map(Path, named):
@@ -46,24 +48,26 @@ def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
     runs = {printable(folder.name if short else folder): RunFiles(folder) for folder in folders}
     for name, run in runs.items():
         if not run.result:
-            raise UserError(f"{name} is not comparable: its result.json is broken")
+            raise UserError(f"{name} cannot be compared: its result.json is damaged")
     if len(runs) < 2:
         raise UserError(f"{' '.join(named)}: {len(runs)} finished run, but two are needed to compare")
     return runs
 
 
 def compare(runs: Mapping[str, RunFiles]) -> str:
-    """The settings that differ, a table, and in one line the fastest run and which models are equal."""
+    """Return the settings that differ, a table, and one line: the fastest run, and the models that are equal."""
     (first, base), *others = runs.items()
     unlike = [
-        f"not alike: {first} and {name}: {words}" for name, run in others if (words := _unlike(base, run))
+        f"different settings: {first} and {name}: {words}"
+        for name, run in others
+        if (words := _unlike(base, run))
     ]
     table = columns([_HEADER, *(_row(name, run, base) for name, run in runs.items())])
-    return "\n".join([*unlike, *([""] if unlike else []), table, "", _verdict(runs)])
+    return "\n".join([*unlike, *([""] if unlike else []), table, "", _summary(runs)])
 
 
 def _unlike(base: RunFiles, run: RunFiles) -> str:
-    """The settings at or under `_ALIKE` that differ, with both values."""
+    """Return the settings in or below `_ALIKE` that differ, with both values."""
     mine, theirs = (dict(leaves(OmegaConf.to_container(read_settings(one.folder)))) for one in (base, run))
     keys = [key for key in {**mine, **theirs} if any(f"{key}.".startswith(f"{name}.") for name in _ALIKE)]
     unlike = (key for key in keys if mine.get(key) != theirs.get(key))
@@ -89,15 +93,15 @@ def _row(name: str, run: RunFiles, base: RunFiles) -> list[str]:
     # Means over fewer steps, because a run was resumed after the last log step, can't be compared.
     partial = {step for each in (run, base) for step in each.scalars.get("train/loss_steps", {})}
     common = sorted((mine.keys() & theirs.keys()) - partial)
-    gaps = {step: abs(mine[step] - theirs[step]) for step in common}
+    gaps = {step: gap for step in common if not math.isnan(gap := abs(mine[step] - theirs[step]))}
     if run is base or not gaps:
         return [*row, "", ""]
-    parts_at = next((f"step {step}" for step, gap in gaps.items() if gap), "never")
-    return [*row, parts_at, f"{max(gaps.values()):.2g}"]
+    first = next((f"step {step}" for step, gap in gaps.items() if gap), "none")
+    return [*row, first, f"{max(gaps.values()):.2g}"]
 
 
-def _verdict(runs: Mapping[str, RunFiles]) -> str:
-    """Which run is fastest, and whether by more than its steps vary; and which made the same model."""
+def _summary(runs: Mapping[str, RunFiles]) -> str:
+    """Return which run is fastest and whether by more than the spread, and which models are equal."""
     words = []
     windows = {name: times for name, run in runs.items() if (times := _ms_per_step(run))}
     few = [name for name, times in windows.items() if len(times) < _FEWEST]
@@ -116,7 +120,9 @@ def _verdict(runs: Mapping[str, RunFiles]) -> str:
         if least <= 1:
             words[0] += " (within their spread: no difference shown)"
     losses = sorted(
-        (run.metrics["eval/loss"], name) for name, run in runs.items() if "eval/loss" in run.metrics
+        (loss, name)
+        for name, run in runs.items()
+        if math.isfinite(loss := run.metrics.get("eval/loss", math.nan))
     )
     if len(losses) > 1 and cell(losses[0][0], ".5g") != cell(losses[1][0], ".5g"):
         words.append(f"{losses[0][1]} has the lowest eval/loss, {losses[0][0]:.5g}")
@@ -126,7 +132,7 @@ def _verdict(runs: Mapping[str, RunFiles]) -> str:
         words.append(f"equal to the last bit: the models of {', '.join(same)}")
     else:
         words.append(f"no other model equals that of {first} to the last bit")
-    return f"verdict: {'; '.join(words)}"
+    return "; ".join(words)
 
 
 def _ms_per_step(run: RunFiles) -> list[float]:

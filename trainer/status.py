@@ -1,10 +1,13 @@
-"""Shows the state of every run below a folder: `python -m trainer.status [DIR ...] [--watch] [--json]`.
+"""Show the state of every run below a folder.
 
-Reads a few small files of each run, without changing or locking them. Does not import torch.
+`python -m trainer.status [DIR ...] [--watch] [--json]` reads a few small files of each run, without changing
+or locking them. It does not import torch.
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -12,7 +15,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,15 +31,23 @@ from trainer.files.untrusted import load_json, printable, reason
 from trainer.run_dir import LOCK, RENEW_S, RUN
 from trainer.run_dir.metrics_file import FILE as METRICS
 from trainer.run_dir.metrics_file import RESULT, last_metrics
+from trainer.sweep.trials import FILE as TRIALS
+from trainer.sweep.trials import PRUNED, read_trials
 
-_STATES = ["failed", "lost", "suspended", "stopped", "running", "done"]  # what needs attention comes first
+# What needs attention comes first.
+_STATES = ["failed", "lost", "suspended", "stopped", "queued", "running", "pruned", "done"]
+_WITH_REASON = {"failed", "lost", "suspended", "queued"}  # the reason takes the place of the numbers
 _HEADER = ["run", "state", "step", "left", "train", "eval", "best", "samples/s", "host"]
 _SILENT_S = 4 * RENEW_S  # an NFS client may show a time that is a minute old
 _DEFAULT, _WIDTH, _REFRESH_S = "runs", 100, 5.0
 
 
-def look(folder: Path) -> dict[str, Any]:
-    """Return the JSON object of the run in `folder`; a value that its files don't contain is None."""
+def look(folder: Path, pruned: Collection[Path] = ()) -> dict[str, Any]:
+    """Return the JSON object of the run in `folder`; a value that its files don't contain is None.
+
+    Args:
+        pruned: the folders of pruned trials. The run itself knows only that a signal has stopped it.
+    """
     damaged: list[str] = []
 
     def read(function: Callable[[Path], Any], name: str) -> Any:
@@ -60,6 +71,10 @@ def look(folder: Path) -> dict[str, Any]:
         _written_at(folder / RESULT, folder / failure_file.NAME),
     )
     state, why = _state(owner, renewed_at, ended_at, result, end)
+    if state == "stopped" and folder in pruned:
+        state = "pruned"
+    elif state in ("stopped", "failed", "lost") and (job := _queued_job(folder)):
+        state, why = "queued", f"SLURM job {job} has not started: squeue --jobs={job}"
     step = max(metrics.get("step", 0), result.get("steps", 0), _numbers(end).get("step", 0))
     total, made = numbers.get("total_steps"), step - numbers.get("first_step", 0)
     left_s = None
@@ -134,6 +149,16 @@ def _state(
     return "lost", f"no sign of life from process {pid} on {owner.get('host')} since {since}"
 
 
+def _queued_job(folder: Path) -> str | None:
+    """Return the last SLURM job that launch=slurm submitted for this run, if it has not started."""
+    slurm = folder / "slurm"
+    with contextlib.suppress(OSError):
+        job = (slurm / "id").read_text()
+        if not (slurm / "stop").exists() and not any(slurm.glob(f"{job}[._]*")):
+            return printable(job)
+    return None
+
+
 def report(folders: Sequence[str], as_json: bool, width: int) -> str:
     """Return the table, or the JSON, of all runs below `folders`, including the trials of sweeps.
 
@@ -141,28 +166,42 @@ def report(folders: Sequence[str], as_json: bool, width: int) -> str:
         UserError: one is not a directory; the default need not exist yet.
     """
     runs: list[dict[str, Any]] = []
+    pruned: set[Path] = set()
+    damaged: list[str] = []
     for top in folders:
         if not Path(top).is_dir() and top != _DEFAULT:
             raise UserError(f"{printable(top)} is not a directory; give the folder that contains your runs")
-        for folder, names, files in os.walk(top):
-            if RUN in files:
-                runs.append(look(Path(folder)))
+        for folder, names, files in os.walk(top, onerror=lambda error: damaged.append(str(error))):
+            if TRIALS in files:
+                try:
+                    trials = read_trials(Path(folder))
+                    pruned |= {Path(folder, trial.folder) for trial in trials if trial.state == PRUNED}
+                except (OSError, ValueError, TypeError) as error:
+                    damaged.append(f"{Path(folder, TRIALS)} cannot be read: {reason(error)}")
+            if RUN in files or ("slurm" in names and _queued_job(Path(folder))):
+                runs.append(look(Path(folder), pruned))
                 names[:] = [name for name in names if name != "checkpoints"]
     runs.sort(key=lambda run: (_STATES.index(run["state"]), run["silent_s"]))
+    damaged += [words for run in runs for words in run["damaged"]]
     if as_json:
-        return json.dumps(runs, indent=2)
+        return json.dumps([{name: _jsonable(value) for name, value in run.items()} for run in runs], indent=2)
     if not runs:
-        return f"no runs in {', '.join(map(printable, folders))}: no folder there contains {RUN}"
+        none = f"no runs in {', '.join(map(printable, folders))}: no folder there contains {RUN}"
+        return "\n".join([none, *map(printable, damaged)])
     shared = folders[0] if len(folders) == 1 else "."
     header, *lines = columns([_HEADER, *(_cells(run, shared) for run in runs)]).splitlines()
     at = header.index("left")
     for number, run in enumerate(runs):
-        if run["state"] in ("failed", "lost", "suspended"):  # the reason instead of numbers
+        if run["state"] in _WITH_REASON:  # the reason instead of numbers
             lines[number] = f"{lines[number]:<{at}}{printable(run['reason'])}"
     counts = Counter(run["state"] for run in runs)
     total = f"{len(runs)} runs: {', '.join(f'{counts[state]} {state}' for state in _STATES if counts[state])}"
     table = [line if len(line) <= width else f"{line[: width - 3]}..." for line in (header, *lines)]
-    return "\n".join([*table, "", total, *(printable(words) for run in runs for words in run["damaged"])])
+    return "\n".join([*table, "", total, *map(printable, damaged)])
+
+
+def _jsonable(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cells(run: Mapping[str, Any], top: str) -> list[str]:
@@ -170,7 +209,7 @@ def _cells(run: Mapping[str, Any], top: str) -> list[str]:
     if len(name) > 30:  # the name of a trial begins with its number, and ends with its settings
         name = f"{name[:8]}...{name[-19:]}"
     cells = [name, run["state"], str(run["step"]) if total is None else f"{run['step']}/{total}"]
-    if run["state"] in ("failed", "lost", "suspended"):
+    if run["state"] in _WITH_REASON:
         return [*cells, *[""] * 6]
     minutes, seconds = divmod(round(left_s or 0), 60)
     left = "" if left_s is None else f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

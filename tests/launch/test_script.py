@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -79,7 +80,8 @@ def test_a_job_goes_on_without_its_launcher_and_may_be_cancelled_before_it_start
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, body in {
-        "sbatch": f'echo "$@" > {tmp_path}/told; echo 13; exit $(cat {tmp_path}/status)',
+        "sbatch": f'echo "$@" > {tmp_path}/told; echo 13; sleep 0.5; cp {tmp_path}/failure.json {tmp_path}/run;'
+        f" exit $(cat {tmp_path}/status)",
         "squeue": f'[[ "$*" = *"$(cat {tmp_path}/listed)" ]] && echo 12; true',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -97,6 +99,9 @@ def test_a_job_goes_on_without_its_launcher_and_may_be_cancelled_before_it_start
     assert launched("none", 0)[0] == 0
     assert launched("--states=CANCELLED", 0)[0] == 75
     assert "ended with status 2: see" in launched("none", 2)[1]
+    (tmp_path / "failure.json").write_text(json.dumps({"status": 75, "message": "stopped after step 3"}))
+    status, said = launched("none", 1)  # by scancel, after the run has saved
+    assert status == 75 and "job 13 ended with status 75: stopped after step 3" in said
     assert "--dependency" not in (tmp_path / "told").read_text()
     assert launched("--jobs=13", 0, "resume=auto")[0] == 0
     assert "--dependency=afterany:13 --wait" in (tmp_path / "told").read_text()

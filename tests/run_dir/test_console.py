@@ -64,14 +64,15 @@ ringmaster.main()
 """
 
 
-def test_an_interrupt_during_start_up_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGUSR1, 75)])
+def test_an_interrupt_during_start_up_is_one_line(number: int, code: int, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_TO_IMPORT)
     with started(str(tmp_path / "slow.py")) as program:
         deadline = time.monotonic() + 100
         while "importing" not in program.stdout:
             assert program.poll() is None and time.monotonic() < deadline, program.stderr
             time.sleep(0.02)
-        program.send_signal(signal.SIGINT)
+        program.send_signal(number)
         ended = program.wait()
-    assert ended.code == -signal.SIGINT
+    assert ended.code == code
     assert ended.stderr == "interrupted before the run began: nothing was trained\n"

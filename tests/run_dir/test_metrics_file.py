@@ -22,7 +22,9 @@ def test_one_line_a_step_also_where_it_is_written_in_two_parts(tmp_path: Path) -
         {"step": 20, "train/loss": 0.25, "eval/loss": 0.75},
         {"step": 30, "train/loss": None},
     ]
-    assert read_metrics(tmp_path) == {"train/loss": {10: 0.5, 20: 0.25}, "eval/loss": {20: 0.75}}
+    read = read_metrics(tmp_path)
+    assert math.isnan(read["train/loss"].pop(30))
+    assert read == {"train/loss": {10: 0.5, 20: 0.25}, "eval/loss": {20: 0.75}}
     scalars.close()
 
 
@@ -34,6 +36,10 @@ def test_a_resumed_run_makes_the_steps_after_it_again(tmp_path: Path) -> None:
     with (tmp_path / FILE).open("a") as file:
         file.write('{"step": 40, "train/lo')  # killed while it wrote
     assert read_metrics(tmp_path) == {"train/loss": {10: 1.0, 20: 1.0, 30: 1.0}}
+    for steps, is_kept in ((20, True), (30, False)):  # 30: of the steps that are about to be repeated
+        (tmp_path / "result.json").write_text(json.dumps({"steps": steps}))
+        MetricsFile(tmp_path, steps_before=20).close()
+        assert (tmp_path / "result.json").exists() == is_kept
     after = MetricsFile(tmp_path, steps_before=20)
     assert [line["step"] for line in lines(tmp_path)] == [10, 20]
     after.write({"train/loss": 2.0}, 30)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import itertools
 import json
 import math
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -18,6 +20,7 @@ from hydra.core.override_parser.types import Override
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams import metadata
 
+from tests.ranks import ROOT
 from tests.runs import settings
 from trainer.config import Config
 from trainer.config.overrides import set_to
@@ -63,14 +66,21 @@ def test_each_trial_has_gpus_of_its_own_or_as_many_run_as_told() -> None:
     assert rooms("auto", [], *[["launch=slurm"]] * 17) == [*[[]] * 16, None]
 
 
+# What the trials of `log` do before they end.
+BEFORE: dict[str, str] = {}
+
+
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialLog:
     """Of trials whose process says why, and where that is explained, and ends: with optim.lr=N by status N."""
 
     def start(argv: list[str], *, stdout: IO[bytes], **_: object) -> subprocess.Popen[bytes]:
         given = dict(word.partition("=")[::2] for word in argv)
+        act = BEFORE.get(lr := given["optim.lr"], "")
         return subprocess.Popen(
-            ["sh", "-c", f"echo why; echo '  see'; exit {given['optim.lr']}"], stdout=stdout
+            ["sh", "-c", f"{act}\necho why; echo '  see'; exit {lr}"],
+            stdout=stdout,
+            cwd=given["run_dir"],
         )
 
     monkeypatch.setattr(fresh, "start", start)
@@ -106,6 +116,41 @@ def test_ends_that_are_not_good(log: TrialLog, capsys: pytest.CaptureFixture[str
     assert runner(log, 0, 3, 1).run() == 1
     said = capsys.readouterr().out
     assert "002_lr-1 died" in said and "000_lr-0 done" not in said and "001_lr-3 failed (" not in said
+
+
+def test_the_reason_of_a_failed_trial_is_in_its_failure_json(
+    log: TrialLog, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last line of output may be about the save that follows an error. An old failure.json doesn't count."""
+    told = json.dumps({"status": 1, "message": "ValueError: boom"})
+    monkeypatch.setitem(BEFORE, "1", f"[ -e failure.json ] || echo '{told}' > failure.json")
+    monkeypatch.setitem(BEFORE, "5", "kill -9 $$")
+    assert runner(log, 1, 5).run() == 1
+    said = capsys.readouterr().out
+    assert "000_lr-1 died (status 1): ValueError: boom  (" in said
+    assert (
+        "001_lr-5 died (status -9): killed by SIGKILL; the last line of its output is: no output  (" in said
+    )
+    with (log.folder / "results.csv").open() as file:
+        assert [row["reason"][:10] for row in csv.DictReader(file)] == ["ValueError", "killed by "]
+    assert runner(log, 1).run() == 1
+    assert "000_lr-1 died (status 1): why  (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wanted", [GRID, RANDOM])
+def test_a_trial_that_diverged_in_evaluation_is_neither_best_nor_an_end_of_the_sweep(
+    wanted: SweepConfig, log: TrialLog, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for lr, last in (("0", "null"), ("00", "0.5")):
+        rows = f'{{"step": 1, "eval/loss": 0.1}}\n{{"step": 2, "eval/loss": {last}}}'
+        monkeypatch.setitem(BEFORE, lr, f"echo '{rows}' > metrics.jsonl")
+    search = iter([({"optim.lr": lr}, settings()) for lr in ("0", "00")])
+    assert Runner(wanted, search, log, []).run() == 0
+    said = capsys.readouterr().out
+    assert "000_lr-0 done: eval/loss nan, " in said and "001_lr-00 done: eval/loss 0.5, " in said
+    rows = [line.split() for line in said.splitlines() if line.endswith("  done")]
+    assert [row[2] for row in rows] == ["0.5", "nan"]
+    assert [trial.value for trial in read_trials(log.folder)] == [None, 0.5]
 
 
 def test_an_invalid_trial_is_passed_over_until_its_folder_is_deleted(
@@ -175,7 +220,8 @@ def test_what_contradicts_is_left_out_and_named(capsys: pytest.CaptureFixture[st
 def write_evaluations(folder: Path, *losses: float) -> None:
     """The files of a run with an evaluation every ten steps."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [{"step": 10 * number, "eval/loss": loss} for number, loss in enumerate(losses, 1)]
+    values = [loss if math.isfinite(loss) else None for loss in losses]
+    rows = [{"step": 10 * number, "eval/loss": loss} for number, loss in enumerate(values, 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -190,6 +236,10 @@ def test_a_trial_is_pruned_by_the_evaluations_of_others(pruning: str, pruned_at:
             done = log.trial({"b": str(number)})
             done.state, done.value = DONE, 0.1 * sign
             write_evaluations(folder / done.folder, 0.5 * sign, 0.3 * sign, 0.1 * sign)
+        diverged = log.trial({"b": "7"})
+        write_evaluations(folder / diverged.folder, math.nan)
+        assert Pruning(wanted, log).step_to_end_at(diverged) == 10
+        del log.trials["a=1", "b=7"]
         other = TrialLog(folder, ["a=2"], "eval/loss").trial({"b": "1"})
         other.state, other.number, other.folder = DONE, 9, "other"
         log.trials["other",] = other
@@ -207,6 +257,16 @@ def test_a_trial_is_pruned_by_the_evaluations_of_others(pruning: str, pruned_at:
 
 def parsed(*overrides: str) -> list[Override]:
     return OverridesParser.create().parse_overrides(list(overrides))
+
+
+def test_a_sweep_continues_when_the_reader_of_its_output_has_gone() -> None:
+    program = "from trainer.sweep.output import say; say('a'); input(); say('b'); say('c')"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes) as sweep:
+        assert sweep.stdout is not None and sweep.stdout.readline() == "a\n"
+        sweep.stdout.close()
+        sweep.stdout = None
+        assert sweep.communicate("\n", timeout=60) == (None, "") and sweep.returncode == 0
 
 
 def test_a_grid_has_hydras_syntax() -> None:
@@ -285,6 +345,7 @@ def test_the_trial_log_keeps_numbers_and_knows_a_trial_by_its_overrides(tmp_path
     log = opened("a=1")
     first, second = (log.trial({"b": b}) for b in ("[1,2]", "x/y"))
     assert [first.folder, second.folder] == ["000_b-1-2", "001_b-x-y"]
+    assert TrialLog(tmp_path, [], "").trial({"a.lr": "0.015676676195506"}).folder == "000_lr-0.01568"
     first.state = second.state = "running"
     log.write()
     again = opened("a=1")

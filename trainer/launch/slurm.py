@@ -28,7 +28,7 @@ _NO_STEP = (
 
 
 def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
-    """Submit the run, print its job and logs, and wait for its end unless told not to; return its status.
+    """Submit the run, print its job and logs, and with launch.wait wait until it ends; return its status.
 
     Raises:
         UserError: SLURM is missing, or refuses the job.
@@ -45,7 +45,8 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
         return 0, None
     if shutil.which("sbatch") is None:
         raise UserError(
-            "launch=slurm needs SLURM's sbatch, which is not here; launch.dry_run=true prints the script"
+            "launch=slurm needs SLURM's sbatch, which is not on the PATH of this machine; submit from a login "
+            "node, or print the script with launch.dry_run=true"
         )
     (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
     stop = run_dir / "slurm" / "stop"
@@ -67,7 +68,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
     failed_before = failure_file.written_at(run_dir)
 
     def pass_on(number: int) -> None:
-        """Have it save and stop for good, even if it was requeued."""
+        """Have the job save and stop for good, or cancel it if it is still queued."""
         stop.touch()
         for how in ("--state=PENDING", "--signal=USR1"):
             subprocess.run(["scancel", "--quiet", how, *jobs], check=False, timeout=60)
@@ -85,7 +86,8 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
             failure_file.written_at(run_dir) != failed_before
             and (end := failure_file.read(run_dir)) is not None
         ):
-            why = end["message"]
+            # After scancel, sbatch returns 1 although the run has saved.
+            status, why = end["status"], end["message"]
         print(f"job {job} ended with status {status}: {why}", file=sys.stderr, flush=True)
     return status, None
 
@@ -97,10 +99,10 @@ def _listed(job: str, *options: str) -> bool:
 
 
 def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bool) -> str:
-    """The batch script; a requeued job resumes from its newest checkpoint.
+    """Return the batch script. A requeued job resumes from its newest checkpoint.
 
     Args:
-        shrinks: whether tasks go on when another has died.
+        shrinks: whether the other tasks continue when a task has died.
     """
     asked = {
         "job-name": "ringmaster",

@@ -21,6 +21,8 @@ class MetricsFile:
     def __init__(self, run_dir: Path, steps_before: int) -> None:
         """Open the file of `run_dir`; a resumed run writes the lines after `steps_before` again.
 
+        It removes a result.json of a later step, too, which the run is about to replace.
+
         Raises:
             OSError: it cannot be written.
         """
@@ -29,6 +31,8 @@ class MetricsFile:
         rows = [json.dumps(line).encode() + b"\n" for line in kept]
         with atomic_file(path) as file:
             file.writelines(rows)
+        if (_steps(run_dir) or 0) > steps_before:
+            (run_dir / RESULT).unlink()
         self._descriptor = os.open(path, os.O_WRONLY)
         self._end = os.lseek(self._descriptor, 0, os.SEEK_END)
         # A run that was stopped before its evaluation of a step adds it to the line of that step.
@@ -56,12 +60,15 @@ class MetricsFile:
 
 
 def read_metrics(run_dir: Path) -> dict[str, dict[int, float]]:
-    """Every scalar of a run, which may be running: name to values by step; {} without a file."""
+    """Return every scalar of a run by name and step; {} without a file. NaN stands for NaN or Inf (null).
+
+    The run may still be running.
+    """
     found: dict[str, dict[int, float]] = {}
     for line in _lines(run_dir / FILE):
         for name, value in line.items():
-            if name != "step" and isinstance(value, int | float):
-                found.setdefault(name, {})[line["step"]] = value
+            if name != "step" and isinstance(value, int | float | None):
+                found.setdefault(name, {})[line["step"]] = math.nan if value is None else value
     return found
 
 
@@ -108,7 +115,8 @@ def write_result(run_dir: Path, result: dict[str, Any], made_steps: bool) -> Non
         file.write(json.dumps(result, indent=2).encode() + b"\n")
 
 
-def _steps(run_dir: Path) -> object:
+def _steps(run_dir: Path) -> int | None:
     with contextlib.suppress(OSError, UserError):
-        return load_json(run_dir / RESULT).get("steps")
+        steps = load_json(run_dir / RESULT).get("steps")
+        return steps if isinstance(steps, int) else None
     return None

@@ -1,6 +1,7 @@
-"""Decides which running trials to stop early, by comparing their evaluations with one of Optuna's pruners."""
+"""Pruning: compare the evaluations of running trials, by one of Optuna's pruners, and stop the worse ones."""
 
 import logging
+import warnings
 from typing import Any
 
 from trainer.errors import optional
@@ -44,9 +45,11 @@ class Pruning:
         found = None
         for number, (step, value) in enumerate(evaluations[known:], known + 1):
             own.report(value, number)
-            # Called for each evaluation, because Optuna records the rungs that a trial reaches.
-            if own.should_prune() and found is None:
-                found = step
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, if all evaluations are NaN
+                # Called for each evaluation, because Optuna records the rungs that a trial reaches.
+                if own.should_prune() and found is None:
+                    found = step
         self._told[trial.number] = own, max(known, len(evaluations))
         return found
 

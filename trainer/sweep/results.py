@@ -19,16 +19,21 @@ from trainer.sweep.trials import DONE, PRUNED, RunFiles, Trial, TrialLog, values
 CSV, PICTURE, _HPARAMS = "results.csv", "results.png", ".hparams"
 
 
-def write(log: TrialLog, wanted: SweepConfig) -> None:
-    """Print the table of all trials of a sweep's folder, and write the files to the folder."""
+def write(log: TrialLog, wanted: SweepConfig) -> str:
+    """Write the result files of a sweep to its folder; return the table of its trials, and where they are."""
     folder, trials = log.folder, list(log.trials.values())
     trials.sort(key=lambda trial: order([trial], wanted))
-    print(f"\n{table(trials, wanted)}\n")
     _write_csv(folder, trials, wanted.metric)
     write_hparams(folder, trials, wanted.metric)
     drawn = draw(folder / PICTURE, trials, wanted)
     look = f"tensorboard --logdir {shlex.quote(str(folder))}"
-    print(f"{folder / CSV}" + (f"  {folder / PICTURE}" if drawn else "") + f"  {look}")
+    files = f"{folder / CSV}" + (f"  {folder / PICTURE}" if drawn else "") + f"  {look}"
+    return f"\n{table(trials, wanted)}\n\n{files}"
+
+
+def shown(value: float | None) -> str:
+    """Return the metric of a trial as text: "nan" if its last evaluation was NaN or Inf; "" without any."""
+    return "" if value is None else f"{value:.6g}"
 
 
 def order(repeats: Sequence[Trial], wanted: SweepConfig) -> float:
@@ -42,7 +47,7 @@ def table(trials: Sequence[Trial], wanted: SweepConfig) -> str:
     """The trials, best first; with several seeds, one row for all of them, with their deviation."""
     if wanted.seeds == 1:
         keys = _swept_keys(trials)
-        cells = [[t.folder, *_cells(t, keys), cell(t.value), state(t)] for t in trials]
+        cells = [[t.folder, *_cells(t, keys), shown(t.value), state(t)] for t in trials]
         return columns([["trial", *keys, wanted.metric, "state"], *cells])
     keys = [key for key in _swept_keys(trials) if key != "seed"]
     groups: dict[tuple[str, ...], list[Trial]] = {}
@@ -132,7 +137,7 @@ def draw(path: Path, trials: Sequence[Trial], wanted: SweepConfig) -> bool:
 
     values = values_of(done)
     best = min(range(len(done)), key=lambda index: order([done[index]], wanted))
-    pruned = [trial for trial in trials if trial.state == PRUNED and trial.value is not None]
+    pruned = [trial for trial in trials if trial.state == PRUNED and math.isfinite(trial.value or math.nan)]
     values += [min(max(trial.value or 0, min(values)), max(values)) for trial in pruned]
     size = (max(4, 3.6 * len(keys)), 3.4)
     figure, all_axes = plt.subplots(

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
-from trainer.errors import NonFiniteError, StoppedBySignal, UserError
-from trainer.files.columns import cell
+from trainer.errors import NonFiniteError, StoppedBySignal, UserError, first_line
+from trainer.files import failure_file
 from trainer.files.untrusted import printable
 from trainer.launch import fresh
 from trainer.launch.signals import stop_signals_to
 from trainer.sweep import results, trials
+from trainer.sweep.output import say
 from trainer.sweep.pruning import Pruning
 from trainer.sweep.search import SweepConfig
 from trainer.sweep.trials import Combination, RunFiles, Trial, TrialLog, words_of
@@ -42,6 +43,7 @@ class Attempt:
     process: subprocess.Popen[bytes] = field(init=False)
     gpus: list[str] = field(init=False)
     began_s: float = field(init=False)  # time.monotonic
+    failed_before: int | None = field(init=False)  # when failure.json was last written before the start
 
 
 class Runner:
@@ -80,20 +82,20 @@ class Runner:
         """
         counts = Counter(trial.state for trial in self._log.trials.values())
         before = ", ".join(f"{count} {state}" for state, count in counts.items())
-        _say(f"sweep in {self._log.folder}" + (f"; earlier trials: {before}" if before else ""))
+        say(f"sweep in {self._log.folder}" + (f"; earlier trials: {before}" if before else ""))
         with stop_signals_to(self._signals.append):
             self._loop()
-        results.write(self._log, self._wanted)
+        say(results.write(self._log, self._wanted))
         if self._mistake is not None:
             raise UserError(f"{self._mistake}; the sweep stops here; the same command continues it")
         invalid = [trial for trial in self._trials if trial.state == trials.INVALID]
         if invalid:
-            _say(f"{len(invalid)} of {len(self._trials)} trials are invalid; to retry one, delete its folder")
+            say(f"{len(invalid)} of {len(self._trials)} trials are invalid; to retry one, delete its folder")
         for trial in invalid:
-            _say(f"  {' '.join(words_of(trial.swept))}: {trial.reason}")
+            say(f"  {' '.join(words_of(trial.swept))}: {trial.reason}")
         states = {trial.state for trial in self._trials}
         if self._ends or trials.STOPPED in states:
-            _say("stopped and saved; the same command continues the sweep")
+            say("stopped and saved; the same command continues the sweep")
             return _STOPPED
         by_state = {trials.DIED: 1, trials.INVALID: _MISTAKE, trials.FAILED: _NOT_FINITE}
         return next((status for state, status in by_state.items() if state in states), 0)
@@ -111,7 +113,7 @@ class Runner:
             while self._signals:
                 self._signals.pop()
                 if not self._ends:
-                    _say(f"running trials ({len(self._running)}) save and stop; a second signal kills them")
+                    say(f"running trials ({len(self._running)}) save and stop; a second signal kills them")
                     self._end()
                 else:
                     for attempt in self._running:
@@ -165,6 +167,7 @@ class Runner:
             argv.append("resume=auto")
         trial.state, trial.status, trial.reason, trial.pruned_at = trials.RUNNING, None, None, None
         self._log.write()
+        attempt.failed_before = failure_file.written_at(folder)
         with (folder / OUTPUT).open("ab") as output:
             attempt.process = fresh.start(
                 argv,
@@ -186,8 +189,10 @@ class Runner:
             trial.pruned_at = None  # it reached its end before the signal
         elif trial.pruned_at is not None:
             trial.state = trials.PRUNED
-        elif trial.state == trials.INVALID:
-            trial.reason = _last_line(folder / OUTPUT)
+            with (folder / OUTPUT).open("a") as output:
+                output.write(f"pruned by the sweep at step {trial.pruned_at}; the sweep does not resume it\n")
+        elif trial.state != trials.STOPPED:
+            trial.reason = _reason(attempt, folder)
         metric, run = self._wanted.metric, RunFiles(folder)
         metrics = run.metrics
         trial.value = metrics.get(metric)
@@ -196,10 +201,10 @@ class Runner:
             self._pruning.end(trial)
         words = f"{trial.folder} {results.state(trial)}"
         if trial.state in (trials.DONE, trials.PRUNED):
-            words += f": {metric} {cell(trial.value) or 'none'}, {trial.seconds:.0f} s"
-        elif trial.state != trials.STOPPED:
-            words += f" (status {code}): {_last_line(folder / OUTPUT)}  ({folder / OUTPUT})"
-        _say(words)
+            words += f": {metric} {results.shown(trial.value) or 'none'}, {trial.seconds:.0f} s"
+        elif trial.reason is not None:
+            words += f" (status {code}): {trial.reason}  ({folder / OUTPUT})"
+        say(words)
         if trial.state == trials.INVALID and self._share_a_mistake():
             self._end(f"{trial.reason}; all trials so far ended with this message")
         known: Iterable[str] = metrics if self._pruning is None else run.scalars
@@ -238,15 +243,18 @@ class Runner:
                 attempt.process.send_signal(signal.SIGTERM)
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
+def _reason(attempt: Attempt, folder: Path) -> str:
+    """Return why a trial has failed: the message in its failure.json, or else its last line of output.
 
-
-def _last_line(output: Path) -> str:
-    """Return the last line that isn't indented: the reason. Hints such as the page about it are indented."""
-    lines = output.read_text(errors="replace").splitlines()
-    last = next((line for line in reversed(lines) if line[:1].strip()), "no output")
-    return printable(last)
+    The last line that isn't indented counts, because hints such as the page about an error are indented.
+    """
+    if failure_file.written_at(folder) != attempt.failed_before and (end := failure_file.read(folder)) is not None:
+        return printable(first_line(str(end.get("message"))))
+    lines = (folder / OUTPUT).read_text(errors="replace").splitlines()
+    last = printable(next((line for line in reversed(lines) if line[:1].strip()), "no output"))
+    if (code := attempt.process.returncode) < 0:
+        return f"killed by {signal.Signals(-code).name}; the last line of its output is: {last}"
+    return last
 
 
 def room(

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config import Config, at_least, like, one_of
 from trainer.config.overrides import in_words
 from trainer.errors import UserError, first_line, optional
+from trainer.sweep.output import say
 from trainer.sweep.trials import PRUNED, Combination, Trial, TrialLog, values_of, words_of
 
 
@@ -51,7 +52,7 @@ def with_settings(
         if (words := " ".join(words_of(combination))) not in seen:
             seen.add(words)
             if isinstance(composed, str):
-                print(f"skipped: {words}: {composed}", flush=True)
+                say(f"skipped: {words}: {composed}")
             yield combination, composed
 
 

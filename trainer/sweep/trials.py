@@ -1,4 +1,4 @@
-"""What has run, by its files: trials.jsonl, all that a sweep remembers, and the files of each run."""
+"""The trials of a sweep: trials.jsonl, which is all that a sweep remembers, and the files of each run."""
 
 import dataclasses
 import json
@@ -15,8 +15,8 @@ from trainer.run_dir.metrics_file import read_metrics
 
 FILE = "trials.jsonl"
 RUNNING, DONE, DIED = "running", "done", "died"
-FAILED = "failed"  # a loss that was not finite: a restart would end the same
-STOPPED = "stopped"  # and saved
+FAILED = "failed"  # the loss was NaN or Inf: a restart would end in the same way
+STOPPED = "stopped"  # by a signal, after a save
 INVALID = "invalid"  # the run refused a wrong setting
 PRUNED = "pruned"  # stopped, because others were better after the same number of evaluations
 FINAL = {DONE, FAILED, INVALID, PRUNED}
@@ -31,7 +31,7 @@ def words_of(combination: Combination) -> list[str]:
 
 
 class RunFiles:
-    """A run by its files. Before its end it has no `result`, and `scalars` until now."""
+    """The files of a run. While it is running, `result` is empty, and `scalars` end at the last log step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class RunFiles:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """From result.json, and the last values in metrics.jsonl."""
+        """The numbers in result.json, and the last values in metrics.jsonl, which may be NaN."""
         last = {name: values[max(values)] for name, values in self.scalars.items()}
         numbers = {name: value for name, value in self.result.items() if type(value) in (int, float)}
         return last | numbers
@@ -61,7 +61,7 @@ class Trial:
     status: int | None = None
     value: float | None = None
     seconds: float = 0.0  # over all attempts
-    reason: str | None = None  # why it is invalid
+    reason: str | None = None  # why it is invalid, has failed or died
     pruned_at: int | None = None  # the step of the evaluation after which it was pruned
 
     @property
@@ -70,11 +70,11 @@ class Trial:
 
 
 class TrialLog:
-    """The trials of a sweep's folder by their overrides, all of them in its file.
+    """All trials of a sweep's folder by their overrides, as its file trials.jsonl contains them.
 
     Args:
-        common: the overrides of all trials of this command line.
-        metric: its values are read again from the runs, because this command may name another metric.
+        common: the overrides that all trials of this command line share.
+        metric: read again from the files of each run, because this command may name another metric.
     """
 
     def __init__(self, folder: Path, common: Sequence[str], metric: str) -> None:
@@ -87,11 +87,11 @@ class TrialLog:
             trial.value = RunFiles(folder / trial.folder).metrics.get(metric)
 
     def trial(self, swept: Combination) -> Trial:
-        """The trial with these values, which may have run before."""
+        """Return the trial with these values: a new one, unless the log already contains it."""
         if known := self.trials.get(_key([*self._common, *words_of(swept)])):
             return known
         given = {key: value for key, value in swept.items() if value is not None}
-        parts = [f"{key.rpartition('.')[2]}-{value}" for key, value in given.items()]
+        parts = [f"{key.rpartition('.')[2]}-{_short(value)}" for key, value in given.items()]
         folder = "_".join(map(_for_a_path, [f"{len(self.trials):03d}", *parts]))[:100].rstrip("-")
         trial = Trial(len(self.trials), self._common, swept, folder)
         self.trials[_key(trial.overrides)] = trial
@@ -124,23 +124,34 @@ class TrialLog:
         return RunFiles(self.folder / trial.folder).scalars.get(self._metric, {})
 
     def write(self) -> None:
-        """Called after every change of a trial, before it takes effect."""
+        """Replace the file. Call this after every change of a trial, before it takes effect."""
         with atomic_file(self.folder / FILE, on_disk=True) as file:
             for trial in self.trials.values():
-                file.write(json.dumps(dataclasses.asdict(trial)).encode() + b"\n")
+                row = dataclasses.asdict(trial)
+                if not math.isfinite(trial.value or 0):  # JSON has no NaN
+                    row["value"] = None
+                file.write(json.dumps(row).encode() + b"\n")
 
 
 def _key(overrides: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(overrides))
 
 
+def _short(value: str) -> str:
+    """Round a number with many digits, as a search suggests it, to four: the folder's name has a number, too."""
+    try:
+        return value if len(value) < 8 else f"{float(value):.4g}"
+    except ValueError:
+        return value
+
+
 def _for_a_path(text: str) -> str:
-    """Without characters that are special to a shell, a file system or Hydra."""
+    """Remove the characters that are special to a shell, a file system or Hydra."""
     return re.sub(r"[^\w.+-]+", "-", re.sub(r"-?[^\w.+-]+$|(?<=-)[^\w.+-]+", "", text))
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """Every trial in the trial log of `folder`; [] without a log."""
+    """Return the trials in the log of the sweep in `folder`; [] if it has none."""
     try:
         rows = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
     except (FileNotFoundError, NotADirectoryError):
@@ -149,6 +160,6 @@ def read_trials(folder: Path) -> list[Trial]:
 
 
 def values_of(trials: Iterable[Trial]) -> list[float]:
-    """The metric of those that are done, where it is a number."""
+    """Return the metric of each trial that is done, if it is a finite number."""
     values = [trial.value for trial in trials if trial.state == DONE and trial.value is not None]
     return [value for value in values if math.isfinite(value)]
