@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C and SLURM's SIGUSR1 until the run does: print a line, where imports would end in tracebacks."""
+    """Handle Ctrl-C and SLURM's SIGUSR1 until the run does, in one line instead of tracebacks of imports."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print("interrupted before the run began: nothing was trained", file=sys.stderr, flush=True)
     if number == signal.SIGUSR1:

@@ -55,7 +55,7 @@ def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
 
 
 def compare(runs: Mapping[str, RunFiles]) -> str:
-    """Return the settings that differ, a table, and one line: the fastest run, and the models that are equal."""
+    """Return the settings that differ, a table, and one line: the fastest run, and equal models."""
     (first, base), *others = runs.items()
     unlike = [
         f"different settings: {first} and {name}: {words}"
@@ -96,8 +96,8 @@ def _row(name: str, run: RunFiles, base: RunFiles) -> list[str]:
     gaps = {step: gap for step in common if not math.isnan(gap := abs(mine[step] - theirs[step]))}
     if run is base or not gaps:
         return [*row, "", ""]
-    first = next((f"step {step}" for step, gap in gaps.items() if gap), "none")
-    return [*row, first, f"{max(gaps.values()):.2g}"]
+    difference = next((f"step {step}" for step, gap in gaps.items() if gap), "none")
+    return [*row, difference, f"{max(gaps.values()):.2g}"]
 
 
 def _summary(runs: Mapping[str, RunFiles]) -> str:

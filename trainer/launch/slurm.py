@@ -45,8 +45,8 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
         return 0, None
     if shutil.which("sbatch") is None:
         raise UserError(
-            "launch=slurm needs SLURM's sbatch, which is not on the PATH of this machine; submit from a login "
-            "node, or print the script with launch.dry_run=true"
+            "launch=slurm needs SLURM's sbatch, which is not here; submit from a login node, or print the "
+            "script with launch.dry_run=true"
         )
     (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
     stop = run_dir / "slurm" / "stop"

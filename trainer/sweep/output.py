@@ -5,7 +5,7 @@ import sys
 
 
 def say(text: str) -> None:
-    """Print `text`. If the reader of a pipe has gone, as with `| head`, the sweep continues without output."""
+    """Print `text`. After the reader of a pipe has gone, as with `| head`, the sweep goes on silently."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

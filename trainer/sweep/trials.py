@@ -138,7 +138,7 @@ def _key(overrides: Iterable[str]) -> tuple[str, ...]:
 
 
 def _short(value: str) -> str:
-    """Round a number with many digits, as a search suggests it, to four: the folder's name has a number, too."""
+    """Round a number with many digits, such as a search suggests, for the name of a folder."""
     try:
         return value if len(value) < 8 else f"{float(value):.4g}"
     except ValueError:
