@@ -329,7 +329,7 @@ def test_a_search_learns_from_the_trial_log(
     [
         ("a=interval(2,1)", "a=interval.2,1.: .*low <= high"),
         ("a=tag(log,interval(0,1))", "low > 0"),
-        ("a=tag(lgo,interval(1,2))", "the tag lgo is unknown, and log the only one"),
+        ("a=tag(lgo,interval(1,2))", "the tag lgo is unknown; the only tag is log"),
     ],
 )
 def test_a_space_that_is_none_is_refused(override: str, words: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Checks the network before a long job: `torchrun ... -m trainer.comm.preflight`.
+"""Check the network before a long job: `torchrun ... -m trainer.comm.preflight`.
 
-The ranks meet and watch each other as in training. Every host connects to every other host. Then the ranks
+The ranks connect and watch each other as in training. Every host connects to every other host. Then the ranks
 run every operation that training needs on values with a known result, measure all links between hosts, and
 print one table on rank 0. Exits with status 1 if two hosts cannot connect, if a result is wrong, or if a
 link is slower than `--min-gbit`, and names the hosts. If a rank does not start, fails or keeps the others
@@ -41,8 +41,8 @@ class RankReport:
 
     host_name: str
     address: str  # where gloo listens
-    operations: dict[str, tuple[str, float]]  # the fault or "", and ms
-    links: list[dict[str, float]]  # those that start at this rank
+    operations: dict[str, tuple[str, float]]  # by operation: what is wrong ("" if nothing is), and ms
+    links: list[dict[str, float]]  # the links that start at this rank
     costs: dict[str, float]
 
 
@@ -114,17 +114,17 @@ def _settings(options: argparse.Namespace) -> DistributedConfig:
 
 def _report(ranks: Ranks, timeout_s: float) -> RankReport:
     """Run everything (a collective)."""
-    # The default group waits an hour longer, for the watch. Before step 1 that cannot tell who is behind, but
-    # can if all other ranks fail. So gloo's operations fail in time, and after each of NCCL's all ranks meet
-    # by gloo: those that are through fail there.
+    # The default group waits an hour longer than timeout_s, so that the watch reports a hang first. Before
+    # step 1, the watch can't tell which rank is behind unless the other ranks fail. So gloo's operations fail
+    # in time. After each NCCL operation, all ranks wait for each other by gloo, which fails in time, too.
     control = gloo_group(timeout_s, in_time=True)
     groups = {"cpu": control}
     me = GroupRank(ranks.rank, ranks.world_size, ranks.device, groups.get(ranks.device.type), control)
     operations = {}
     ranks_by_host = [[r for r, h in enumerate(ranks.hosts) if h == host] for host in sorted({*ranks.hosts})]
-    for device in dict.fromkeys((ranks.device, torch.device("cpu"))):  # beside NCCL the trainer uses gloo
+    for device in dict.fromkeys((ranks.device, torch.device("cpu"))):  # with NCCL, the trainer uses gloo, too
         group = replace(me, device=device, group=groups.get(device.type))
-        for name in OPERATIONS if ranks.world_size > 1 else OPERATIONS[1:]:  # the first needs a peer
+        for name in OPERATIONS if ranks.world_size > 1 else OPERATIONS[1:]:  # isend needs another rank
             ranks.heartbeat.enter("set_up")  # so that a rank that hangs in an operation is behind the others
             if ranks.is_main:  # if all hang in one, nothing else tells in which
                 print(f"preflight: {name} ({device.type})", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What the preflight does on all ranks: operations with known results; links and processors, measured."""
+"""The checks of the preflight: operations on known values, and the speed of links and processors."""
 
 import os
 import time
@@ -24,9 +24,9 @@ _SEGMENTS, _GPU_SEGMENTS = (64, 1 << 18), (16, 1 << 24)
 
 @dataclass(frozen=True)
 class GroupRank:
-    """One of all ranks, the device of its tensors, and the group that it uses (None: the default one).
+    """A rank, the device of its tensors, and the process group that it uses (None: the default group).
 
-    `control` is a group of all ranks on the host.
+    `control` is a gloo group of all ranks, for barriers.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class GroupRank:
     control: dist.ProcessGroup | None = None
 
     def data(self, rank: int) -> Tensor:
-        """What `rank` contributes, (1031,) float64: sums stay exact at any world size.
+        """Return what `rank` contributes, (1031,) float64, so that sums are exact at any world size.
 
         Signs alternate, so the maximum comes from the last rank in one element, from rank 0 in the next.
         """
@@ -51,7 +51,7 @@ class GroupRank:
         accelerator.synchronize(self.device)
 
     def barrier(self) -> None:
-        """Wait for all ranks on the host, where a wait ends in time; one in NCCL may take an hour."""
+        """Wait for all ranks by gloo, which fails in time; a wait in NCCL may take an hour."""
         dist.barrier(self.control)
 
 
@@ -62,7 +62,7 @@ OPERATIONS = (
 
 
 def check(operation: str, me: GroupRank) -> str:
-    """The first difference between what this rank received and should have; "" if there is none."""
+    """Run `operation`; return the first difference from the known result, "" if there is none."""
     got, wanted = _made(operation, me)
     differs = (got != wanted).flatten().cpu()  # waits for a GPU
     if not differs.any():
@@ -73,14 +73,14 @@ def check(operation: str, me: GroupRank) -> str:
 
 
 def _made(operation: str, me: GroupRank) -> tuple[Tensor, Tensor]:
-    """What this rank has after the operation, and what it should have; the last rank is the root."""
+    """Return what this rank has after the operation, and what it should have; the last rank is the root."""
     mine, everyones = me.data(me.rank), torch.stack([me.data(rank) for rank in range(me.world_size)])
     left, right, root = (me.rank - 1) % me.world_size, (me.rank + 1) % me.world_size, me.world_size - 1
     is_root, group, got, nothing = me.rank == root, me.group, me.blank(_LENGTH), (mine[:0], mine[:0])
     # Part p of rank r is data(r) + p, so a part on the wrong rank is detected.
     parts = torch.stack([mine + part for part in range(me.world_size)])
     match operation:
-        case "isend, irecv":  # both directions at once; of two ranks, left and right are told apart by order
+        case "isend, irecv":  # both directions at once; with two ranks, only the order tells left from right
             both = me.blank(2, _LENGTH)
             transfers = [
                 dist.P2POp(dist.isend, mine, right, group),
@@ -157,7 +157,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
         (dist.send if sends else dist.recv)(message, peer, me.group)
 
     def stream_s(message: Tensor, count: int) -> float:
-        """Time until `count` messages have arrived, and the leader knows it."""
+        """Return the time until `count` messages have arrived, and the leader knows it."""
         began = time.perf_counter()
         for _ in range(count):
             move(message, leads)
@@ -165,7 +165,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
         me.finish()
         return time.perf_counter() - began
 
-    # A process that waits for a GPU spins: there the CPU time of a transfer is not known.
+    # A process that waits for a GPU spins, so the CPU time of a transfer isn't known there.
     on_gpu, began = is_accelerator(me.device), time.process_time()
     round_trips = sorted(stream_s(token, 1) for _ in range(_SHORT))
     message_s = stream_s(token, _SHORT) / _SHORT if on_gpu else (time.process_time() - began) / (2 * _SHORT)
@@ -185,7 +185,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
 
 
 def measure_costs(me: GroupRank) -> dict[str, float]:
-    """What a byte costs one processor while all ranks work, and how many processors the host has.
+    """Return what a byte costs one processor while all ranks work, and how many processors the host has.
 
     On a CPU the clock is CPU time, which other programs hardly change; on a GPU it is wall time.
     """

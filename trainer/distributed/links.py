@@ -1,4 +1,4 @@
-"""Checks that every host can connect to every other host, before gloo connects all ranks.
+"""Check that every host can connect to every other host, before gloo connects all ranks.
 
 If gloo can't connect two ranks, its error names neither host, and every rank that waits for them looks
 like the cause. Here the first rank of each host listens at gloo's address, every host connects to every other
@@ -54,8 +54,8 @@ def check_links(
     """
     if len(set(hosts)) == 1:
         return
-    speaks = hosts.index(hosts[rank]) == rank  # one rank speaks for each host
-    limit_s = min(timeout_s / 4, _MOST_S)  # it may pass twice before the watch reports a hang
+    speaks = hosts.index(hosts[rank]) == rank  # the first rank of each host does the check
+    limit_s = min(timeout_s / 4, _MOST_S)  # two such waits must end before the watch reports a hang
     listener = gloo_listener() if speaks else None
     with contextlib.nullcontext() if listener is None else _answering(listener, limit_s) as own:
         gathered = gather_in_store(store, "listening", rank, len(hosts), own, backstop(timeout_s))

@@ -1,4 +1,4 @@
-"""A sweep from its command line to its end: common and swept settings, folder, and search."""
+"""Start a sweep from its command line: find the swept settings, check combinations, and run the trials."""
 
 import fcntl
 import functools
@@ -28,7 +28,7 @@ from trainer.sweep.trials import Combination, TrialLog, words_of
 def sweep(
     composed: DictConfig, loader: ConfigLoader, sweeper: Mapping[str, Any], arguments: Sequence[str]
 ) -> None:
-    """Run the sweep of the overrides `arguments`.
+    """Run the sweep that the overrides `arguments` describe.
 
     Args:
         composed: the settings without the swept ones, with Hydra's own.
@@ -79,7 +79,7 @@ def sweep(
             if (value := combination.get(key)) is None or not exists(key, value):
                 raise
             return compose({**combination, key: None})
-        trial.run_dir = composed.hydra.sweep.dir  # where, in place of the trial's own folder in it
+        trial.run_dir = composed.hydra.sweep.dir  # for the checks; the folder of the trial isn't known yet
         loaded = config.load(split_off_hydra(trial))
         if not loaded.launch.returns_result:
             raise UserError(
@@ -97,7 +97,7 @@ def sweep(
     if not any(word.startswith("hydra.mode=") for word in of_hydra):
         options.append("hydra.mode=RUN")
     planned = []
-    if wanted.search == "grid":  # all are composed before the first runs, to show a mistake at once
+    if wanted.search == "grid":  # compose all combinations before the first trial, to find mistakes early
         planned = list(itertools.islice(with_settings(grid(swept), compose), wanted.trials))
         refused = [reason for _, reason in planned if isinstance(reason, str)]
         if len(refused) == len(planned):

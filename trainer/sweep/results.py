@@ -37,14 +37,14 @@ def shown(value: float | None) -> str:
 
 
 def order(repeats: Sequence[Trial], wanted: SweepConfig) -> float:
-    """The key that sorts the best first, and those without a number last."""
+    """Return the sort key that puts the best trial first, and trials without a finite metric last."""
     if not (values := values_of(repeats)) or any(trial.state == PRUNED for trial in repeats):
         return math.inf
     return statistics.fmean(values) * (1 if wanted.mode == "min" else -1)
 
 
 def table(trials: Sequence[Trial], wanted: SweepConfig) -> str:
-    """The trials, best first; with several seeds, one row for all of them, with their deviation."""
+    """Return a table of the trials, best first; with several seeds, one row for each combination."""
     if wanted.seeds == 1:
         keys = _swept_keys(trials)
         cells = [[t.folder, *_cells(t, keys), shown(t.value), state(t)] for t in trials]
@@ -70,7 +70,7 @@ def state(trial: Trial) -> str:
 
 
 def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
-    """A row for each run, ended in any state; the column of the metric is `value`."""
+    """Write one row for each trial, in any state; the column `value` is the metric."""
     rows = []
     for trial in trials:
         row: dict[str, Any] = {"trial": trial.number, "folder": trial.folder, "state": trial.state}

@@ -1,4 +1,4 @@
-"""Runs a sweep: starts trials while there is room, and records how each ends, until none is left."""
+"""Run a sweep: start trials while there is room, and record how each ends, until none is left."""
 
 import math
 import os
@@ -36,7 +36,7 @@ _STATES = {0: trials.DONE, _MISTAKE: trials.INVALID, _NOT_FINITE: trials.FAILED,
 
 @dataclass
 class Attempt:
-    """A trial to be run; after its start also how it runs."""
+    """One start of a trial. The fields without a default are set when it starts."""
 
     trial: Trial
     config: Config
@@ -141,7 +141,7 @@ class Runner:
         return room(attempt.config, self._wanted.concurrent, self._gpus, taken)
 
     def _rest_of(self, combination: Combination, config: Config | str) -> Iterator[Attempt]:
-        """The trials of a combination, one for each seed, that are not final and do not run already."""
+        """Yield the trials of a combination, one for each seed, that are neither final nor running."""
         if isinstance(config, str):
             trial = self._log.trial(combination)
             self._trials.append(trial)
@@ -260,13 +260,13 @@ def _reason(attempt: Attempt, folder: Path) -> str:
 def room(
     config: Config, concurrent: str, gpus: Sequence[str], taken: Sequence[Sequence[str]]
 ) -> list[str] | None:
-    """The GPUs for a trial, [] if it uses none; None if there is no room.
+    """Return the GPUs for a trial, [] if it uses none; None if there is no room.
 
     Args:
-        concurrent: how many trials run at most, even if they then share GPUs: the least busy ones. "auto"
-            gives each its own; without GPUs they run one at a time.
+        concurrent: the largest number of running trials, which may then share GPUs, the least busy first.
+            "auto" gives each trial GPUs of its own; without GPUs, one trial runs at a time.
         gpus: the GPUs of this machine.
-        taken: those of each trial that runs.
+        taken: the GPUs of each running trial.
     """
     busy = Counter(gpu for some in taken for gpu in some)
     own = sorted(gpus, key=lambda gpu: busy[gpu])[: _num_wanted(config, len(gpus))]
@@ -277,7 +277,7 @@ def room(
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
     told = os.environ.get("CUDA_VISIBLE_DEVICES")
     if told is not None:
         return [name for name in told.split(",") if name and name != "-1"]

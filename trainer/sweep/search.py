@@ -1,4 +1,4 @@
-"""What a sweep tries: its settings, hydra.sweeper, and which combination of values comes next."""
+"""The settings of a sweep (hydra.sweeper), and which combination of values it tries next."""
 
 import itertools
 import logging
@@ -57,17 +57,17 @@ def with_settings(
 
 
 def grid(swept: Sequence[Override]) -> Iterator[Combination]:
-    """Every combination, the last setting changing first.
+    """Return every combination of the values; the last setting changes first.
 
     Raises:
-        UserError: an interval, which has no grid.
+        UserError: a setting is an interval, which has no grid.
     """
     axes = {}
     for override in swept:
         key = override.get_key_element()
         if override.is_interval_sweep():
-            way_out = "use range() or a list, or hydra.sweeper.search=random or tpe"
-            raise UserError(f"{key}=interval(...) has no grid: {way_out}")
+            way_out = "use a list or range(), or set hydra.sweeper.search to random or tpe"
+            raise UserError(f"{key}=interval(...) has no grid of values; {way_out}")
         axes[key] = list(override.sweep_string_iterator())
     return (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
 
@@ -119,9 +119,10 @@ def suggestions(
 
 
 def _distribution(override: Override, of: Any) -> Any:
-    """What Optuna draws from: the numbers of an interval, or else texts.
+    """Return what Optuna draws from: the numbers of an interval, or the values of a list, as text.
 
-    An interval is of integers if both ends are, int(interval(1, 8)), and logarithmic by tag(log, ...).
+    An interval has only integers if both ends are, as in int(interval(1, 8)). With tag(log, ...), it is
+    logarithmic.
 
     Args:
         of: optuna.distributions.
@@ -131,7 +132,7 @@ def _distribution(override: Override, of: Any) -> Any:
         if not isinstance(value, IntervalSweep):
             return of.CategoricalDistribution(list(override.sweep_string_iterator()))
         if others := value.tags - {"log"}:
-            raise ValueError(f"the tag {others.pop()} is unknown, and log the only one")
+            raise ValueError(f"the tag {others.pop()} is unknown; the only tag is log")
         whole = all(isinstance(end, int) for end in (value.start, value.end))
         kind = of.IntDistribution if whole else of.FloatDistribution
         return kind(value.start, value.end, log="log" in value.tags)
