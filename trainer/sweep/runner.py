@@ -248,7 +248,10 @@ def _reason(attempt: Attempt, folder: Path) -> str:
 
     The last line that isn't indented counts, because hints such as the page about an error are indented.
     """
-    if failure_file.written_at(folder) != attempt.failed_before and (end := failure_file.read(folder)) is not None:
+    if (
+        failure_file.written_at(folder) != attempt.failed_before
+        and (end := failure_file.read(folder)) is not None
+    ):
         return printable(first_line(str(end.get("message"))))
     lines = (folder / OUTPUT).read_text(errors="replace").splitlines()
     last = printable(next((line for line in reversed(lines) if line[:1].strip()), "no output"))
