@@ -58,9 +58,7 @@ def compare(runs: Mapping[str, RunFiles]) -> str:
     """Return the settings that differ, a table, and one line: the fastest run, and equal models."""
     (first, base), *others = runs.items()
     unlike = [
-        f"different settings: {first} and {name}: {words}"
-        for name, run in others
-        if (words := _unlike(base, run))
+        f"different: {first} and {name}: {words}" for name, run in others if (words := _unlike(base, run))
     ]
     table = columns([_HEADER, *(_row(name, run, base) for name, run in runs.items())])
     return "\n".join([*unlike, *([""] if unlike else []), table, "", _summary(runs)])
@@ -83,7 +81,7 @@ def _row(name: str, run: RunFiles, base: RunFiles) -> list[str]:
     else:
         row += ["", ""]
     row.append(cell(numbers.get("samples_per_second"), ".0f"))
-    row.append(cell(numbers.get("peak_memory_bytes", math.nan) / 2**20, ".0f"))
+    row.append(cell(numbers["peak_memory_bytes"] / 2**20, ".0f") if "peak_memory_bytes" in numbers else "")
     for part in _COMM:
         values = run.scalars.get(part, {}).values()
         row.append(cell(statistics.median(values) if values else None, ".2f"))
@@ -119,11 +117,8 @@ def _summary(runs: Mapping[str, RunFiles]) -> str:
         ]
         if least <= 1:
             words[0] += " (within their spread: no difference shown)"
-    losses = sorted(
-        (loss, name)
-        for name, run in runs.items()
-        if math.isfinite(loss := run.metrics.get("eval/loss", math.nan))
-    )
+    evaluated = {name: run.metrics.get("eval/loss", math.nan) for name, run in runs.items()}
+    losses = sorted((loss, name) for name, loss in evaluated.items() if math.isfinite(loss))
     if len(losses) > 1 and cell(losses[0][0], ".5g") != cell(losses[1][0], ".5g"):
         words.append(f"{losses[0][1]} has the lowest eval/loss, {losses[0][0]:.5g}")
     first, *_ = hashes = {name: run.result.get("param_sha256") for name, run in runs.items()}

@@ -45,8 +45,7 @@ _DEFAULT, _WIDTH, _REFRESH_S = "runs", 100, 5.0
 def look(folder: Path, pruned: Collection[Path] = ()) -> dict[str, Any]:
     """Return the JSON object of the run in `folder`; a value that its files don't contain is None.
 
-    Args:
-        pruned: the folders of pruned trials. The run itself knows only that a signal has stopped it.
+    A run that its sweep has pruned knows only that a signal has stopped it, so it is looked up in `pruned`.
     """
     damaged: list[str] = []
 
@@ -88,7 +87,8 @@ def look(folder: Path, pruned: Collection[Path] = ()) -> dict[str, Any]:
         "total_steps": total,
         "left_s": left_s,
         "train/loss": (metrics | result).get("train/loss"),
-        **{name: evaluated.get(name) for name in ("eval/loss", "best", "best_metric", "best_step")},
+        **{name: _numbers(evaluated).get(name) for name in ("eval/loss", "best", "best_step")},
+        "best_metric": evaluated.get("best_metric"),
         "samples_per_second": result.get("samples_per_second", metrics.get("speed/samples_per_second")),
         "host": owner.get("host"),
         "silent_s": time.time() - max(renewed_at, ended_at),
@@ -98,7 +98,9 @@ def look(folder: Path, pruned: Collection[Path] = ()) -> dict[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if type(value) in (int, float)}
+    """Return the finite numbers, since JSON has no NaN."""
+    found = ((name, value) for name, value in values.items() if type(value) in (int, float))
+    return {name: value for name, value in found if math.isfinite(value)}
 
 
 def _written_at(*files: Path) -> float:
@@ -184,10 +186,10 @@ def report(folders: Sequence[str], as_json: bool, width: int) -> str:
     runs.sort(key=lambda run: (_STATES.index(run["state"]), run["silent_s"]))
     damaged += [words for run in runs for words in run["damaged"]]
     if as_json:
-        return json.dumps([{name: _jsonable(value) for name, value in run.items()} for run in runs], indent=2)
+        return json.dumps(runs, indent=2)
     if not runs:
-        none = f"no runs in {', '.join(map(printable, folders))}: no folder there contains {RUN}"
-        return "\n".join([none, *map(printable, damaged)])
+        damaged.insert(0, f"no runs in {', '.join(folders)}: no folder there contains {RUN}")
+        return "\n".join(map(printable, damaged))
     shared = folders[0] if len(folders) == 1 else "."
     header, *lines = columns([_HEADER, *(_cells(run, shared) for run in runs)]).splitlines()
     at = header.index("left")
@@ -198,10 +200,6 @@ def report(folders: Sequence[str], as_json: bool, width: int) -> str:
     total = f"{len(runs)} runs: {', '.join(f'{counts[state]} {state}' for state in _STATES if counts[state])}"
     table = [line if len(line) <= width else f"{line[: width - 3]}..." for line in (header, *lines)]
     return "\n".join([*table, "", total, *map(printable, damaged)])
-
-
-def _jsonable(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cells(run: Mapping[str, Any], top: str) -> list[str]:

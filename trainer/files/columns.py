@@ -1,6 +1,5 @@
 """Tables of aligned columns."""
 
-import math
 from collections.abc import Sequence
 
 from trainer.files.untrusted import printable
@@ -15,5 +14,5 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def cell(value: float | None, form: str = ".6g") -> str:
-    """Return a number as a cell of a table; an empty cell for None or NaN."""
-    return "" if value is None or math.isnan(value) else f"{value:{form}}"
+    """Return a number as a cell of a table; an empty cell for None."""
+    return "" if value is None else f"{value:{form}}"

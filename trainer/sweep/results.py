@@ -31,11 +31,6 @@ def write(log: TrialLog, wanted: SweepConfig) -> str:
     return f"\n{table(trials, wanted)}\n\n{files}"
 
 
-def shown(value: float | None) -> str:
-    """Return the metric of a trial as text: "nan" if its last evaluation was NaN or Inf; "" without any."""
-    return "" if value is None else f"{value:.6g}"
-
-
 def order(repeats: Sequence[Trial], wanted: SweepConfig) -> float:
     """Return the sort key that puts the best trial first, and trials without a finite metric last."""
     if not (values := values_of(repeats)) or any(trial.state == PRUNED for trial in repeats):
@@ -47,7 +42,7 @@ def table(trials: Sequence[Trial], wanted: SweepConfig) -> str:
     """Return a table of the trials, best first; with several seeds, one row for each combination."""
     if wanted.seeds == 1:
         keys = _swept_keys(trials)
-        cells = [[t.folder, *_cells(t, keys), shown(t.value), state(t)] for t in trials]
+        cells = [[t.folder, *_cells(t, keys), cell(t.value), state(t)] for t in trials]
         return columns([["trial", *keys, wanted.metric, "state"], *cells])
     keys = [key for key in _swept_keys(trials) if key != "seed"]
     groups: dict[tuple[str, ...], list[Trial]] = {}

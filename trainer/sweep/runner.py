@@ -14,6 +14,7 @@ from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError, first_line
 from trainer.files import failure_file
+from trainer.files.columns import cell
 from trainer.files.untrusted import printable
 from trainer.launch import fresh
 from trainer.launch.signals import stop_signals_to
@@ -201,7 +202,7 @@ class Runner:
             self._pruning.end(trial)
         words = f"{trial.folder} {results.state(trial)}"
         if trial.state in (trials.DONE, trials.PRUNED):
-            words += f": {metric} {results.shown(trial.value) or 'none'}, {trial.seconds:.0f} s"
+            words += f": {metric} {cell(trial.value) or 'none'}, {trial.seconds:.0f} s"
         elif trial.reason is not None:
             words += f" (status {code}): {trial.reason}  ({folder / OUTPUT})"
         say(words)

@@ -91,7 +91,10 @@ class TrialLog:
         if known := self.trials.get(_key([*self._common, *words_of(swept)])):
             return known
         given = {key: value for key, value in swept.items() if value is not None}
-        parts = [f"{key.rpartition('.')[2]}-{_short(value)}" for key, value in given.items()]
+        parts = [f"{key.rpartition('.')[2]}-{value}" for key, value in given.items()]
+        parts = [
+            re.sub(r"\d+\.\d{6,}(e-?\d+)?", lambda long: f"{float(long[0]):.4g}", part) for part in parts
+        ]
         folder = "_".join(map(_for_a_path, [f"{len(self.trials):03d}", *parts]))[:100].rstrip("-")
         trial = Trial(len(self.trials), self._common, swept, folder)
         self.trials[_key(trial.overrides)] = trial
@@ -135,14 +138,6 @@ class TrialLog:
 
 def _key(overrides: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(overrides))
-
-
-def _short(value: str) -> str:
-    """Round a number with many digits, such as a search suggests, for the name of a folder."""
-    try:
-        return value if len(value) < 8 else f"{float(value):.4g}"
-    except ValueError:
-        return value
 
 
 def _for_a_path(text: str) -> str:
