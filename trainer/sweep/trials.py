@@ -92,9 +92,7 @@ class TrialLog:
             return known
         given = {key: value for key, value in swept.items() if value is not None}
         parts = [f"{key.rpartition('.')[2]}-{value}" for key, value in given.items()]
-        parts = [
-            re.sub(r"\d+\.\d{6,}(e-?\d+)?", lambda long: f"{float(long[0]):.4g}", part) for part in parts
-        ]
+        parts = [re.sub(r"\d+\.\d{6,}(e-?\d+)?", lambda n: f"{float(n[0]):.4g}", part) for part in parts]
         folder = "_".join(map(_for_a_path, [f"{len(self.trials):03d}", *parts]))[:100].rstrip("-")
         trial = Trial(len(self.trials), self._common, swept, folder)
         self.trials[_key(trial.overrides)] = trial
