@@ -25,9 +25,8 @@ _ALIKE = ["data.dataset", "data.task", "train.global_batch_size", "train.precisi
 _ALIKE += ["train.max_steps", "train.epochs"]
 _MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/overlapped_ms", "comm/exposed_ms")
 _FEWEST = 5  # log windows that a run needs for a ratio of speeds
-_HEADER = ["run", "strategy", "comm", "processes", "ms/step", "spread", "samples/s", "peak MiB", "comm ms"]
-_HEADER += ["overlapped", "exposed", "train/loss", "eval/loss", "param_sha256", "first difference"]
-_HEADER += ["largest loss difference"]
+_MOST_SETTINGS = 6  # columns of settings; the names of more are listed below the table
+_OF_A_RUN = ("run_dir", "resume")  # settings that always differ
 
 
 def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
@@ -55,79 +54,138 @@ def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
 
 
 def compare(runs: Mapping[str, RunFiles]) -> str:
-    """Return the settings that differ, a table, and one line: the fastest run, and equal models."""
-    (first, base), *others = runs.items()
-    unlike = [
-        f"different: {first} and {name}: {words}" for name, run in others if (words := _unlike(base, run))
-    ]
-    table = columns([_HEADER, *(_row(name, run, base) for name, run in runs.items())])
-    return "\n".join([*unlike, *([""] if unlike else []), table, "", _summary(runs)])
+    """Return three tables, of results, speed and weights, and a summary, one sentence a line."""
+    settings = {name: _settings(run) for name, run in runs.items()}
+    tables = {
+        "Results": _results(runs, settings),
+        "Speed": [_SPEED, *(_speed(name, run) for name, run in runs.items())],
+        "Weights": _weights(runs),
+    }
+    blocks = [f"{title}\n{columns(rows)}" for title, rows in tables.items()]
+    more = _differing(list(settings.values()))[_MOST_SETTINGS:]
+    notes = [f"settings that also differ: {', '.join(more)}"] if more else []
+    return "\n\n".join([*blocks, "\n".join([*notes, *_not_alike(settings), *_summary(runs)])])
 
 
-def _unlike(base: RunFiles, run: RunFiles) -> str:
-    """Return the settings in or below `_ALIKE` that differ, with both values."""
-    mine, theirs = (dict(leaves(OmegaConf.to_container(read_settings(one.folder)))) for one in (base, run))
-    keys = [key for key in {**mine, **theirs} if any(f"{key}.".startswith(f"{name}.") for name in _ALIKE)]
-    unlike = (key for key in keys if mine.get(key) != theirs.get(key))
-    return ", ".join(printable(f"{key} {mine.get(key)} and {theirs.get(key)}") for key in unlike)
+def _settings(run: RunFiles) -> dict[str, str]:
+    """Return the settings of `run` by dotted name, except those that every run has for itself."""
+    values = leaves(OmegaConf.to_container(read_settings(run.folder)))
+    return {name: printable(str(value)) for name, value in values if name not in _OF_A_RUN}
 
 
-def _row(name: str, run: RunFiles, base: RunFiles) -> list[str]:
+def _differing(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names of settings that aren't the same in all runs, in the order of config.yaml."""
+    names = dict.fromkeys(name for each in settings for name in each)
+    return [name for name in names if len({each.get(name) for each in settings}) > 1]
+
+
+def _not_alike(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return a warning for each run whose losses can't be compared with those of the first run."""
+    (first, base), *others = settings.items()
+    lines = []
+    for name, values in others:
+        found = [
+            f"{key} {base.get(key)} and {values.get(key)}"
+            for key in _differing([base, values])
+            if any(f"{key}.".startswith(f"{prefix}.") for prefix in _ALIKE)
+        ]
+        lines += [f"not the same task: {first} and {name}: {', '.join(found)}"] if found else []
+    return lines
+
+
+def _results(runs: Mapping[str, RunFiles], settings: Mapping[str, Mapping[str, str]]) -> list[list[str]]:
+    """Return rows of the settings that differ and of the final metrics."""
+    names = _differing(list(settings.values()))
+    found = dict.fromkeys(name for run in runs.values() for name in run.result)
+    metrics = ["train/loss", *(name for name in found if name.startswith("eval/"))]
+    losses = {
+        name: {step: loss for step, loss in run.scalars.get("eval/loss", {}).items() if math.isfinite(loss)}
+        for name, run in runs.items()
+    }
+    best = {name: min(values.values(), default=None) for name, values in losses.items()}
+    reached = [value for value in best.values() if value is not None]
+    level = max(reached) if len(reached) == len(runs) else None  # the loss that all runs have reached
+    header = ["run", *names[:_MOST_SETTINGS], "steps", *metrics, "best eval/loss"]
+    rows = [header] if level is None else [[*header, f"s to eval/loss {level:.4g}"]]
+    for name, run in runs.items():
+        row = [name, *(settings[name].get(key, "") for key in names[:_MOST_SETTINGS])]
+        row += [cell(run.metrics.get(key), ".5g") for key in ("steps", *metrics)]
+        row.append(cell(best[name], ".5g"))
+        if level is not None:
+            step = min(step for step, loss in losses[name].items() if loss <= level)
+            row.append(cell(step * run.metrics.get("ms_per_step", math.nan) / 1e3, ".3g"))
+        rows.append(row)
+    return rows
+
+
+_SPEED = ["run", "strategy", "comm", "processes", "ms/step", "spread", "samples/s", "peak MiB"]
+_SPEED += ["comm ms", "overlapped", "exposed"]
+
+
+def _speed(name: str, run: RunFiles) -> list[str]:
+    """Return the row of `run` in the table of speed; times without a spread if it has few log windows."""
     numbers = run.metrics
     row = [name, *(str(run.result.get(fact, "")) for fact in ("strategy", "comm", "world_size"))]
-    if times := _ms_per_step(run):
-        median, first, third = _quartiles(times)
-        row += [f"{median:.2f}", f"± {(third - first) / 2:.2f}"]
-    else:
-        row += ["", ""]
+    times = _ms_per_step(run)
+    median, first, third = _quartiles(times) if times else (None, 0.0, 0.0)
+    row += [cell(median, ".2f"), cell((third - first) / 2, ".2f") if len(times) >= _FEWEST else ""]
     row.append(cell(numbers.get("samples_per_second"), ".0f"))
-    row.append(cell(numbers["peak_memory_bytes"] / 2**20, ".0f") if "peak_memory_bytes" in numbers else "")
+    row.append(cell(numbers.get("peak_memory_bytes", math.nan) / 2**20, ".0f"))
     for part in _COMM:
         values = run.scalars.get(part, {}).values()
         row.append(cell(statistics.median(values) if values else None, ".2f"))
-    row += [cell(numbers.get("train/loss"), ".5g"), cell(numbers.get("eval/loss"), ".5g")]
-    row.append(str(run.result.get("param_sha256", ""))[:12])
-    mine, theirs = run.scalars.get("train/loss", {}), base.scalars.get("train/loss", {})
-    # Means over fewer steps, because a run was resumed after the last log step, can't be compared.
-    partial = {step for each in (run, base) for step in each.scalars.get("train/loss_steps", {})}
-    common = sorted((mine.keys() & theirs.keys()) - partial)
-    gaps = {step: gap for step in common if not math.isnan(gap := abs(mine[step] - theirs[step]))}
-    if run is base or not gaps:
-        return [*row, "", ""]
-    difference = next((f"step {step}" for step, gap in gaps.items() if gap), "none")
-    return [*row, difference, f"{max(gaps.values()):.2g}"]
+    return row
 
 
-def _summary(runs: Mapping[str, RunFiles]) -> str:
-    """Return which run is fastest and whether by more than the spread, and which models are equal."""
-    words = []
+def _weights(runs: Mapping[str, RunFiles]) -> list[list[str]]:
+    """Return rows of hashes, and of where the training loss of a run departs from that of the first run."""
+    rows = [["run", "param_sha256", "first difference", "largest difference of train/loss"]]
+    base, *_ = runs.values()
+    for name, run in runs.items():
+        mine, theirs = run.scalars.get("train/loss", {}), base.scalars.get("train/loss", {})
+        # Means over fewer steps, because a run was resumed after the last log step, can't be compared.
+        partial = {step for each in (run, base) for step in each.scalars.get("train/loss_steps", {})}
+        common = sorted((mine.keys() & theirs.keys()) - partial)
+        gaps = {step: gap for step in common if not math.isnan(gap := abs(mine[step] - theirs[step]))}
+        found = ["", ""]
+        if run is not base and gaps:
+            first = next((f"step {step}" for step, gap in gaps.items() if gap), "none")
+            found = [first, f"{max(gaps.values()):.2g}"]
+        rows.append([name, str(run.result.get("param_sha256", ""))[:12], *found])
+    return rows
+
+
+def _summary(runs: Mapping[str, RunFiles]) -> list[str]:
+    """Return which run has the lowest loss, which is fastest, and which models are equal."""
+    lines = []
+    losses = sorted(
+        (loss, name)
+        for name, run in runs.items()
+        if math.isfinite(loss := run.metrics.get("eval/loss", math.nan))
+    )
+    if len(losses) > 1 and cell(losses[0][0], ".5g") != cell(losses[1][0], ".5g"):
+        lines.append(f"lowest eval/loss: {losses[0][1]}, {losses[0][0]:.5g}")
     windows = {name: times for name, run in runs.items() if (times := _ms_per_step(run))}
     few = [name for name, times in windows.items() if len(times) < _FEWEST]
     timed = sorted((_quartiles(times), name) for name, times in windows.items())
     if len(timed) > 1 and few:
-        words = [
-            f"no comparison of speed, because fewer than {_FEWEST} log windows follow the first one in "
+        lines.append(
+            f"speed: not compared, because fewer than {_FEWEST} log windows follow the first one in "
             f"{', '.join(few)}; train longer, or lower train.log_every_steps"
-        ]
+        )
     elif len(timed) > 1:
-        (fast, fastest), (slow, next_one) = timed[:2]
+        (fast, fastest), (slow, following) = timed[:2]
         least, ratio, most = slow[1] / fast[2], slow[0] / fast[0], slow[2] / fast[1]
-        words = [
-            f"{fastest} is fastest, {ratio:.2f} x ({least:.2f} to {most:.2f}) as fast as the next, {next_one}"
-        ]
-        if least <= 1:
-            words[0] += " (within their spread: no difference shown)"
-    evaluated = {name: run.metrics.get("eval/loss", math.nan) for name, run in runs.items()}
-    losses = sorted((loss, name) for name, loss in evaluated.items() if math.isfinite(loss))
-    if len(losses) > 1 and cell(losses[0][0], ".5g") != cell(losses[1][0], ".5g"):
-        words.append(f"{losses[0][1]} has the lowest eval/loss, {losses[0][0]:.5g}")
+        words = f"{ratio:.2f} times ({least:.2f} to {most:.2f}) as fast as {following}"
+        lines.append(
+            f"fastest: {fastest}, {words}"
+            if least > 1
+            else f"speed: no difference beyond the spread: {fastest} is {words}"
+        )
     first, *_ = hashes = {name: run.result.get("param_sha256") for name, run in runs.items()}
     same = [name for name in hashes if hashes[first] and hashes[name] == hashes[first]]
-    if len(same) > 1:
-        words.append(f"equal to the last bit: the models of {', '.join(same)}")
-    else:
-        words.append(f"no other model equals that of {first} to the last bit")
-    return "; ".join(words)
+    equal = ", ".join(same) if len(same) > 1 else f"no other run as {first}"
+    return [*lines, f"same weights, bit for bit: {equal}"]
 
 
 def _ms_per_step(run: RunFiles) -> list[float]:

@@ -176,7 +176,9 @@ def test_differences_after_a_resume_are_reported(caplog: pytest.LogCaptureFixtur
 
 def test_objects_of_libraries_are_not_traversed() -> None:
     """Libraries may be installed anywhere, and their objects may be large."""
-    assert _is_users_package("tests") and not any(map(_is_users_package, ("hydra", "torch", "trainer", "json", "yaml")))
+    assert _is_users_package("tests") and not any(
+        map(_is_users_package, ("hydra", "torch", "trainer", "json", "yaml"))
+    )
 
 
 @pytest.mark.slow
