@@ -41,7 +41,9 @@ def main() -> None:
         shutil.copy(ROOT / file, pages / file)
     (pages / "docs/reference/docstrings.md").write_text(DOCSTRINGS)
     settings = (ROOT / "docs/mkdocs.yml").read_text()
-    (BUILD / "mkdocs.yml").write_text(settings + yaml.safe_dump({"nav": navigation()}, sort_keys=False))
+    (BUILD / "mkdocs.yml").write_text(
+        settings + yaml.safe_dump({**repository(), "nav": navigation()}, sort_keys=False)
+    )
     zensical = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     sys.exit(subprocess.run(zensical, cwd=BUILD).returncode)
 
@@ -52,6 +54,13 @@ def files() -> list[Path]:
     found += [file for ending in ("md", "svg", "png", "css") for file in (ROOT / "docs").rglob(f"*.{ending}")]
     found += (ROOT / "benchmarks/results").glob("*.json")
     return sorted(file.relative_to(ROOT) for file in found)
+
+
+def repository() -> dict[str, str]:
+    """Return the settings for a link to the repository, from the address that this clone came from."""
+    asked = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True)
+    address = re.sub(r"^git@([^:]+):", r"https://\1/", asked.stdout.strip().removesuffix(".git"))
+    return {"repo_url": address} if address.startswith("https://") else {}
 
 
 def navigation() -> list[object]:
