@@ -26,7 +26,7 @@ COMMANDS = [
     "grep -o 'sha256\": \"[0-9a-f]\\{16\\}' runs/*/result.json",
 ]
 KEPT = {
-    r"^steps|^eval at step 660": "",
+    r"^finished": "",
     r"died of SIGKILL": "bold red",
     r"^resumed from": "bold yellow",
     r"^runs/.*sha256": "bold green",
