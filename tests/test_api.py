@@ -180,7 +180,7 @@ def test_the_notebook_of_the_examples(tmp_path: Path) -> None:
     notebook.cells = [path, *notebook.cells, *map(nbformat.v4.new_code_cell, CELLS)]
     _, digits, spirals, losses, model, mistake, own = executed(notebook, tmp_path)
     assert float(digits.split()[-1]) > 0.85 and float(spirals.split()[-1]) > 0.6
-    assert "1 x 2 processes on cpu" in digits, "rank 0's log reaches the cell"
+    assert "2 on 1 host (cpu" in digits, "rank 0's log reaches the cell"
     assert losses.startswith("[(50, ") and model.startswith("tensor([[")
     assert "strategy is dpp, but must be one of" in mistake
     assert "__main__.Own" in own and "mine.Own" in own

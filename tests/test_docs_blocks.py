@@ -142,7 +142,7 @@ def test_the_command_for_a_cloud_runs(service: str, tmp_path: Path) -> None:
     done = finish(
         "-m", "torch.distributed.run", "--start-method=fork", *words, *cut, cwd=tmp_path, forks=True
     )
-    assert done.code == 0 and "1 x 2 processes" in done.output, done.output
+    assert done.code == 0 and "2 on 1 host" in done.output, done.output
 
 
 def test_what_a_block_needs_is_known() -> None:
