@@ -34,10 +34,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return run_dir, run_ranks(_save, 2, run_dir)[0]
 
 
-@pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_weights_can_be_exported(tmp_path: Path, saved: Saved, to: str) -> None:
+@pytest.mark.parametrize(("to", "named"), [("safetensors", STEP), ("torch", STEP), ("torch", ".")])
+def test_weights_can_be_exported(tmp_path: Path, saved: Saved, to: str, named: str) -> None:
+    """Those of a run are the weights of its newest checkpoint."""
     (run_dir, tensors), out = saved, tmp_path / f"weights.{to}"
-    assert main(["convert", str(run_dir / STEP), str(out), "--to", to]) == 0
+    assert main(["convert", str(run_dir / named), str(out), "--to", to]) == 0
     net = tiny.Net()
     tiny.load_weights(net, out)
     for name, tensor in net.state_dict().items():

@@ -28,11 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, help in (
         ("show", "print the contents of a checkpoint, or of each checkpoint of a run, and verify it"),
         ("verify", "compare every file with its sha256; the exit status is 0 if all are intact"),
-        ("convert", "export the weights of a checkpoint to a format that other programs read"),
+        ("convert", "export the weights of a checkpoint, or of the newest one of a run, for other programs"),
     ):
         command = commands.add_parser(name, help=help)
-        what = "a checkpoint" if name == "convert" else "a checkpoint or a run"
-        help = f"{what}: its path, or an address such as s3://..."
+        help = "a checkpoint or a run: its path, or an address such as s3://..."
         command.add_argument("directory", type=location, help=help)
         if name == "convert":
             command.add_argument("out", type=Path, help="the output file or folder; must not exist")
@@ -47,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for ASCII terminals
     try:
         if chosen.command == "convert":
-            convert(chosen.directory, chosen.out, chosen.to, chosen.ema, DTYPES.get(chosen.dtype))
-            print(f"{printable(chosen.out)} written")
+            source = _newest(chosen.directory)
+            convert(source, chosen.out, chosen.to, chosen.ema, DTYPES.get(chosen.dtype))
+            print(f"{printable(chosen.out)} written from {printable(source)}")
             return 0
         reports = [
             _report(path, chosen.command == "show", is_listed=path != chosen.directory)
@@ -65,14 +65,22 @@ def _checkpoints(directory: Location) -> Iterator[Location]:
     if (directory / MANIFEST).exists() or not directory.is_dir():
         yield directory
         return
-    inner = directory / "checkpoints"
-    listing: Listing[Any] = Listing(inner if inner.is_dir() else directory)
-    found = listing.directories()
-    if not found:
+    if not (found := _listing(directory).directories()):
         raise UserError(
             f"{printable(directory)} is neither a checkpoint (it has no {MANIFEST}) nor contains checkpoints"
         )
     yield from found
+
+
+def _newest(directory: Location) -> Location:
+    """Return `directory` if it is a checkpoint, otherwise the newest checkpoint of the run."""
+    *_, last = _checkpoints(directory)
+    return directory if last == directory else next(iter(_listing(directory).own()), last)
+
+
+def _listing(directory: Location) -> Listing[Any]:
+    inner = directory / "checkpoints"
+    return Listing(inner if inner.is_dir() else directory)
 
 
 def _report(directory: Location, in_full: bool, is_listed: bool) -> bool:
