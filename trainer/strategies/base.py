@@ -68,7 +68,7 @@ class Strategy:
     Attributes:
         name: the value of the setting `strategy`.
         num_replicas: the number of processes that divide the global batch among themselves.
-        replica: the index of this process's part of the batch; no part if not below `num_replicas`.
+        replica: the index of this process's part of the batch; `num_replicas` or more on ranks without one.
         device: the device to which batches are copied.
         devices: all devices that this process uses.
         gradients_differ: whether ranks update different parameters, or different shards of them.
