@@ -171,7 +171,7 @@ def test_differences_after_a_resume_are_reported(caplog: pytest.LogCaptureFixtur
     assert saved.keys() == {"cache", "task.center", "task.reference"} and not caplog.records
     task.center = None
     unsaved.start(saved)
-    assert [record.getMessage().split(" had another")[0] for record in caplog.records] == ["task.center"]
+    assert [record.getMessage().split(" had a different")[0] for record in caplog.records] == ["task.center"]
 
 
 def test_objects_of_libraries_are_not_traversed() -> None:
