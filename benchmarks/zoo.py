@@ -121,9 +121,9 @@ def _far(end: torch.Tensor, begin: torch.Tensor, right: torch.Tensor) -> float:
 @contextmanager
 def alone() -> Iterator[None]:
     """Remove the environment variables of the launcher within the context."""
-    from trainer.launch.rank_info import TELLING
+    from trainer.launch.rank_info import RANK_VARIABLES
 
-    told = {name: os.environ.pop(name) for name in list(os.environ) if TELLING.match(name)}
+    told = {name: os.environ.pop(name) for name in list(os.environ) if RANK_VARIABLES.match(name)}
     try:
         yield
     finally:

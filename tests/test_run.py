@@ -161,7 +161,7 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
         ),
         (
             ["optim._target_=torch.optim.Rprop"],
-            "unexpected keyword argument .*; ~optim.momentum leaves it out",
+            "unexpected keyword argument .*; ~optim.momentum removes it",
         ),
         (
             ["data.task={_target_:builtins.dict}", "~data.task.label_smoothing"],

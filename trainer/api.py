@@ -14,8 +14,8 @@ from torch import nn
 
 from trainer.cli import launcher
 from trainer.config import Config, flatten, load
-from trainer.config.of_hydra import split_off_hydra
-from trainer.config.overrides import CONF, in_words, set_to
+from trainer.config.hydra_settings import separate_hydra_settings
+from trainer.config.overrides import CONF, explain, set_to
 from trainer.config.saved_run import saved_settings
 from trainer.errors import NonFiniteError, RunEndError, StoppedBySignal, UserError, without_internals
 from trainer.files import failure_file
@@ -132,9 +132,11 @@ def composed(overrides: list[str]) -> Config:
     """Return the settings of conf/ with `overrides`. UserError if they cannot be composed or are invalid."""
     try:
         with _composing, initialize_config_dir(str(CONF), version_base="1.3"):
-            return load(split_off_hydra(compose("train", overrides=overrides, return_hydra_config=True)))
+            return load(
+                separate_hydra_settings(compose("train", overrides=overrides, return_hydra_config=True))
+            )
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(in_words(error)) from error
+        raise UserError(explain(error)) from error
 
 
 def searched(config_dirs: Sequence[str | Path]) -> list[str]:

@@ -19,8 +19,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer import config
-from trainer.config.of_hydra import take_hydra
-from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, in_words
+from trainer.config.hydra_settings import apply_hydra_settings
+from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, explain
 from trainer.errors import UserError
 from trainer.launch import local, slurm
 from trainer.launch.exits import ends_its_threads, exits
@@ -28,8 +28,8 @@ from trainer.launch.fresh import (
     die_with_parent,
     extend_path,
     launched_by,
-    take_limits,
-    take_script,
+    raise_file_limit,
+    remember_script,
 )
 from trainer.launch.rank_info import publish, rank_info
 
@@ -41,10 +41,10 @@ LAUNCHERS: dict[str, Launch] = {"local": local.launch, "slurm": slurm.launch}
 def main() -> None:
     """Run the command line `sys.argv`, like every Hydra program, and exit with the status of the run."""
     die_with_parent()
-    take_script()
+    remember_script()
     extend_path()
     with exits():
-        take_limits()
+        raise_file_limit()
         composed = compose()
         if len(composed) > 1:
             raise UserError(f"hydra/sweeper: {EACH_TRIAL_LAUNCHES}")
@@ -78,13 +78,13 @@ def compose() -> list[DictConfig]:
             raise
         groups = [each for each in sys.argv[1:] if "=" in each and (CONF / each.partition("=")[0]).is_dir()]
         what = " ".join(groups) or "the command line"
-        raise UserError(f"{what} cannot be composed: {in_words(error)}") from error
+        raise UserError(f"{what} cannot be composed: {explain(error)}") from error
     finally:  # launched processes would inherit it, and end with a traceback instead of a message
         os.environ.pop("HYDRA_FULL_ERROR")
         if wanted is not None:
             os.environ["HYDRA_FULL_ERROR"] = wanted
-    for settings, of_hydra in zip(composed, shown, strict=True):
-        take_hydra(settings, of_hydra)
+    for settings, hydra_settings in zip(composed, shown, strict=True):
+        apply_hydra_settings(settings, hydra_settings)
     return composed
 
 

@@ -140,7 +140,7 @@ def kind_of(error: BaseException) -> "type[UserError] | type[RetryableError]":
     return UserError if refused else RetryableError
 
 
-def may_pass(error: BaseException) -> bool:
+def is_retryable(error: BaseException) -> bool:
     """Whether a disk or a network failed: an OSError without a number is a library's, as of a bad image."""
     has_number = isinstance(error, OSError) and error.errno is not None
     return (has_number or isinstance(error, ConnectionError | TimeoutError)) and kind_of(
@@ -161,7 +161,7 @@ def writing(run_dir: Path | str) -> Iterator[None]:
         raise kind_of(error)(f"run_dir={run_dir} cannot be written: {error}") from error
 
 
-def tell_torchrun(message: str, file: str | None = None, at: float | None = None) -> None:
+def report_to_torchrun(message: str, file: str | None = None, at: float | None = None) -> None:
     """Have torchrun show `message` as the root cause, unless its file for a rank (this one's) has a reason.
 
     Of several ranks it shows the first to end, so this end has a time a little before `at` (now).
@@ -173,11 +173,11 @@ def tell_torchrun(message: str, file: str | None = None, at: float | None = None
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": told}}))
 
 
-def which_try() -> str:
+def attempt_note() -> str:
     """Which of its tries torchrun has made, to follow a message; empty if it makes only one."""
     tries = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) + 1
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + 1
-    return f"; this was try {number} of {tries}" if tries > 1 else ""
+    return f"; this was attempt {number} of {tries}" if tries > 1 else ""
 
 
 def first_few(items: Iterable[object], most: int = 5) -> str:

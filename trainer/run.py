@@ -23,7 +23,7 @@ from trainer.distributed.shrink import Shrunk
 from trainer.errors import writing
 from trainer.files import failure_file
 from trainer.files.writing import atomic_file
-from trainer.launch.fresh import is_watched
+from trainer.launch.fresh import has_launcher_on_host
 from trainer.launch.rank_info import RankInfo, publish, rank_info
 from trainer.launch.signals import StopRequest
 from trainer.loop import fit
@@ -45,7 +45,7 @@ def run(config: Config) -> dict[str, Any]:
         UserError: a setting does not fit this machine, this data or the other ranks.
     """
     here: RankInfo | None = None
-    with StopRequest(is_watched(rank_info(config.distributed))) as stop_request:
+    with StopRequest(has_launcher_on_host(rank_info(config.distributed))) as stop_request:
         while True:
             at_shrink = ExitStack()
             try:
@@ -74,9 +74,11 @@ def _run(
         here: the rank info of this process after other ranks are gone; None at the first start.
         at_shrink: gets what must be closed if the run goes on without some ranks.
     """
-    check_shares = _check_shares(config.train)
+    check_batch_sizes = _check_shares(config.train)
     with (
-        watched_process_group(config.distributed, lambda: stop_request.is_set, here, check_shares) as joined,
+        watched_process_group(
+            config.distributed, lambda: stop_request.is_set, here, check_batch_sizes
+        ) as joined,
         ExitStack() as resources,
     ):
         ranks, watch = joined

@@ -19,7 +19,7 @@ from trainer import api
 from trainer.cli import compose
 from trainer.config import load, to_yaml
 from trainer.config.contradictions import check_contradictions
-from trainer.config.overrides import in_words
+from trainer.config.overrides import explain
 from trainer.config.saved_run import saved_settings
 from trainer.errors import UserError
 
@@ -90,7 +90,7 @@ def test_null_means_never_where_it_can_mean_nothing_else() -> None:
         _slow("ema.evaluate=instead", "ema.evaluate is instead, but must be one of both, ema"),
         (
             "+width=1",
-            "width is not a setting; did you mean model.width? (a value of your own goes under vars: +vars.width=",
+            "width is not a setting; did you mean model.width? (put your own values under vars: +vars.width=",
         ),
         ("+train.batch_size=8", "train.batch_size is not a setting; did you mean train.global_batch_size?"),
         ("train.epochs=many", "train.epochs: Value 'many' of type 'str' could not be converted to Integer"),
@@ -99,29 +99,29 @@ def test_null_means_never_where_it_can_mean_nothing_else() -> None:
         _slow("optim.lr=-1", "optim.lr is -1, but must be at least 0"),
         _slow("train.precision=fp8", "train.precision is fp8, but must be one of fp32, bf16, fp16"),
         _slow("seed=-1", "seed is -1, but must be from 0 to 2**64 - 1"),
-        _slow("run_dir=", "run_dir is empty, but must be a path, or null"),
-        _slow("train=5", "train is 5, but must hold settings: train.NAME=VALUE"),
+        _slow("run_dir=", "run_dir is empty, but must be a path ('.'"),
+        _slow("train=5", "train is 5, but must be a mapping: train.NAME=VALUE"),
         _slow("train.epochs=???", "train.epochs has no value"),
         _slow("~model._target_", "model has no _target_"),
         _slow(
             "checkpoint.keep_best={metric:eval/loss} train.eval_every_epochs=0",
-            "checkpoint.keep_best needs evaluations",
+            "checkpoint.keep_best requires evaluations",
         ),
         _slow("train.epochs=null", "train.epochs is null, but must have a value"),
         _slow(
             "train.early_stopping=[eval/loss]",
-            "train.early_stopping has several values; set null, or 'train.early_stopping={metric: ...,",
+            "train.early_stopping must be null or a mapping: 'train.early_stopping={metric: ...,",
         ),
         _slow(
             "launch=slurm launch.parameters=[a]", "launch.parameters: a list, but must be {NAME: VALUE, ...}"
         ),
         _slow(
             "data.order=ByLength",
-            "data.order names a class or a function; set null, or 'data.order={_target_",
+            "data.order must be null or name a class or function: 'data.order={_target_",
         ),
         (
             "train.early_stopping={metrc:eval/loss}",
-            "train.early_stopping.metrc is not a setting; train.early_stopping has metric, patience,",
+            "train.early_stopping.metrc is not a setting; train.early_stopping has the keys metric, patience,",
         ),
         _slow(
             "train.early_stopping={patience:3}",
@@ -132,9 +132,12 @@ def test_null_means_never_where_it_can_mean_nothing_else() -> None:
             "comm=ring needs strategy=ddp, but strategy=fsdp; use strategy=ddp, or comm=native",
         ),
         ("strategy=single comm.wire_dtype=bf16", "comm.wire_dtype=bf16 needs strategy=ddp, but strategy=sin"),
-        ("strategy=dp train.compile=true", "train.compile=true does not go with strategy=dp"),
+        ("strategy=dp train.compile=true", "train.compile=true is not supported with strategy=dp"),
         ("strategy=fsdp checkpoint=full", "use checkpoint=sharded, the default of fsdp"),
-        ("train.compile_mode=reduce-overhead strategy=fsdp", "strategy=fsdp gathers elsewhere in each pass"),
+        (
+            "train.compile_mode=reduce-overhead strategy=fsdp",
+            "reduce-overhead is not supported with strategy=fsdp",
+        ),
         ("comm=hook", "comm.hook._target_ has no value"),
         (
             "launch=slurm launch.parameters={array:0-3}",
@@ -184,22 +187,22 @@ def test_a_time_limit_of_slurm_leaves_a_minute_to_train() -> None:
         ),
         (
             "data.dataset.root=x",
-            "under data=cifar10, data=imagefolder, data=mnist (+data.dataset.root=VALUE passes",
+            "it requires data=cifar10, data=imagefolder or data=mnist (+data.dataset.root=VALUE passes",
         ),
         ("launch=as_started", "launch is as_started, but must be one of external, local, slurm"),
         ("optim.undecayed=null", "optim.undecayed has been renamed; set optim.no_decay"),
-        _slow("vars.width=1", "vars.width has no place yet: +vars.width=VALUE gives it one"),
-        ("data.collate._target_=mine.f", "has no place yet: +data.collate._target_=VALUE gives it one"),
+        _slow("vars.width=1", "vars.width does not exist yet; +vars.width=VALUE adds it"),
+        ("data.collate._target_=mine.f", "does not exist yet; +data.collate._target_=VALUE adds it"),
         _slow("optim.groups={match:fc}", "optim.groups must be a list: [...]"),
-        _slow("data.images=[0]", "data.images must be settings by name: {NAME: VALUE, ...}"),
+        _slow("data.images=[0]", "data.images must be a mapping: {NAME: VALUE, ...}"),
         _slow("data.dataset.colour=1", "(+data.dataset.colour=VALUE passes it to data.dataset._target_"),
         _slow("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),
         _slow(
-            "run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value: run_dir='\"VALUE\"'"
+            "run_dir=~/a", "run_dir=~/a cannot be parsed from '~/a' on; quote the value: run_dir='\"VALUE\"'"
         ),
         _slow(
             "model.freeze=[^a]",
-            "cannot be read from '^a]' on; quote the value: 'model.freeze=[\"VALUE\", ...]'",
+            "cannot be parsed from '^a]' on; quote the value: 'model.freeze=[\"VALUE\", ...]'",
         ),
         _slow("run_dir=runs/lr=1", "the value of run_dir contains a =; quote it: run_dir='\"VALUE\"'"),
         (
@@ -210,14 +213,14 @@ def test_a_time_limit_of_slurm_leaves_a_minute_to_train() -> None:
         ("launch.parameters={account:", "and each string in it: 'launch.parameters={NAME: \"VALUE\", ...}'"),
         _slow(
             "train.early_stopping.metric=eval/loss",
-            "has no place, since train.early_stopping is null; set all of it: 'train.early_stopping={metric: ...",
+            "cannot be set while train.early_stopping is null; set the whole mapping: 'train.early_stopping={metric",
         ),
     ],
 )
 def test_what_hydra_refuses_before_us_is_told_with_what_was_meant(override: str, words: str) -> None:
     with pytest.raises(HydraException) as refused:
         composed(override)
-    message = in_words(refused.value)
+    message = explain(refused.value)
     assert words in message
     assert "\n" not in message
 
@@ -254,11 +257,14 @@ def test_own_values_are_shared_and_those_of_hydra_resolved(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("hydra.run.dir=x", "hydra.run.dir is x, which has no effect; leave it out: run_dir=..."),
+        ("hydra.run.dir=x", "hydra.run.dir is x, which has no effect; remove it: run_dir=..."),
         ("resume=auto", "run_dir is null, which means a new directory for each run; set it"),
         ("hydra.job.chdir=true", "hydra.job.chdir is True, which has no effect"),
-        ("+vars.out=${hydra:runtime.output_dir}", "is run_dir, which is null and chosen later; set run_dir"),
-        _slow("run_dir=${hydra:runtime.output_dir}", "is run_dir, which is null and chosen later"),
+        (
+            "+vars.out=${hydra:runtime.output_dir}",
+            "is run_dir, but run_dir is null and is chosen later; set run",
+        ),
+        _slow("run_dir=${hydra:runtime.output_dir}", "is run_dir, but run_dir is null and is chosen later"),
     ],
 )
 def test_what_hydra_would_do_for_others_raises_here(override: str, words: str) -> None:

@@ -60,7 +60,7 @@ def test_every_rank_hears_how_an_action_ended() -> None:
             "one may not": "PermissionError: [Errno 13] no right",
             "all err": "the same",
             "the last errs": "rank 1: KeyError: 'x'",
-            "differ": "rank 1 (host 0) differs from rank 0 in seed: 1 against 0; say seed=0",
+            "differ": "rank 1 (host 0) differs from rank 0 in seed: 1 instead of 0; say seed=0",
         }
     )
 

@@ -81,9 +81,9 @@ def test_rows_that_differ_are_named() -> None:
         for message, words in zip(
             said,
             (
-                r"rank 1 .* differs from rank 0 in the rows that Mine\.rows gives: .*\(2,\).*; rows must have .*: pad them",
-                r"Mine\.rows gives a as \(3,\), but must give a tensor with a row for each of 2 samples",
-                r"gives .*float64.*, but gave .*float32.* for the batch before",
+                r"rank 1 .* differs from rank 0 in the rows of Mine\.rows: .*\(2,\).*; rows must have .*: pad them",
+                r"Mine\.rows returned a as \(3,\), but must return a tensor with one row for each of the 2 samples",
+                r"returned .*float64.*, but .*float32.* in the batch before",
             ),
             strict=True,
         ):

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from trainer.distributed.process_group import _is_of_communication
+from trainer.distributed.process_group import _is_communication_error
 
 OF_OTHERS = (
     RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
@@ -17,8 +17,8 @@ OF_OTHERS = (
 def test_an_error_of_communication_is_known_also_as_a_cause(error: RuntimeError) -> None:
     wrapped = ValueError("the loss failed")
     wrapped.__cause__ = error
-    assert _is_of_communication(error) and _is_of_communication(wrapped)
+    assert _is_communication_error(error) and _is_communication_error(wrapped)
 
 
 def test_an_error_of_this_rank_is_its_own() -> None:
-    assert not _is_of_communication(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not _is_communication_error(RuntimeError("CUDA error: an illegal memory access was encountered"))

@@ -36,7 +36,9 @@ MLP = (*MODELS["mlp"], *OPTIMIZERS["sgd"])
     ],
 )
 def test_settings_that_cannot_be_exact_are_refused_in_one_line(words: str) -> None:
-    with pytest.raises(UserError, match=r"^train.exact=8 does not go with \S+, [^\n]*(use|take|set) [^\n]*$"):
+    with pytest.raises(
+        UserError, match=r"^train.exact=8 is not supported with \S+, [^\n]*(use|take|set) [^\n]*$"
+    ):
         runs.settings("train.exact=8", *words.split())
 
 

@@ -71,7 +71,7 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
         pytest.param(
             1,
             {
-                ("train.micro_batch_size=30",): r"micro_batch_size is 30.*nearest that does: 32",
+                ("train.micro_batch_size=30",): r"micro_batch_size is 30.*nearest valid value: 32",
                 ("train.global_batch_size=2000",): r"1438 samples, fewer than one global batch of 2000",
                 ("distributed.device=cuda",): r"distributed.device=cuda, but torch sees no GPU",
                 ("+model.foo=1",): r"model: models.mlp.MLP .*'foo'",
@@ -99,7 +99,7 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
                 ("strategy=single",): r"strategy=single runs in one process, not in 2",
                 (
                     "train.global_batch_size=63",
-                ): r"global_batch_size is 63.*2 replicas; nearest that does: 62",
+                ): r"global_batch_size is 63.*2 replicas; nearest valid value: 62",
                 (
                     "strategy=fsdp",
                     "strategy.shard_group=3",
@@ -127,7 +127,7 @@ def test_a_mistake_is_printed_once_under_torchrun(tmp_path: Path) -> None:
     assert ended.code != 0
     said, table = ended.output.split("Root Cause")  # of torchrun
     assert said.count("train.global_batch_size") == 1, ended.output
-    assert "train.global_batch_size is 2001, which does not divide over 2 replicas" in table, ended.output
+    assert "train.global_batch_size is 2001, which is not divisible by the 2 replicas" in table, ended.output
 
 
 def test_what_another_rank_has_said_is_not_repeated(
@@ -178,7 +178,7 @@ def test_disagreeing_settings_are_refused(tmp_path: Path) -> None:
         run_ranks(with_own_overrides, 2, tmp_path, "seed=0", "seed=5", init=False)
     assert len(failure.value.reports) == 2
     for report in failure.value.reports.values():
-        assert "rank 1 (host 0) differs from rank 0 in seed: 5 against 0" in report
+        assert "rank 1 (host 0) differs from rank 0 in seed: 5 instead of 0" in report
 
 
 def with_other(part: str, run_dir: Path) -> None:
@@ -196,8 +196,8 @@ def with_other(part: str, run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "named"),
     [
-        ("model", "parameter layers.0.bias: '(9,) torch.float32' against '(8,) torch.float32'"),
-        pytest.param("data", "the length of the evaluation data: 120 against 128", marks=pytest.mark.slow),
+        ("model", "parameter layers.0.bias: '(9,) torch.float32' instead of '(8,) torch.float32'"),
+        pytest.param("data", "the length of the evaluation data: 120 instead of 128", marks=pytest.mark.slow),
     ],
 )
 def test_disagreeing_parts_are_refused(part: str, named: str, tmp_path: Path) -> None:
@@ -213,7 +213,9 @@ def test_a_port_that_is_taken_is_named() -> None:
         by_hand = ("distributed.rank=0", "distributed.world_size=2", f"distributed.init_method={address}")
         ended = finish("train.py", *by_hand)
     assert ended.code == 2
-    assert f"the port of {address} is taken on this host, perhaps by another run; set another" in ended.output
+    assert (
+        f"the port of {address} is already in use on this host, perhaps by another run; set" in ended.output
+    )
 
 
 # ---- threads that are left

@@ -151,18 +151,18 @@ def test_nothing_of_the_run_before_is_kept_in_memory(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("launcher", "hosts"), [("torchrun", (0, 0)), ("mpirun", (0, 1))])
 def test_a_launcher_that_ends_the_others_is_refused(launcher: str, hosts: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match=rf"shrink=true, but {launcher} ends all its ranks .* launch=local"):
-        shrink.refuse(RankInfo(0, 2, 0, 2, 0, launcher, "env://"), hosts)
-    shrink.refuse(RankInfo(0, 2, 0, 1, 0, "torchrun", "env://"), (0, 1))
-    shrink.refuse(RankInfo(0, 2, 0, 2, 0, "srun", "tcp://here:1"), (0, 0))
+    with pytest.raises(UserError, match=rf"shrink=true is not supported under {launcher}, .* launch=local"):
+        shrink.check_launcher(RankInfo(0, 2, 0, 2, 0, launcher, "env://"), hosts)
+    shrink.check_launcher(RankInfo(0, 2, 0, 1, 0, "torchrun", "env://"), (0, 1))
+    shrink.check_launcher(RankInfo(0, 2, 0, 2, 0, "srun", "tcp://here:1"), (0, 0))
 
 
 def test_where_it_has_no_effect_it_says_why() -> None:
     cpu = torch.device("cpu")
-    assert shrink.why_not(cpu, "gloo", ["10.0.0.1", "10.0.0.2"]) is None
-    assert shrink.why_not(cpu, "gloo", ["127.0.0.1", "127.0.0.1"]) is None
-    assert "nccl on cuda" in str(shrink.why_not(torch.device("cuda", 0), "nccl", []))
-    assert "loopback" in str(shrink.why_not(cpu, "gloo", ["127.0.1.1", "10.0.0.2"]))
+    assert shrink.unsupported(cpu, "gloo", ["10.0.0.1", "10.0.0.2"]) is None
+    assert shrink.unsupported(cpu, "gloo", ["127.0.0.1", "127.0.0.1"]) is None
+    assert "nccl on cuda" in str(shrink.unsupported(torch.device("cuda", 0), "nccl", []))
+    assert "loopback" in str(shrink.unsupported(cpu, "gloo", ["127.0.1.1", "10.0.0.2"]))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_where_it_has_no_effect_it_says_why() -> None:
     ],
 )
 def test_contradictions(overrides: tuple[str, ...], words: str) -> None:
-    with pytest.raises(UserError, match=f"distributed.shrink=true does not go with .*{words}"):
+    with pytest.raises(UserError, match=f"distributed.shrink=true is not supported with .*{words}"):
         settings("distributed.shrink=true", *overrides)
 
 
@@ -259,6 +259,7 @@ def test_a_batch_that_does_not_divide_ends_the_run(tmp_path: Path) -> None:
     ended = launched(4, tmp_path, *batch, *fault("kill", 3, 6))
     assert ended.code == 1
     assert (
-        "the others cannot go on: train.global_batch_size is 8, which does not divide over 3" in ended.output
+        "the others cannot go on: train.global_batch_size is 8, which is not divisible by the 3"
+        in ended.output
     )
     assert (tmp_path / "failure.json").exists()

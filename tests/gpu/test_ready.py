@@ -188,7 +188,7 @@ def test_ranks_share_a_gpu_only_where_nccl_was_told_so(
     join: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    with pytest.raises(UserError, match="local rank 1 has no own GPU"):
+    with pytest.raises(UserError, match="local rank 1 has no GPU of its own"):
         join(gpus=1, under_torchrun=True)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert join(gpus=1, under_torchrun=True) == GPU

@@ -254,7 +254,7 @@ def test_renamed_settings_of_an_older_run_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("manifest.json", "is a checkpoint: give its run"),
+        ("manifest.json", "is a checkpoint: pass its run"),
         ("trials.jsonl", "is a sweep: give one"),
         ("a", "is not a run"),
     ],

@@ -105,7 +105,7 @@ def test_each_rank_is_told_its_place_and_who_is_not_rank_0_is_named(
     out, err = capfd.readouterr()
     assert {"out of 0", "[rank 1] out of 1", "[rank 2] out of 2"} == {*out.splitlines()}
     assert "[rank 2] err of 2" in err
-    assert "rank 2 was ended by SIGKILL: out of memory, or kill -9" in err
+    assert "rank 2 was killed by SIGKILL: out of memory, or kill -9" in err
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_a_rank_that_a_verdict_may_have_ended_is_told_as_such(
     launch: Launch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launch({"0": "kill", "1": "0", "2": "1"}) == 1
-    said = "rank 0 was ended by SIGKILL: out of memory, or kill -9, or rank 2, if its verdict is that"
+    said = "rank 0 was killed by SIGKILL: out of memory, or kill -9, or killed by rank 2 because it was stuck"
     assert said in capfd.readouterr().err
 
 
@@ -132,7 +132,7 @@ def test_restarts_only_what_a_restart_can_help(
     assert launch({"0": "fault 7"}, {"0": "kill"}, {"0": "0"}, max_restarts=5) == 0
     resumed = ["resume=auto" in seen(tmp_path)[f"0-{attempt}"]["argv"] for attempt in range(3)]
     assert resumed == [False, True, True]
-    assert "that was try 2 of 6; restart 2 of 5 from the newest checkpoint in" in capfd.readouterr().err
+    assert "attempt 2 of 6 failed; restart 2 of 5 from the newest checkpoint in" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -216,17 +216,17 @@ def test_a_launch_within_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_script_that_called_main_is_what_is_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(fresh, "_own_script", [])
+    monkeypatch.setattr(fresh, "_user_script", [])
     ours = fresh.program()
     script = SimpleNamespace(__file__=str(tmp_path / "go.py"), __spec__=None)
     monkeypatch.setitem(sys.modules, "__main__", script)
     monkeypatch.setattr(sys, "argv", ["pytest", "a=1"])
-    fresh.take_script()
+    fresh.remember_script()
     assert fresh.program() == ours
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["go.py", "a=1"])
-    fresh.take_script()
+    fresh.remember_script()
     assert fresh.program() == [sys.executable, str(tmp_path / "go.py")]
     script.__spec__ = SimpleNamespace(name="mine.__main__")  # python -m mine
-    fresh.take_script()
+    fresh.remember_script()
     assert fresh.program() == [sys.executable, "-m", "mine"]

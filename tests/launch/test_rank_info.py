@@ -146,16 +146,16 @@ def test_by_hand_in_the_settings(told: Told) -> None:
     ("variables", "overrides", "named"),
     [
         (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, (), r"RANK=0 contradicts SLURM_PROCID=2"),
-        (SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, (), r"SLURM_STEP_NUM_TASKS=4.*starts its own run.*--nnodes"),
+        (SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, (), r"SLURM_STEP_NUM_TASKS=4.*a run of its own.*--nnodes"),
         (SRUN, ("distributed.rank=0",), r"distributed.rank=0 contradicts SLURM_PROCID=2"),
         ({"RANK": "1"}, (), r"RANK=1, but WORLD_SIZE is not set"),
-        ({"RANK": "4", "WORLD_SIZE": "4"}, (), r"RANK=4, but WORLD_SIZE=4: ranks count from 0 to 3"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, (), r"RANK=4, but WORLD_SIZE=4: the rank must be from 0 to 3"),
         ({"RANK": "-1", "WORLD_SIZE": "4"}, (), r"RANK=-1, but must be a number"),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, (), r"WORLD_SIZE=4, but nothing says where rank 0 is.*MASTER_ADDR"),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, (), r"WORLD_SIZE=4, but the address of rank 0 is unknown.*MASTER_ADDR"),
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, (), r"MASTER_PORT is not"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (), r"SLURM_NTASKS=4, but this process would train alone; it was not started by srun"),
-        ({"PET_NNODES": "2"}, (), r"PET_NNODES=2, but this process would train alone; it was not started by torchrun"),
-        ({}, ("distributed.init_method=tcp://a:1",), r"tcp://a:1 does not say which process this is"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (), r"SLURM_NTASKS=4, but this process would train on its own, because it was not started by srun"),
+        ({"PET_NNODES": "2"}, (), r"PET_NNODES=2, but this process would train on its own, because it was not started by torchrun"),
+        ({}, ("distributed.init_method=tcp://a:1",), r"tcp://a:1 is set, but the rank of this process is not"),
         ({}, ("distributed.init_method=tcp://a",), r"init_method is tcp://a, but must be env://, tcp://HOST:PORT"),
     ],
 )  # fmt: skip
@@ -312,7 +312,9 @@ def test_a_stop_before_it_looks_for_the_others_is_one_too(tmp_path: Path) -> Non
 
 
 def test_as_many_files_may_be_open_as_are_allowed() -> None:
-    program = "import resource, trainer.launch.fresh as f; f.take_limits(); print(*resource.getrlimit(7))"
+    program = (
+        "import resource, trainer.launch.fresh as f; f.raise_file_limit(); print(*resource.getrlimit(7))"
+    )
     command = ["bash", "-c", f"ulimit -Sn 100; exec {sys.executable} -c '{program}'"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
     soft, hard = done.stdout.split()

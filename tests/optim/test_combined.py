@@ -90,7 +90,7 @@ def test_a_saved_state_goes_on_and_a_schedule_scales_all() -> None:
         ),
         (
             {"optimizer": MUON},
-            r"optim\.groups\.0\.match has no value; set one, .*, or optim\.groups\.0\.dims",
+            r"optim\.groups\.0\.match has no value; set it to .*, or set optim\.groups\.0\.dims",
         ),
         (
             {"dims": 2, "lr_scale": 2, "optimizer": MUON | {"lr": 0.1}},

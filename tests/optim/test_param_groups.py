@@ -82,7 +82,7 @@ def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
         ("optim.groups=[{match:'('}]", "optim.groups.0.match is (, but must be a regular expression"),
         (
             "optim.groups=[{match:x,decay:0}]",
-            "optim.groups.0.decay is not a setting; choose from match, name",
+            "optim.groups.0.decay is not a setting; expected one of match, name",
         ),
         ("model.freeze=['[']", "model.freeze is [, but must be a regular expression of parameter names"),
     ],

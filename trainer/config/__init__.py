@@ -1,14 +1,15 @@
-"""The schema of every setting the trainer owns, and all validation.
+"""The schema of the trainer's settings, and their validation.
 
-`load` is the only entry point: it turns what Hydra composed into one typed `Config`, or raises a `UserError`.
-Models, datasets, tasks, optimizers and schedules are `_target_` nodes: their keys belong to the class
-they name, which validates them itself. Defaults are in conf/, types and limits in schema.py, and conflicts
-between two settings in contradictions.py.
-Never imports torch, so that a user error is reported before torch has loaded.
+`load` is the only entry point: it converts the composed Hydra config to a typed `Config` or raises a
+`UserError`. Models, datasets, tasks, optimizers and schedules are `_target_` nodes: their keys are arguments
+of a class, which validates them itself. Defaults are in conf/, types and limits in schema.py, and conflicts
+between settings in contradictions.py.
+
+This package never imports torch, so that user errors are reported before torch is loaded.
 """
 
-from trainer.config.contradictions import check_one_process, check_processes, check_shares
-from trainer.config.limits import above, at_least, check_limits, like, one_of
+from trainer.config.contradictions import check_batch_sizes, check_one_process, check_processes
+from trainer.config.limits import above, at_least, check_limits, matching, one_of
 from trainer.config.loading import flatten, load, to_yaml
 from trainer.config.nodes import NoDecay, ParameterGroup, model_settings, parameter_groups, patterns
 from trainer.config.schema import (

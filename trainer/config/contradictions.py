@@ -30,18 +30,19 @@ def check_contradictions(config: Config) -> None:
     if train.histograms_every is not None and (interval is None or train.histograms_every % interval):
         raise UserError(
             f"train.histograms_every is {train.histograms_every}, but must be a multiple of "
-            f"train.log_every_steps, {train.log_every_steps}: histograms are taken at log steps"
+            f"train.log_every_steps={train.log_every_steps}, because histograms are logged at log steps"
         )
     if train.compile_mode == "reduce-overhead" and strategy.name == "fsdp":
         raise UserError(
-            "train.compile_mode=reduce-overhead replays a graph with the addresses of its weights, which "
-            "strategy=fsdp gathers elsewhere in each pass; leave the mode out, or use strategy=ddp"
+            "train.compile_mode=reduce-overhead is not supported with strategy=fsdp, because a CUDA graph "
+            "replays fixed addresses, and FSDP gathers the weights at a new address in each pass; remove the "
+            "mode, or use strategy=ddp"
         )
     if config.checkpoint.format == "full" and strategy.name == "fsdp":
         raise UserError(
-            "checkpoint=full lets rank 0 write everything, but under strategy=fsdp each rank only has a "
-            "shard; use checkpoint=sharded, the default of fsdp. Any strategy can resume from it on any "
-            "number of ranks, and `python -m trainer.checkpoint convert` makes one file of its weights"
+            "checkpoint=full is not supported with strategy=fsdp, because rank 0 has only a shard of the "
+            "state; use checkpoint=sharded, the default of fsdp. Any strategy can resume from it on any "
+            "number of ranks, and `python -m trainer.checkpoint convert` turns it into a single file"
         )
     for name, value in (
         ("checkpoint.keep_best", config.checkpoint.keep_best),
@@ -49,23 +50,23 @@ def check_contradictions(config: Config) -> None:
     ):
         if value is not None and not train.evaluates:
             raise UserError(
-                f"{name} needs evaluations, but train.eval_every_epochs is 0: never; set it to 1, or "
-                f"{name}=null"
+                f"{name} requires evaluations, but train.eval_every_epochs is 0, which disables them; set "
+                f"train.eval_every_epochs=1 or {name}=null"
             )
     if train.skip_nonfinite and isinstance(config.comm, HookCommConfig):
         raise UserError(
-            f"train.skip_nonfinite is {train.skip_nonfinite}, but the state of comm=hook may keep a part of "
-            "each step's gradients for the next, NaN as well; set it to 0, or use another comm"
+            f"train.skip_nonfinite={train.skip_nonfinite} is not supported with comm=hook, because the state "
+            "of the hook may carry NaN over to the next step; set it to 0, or use another comm"
         )
     if train.compile and strategy.name == "dp":
         raise UserError(
-            "train.compile=true does not go with strategy=dp, whose threads torch cannot trace in; use "
-            "strategy=ddp, or set it to false"
+            "train.compile=true is not supported with strategy=dp, because torch.compile cannot trace its "
+            "threads; use strategy=ddp, or set train.compile=false"
         )
     if train.micro_batch_size == "auto" and train.exact is not None:
         raise UserError(
-            f"train.micro_batch_size=auto does not go with train.exact={train.exact}, whose chunks are the "
-            "micro-batches; set it to null"
+            f"train.micro_batch_size=auto is not supported with train.exact={train.exact}, because chunks "
+            "are the micro-batches; set train.micro_batch_size=null"
         )
     _check_comm(strategy, config.comm)
     if train.exact is not None:
@@ -77,9 +78,9 @@ def check_contradictions(config: Config) -> None:
 
 
 def check_processes(config: Config) -> None:
-    """Refuse a number of processes that the strategy or the batch size can't use, if it is known already.
+    """Raise UserError if the number of processes is known and does not suit the strategy or batch size.
 
-    `load` does not call it, because evaluation works on any number of processes.
+    `load` does not call this, because evaluation works with any number of processes.
     """
     strategy, train, num_processes = config.strategy.name, config.train, config.launch.num_processes
     if num_processes is None:
@@ -87,7 +88,7 @@ def check_processes(config: Config) -> None:
     if strategy in ("single", "dp"):
         check_one_process(strategy, num_processes)
     elif strategy in ("ddp", "fsdp") and train.exact is None:
-        check_shares(train.global_batch_size, train.known_micro_batch_size, num_processes)
+        check_batch_sizes(train.global_batch_size, train.known_micro_batch_size, num_processes)
 
 
 def check_one_process(strategy: str, num_processes: int) -> None:
@@ -98,23 +99,23 @@ def check_one_process(strategy: str, num_processes: int) -> None:
         )
 
 
-def check_shares(global_batch_size: int, micro_batch_size: int | None, num_replicas: int) -> None:
-    """Refuse batch sizes that do not divide evenly; the message names the nearest size that does."""
+def check_batch_sizes(global_batch_size: int, micro_batch_size: int | None, num_replicas: int) -> None:
+    """Raise UserError if batch sizes do not divide evenly; the message gives the nearest valid size."""
     if global_batch_size % num_replicas:
         below = global_batch_size // num_replicas * num_replicas
         above = below + num_replicas
         nearest = above if below == 0 or above - global_batch_size < global_batch_size - below else below
         raise UserError(
-            f"train.global_batch_size is {global_batch_size}, which does not divide over {num_replicas} "
-            f"replicas; nearest that does: {nearest}"
+            f"train.global_batch_size is {global_batch_size}, which is not divisible by the {num_replicas} "
+            f"replicas; nearest valid value: {nearest}"
         )
     local_size = global_batch_size // num_replicas
     if micro_batch_size is not None and local_size % micro_batch_size:
         divisors = [size for size in range(1, local_size + 1) if local_size % size == 0]
         raise UserError(
             f"train.micro_batch_size is {micro_batch_size}, which does not divide the {local_size} samples "
-            f"that each of {num_replicas} replicas takes of train.global_batch_size={global_batch_size}; "
-            f"nearest that does: {min(divisors, key=lambda size: abs(size - micro_batch_size))}"
+            f"per replica (train.global_batch_size={global_batch_size}, {num_replicas} replicas); "
+            f"nearest valid value: {min(divisors, key=lambda size: abs(size - micro_batch_size))}"
         )
 
 
@@ -134,25 +135,28 @@ def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
 
 
 def _check_shrink(config: Config) -> None:
-    """Refuse what ranks that are left cannot go on with."""
+    """Raise UserError if the surviving ranks could not continue with these settings."""
     checkpoint = config.checkpoint
     if config.strategy.name != "ddp":
-        words = f"strategy={config.strategy.name}, but ranks have all of the model under strategy=ddp alone"
+        reason = f"strategy={config.strategy.name}, because each rank needs the whole model; use strategy=ddp"
     elif isinstance(config.comm, HookCommConfig):
-        words = "comm=hook, whose groups the trainer does not know; use another comm"
+        reason = "comm=hook, because the trainer does not know the hook's process groups; use another comm"
     elif not checkpoint.on_failure:
-        words = (
-            "checkpoint.on_failure=false: the others go on from the step that is saved then; set it to true"
+        reason = (
+            "checkpoint.on_failure=false, because the survivors continue from that checkpoint; set it to true"
         )
     elif checkpoint.remote is not None:
-        words = f"checkpoint.remote={checkpoint.remote}, to which the former rank 0 may still copy"
+        reason = (
+            f"checkpoint.remote={checkpoint.remote}, because the previous rank 0 may still be uploading; set "
+            "checkpoint.remote=null"
+        )
     else:
         return
-    raise UserError(f"distributed.shrink=true does not go with {words}")
+    raise UserError(f"distributed.shrink=true is not supported with {reason}")
 
 
 def _check_slurm(launch: SlurmLaunchConfig) -> None:
-    """Refuse a time limit without time to train, and a job array, whose tasks would share one run_dir."""
+    """Raise UserError for a job array, whose tasks would share a run_dir, or for too short a time limit."""
     parameters = launch.parameters or {}
     if "array" in parameters:
         raise UserError(
@@ -163,12 +167,12 @@ def _check_slurm(launch: SlurmLaunchConfig) -> None:
     for name, setting in (("time", "launch.time"), ("signal", "launch.save_before_s")):
         if name in parameters:
             raise UserError(f"launch.parameters.{name} is {parameters[name]}; set {setting} instead")
-    limit_s = _seconds_of(launch.time or "0")  # 0: no limit
+    limit_s = _seconds_of(launch.time or "0")  # 0 means no limit
     if limit_s and launch.save_before_s > limit_s - 60:
         raise UserError(
             f"launch.save_before_s is {launch.save_before_s}, but must be at least 60 s shorter than the "
             f"time limit, launch.time={launch.time} ({limit_s} s), or the run would stop before it trains; "
-            "set a higher launch.time, or a lower launch.save_before_s"
+            "increase launch.time or decrease launch.save_before_s"
         )
 
 
@@ -181,30 +185,33 @@ def _seconds_of(time: str) -> int:
 
 
 def _check_exact(config: Config) -> None:
-    """Refuse what cannot have the same bits everywhere."""
+    """Raise UserError for settings whose results depend on the number of ranks or the strategy."""
     strategy, comm, train = config.strategy, config.comm, config.train
     wire_dtype, options = getattr(comm, "wire_dtype", "fp32"), vars(strategy)
     if strategy.name not in ("single", "ddp", "fsdp"):
-        words = f"strategy={strategy.name}, whose sums depend on the ranks; use strategy=single, ddp or fsdp"
+        reason = f"strategy={strategy.name}, because its sums depend on the number of ranks; use "
+        reason += "strategy=single, ddp or fsdp"
     elif not isinstance(comm, NativeCommConfig | ScheduleCommConfig):
-        words = f"comm={comm.algorithm}, which is not a sum; use comm=native, {', '.join(SCHEDULES)}"
+        reason = f"comm={comm.algorithm}, because it may not be a plain sum; use comm=native, "
+        reason += ", ".join(SCHEDULES)
     elif wire_dtype != "fp32":
-        words = f"comm.wire_dtype={wire_dtype}, but sends gradients as integers; set comm.wire_dtype=fp32"
+        reason = f"comm.wire_dtype={wire_dtype}, because gradients are sent as integers; set it to fp32"
     elif train.precision == "fp16":
-        words = "train.precision=fp16, whose scale follows the ranks; use bf16 or fp32"
+        reason = "train.precision=fp16, because the loss scale depends on the ranks; use bf16 or fp32"
     elif train.compile:
-        words = "train.compile=true, which fuses a model differently in each strategy; set it to false"
+        reason = "train.compile=true, because fusion differs between strategies; set it to false"
     elif options.get("sync_batchnorm"):
-        words = "strategy.sync_batchnorm=true, which depends on the ranks; set it to false: statistics of "
-        words += "chunks are averaged"
+        reason = "strategy.sync_batchnorm=true, because its statistics depend on the ranks; set it to false, "
+        reason += "and the statistics of the chunks are averaged"
     elif options.get("static_graph"):
-        words = "strategy.static_graph=true, with which DDP cannot add chunks; set it to false"
+        reason = "strategy.static_graph=true, because DDP then cannot accumulate chunks; set it to false"
     elif (group := options.get("shard_group", "world")) != "world":
-        words = f"strategy.shard_group={group}, whose replicas add sums of their own; set it to world"
+        reason = f"strategy.shard_group={group}, because replicas add up separate sums; set it to world"
     elif strategy.name == "fsdp" and train.channels_last:
-        words = "train.channels_last=true, gathered in another layout by strategy=fsdp; use strategy=ddp"
+        reason = "train.channels_last=true, because strategy=fsdp gathers weights in another memory layout; "
+        reason += "use strategy=ddp"
     elif (dtype := options.get("reduce_dtype", "fp32")) != "fp32":
-        words = f"strategy.reduce_dtype={dtype}, but adds integers; set it to fp32"
+        reason = f"strategy.reduce_dtype={dtype}, because integers are added; set it to fp32"
     else:
         return
-    raise UserError(f"train.exact={train.exact} does not go with {words}")
+    raise UserError(f"train.exact={train.exact} is not supported with {reason}")

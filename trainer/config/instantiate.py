@@ -1,4 +1,4 @@
-"""From a `_target_` node of the config to the object it describes."""
+"""Build the object that a `_target_` node of the config describes."""
 
 import re
 from importlib import import_module
@@ -8,9 +8,9 @@ from typing import Any
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from trainer.errors import UserError, class_and_line, may_pass, on_one_line
+from trainer.errors import UserError, class_and_line, is_retryable, on_one_line
 
-# Hydra 1.4 asks which targets it may call: any, because the user's own are the point (SECURITY.md).
+# Hydra 1.4 restricts which targets it may call. All are allowed, since users name their own (SECURITY.md).
 _ANY = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 _ALLOWED = {} if _ANY is None else {"_execution_whitelist_": _ANY}
 
@@ -18,14 +18,14 @@ _ALLOWED = {} if _ANY is None else {"_execution_whitelist_": _ANY}
 def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = None, **kwargs: Any) -> Any:
     """Call the node's `_target_` with its other keys, `args` and `kwargs`.
 
-    A key with the value `auto` is set to the attribute of that name of `facts`, also in nested nodes.
+    The value `auto` is replaced with the attribute of `facts` that has the key's name, also in nested nodes.
 
     Args:
         name: the node's name in the config, for messages.
 
     Raises:
-        UserError: the target does not exist, has no such argument or refuses a value; or `auto` is set for
-            a key that `facts` does not have.
+        UserError: the target does not exist, has no such argument or rejects a value; or `facts` lacks the
+            attribute for an `auto`.
     """
     built = filled(name, node, facts)
     try:
@@ -35,60 +35,63 @@ def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = Non
         if isinstance(cause, UserError):
             raise cause from None
         mistakes = TypeError | ValueError | LookupError | ImportError | OSError
-        if cause is None or (isinstance(cause, mistakes) and not may_pass(cause)):
+        if cause is None or (isinstance(cause, mistakes) and not is_retryable(cause)):
             raise _cannot(*_within(name, node, error), cause or error) from cause
         raise cause from None
 
 
 def _within(name: str, node: dict[str, Any], error: InstantiationException) -> tuple[str, dict[str, Any]]:
-    """The node that cannot be built, which may be a part of `node`, after its name in the config."""
+    """Return the name and the content of the node that cannot be built: `node` or a node inside it."""
     path = re.search(r"\nfull_key: (\S+)$", str(error))
     part: Any = node
     for word in path[1].split(".") if path else ():
         key, number = (word, "") if word in part else re.fullmatch(r"(.*?)(\d*)", word).groups()  # type: ignore[union-attr]
         part, name = part[key], f"{name}.{key}"
-        if number:  # of a list; Hydra writes it without a dot
+        if number:  # an index of a list; Hydra writes it without a dot
             part, name = part[int(number)], f"{name}.{number}"
     return name, part
 
 
 def _cannot(name: str, node: dict[str, Any], reason: Exception) -> UserError:
     target = node["_target_"]
-    said = class_and_line(reason) if isinstance(reason, LookupError) else on_one_line(reason)  # a bare key
-    unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
+    # The message of a LookupError may be only the key.
+    message = class_and_line(reason) if isinstance(reason, LookupError) else on_one_line(reason)
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", message)
     hint = ""
     if unknown and unknown[1] in node:
-        hint = f"; ~{name}.{unknown[1]} leaves it out"
+        hint = f"; ~{name}.{unknown[1]} removes it"
     elif unknown and unknown[1] == "split":
-        hint = "; let it take split, which is train or eval"
-    elif isinstance(reason, TypeError) and "required positional argument" in said:
-        hint = f"; set it in {name}, or have a function passed on uncalled by +{name}._partial_=true"
-    return UserError(f"{name}: {target} cannot be built: {said}{hint}{_hidden(target)}")
+        hint = "; add the argument split, which is train or eval"
+    elif isinstance(reason, TypeError) and "required positional argument" in message:
+        hint = f"; set it in {name}, or pass the function itself with +{name}._partial_=true"
+    return UserError(f"{name}: {target} cannot be built: {message}{hint}{_hidden_package(target)}")
 
 
-def _hidden(target: str) -> str:
-    """A hint if a user's folder has the name of one of this project's packages, and hides it."""
+def _hidden_package(target: str) -> str:
+    """Return a hint if a folder of the user has the name of one of this project's packages."""
     name = target.partition(".")[0]
-    theirs = Path(name).resolve()
-    if name not in ("models", "trainer") or not theirs.exists():
+    users = Path(name).resolve()
+    if name not in ("models", "trainer") or not users.exists():
         return ""
     ours = Path(str(import_module(name).__file__)).resolve().parent
-    return "" if ours == theirs else f"; {name} is {ours} here and hides {theirs}: rename yours"
+    return (
+        "" if ours == users else f"; {name} is imported from {ours}, which hides {users}: rename the latter"
+    )
 
 
 def filled(name: str, node: dict[str, Any], facts: object) -> dict[str, Any]:
-    """`node` with the attributes of `facts` in place of `auto`; see `instantiate`."""
-    found = {}
+    """Return `node` with each `auto` replaced by an attribute of `facts`; see `instantiate`."""
+    replaced = {}
     for key, value in node.items():
         if isinstance(value, dict) and "_target_" in value:
             value = filled(f"{name}.{key}", value, facts)
-        found[key] = _fact(name, key, facts) if value == "auto" else value
-    return found
+        replaced[key] = _fact(name, key, facts) if value == "auto" else value
+    return replaced
 
 
 def _fact(name: str, key: str, facts: object) -> Any:
     fact = getattr(facts, key, None)
     if fact is None:
-        of = getattr(facts, "class_name", type(facts).__name__)  # not a setting's wrapper around it
-        raise UserError(f"{name}.{key} is auto, but {of} has no {key}; give it a value")
-    return list(fact) if isinstance(fact, tuple) else fact  # as Hydra 1.3 makes of it; 1.4 does not
+        source = getattr(facts, "class_name", type(facts).__name__)  # a wrapper gives the wrapped class
+        raise UserError(f"{name}.{key} is auto, but {source} has no {key}; set a value")
+    return list(fact) if isinstance(fact, tuple) else fact  # Hydra 1.3 converts tuples to lists; 1.4 does not

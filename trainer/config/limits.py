@@ -1,4 +1,4 @@
-"""The limit of a setting, written beside its field, and its check."""
+"""Limits of settings: a field of the schema declares its limit, and `check_limits` checks it."""
 
 import dataclasses
 import re
@@ -13,18 +13,18 @@ from trainer.errors import UserError
 
 @dataclass(frozen=True)
 class Limit:
-    """What a value must satisfy, unless it is None, which means absent."""
+    """A condition on a value and its description. None, which means absent, always satisfies it."""
 
-    holds: Callable[[Any], bool]
-    words: str
+    is_valid: Callable[[Any], bool]
+    description: str
 
     def check(self, name: str, value: Any) -> None:
-        if value is not None and not self.holds(value):
-            raise UserError(f"{name} is {value if value != '' else 'empty'}, but must be {self.words}")
+        if value is not None and not self.is_valid(value):
+            raise UserError(f"{name} is {value if value != '' else 'empty'}, but must be {self.description}")
 
 
-def limited(holds: Callable[[Any], bool], words: str, default: Any = MISSING) -> Any:
-    return field(default=default, metadata={"limit": Limit(holds, words)})
+def limited(is_valid: Callable[[Any], bool], description: str, default: Any = MISSING) -> Any:
+    return field(default=default, metadata={"limit": Limit(is_valid, description)})
 
 
 def at_least(limit: float) -> Any:
@@ -32,7 +32,7 @@ def at_least(limit: float) -> Any:
 
 
 def count_or_never() -> Any:
-    """A count, of which 0 means never; null, which can mean nothing else, becomes 0."""
+    """Declare a count of which 0 means never. `load` turns null into 0."""
     limit = Limit(lambda value: value >= 0, "at least 0")
     return field(default=MISSING, metadata={"limit": limit, "null": 0})
 
@@ -45,8 +45,8 @@ def one_of(*values: str, default: str = MISSING) -> Any:
     return limited(lambda value: value in values, f"one of {', '.join(values)}", default)
 
 
-def like(pattern: str, words: str, default: Any = MISSING) -> Any:
-    return limited(lambda value: re.fullmatch(pattern, value) is not None, words, default)
+def matching(pattern: str, description: str, default: Any = MISSING) -> Any:
+    return limited(lambda value: re.fullmatch(pattern, value) is not None, description, default)
 
 
 def _is_pattern(text: str) -> bool:
@@ -61,7 +61,7 @@ PATTERN = Limit(_is_pattern, "a regular expression of parameter names")
 
 
 def seconds() -> Any:
-    """A deadline; torch and the C library use 64-bit nanoseconds."""
+    """Declare a timeout; torch and the C library use 64-bit nanoseconds."""
     return limited(lambda value: 0 < value <= 1e9, "greater than 0, and at most 1e9 (30 years)")
 
 
@@ -69,10 +69,10 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def check_limits(node: Any, prefix: str = "") -> None:
-    """Check every setting under ``node``, a dataclass, against the limit of its field."""
-    for a_field in dataclasses.fields(node):
-        name, value = prefix + a_field.name.rstrip("_"), getattr(node, a_field.name)
+    """Check every setting of the dataclass ``node`` against the limit of its field."""
+    for setting in dataclasses.fields(node):
+        name, value = prefix + setting.name.rstrip("_"), getattr(node, setting.name)
         if dataclasses.is_dataclass(value):
             check_limits(value, f"{name}.")
-        elif "limit" in a_field.metadata:
-            a_field.metadata["limit"].check(name, value)
+        elif "limit" in setting.metadata:
+            setting.metadata["limit"].check(name, value)

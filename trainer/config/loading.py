@@ -1,4 +1,4 @@
-"""From the composed Hydra config to a `Config`, and from there to names and YAML."""
+"""Conversion of the composed Hydra config to a `Config`, and of a `Config` to names or YAML."""
 
 import copy
 import dataclasses
@@ -11,7 +11,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from trainer.config.contradictions import check_contradictions
 from trainer.config.limits import check_limits
 from trainer.config.nodes import check_nodes
-from trainer.config.overrides import RENAMED, leaves, mapping_settings, no_value, not_a_setting, wrong_kind
+from trainer.config.overrides import RENAMED, leaves, mapping_settings, no_value, not_a_setting, wrong_type
 from trainer.config.schema import COMMS, GROUPS, LAUNCHES, STRATEGIES, Config, TrainConfig
 from trainer.errors import UserError, first_line
 
@@ -32,8 +32,8 @@ def load(composed: DictConfig) -> Config:
     try:
         for name in GROUPS:
             if not OmegaConf.is_dict(composed[name]):
-                raise UserError(f"{name} is {composed[name]}, but must hold settings: {name}.NAME=VALUE")
-        for old in RENAMED:  # an optimizer's class would get one of `optim` as an argument
+                raise UserError(f"{name} is {composed[name]}, but must be a mapping: {name}.NAME=VALUE")
+        for old in RENAMED:  # an unknown setting of `optim` would be passed to the optimizer's class
             if OmegaConf.select(composed, old, default=...) is not ...:
                 raise UserError(not_a_setting(old))
         schema = OmegaConf.structured(Config)
@@ -45,13 +45,13 @@ def load(composed: DictConfig) -> Config:
         with open_dict(given.checkpoint):
             if "async" in given.checkpoint:
                 given.checkpoint.async_ = given.checkpoint.pop("async")
-        for a_field in dataclasses.fields(TrainConfig):
-            if "null" in a_field.metadata and given.train.get(a_field.name, 0) is None:
-                given.train[a_field.name] = a_field.metadata["null"]
+        for setting in dataclasses.fields(TrainConfig):
+            if "null" in setting.metadata and given.train.get(setting.name, 0) is None:
+                given.train[setting.name] = setting.metadata["null"]
         mappings = (*mapping_settings(Config), *mapping_settings(LAUNCHES[composed.launch.name], "launch."))
-        for name, _ in mappings:  # of a list OmegaConf says only that it is wrong, not where
+        for name, _ in mappings:  # OmegaConf's error for a list does not say which setting it is
             if OmegaConf.is_list(OmegaConf.select(given, name)):
-                raise UserError(wrong_kind(name, "a list, but must be {NAME: VALUE, ...}"))
+                raise UserError(wrong_type(name, "a list, but must be {NAME: VALUE, ...}"))
         merged = OmegaConf.merge(schema, given)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
@@ -60,7 +60,7 @@ def load(composed: DictConfig) -> Config:
     except ConfigKeyError as error:
         raise UserError(not_a_setting(error.full_key or str(error.key), composed)) from error
     except OmegaConfBaseException as error:
-        raise UserError(wrong_kind(str(error.full_key).rstrip("_"), first_line(error))) from error
+        raise UserError(wrong_type(str(error.full_key).rstrip("_"), first_line(error))) from error
     assert isinstance(config, Config)
     for name, value in flatten(config).items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -72,12 +72,12 @@ def load(composed: DictConfig) -> Config:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Return every setting by its dotted name, as written on the command line."""
+    """Return the value of every setting by its dotted name, as written on the command line."""
     return dict(leaves(_as_dict(config)))
 
 
 def to_yaml(config: Config) -> str:
-    """Return the resolved settings as YAML that `--config-dir` can read back."""
+    """Return the resolved settings as YAML that can be read through `--config-dir`."""
     return OmegaConf.to_yaml(OmegaConf.create(_as_dict(config)))
 
 

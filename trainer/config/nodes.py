@@ -1,4 +1,4 @@
-"""The trainer's own checks of `_target_` nodes, whose other keys belong to the class they name."""
+"""Checks of the trainer's own keys in `_target_` nodes. The other keys are arguments of the class."""
 
 import dataclasses
 import math
@@ -9,22 +9,25 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from trainer.config.limits import PATTERN, check_limits, like, limited
+from trainer.config.limits import PATTERN, check_limits, limited, matching
 from trainer.config.schema import Config, HookCommConfig
 from trainer.errors import UserError, first_line
 
 
 @dataclass
 class ParameterGroup:
-    """An entry of optim.groups: parameters by name, and their own settings; null: as for other parameters.
+    """An entry of optim.groups: a set of parameters and their options. None keeps the value of `optim`.
 
     Attributes:
-        dims: only those of this number of dimensions.
-        optimizer: the `_target_` node of their own optimizer.
+        match: a regular expression of parameter names.
+        dims: select only parameters with this number of dimensions.
+        optimizer: the `_target_` node of a separate optimizer for these parameters.
     """
 
     match: str = field(default="", metadata={"limit": PATTERN})
-    name: str | None = like(r"[\w.-]+", "of letters, digits and _.-: it names a curve", default=None)
+    name: str | None = matching(
+        r"[\w.-]+", "made of letters, digits and _.-, since it names a curve", default=None
+    )
     dims: int | None = limited(lambda value: value >= 0, "at least 0", None)
     weight_decay: float | None = limited(lambda value: 0 <= value < math.inf, "at least 0", None)
     lr_scale: float | None = limited(lambda value: 0 <= value < math.inf, "at least 0", None)
@@ -33,14 +36,14 @@ class ParameterGroup:
 
 @dataclass
 class NoDecay:
-    """optim.no_decay: parameters without weight decay, unless a group sets one for them."""
+    """optim.no_decay: parameters without weight decay, unless their group sets it."""
 
     below_dims: int = limited(lambda value: value >= 0, "at least 0", 0)
     match: str | None = field(default=None, metadata={"limit": PATTERN})
 
 
 def check_nodes(config: Config) -> None:
-    """Check what is known of a node; its class validates the rest."""
+    """Check the keys that are known to the trainer; the class of the node validates the others."""
     nodes = {"data.dataset": config.data.dataset, "data.task": config.data.task}
     nodes |= {"model": config.model, "optim": config.optim, "schedule": config.schedule}
     nodes |= {f"logger.{name}": node for name, node in config.logger.items()}
@@ -56,7 +59,7 @@ def check_nodes(config: Config) -> None:
             nodes[f"data.{split}[{number}]"] = node
     for name, node in nodes.items():
         if not isinstance(node, dict) or "_target_" not in node:
-            raise UserError(f"{name} has no _target_; it must name the class or function to call")
+            raise UserError(f"{name} has no _target_; set it to the import path of a class or function")
     lr = config.optim.get("lr")
     if not isinstance(lr, int | float | None):
         raise UserError(f"optim.lr is {lr!r}, but must be a number")
@@ -69,10 +72,10 @@ def check_nodes(config: Config) -> None:
 
 
 def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], NoDecay]:
-    """The trainer's own part of `optim`, which is not passed to the optimizer: `groups` and `no_decay`.
+    """Return `groups` and `no_decay` of `optim`, which are not passed to the optimizer.
 
     Raises:
-        UserError: an unknown key, a wrong type, a value outside its limits.
+        UserError: a key is unknown, or a value has a wrong type or is outside its limits.
     """
     nodes = optim.get("groups") or []
     if not isinstance(nodes, list):
@@ -85,11 +88,13 @@ def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], NoDec
 
 def _check_group(name: str, group: ParameterGroup) -> None:
     if not group.match and group.dims is None:
-        raise UserError(f"{name}.match has no value; set one, a regular expression of names, or {name}.dims")
+        raise UserError(
+            f"{name}.match has no value; set it to a regular expression of names, or set {name}.dims"
+        )
     if (node := group.optimizer) is None:
         return
     if "_target_" not in node:
-        raise UserError(f"{name}.optimizer has no _target_; it must name the class to call")
+        raise UserError(f"{name}.optimizer has no _target_; set it to the import path of a class")
     lr = node.get("lr")
     if not isinstance(lr, int | float | None) or (lr or 0) < 0:
         raise UserError(f"{name}.optimizer.lr is {lr!r}, but must be a number, at least 0")
@@ -97,18 +102,18 @@ def _check_group(name: str, group: ParameterGroup) -> None:
         if key in node and (given := group.lr_scale if key == "lr" else group.weight_decay) is not None:
             other = "lr_scale, a factor of optim.lr," if key == "lr" else key
             raise UserError(
-                f"{name}.optimizer.{key} is {node[key]}, but {name} sets {other} to {given}; leave one out"
+                f"{name}.optimizer.{key} is {node[key]}, but {name} sets {other} to {given}; remove one"
             )
 
 
 def model_settings(model: dict[str, Any]) -> dict[str, Any]:
-    """The part of `model` that is passed to its class, without the trainer's own keys."""
+    """Return the part of `model` that is passed to its class, without the trainer's own keys."""
     own = ("init_from", "init_key", "init_ignore", "adapters", "freeze")
     return {key: value for key, value in model.items() if key not in own}
 
 
 def patterns(name: str, value: Any) -> list[str]:
-    """A setting that is null, a regular expression, or a list of them."""
+    """Return a setting that is null, a regular expression or a list of them, as a list."""
     listed = [value] if isinstance(value, str) else value or []
     if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
         raise UserError(f"{name} is {value}, but must be a list of regular expressions")
@@ -116,14 +121,18 @@ def patterns(name: str, value: Any) -> list[str]:
 
 
 def typed(kind: type[Any], name: str, node: Any) -> Any:
-    """The settings at ``name``, such as the trainer's own within a `_target_` node, as a ``kind``."""
-    keys = [a.name for a in dataclasses.fields(kind)]
+    """Return the mapping ``node``, which is the setting ``name``, as an instance of the dataclass ``kind``.
+
+    Raises:
+        UserError: a key is unknown, or a value has a wrong type or is outside its limits.
+    """
+    keys = [setting.name for setting in dataclasses.fields(kind)]
     if not isinstance(node, Mapping):
-        raise UserError(f"{name} is {node}, but must hold settings: {', '.join(keys)}")
+        raise UserError(f"{name} is {node}, but must be a mapping with the keys {', '.join(keys)}")
     try:
         value = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), dict(node)))
     except ConfigKeyError as error:
-        raise UserError(f"{name}.{error.key} is not a setting; choose from {', '.join(keys)}") from error
+        raise UserError(f"{name}.{error.key} is not a setting; expected one of {', '.join(keys)}") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{name}.{error.full_key}: {first_line(error)}") from error
     check_limits(value, f"{name}.")

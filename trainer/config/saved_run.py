@@ -1,7 +1,7 @@
-"""The settings of an existing run, read from its config.yaml by commands that follow training.
+"""The settings of an existing run, read from its config.yaml by commands such as `trainer.evaluate`.
 
-They say what the run is, not where it ran: launch, ranks and all-reduce are those of the present command.
-Never imports torch, so that a user error is reported before torch has loaded.
+Settings of the launch, the ranks and the all-reduce are not those of the run, but of the current command.
+This module never imports torch, so that user errors are reported before torch is loaded.
 """
 
 import io
@@ -17,53 +17,53 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer.config import Config, load
-from trainer.config.overrides import CONF, RENAMED, in_words, not_a_setting
+from trainer.config.overrides import CONF, RENAMED, explain, not_a_setting
 from trainer.errors import UserError, on_one_line
 
 MAY_CHANGE = ("strategy", "data", "train", "distributed", "launch", "checkpoint", "model", "ema")
-_EVALUATE = {"beside": "both", "instead": "ema"}  # ema.evaluate before version 0.2.0, and since
-_OF_THE_COMMAND = {"launch": "external", "comm": "native"}
+_EVALUATE = {"beside": "both", "instead": "ema"}  # ema.evaluate: before version 0.2.0 -> since
+_COMMAND_GROUPS = {"launch": "external", "comm": "native"}  # not taken from the run
 
 
 class Folder(Protocol):
-    """A local path or an address."""
+    """A local path or a remote address."""
 
     def __truediv__(self, name: str, /) -> Any: ...
 
 
 def saved_settings(run_dir: Folder, overrides: Sequence[str] = ()) -> Config:
-    """The settings of the run in `run_dir`, changed by `overrides`, which are written as for training.
+    """Return the settings of the run in `run_dir`, changed by `overrides` in the syntax of the command line.
 
     Raises:
-        UserError: the run does not exist; or an override is unreadable, invalid, or has no effect any more.
+        UserError: the run does not exist; or an override cannot be parsed, is invalid or has no effect.
     """
     saved = read_settings(run_dir)
     changes = [_parse(override) for override in overrides]
-    groups = dict(_OF_THE_COMMAND)
+    groups = dict(_COMMAND_GROUPS)
     groups |= {change.key_or_group: str(change.value()) for change in changes if _names_group(change)}
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("train", overrides=[f"{group}={name}" for group, name in groups.items()])
         settings = _merged(composed, saved, groups)
         settings.run_dir, settings.resume = str(run_dir), None
-        settings.comm.timeline = False  # there will be no gradients to time
-        settings.checkpoint.format = "sharded"  # which goes with any strategy: there will be no save
+        settings.comm.timeline = False  # no gradients are communicated
+        settings.checkpoint.format = "sharded"  # valid for any strategy; nothing is saved
         for change in changes:
             if not _names_group(change):
                 _apply(settings, change)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(in_words(error)) from error
+        raise UserError(explain(error)) from error
     config = load(settings)
     if config.seed is None:
-        raise UserError(f"{run_dir / 'config.yaml'}: seed is null, but a run writes its seed there")
+        raise UserError(f"{run_dir / 'config.yaml'}: seed is null, but a run always writes its seed there")
     return config
 
 
 def read_settings(run_dir: Folder) -> DictConfig:
-    """The settings as they were saved.
+    """Return the saved settings.
 
     Raises:
-        UserError: there are none, or they cannot be read.
+        UserError: config.yaml does not exist or cannot be read.
     """
     path = run_dir / "config.yaml"
     try:
@@ -72,20 +72,20 @@ def read_settings(run_dir: Folder) -> DictConfig:
     except (FileNotFoundError, NotADirectoryError) as error:
         hint = ""
         if (run_dir / "manifest.json").exists():
-            hint = f"; it is a checkpoint: give its run, and --checkpoint {run_dir}"
+            hint = f"; it is a checkpoint: pass its run, and --checkpoint {run_dir}"
         elif (run_dir / "trials.jsonl").exists():
-            hint = "; it is a sweep: give one of the runs in it"
+            hint = "; it is a sweep: pass one of the runs in it"
         raise UserError(f"{run_dir} is not a run: it has no config.yaml{hint}") from error
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path} cannot be read: {on_one_line(error)}") from error
     if not isinstance(saved, DictConfig) or not {"model", "data", "strategy"} <= saved.keys():
-        raise UserError(f"{path} holds no settings of a run")
+        raise UserError(f"{path} does not contain the settings of a run")
     _rename(saved)
     return saved
 
 
 def _rename(saved: DictConfig) -> None:
-    """Give settings and choices of a run that was made before version 0.2.0 their new names."""
+    """Rename the settings and values of a run that was made before version 0.2.0."""
     for old, new in RENAMED.items():
         group, _, name = old.rpartition(".")
         if name in saved.get(group, {}):
@@ -95,7 +95,7 @@ def _rename(saved: DictConfig) -> None:
 
 
 def _merged(composed: DictConfig, saved: DictConfig, groups: dict[str, str]) -> DictConfig:
-    """The saved settings; with the `groups` from `composed`, and settings that are newer than the run."""
+    """Return the saved settings, with `groups` and settings newer than the run taken from `composed`."""
     own = OmegaConf.load(CONF / "train.yaml")  # settings outside groups
     assert isinstance(own, DictConfig)
     with open_dict(own):
@@ -113,9 +113,9 @@ def _parse(override: str) -> Override:
     try:
         change = OverridesParser.create().parse_override(override)
     except HydraException as error:
-        raise UserError(f"{override} is not an override such as strategy=fsdp: {in_words(error)}") from error
+        raise UserError(f"{override} is not an override such as strategy=fsdp: {explain(error)}") from error
     if change.is_sweep_override() or change.is_delete():
-        raise UserError(f"{override}: give one value, such as strategy=fsdp")
+        raise UserError(f"{override}: expected a single value, such as strategy=fsdp")
     key = change.key_or_group
     if key.partition(".")[0] not in MAY_CHANGE:
         raise UserError(f"{override} has no effect after training; {', '.join(MAY_CHANGE)} can be set here")
@@ -131,6 +131,6 @@ def _apply(settings: DictConfig, change: Override) -> None:
     if not change.is_add() and OmegaConf.select(settings, key, throw_on_missing=False, default=...) is ...:
         raise UserError(not_a_setting(key, settings))
     value = change.value()
-    # Another class has different settings.
-    other = isinstance(value, dict) and "_target_" in value
-    OmegaConf.update(settings, key, value, merge=not other, force_add=other or change.is_add())
+    # A new class replaces all arguments of the previous one.
+    replaces = isinstance(value, dict) and "_target_" in value
+    OmegaConf.update(settings, key, value, merge=not replaces, force_add=replaces or change.is_add())

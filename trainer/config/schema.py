@@ -1,4 +1,4 @@
-"""The settings of every run, with any choice of groups: types and limits; defaults are in conf/."""
+"""The types and limits of all settings, for every choice of every group. Defaults are in conf/."""
 
 import dataclasses
 import math
@@ -7,12 +7,21 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from trainer.config.limits import PRECISIONS, above, at_least, count_or_never, like, limited, one_of, seconds
+from trainer.config.limits import (
+    PRECISIONS,
+    above,
+    at_least,
+    count_or_never,
+    limited,
+    matching,
+    one_of,
+    seconds,
+)
 
 
 @dataclass
 class CommConfig:
-    """How DDP all-reduces gradients; other strategies take only `auto` and `native`."""
+    """The gradient all-reduce of DDP. Other strategies support only `auto` and `native`."""
 
     algorithm: str = MISSING
 
@@ -25,7 +34,7 @@ class NativeCommConfig(CommConfig):
 
 @dataclass
 class AutoCommConfig(NativeCommConfig):
-    """`native`, except where DDP has a faster all-reduce: see `trainer.strategies.ddp_comm`."""
+    """`native`, unless a faster all-reduce is available (see `trainer.strategies.ddp_comm`)."""
 
 
 @dataclass
@@ -48,7 +57,7 @@ class StrategyConfig:
 
 @dataclass
 class UnitsConfig(StrategyConfig):
-    """Settings of strategies that treat a model unit by unit (trainer/strategies/units.py)."""
+    """Settings of strategies that handle a model unit by unit (see `trainer.strategies.units`)."""
 
     unit_min_params: int = limited(lambda value: value >= 1, "at least 1", 1_000_000)
     activation_checkpointing: bool = False
@@ -67,7 +76,7 @@ class DdpConfig(UnitsConfig):
 
 @dataclass
 class FsdpConfig(UnitsConfig):
-    shard_group: str = like(r"world|host|0*[1-9][0-9]*", "world, host or a number of ranks")
+    shard_group: str = matching(r"world|host|0*[1-9][0-9]*", "world, host or a number of ranks")
     reshard_after_forward: bool | None = MISSING
     reduce_every_micro_batch: bool = False
     find_unused_parameters: bool = False
@@ -79,27 +88,27 @@ class FsdpConfig(UnitsConfig):
 
 @dataclass
 class ParameterServerConfig(UnitsConfig):
-    servers: str = like(r"all|0*[1-9][0-9]*", "a number of ranks, 1 or more, or all")
+    servers: str = matching(r"all|0*[1-9][0-9]*", "a number of ranks, 1 or more, or all")
     bucket_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
 
 
 @dataclass
 class LaunchConfig:
-    """How the processes of a run are started; `external`: as this process was, by torchrun for instance."""
+    """How the processes of a run are started. `external`: by torchrun, srun, mpirun or by hand."""
 
     in_cluster: ClassVar[bool] = False
-    """Whether a scheduler starts them, maybe later and on other hosts, with devices of their own."""
+    """Whether a scheduler starts the processes, possibly later and on other hosts."""
 
     name: str = MISSING
 
     @property
     def num_processes(self) -> int | None:
-        """The total number of processes that it starts; None if it is decided later or elsewhere."""
+        """The total number of processes; None if it is not known yet."""
         return None
 
     @property
     def returns_result(self) -> bool:
-        """Whether the run has ended, and left its result, when its launcher returns."""
+        """Whether the run has ended and written its result when the launcher returns."""
         return True
 
 
@@ -122,7 +131,7 @@ class SlurmLaunchConfig(LaunchConfig):
     gpus: int | None = at_least(0)
     memory: str | None = MISSING
     partition: str | None = MISSING
-    time: str | None = like(r"\d+|(\d+-)?\d+(:\d+){0,2}", "minutes or DAYS-HOURS:MINUTES:SECONDS")
+    time: str | None = matching(r"\d+|(\d+-)?\d+(:\d+){0,2}", "minutes or DAYS-HOURS:MINUTES:SECONDS")
     parameters: dict[str, Any] | None = MISSING
     setup: list[str] = MISSING
     save_before_s: int = at_least(1)
@@ -169,7 +178,7 @@ LAUNCHES: dict[str, type[LaunchConfig]] = {
 
 @dataclass
 class ProfileConfig:
-    """Steps `start` to `start + steps - 1`, counted from 1."""
+    """The steps to trace: `start` to `start + steps - 1`, counted from 1."""
 
     start: int = at_least(1)
     steps: int = at_least(1)
@@ -177,7 +186,7 @@ class ProfileConfig:
 
 @dataclass
 class EarlyStoppingConfig:
-    """Ends a run after `patience` evaluations in a row whose `metric` does not improve by `min_delta`."""
+    """End a run after `patience` consecutive evaluations without an improvement by more than `min_delta`."""
 
     metric: str = MISSING
     patience: int = at_least(1)
@@ -216,22 +225,22 @@ class TrainConfig:
     profile: ProfileConfig | None = MISSING
 
     def log_interval(self, total_steps: int) -> int | None:
-        """Return the number of steps from one log line to the next, in a run of `total_steps`; None: never.
+        """Return the number of steps between log lines in a run of `total_steps`; None if it never logs.
 
-        `auto` gives short runs 50 points, and histograms, which are taken at log steps, their steps.
+        With `auto`, short runs log 50 points, and the interval divides `histograms_every`.
         """
         if self.log_every_steps != "auto":
             return None if self.log_every_steps is None else int(self.log_every_steps)
         return math.gcd(min(50, max(1, total_steps // 50)), self.histograms_every or 0)
 
     def own_chunks(self, num_replicas: int, replica: int) -> range:
-        """The chunks of each step that `replica` computes; there is `exact`."""
+        """Return the chunks of each step that `replica` computes. Call only if `exact` is set."""
         assert self.exact is not None
         return range(replica * self.exact // num_replicas, (replica + 1) * self.exact // num_replicas)
 
     @property
     def known_micro_batch_size(self) -> int | None:
-        """The number of micro_batch_size; None also for `auto`, in whose place a run puts a number."""
+        """`micro_batch_size` if it is a number; None for null, and for `auto` until a run determines it."""
         return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
     @property
@@ -241,7 +250,7 @@ class TrainConfig:
 
 @dataclass
 class EmaConfig:
-    """A moving average of the weights; without a decay none is kept."""
+    """Exponential moving average of the weights; disabled if `decay` is None."""
 
     decay: float | None = limited(lambda value: 0 <= value < 1, "from 0 to below 1")
     warmup: bool = MISSING
@@ -280,7 +289,7 @@ class DistributedConfig:
     backend: str | None = one_of("gloo", "nccl", "cpu:gloo,cuda:nccl")
     timeout_s: float = seconds()
     shrink: bool = MISSING
-    init_method: str = like(
+    init_method: str = matching(
         r"env://|tcp://(\[[0-9a-fA-F:.]+\]|[^/:]+):\d+|file:///.+", "env://, tcp://HOST:PORT or file:///PATH"
     )
     rank: int | None = at_least(0)
@@ -306,10 +315,10 @@ class CheckpointConfig:
     keep_every: int | None = at_least(1)
     async_: bool = MISSING  # `async` for users, but reserved in Python
     timeout_s: float = seconds()
-    remote: str | None = like(
+    remote: str | None = matching(
         r"[a-z0-9+]+(::[a-z0-9+]+)*://(?![^/]*:[^/]*@)[^?*\[\s]+",  # fsspec deletes all that match * and [
-        "an address that fsspec knows, as s3://BUCKET/FOLDER or file:///FOLDER, without * and [, and without "
-        "a password or a key: those belong into the environment",
+        "an address that fsspec supports, such as s3://BUCKET/FOLDER or file:///FOLDER, without * and [, and "
+        "without a password or key, which belong in the environment",
         default=None,
     )
 
@@ -321,10 +330,12 @@ class CheckpointConfig:
 
 @dataclass
 class Config:
-    """All settings of a run. Dicts are `_target_` nodes, with plain lists."""
+    """All settings of a run. Dicts are `_target_` nodes, whose lists are plain lists."""
 
     seed: int | None = limited(lambda value: 0 <= value < 2**64, "from 0 to 2**64 - 1")
-    run_dir: str | None = limited(bool, "a path, or null for a new one under runs/: '.' is this directory")
+    run_dir: str | None = limited(
+        bool, "a path ('.' is the current directory), or null for a new one under runs/"
+    )
     resume: str | None = limited(bool, "auto, the path of a checkpoint, or null")
     vars: dict[str, Any] = MISSING
     model: dict[str, Any] = MISSING

@@ -10,7 +10,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from trainer.data.images import check_at_least_one, check_split
-from trainer.errors import UserError, first_few, may_pass
+from trainer.errors import UserError, first_few, is_retryable
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 
@@ -101,6 +101,6 @@ def read_rgb(path: str) -> Image.Image:
                 raise ValueError(f"pixels of 32 bits (mode {image.mode}): save it with 8 or 16 bits")
             return image.convert("RGB")
     except Exception as error:
-        if may_pass(error):
+        if is_retryable(error):
             raise
         raise OSError(f"{path}: {type(error).__name__}: {error}") from error

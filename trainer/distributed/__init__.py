@@ -1,1 +1,1 @@
-"""The ranks of a run: their process group, their random seeds, and what they gather and sum."""
+"""The ranks of a run: process groups, rendezvous, collectives and agreement."""

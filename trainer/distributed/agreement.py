@@ -1,4 +1,4 @@
-"""How ranks act together: an error of one rank is sent to all before any raises it."""
+"""Agreement between ranks: an error on one rank is raised on all ranks."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ _Report = TypeVar("_Report")
 
 
 class _Failure(NamedTuple):
-    """How an action failed, as all ranks raise it."""
+    """The error of an action, in a form that can be sent to all ranks."""
 
     kind: type[RunEndError]
     message: str
@@ -28,30 +28,31 @@ def compare_across_ranks(
     ranks: Ranks,
     way_out: str = "start every host with the same command, code and data",
 ) -> None:
-    """Raise if `facts` (name to printable value) differ between ranks (a collective).
+    """Check that `facts` (name to printable value) are equal on all ranks (a collective).
 
     Raises:
-        UserError: names the first rank that differs from rank 0, the key and both values; on every rank.
+        UserError: a rank differs; the message has the first rank that differs from rank 0, the key and both
+            values. Raised on every rank.
     """
     if not differs(sorted(facts.items())):
         return
     reference, *others = gather_objects(dict(facts))
-    for rank, theirs in enumerate(others, start=1):
-        for key in sorted(reference.keys() | theirs.keys()):
-            if reference.get(key) != theirs.get(key):
+    for rank, other in enumerate(others, start=1):
+        for key in sorted(reference.keys() | other.keys()):
+            if reference.get(key) != other.get(key):
                 raise UserError(
-                    f"{ranks.describe(rank)} differs from rank 0 in {key}: {theirs.get(key)!r} against "
+                    f"{ranks.describe(rank)} differs from rank 0 in {key}: {other.get(key)!r} instead of "
                     f"{reference.get(key)!r}; {way_out}"
                 )
 
 
 def differs(value: Any) -> bool:
-    """Whether the printed `value` differs between ranks (a collective): of each, a hash travels to all."""
+    """Return whether `repr(value)` differs between ranks (a collective); only its hash is sent."""
     return len(set(gather_objects(hashlib.blake2b(repr(value).encode(), digest_size=16).digest()))) > 1
 
 
 def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """Every rank's `value`, by rank, on every rank (a collective of `group`, or of all)."""
+    """Return the `value` of every rank, by rank, on every rank (a collective of `group`, or of all ranks)."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -63,23 +64,26 @@ def on_main(action: Callable[[], _T], ranks: Ranks) -> _T:
     """Call `action` on rank 0 only, and return its result on every rank (a collective).
 
     Raises:
-        UserError, RetryableError: what `action` raised, on every rank. Any other error is raised on rank 0
-            only.
+        UserError, RetryableError: `action` raised this error; raised on every rank. Any other error is raised
+            on rank 0 only.
     """
     return Agreement(ranks)._from_main(action, (UserError, RetryableError))
 
 
 class Agreement:
-    """All ranks acting on files: what one raises, all raise. All methods are collectives.
+    """Operations on files by all ranks, which raise an error of one rank on all ranks.
+
+    All methods are collectives.
 
     Args:
-        ranks: None in a process that acts without others.
-        timeout_s: of a separate gloo group (see `gloo_group`), which a use in a thread needs; by default, the
-            default group is used.
+        ranks: None in a process without other ranks.
+        timeout_s: the timeout of a separate gloo group (see `gloo_group`), which is required in a thread;
+            without it, the default group is used.
+        in_time: whether operations of that group fail after `timeout_s` (see `gloo_group`).
 
     Raises:
-        UserError: from each method, a person must change something: see `kind_of`.
-        RetryableError: any other error, of a disk, a store or unknown: it may pass.
+        UserError: from each method, if a person must change something (see `kind_of`).
+        RetryableError: from each method, for any other error, such as that of a disk or a store.
     """
 
     def __init__(
@@ -88,28 +92,28 @@ class Agreement:
         self.rank, self.world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
         self.group: dist.ProcessGroup | None = None
         if timeout_s is not None:
-            # Creating the group may wait for `timeout_s`, too: first check that all ranks are there.
+            # Creating the group also waits for up to `timeout_s`: first check that all ranks are there.
             dist.barrier()
             self.group = gloo_group(timeout_s, in_time)
 
     def gather(self, value: _T) -> list[_T]:
-        """Every rank's `value`, by rank, on every rank."""
+        """Return the `value` of every rank, by rank, on every rank."""
         return [value] if self.world_size == 1 else gather_objects(value, self.group)
 
     def on_main(self, action: Callable[[], _T]) -> _T:
-        """Rank 0's result of `action` on every rank, or its error."""
+        """Call `action` on rank 0, and return its result or raise its error on every rank."""
         return self._from_main(action, (Exception,))
 
     def everywhere(self, action: Callable[[], _T]) -> _T:
-        """This rank's result of `action`, once all have one, or the error of the first rank that has none."""
+        """Call `action` on every rank, and return this rank's result; raise the first error, if any."""
         value, failure, cause = _attempt(action, (Exception,))
         _raise_first(self.gather(failure), cause)
         return cast(_T, value)
 
     def decide_on_rank0(self, report: Callable[[], _Report], decide: Callable[[list[_Report]], _T]) -> _T:
-        """What rank 0 decides from every rank's `report`, by rank: one gather to it, and one answer back.
+        """Call `decide` on rank 0 with the `report` of every rank, and return the decision on every rank.
 
-        The error of a report is raised on every rank, too, and nothing is decided then.
+        If a report raises an error, it is raised on every rank, and `decide` is not called.
         """
         own, failure, cause = _attempt(report, (Exception,))
         gathered: list[Any] = [(own, failure)] * self.world_size
@@ -125,10 +129,10 @@ class Agreement:
     def _from_main(
         self, action: Callable[[], _T], expected: tuple[type[Exception], ...], cause: Exception | None = None
     ) -> _T:
-        """Rank 0's result of `action` on every rank, or its error, if that is `expected` (a collective).
+        """Return the result of rank 0's `action`, or raise its `expected` error, on every rank.
 
         Args:
-            cause: on ranks other than 0: what failed there, if `action` may raise an error because of it.
+            cause: on ranks other than 0, the local error because of which `action` may raise one.
         """
         box: list[Any] = [None]
         if self.rank == 0:
@@ -143,7 +147,7 @@ class Agreement:
 
 
 def _raise_first(failures: Sequence[_Failure | None], cause: Exception | None) -> None:
-    """Raise the first of the ranks' failures, if there is one."""
+    """Raise the failure of the first rank that has one."""
     for rank, first in enumerate(failures):
         if first is not None:
             message = first.message if all(other == first for other in failures) else None
@@ -153,12 +157,12 @@ def _raise_first(failures: Sequence[_Failure | None], cause: Exception | None) -
 def _attempt(
     action: Callable[[], _T], expected: tuple[type[Exception], ...]
 ) -> tuple[_T | None, _Failure | None, Exception | None]:
-    """The result of `action`, or how it failed with an `expected` error, and that error."""
+    """Return the result of `action`; or, for an `expected` error, its failure and the error."""
     try:
         return action(), None, None
     except expected as error:
         if isinstance(error, NonFiniteError):
             return None, _Failure(NonFiniteError, str(error), error.ranks), error
-        is_told = isinstance(error, UserError | RetryableError)
-        message = str(error) if is_told else f"{type(error).__name__}: {reason(error)}"
+        is_complete = isinstance(error, UserError | RetryableError)
+        message = str(error) if is_complete else f"{type(error).__name__}: {reason(error)}"
         return None, _Failure(kind_of(error), message), error

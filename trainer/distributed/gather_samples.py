@@ -1,4 +1,4 @@
-"""What ranks have of samples: rows, gathered on rank 0 in the dataset's order; and outputs, for a loss."""
+"""Gathering across ranks: rows of samples on rank 0 in the dataset's order, and outputs for a loss."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,21 +18,21 @@ from trainer.tensors.bits import bytes_of
 
 Rows = dict[str, Tensor]
 IN_EVALUATION = (
-    "which samples an evaluation has in a batch depends on the number of ranks; return the embeddings from "
-    "the task's rows, and compare them in summarise_rows"
+    "the samples in an evaluation batch depend on the number of ranks; return the embeddings from the task's "
+    "rows, and compare them in summarise_rows"
 )
-_ALIKE = (
-    "rows must have the same names, shape and dtype in every batch: pad them to one size "
+_SAME_LAYOUT = (
+    "rows must have the same names, shapes and dtypes in every batch; pad them to one size "
     "(torch.nn.functional.pad), and convert them to one dtype"
 )
-_refusals: list[str | None] = []  # of the run of this process, and what it does; empty outside a run
+_refusals: list[str | None] = []  # a stack of reasons why `gather` is not supported; empty outside a run
 
 
 class SampleGather:
-    """Gathers one batch at a time, so that ranks other than 0 hold no more than that.
+    """Gather rows batch by batch, so that ranks other than 0 never hold more than a batch.
 
     Args:
-        source: what produced the rows, for messages.
+        source: the name of the function that produced the rows, for messages.
     """
 
     def __init__(self, ranks: Ranks, source: str) -> None:
@@ -40,15 +40,18 @@ class SampleGather:
         self._layout: dict[str, str] = {}
 
     def __call__(self, rows: Mapping[str, Tensor], indices: Sequence[int]) -> tuple[list[int], Rows] | None:
-        """Return this batch of all ranks, indices and rows, on rank 0's CPU; None elsewhere (a collective).
+        """Gather the batches of all ranks on the CPU of rank 0 (a collective).
 
         Args:
-            rows: (B, ...) each. A rank without samples passes those of a filler.
-            indices: of the samples; empty for a filler.
+            rows: tensors (B, ...) by name. A rank without samples passes the rows of a filler sample.
+            indices: the indices of the B samples; empty for a filler.
+
+        Returns:
+            On rank 0, the indices and rows of all ranks in the order of the indices; None on other ranks.
 
         Raises:
-            UserError: the rows are not one for each sample, or differ in shape or dtype from the batch before
-                or from another rank.
+            UserError: the number of rows is not the number of samples; or their shape or dtype differs from
+                that of the previous batch or another rank.
         """
         self._check(rows, len(indices))
         own = (
@@ -58,42 +61,44 @@ class SampleGather:
                 for name, column in sorted(rows.items())
             },
         )  # bytes, since pickle lacks some dtypes, such as uint16 and float8
-        of_all: list[Any] | None = [None] * self._ranks.world_size if self._ranks.is_main else None
-        dist.gather_object(own, of_all, dst=0)
-        if of_all is None:
+        gathered: list[Any] | None = [None] * self._ranks.world_size if self._ranks.is_main else None
+        dist.gather_object(own, gathered, dst=0)
+        if gathered is None:
             return None
-        together = [index for theirs, _ in of_all for index in theirs]
-        order = torch.tensor(together, dtype=torch.int64).argsort()
-        whole = {}
+        all_indices = [index for rank_indices, _ in gathered for index in rank_indices]
+        order = torch.tensor(all_indices, dtype=torch.int64).argsort()
+        all_rows = {}
         for name in own[1]:
-            column = torch.cat([theirs[name] for _, theirs in of_all]).view(rows[name].dtype)
-            whole[name] = column.view(len(together), *rows[name].shape[1:])[order]
-        return sorted(together), whole
+            column = torch.cat([rank_rows[name] for _, rank_rows in gathered]).view(rows[name].dtype)
+            all_rows[name] = column.view(len(all_indices), *rows[name].shape[1:])[order]
+        return sorted(all_indices), all_rows
 
     def _check(self, rows: Mapping[str, Tensor], num_samples: int) -> None:
         if not isinstance(rows, Mapping):
-            raise UserError(f"{self._source} gives a {type(rows).__name__}, but must give tensors by name")
+            raise UserError(
+                f"{self._source} returned a {type(rows).__name__}, but must return a dict of tensors by name"
+            )
         for name, column in rows.items():
             is_tensor = isinstance(column, Tensor) and column.ndim > 0
             if not is_tensor or (num_samples and len(column) != num_samples):
-                found = type(column).__name__ if not isinstance(column, Tensor) else tuple(column.shape)
+                got = type(column).__name__ if not isinstance(column, Tensor) else tuple(column.shape)
                 raise UserError(
-                    f"{self._source} gives {name} as {found}, but must give a tensor with a row for each of "
-                    f"{num_samples} samples"
+                    f"{self._source} returned {name} as {got}, but must return a tensor with one row for "
+                    f"each of the {num_samples} samples"
                 )
         layout = {name: f"{tuple(rows[name].shape[1:])} {rows[name].dtype}" for name in sorted(rows)}
         if not self._layout:
-            compare_across_ranks({f"the rows that {self._source} gives": str(layout)}, self._ranks, _ALIKE)
+            compare_across_ranks({f"the rows of {self._source}": str(layout)}, self._ranks, _SAME_LAYOUT)
             self._layout = layout
         if layout != self._layout:
             raise UserError(
-                f"{self._source} gives {layout}, but gave {self._layout} for the batch before; {_ALIKE}"
+                f"{self._source} returned {layout}, but {self._layout} in the batch before; {_SAME_LAYOUT}"
             )
 
 
 @contextmanager
 def gathering(refusal: str | None) -> Iterator[None]:
-    """Within, `gather` works over all ranks, or raises an error that says `refusal`."""
+    """Make `gather` work over all ranks within the block, or raise an error with the reason `refusal`."""
     _refusals.append(refusal)
     try:
         yield
@@ -102,14 +107,14 @@ def gathering(refusal: str | None) -> Iterator[None]:
 
 
 def gather(z: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of `z` of all ranks, and the number of this rank's first row among them (a collective).
+    """Return the rows of `z` of all ranks, and the index of this rank's first row (a collective).
 
-    For a loss that compares samples of the whole global batch, as SimCLR's and CLIP's do: `Task.loss`
-    compares the rows of its rank with all, and returns their mean. Gradients go back to each rank's rows.
-    In a single process, and outside a run, it returns `(z, 0)`.
+    Use it in a loss that compares samples of the whole global batch, as SimCLR and CLIP do: `Task.loss`
+    compares the rows of its rank with all rows and returns the mean. Gradients flow back to the rank of each
+    row. In a single process, and outside a run, it returns `(z, 0)`.
 
     Args:
-        z: (B, ...); ranks may have unequal B.
+        z: tensor (B, ...); B may differ between ranks.
 
     Raises:
         UserError: a step has several micro-batches, train.exact is set, or this is an evaluation.
@@ -118,17 +123,17 @@ def gather(z: Tensor) -> tuple[Tensor, int]:
         raise UserError(f"trainer.gather: {_refusals[-1]}")
     if not _refusals or dist.get_world_size() == 1:
         return z, 0
-    # On the host, since the host would wait for a GPU.
+    # On the CPU if possible, because the values are needed there.
     device = torch.device("cpu") if "gloo" in dist.get_backend_config() else z.device
     row = f"the shape {tuple(z.shape[1:])} and {z.dtype}"
     own = len(z), crc32(row.encode())
     facts = torch.empty(dist.get_world_size(), 2, dtype=torch.int64, device=device)
     all_gather_single(facts, torch.tensor([own], device=device))
     each, layouts = facts.T.tolist()
-    if len({*layouts}) > 1:  # a backend would abort, or mix rows up
+    if len({*layouts}) > 1:  # the backend would abort or mix up rows
         raise UserError(
-            f"trainer.gather: a row has {row} on rank {dist.get_rank()}, and not on all others; pad rows to "
-            "one shape"
+            f"trainer.gather: a row has {row} on rank {dist.get_rank()}, but not on all other ranks; pad "
+            "rows to one shape"
         )
     first = sum(each[: dist.get_rank()])
     gathered: Tensor = _Gather.apply(z, each, first)
@@ -150,7 +155,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """The losses of all ranks depend on the rows of each; the strategy divides their sum."""
+        """Sum gradients over ranks, since all losses depend on each row; the strategy divides the sum."""
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total[ctx.rows], None, None

@@ -1,4 +1,4 @@
-"""Brings a tensor that is sharded over the ranks to rank 0, shard by shard: no rank ever holds all of it."""
+"""Gather a sharded tensor on rank 0 shard by shard, so that no rank ever holds the whole tensor."""
 
 from collections.abc import Iterator
 
@@ -12,11 +12,11 @@ from trainer.tensors.local_shard import is_dtensor, is_sharded, rows_of_shard, t
 def gather_shards_to_rank0(tensor: Tensor) -> Iterator[Tensor]:
     """Yield on rank 0 the shards of `tensor` along its first dimension, in order and on the CPU.
 
-    A collective, to the end: other ranks get nothing, but must exhaust the iterator too. A tensor that is not
-    sharded is a single shard, which rank 0 has already. Costs rank 0 the memory of the largest shard.
+    This is a collective: other ranks get nothing, but must exhaust the iterator too. A tensor that is not
+    sharded is a single shard, which rank 0 already has. Rank 0 needs memory for the largest shard.
 
     Args:
-        tensor: a tensor, or a DTensor as created by fully_shard: sharded by its first dimension, over the
+        tensor: a tensor, or a DTensor created by fully_shard: sharded along its first dimension, over the
             last dimension of the mesh.
     """
     local, rank = to_local(tensor), dist.get_rank()
@@ -25,7 +25,7 @@ def gather_shards_to_rank0(tensor: Tensor) -> Iterator[Tensor]:
             yield local.cpu()
         return
     device = tensor.device_mesh.device_type  # CPU offload keeps shards where its backend can't send
-    # Each group holds a copy; the first group includes rank 0.
+    # Each group has a copy; the first group includes rank 0.
     holders = tensor.device_mesh.mesh.flatten()[: tensor.device_mesh.size(-1)].tolist()
     if rank != 0:
         if rank in holders and local.numel():

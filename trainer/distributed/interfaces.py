@@ -1,7 +1,8 @@
-"""The network interface by which other hosts reach this one, if its name resolves to loopback.
+"""The network interface through which other hosts reach this host.
 
-gloo listens at the address of its host's name. Debian's /etc/hosts maps that to 127.0.1.1, which no other
-host reaches, and a container may not resolve it: then the route to rank 0's store shows the interface.
+gloo listens at the address to which the host name resolves. Debian's /etc/hosts maps it to 127.0.1.1, which
+other hosts cannot reach, and a container may not resolve it. In both cases, the route to rank 0's store
+determines the interface.
 """
 
 import contextlib
@@ -20,46 +21,46 @@ _SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
 
 
 def address_towards(host: str | None) -> str | None:
-    """This host's address on the route to `host`; None without a route. Sends nothing."""
+    """Return this host's address on the route to `host`; None without a route. Sends no packet."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as way:
-                way.connect(address)
-                return str(way.getsockname()[0])
+            with contextlib.suppress(OSError), socket.socket(family, kind) as udp:
+                udp.connect(address)
+                return str(udp.getsockname()[0])
     return None
 
 
 def store_host(init_method: str | None) -> str | None:
-    """The host of rank 0, as other hosts find it; None if the ranks meet in a file."""
+    """Return the host of rank 0's store; None if the rendezvous is a file."""
     url = urlsplit(init_method or "")
     return os.environ.get("MASTER_ADDR") if url.scheme == "env" else url.hostname
 
 
 def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | None]) -> None:
-    """Have gloo listen where other hosts reach it, unless it does already or the environment sets it.
+    """Make gloo listen where other hosts reach it, unless it already does or the environment sets it.
 
     Args:
-        addresses: the result of `address_towards` the store on each rank.
+        addresses: for each rank, the result of `address_towards` the store.
 
     Raises:
-        UserError: the environment sets one that this host does not have.
+        UserError: the environment sets an interface that this host does not have.
     """
-    here = [name for _, name in socket.if_nameindex()]
-    # gloo's own error would look like one that another rank has caused, and have the watch name that one.
+    existing = [name for _, name in socket.if_nameindex()]
+    # The watch would take gloo's own error for one that another rank has caused.
     for name in filter(None, os.environ.get(_VARIABLE, "").split(",")):
-        if name not in here:
+        if name not in existing:
             raise UserError(
                 f"rank {rank}: {_VARIABLE}={os.environ[_VARIABLE]}, but its host {socket.gethostname()} has "
-                f"no interface {name}; set one of {', '.join(here)} that the other hosts reach"
+                f"no interface {name}; set one of {', '.join(existing)} that the other hosts can reach"
             )
     known = [address for address in addresses if not is_loopback(address)]
-    own_name = address_towards(socket.gethostname())  # a host's way to its own name leads to that address
+    own_name = address_towards(socket.gethostname())  # the address to which the host name resolves
     if _VARIABLE in os.environ or len(set(hosts)) == 1 or not known or not is_loopback(own_name):
-        return  # with only loopback addresses, the hosts are one machine
+        return  # if all addresses are loopback, the hosts are one machine
     own = addresses[rank]
-    if is_loopback(own):  # the store is on this host: use the route to another
+    if is_loopback(own):  # the store is on this host: use the route to another host
         own = address_towards(known[0])
-    for name in here:
+    for name in existing:
         if _address_of(name) == own:
             os.environ[_VARIABLE] = name
             return
@@ -94,5 +95,5 @@ def _address_of(interface: str) -> str | None:
 
 
 def is_loopback(address: str | None) -> bool:
-    """Also without an address: nobody reaches this host by it."""
+    """Return whether other hosts cannot reach `address`: a loopback address, or None."""
     return address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -1,4 +1,4 @@
-"""Process group set-up and clean-up: the only place that calls init_process_group."""
+"""Set-up and clean-up of the default process group: the only place that calls init_process_group."""
 
 import logging
 import os
@@ -19,26 +19,26 @@ from trainer.distributed.collectives import backstop
 from trainer.distributed.interfaces import address_towards, choose_interface, store_host
 from trainer.distributed.links import check_links
 from trainer.distributed.ranks import Ranks
-from trainer.distributed.rendezvous import join, on_this_host
+from trainer.distributed.rendezvous import join, local_rank_and_size
 from trainer.distributed.shrink import Shrunk
 from trainer.errors import UserError
 from trainer.failures.heartbeat import Heartbeat
 from trainer.failures.neighbour import RankIdentity, introduction
 from trainer.failures.stacks import Stacks
 from trainer.failures.watch import Watch
-from trainer.launch.fresh import is_watched
+from trainer.launch.fresh import has_launcher_on_host
 from trainer.launch.rank_info import RankInfo, rank_info
 
 log = logging.getLogger(__name__)
 
-_SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
-# Of gloo; and of the NCCL backend that torch 2.15 makes the default (pytorch PR 192281).
-_WORDS = ("gloo/", "pair closure", "NCCLException", "NCCL operation timed out")
+_SEVERAL_RANKS_PER_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+# Messages of gloo, and of the NCCL backend that is torch's default since 2.15 (pytorch PR 192281).
+_COMMUNICATION_ERRORS = ("gloo/", "pair closure", "NCCLException", "NCCL operation timed out")
 
 
 @contextmanager
 def process_group(settings: DistributedConfig, both_ways: bool = False) -> Iterator[Ranks]:
-    """Join the other processes, as `watched_process_group`, for a caller that doesn't need the watch."""
+    """Join the other processes, like `watched_process_group`, for callers that don't need the watch."""
     with watched_process_group(settings, both_ways=both_ways) as (ranks, _):
         yield ranks
 
@@ -48,35 +48,37 @@ def watched_process_group(
     settings: DistributedConfig,
     is_stopped: Callable[[], bool] = lambda: False,
     here: RankInfo | None = None,
-    check_shares: Callable[[int], object] = lambda num_ranks: None,
+    check_batch_sizes: Callable[[int], object] = lambda num_ranks: None,
     both_ways: bool = False,
 ) -> Iterator[tuple[Ranks, Watch]]:
-    """Join the other processes, and leave them after a success.
+    """Initialize the default process group and the watch; destroy the group after a success.
 
-    The group is the one that `rank_info` finds; a single process gets one without a port. After an exception
-    among several processes nothing is torn down: the peers may be gone, and a collective would wait for them
-    and delay the exception.
+    `rank_info` determines the ranks; a single process gets a group without a port. After an exception among
+    several processes, nothing is torn down: other ranks may be gone, and a collective would wait for them and
+    delay the exception.
 
     Args:
-        is_stopped: whether a signal asked for a stop before this call.
-        here: the rank info to use instead of what the launcher set.
-        check_shares: raises UserError if the batch can't be divided among that many ranks; the run then ends
-            instead of continuing without the lost ranks.
+        is_stopped: whether a signal requested a stop before this call.
+        here: the rank info to use instead of the launcher's.
+        check_batch_sizes: raises UserError if the batch can't be divided among a number of ranks; the run
+            then ends instead of continuing without the lost ranks.
         both_ways: whether both directions between two hosts must work, and not only the one that gloo uses.
 
     Yields:
-        Which of all processes this one is; and what watches the others.
+        The rank of this process, and the watch, which monitors the other ranks.
 
     Raises:
         UserError: a device or backend is not available on this machine or in this torch; or ranks contradict
             each other or have no rendezvous address.
         RetryableError: ranks did not arrive within `distributed.timeout_s`, or hosts can't connect to each
             other; the message names them.
-        Shrunk: other ranks died or hang, and this one goes on without them.
+        Shrunk: other ranks died or hang, and this rank continues without them.
     """
-    begins, here = here is None, here or rank_info(settings)
+    is_first, here = here is None, here or rank_info(settings)
     if here.world_size > 1 and sys.platform != "linux":
-        raise UserError(f"a Mac trains in a single process, and this run has {here.world_size}; start one")
+        raise UserError(
+            f"on macOS, a run has a single process, but this run has {here.world_size}; start one process"
+        )
     heartbeat, stacks, listener = Heartbeat(), Stacks(), None
     identity = introduction(here.rank, heartbeat, stacks)
     identity["address"] = address_towards(store_host(here.init_method)) if here.world_size > 1 else None
@@ -92,7 +94,7 @@ def watched_process_group(
         identities,
         lambda: dist.PrefixStore("watch", store.clone()),
         settings.timeout_s,
-        launched=is_watched(here),
+        launched=has_launcher_on_host(here),
     )
     watch.start()
     try:
@@ -103,23 +105,25 @@ def watched_process_group(
         with shrink.connecting():
             joined = _join(settings, here, hosts, store)
         if listener is not None:
-            if begins:  # the launcher of the one host that is left has left its ranks alone
-                shrink.refuse(here, joined.hosts)
-            why_not = shrink.why_not(joined.device, joined.backend, addresses)
-            if why_not is None:
-                watch.ending.let_shrink(shrink.cut, check_shares)
+            if is_first:  # later, only survivors of a launcher that allows it get here
+                shrink.check_launcher(here, joined.hosts)
+            reason = shrink.unsupported(joined.device, joined.backend, addresses)
+            if reason is None:
+                watch.ending.let_shrink(shrink.cut, check_batch_sizes)
             elif joined.is_main:
                 log.warning(
-                    "distributed.shrink=true: %s, so a death ends all, and a restart goes on", why_not
+                    "distributed.shrink=true has no effect: %s; if a rank dies, the run ends, and a restart "
+                    "continues it",
+                    reason,
                 )
         yield replace(joined, heartbeat=heartbeat), watch
     except GeneratorExit:
         raise
     except BaseException as caught:
-        error = _in_mid_run(caught)
-        if dist.is_initialized() and dist.get_world_size() == 1:  # no peers; a notebook may continue
+        error = _without_system_exit(caught)
+        if dist.is_initialized() and dist.get_world_size() == 1:  # no other ranks; a notebook may continue
             dist.destroy_process_group()
-        survivors = watch.end_or_continue(error, symptom=_is_of_communication(error))
+        survivors = watch.end_or_continue(error, symptom=_is_communication_error(error))
         if not survivors:
             if error is not caught:
                 raise error from None
@@ -128,23 +132,23 @@ def watched_process_group(
         dist.destroy_process_group()
         watch.ended_well()
         return
-    dist.destroy_process_group()  # waits for nothing: their connections are cut
+    dist.destroy_process_group()  # does not wait, because the connections are cut
     assert listener is not None and watch.ending.run_dir is not None
     raise Shrunk(shrink.rank_info_among(survivors, here, identities, listener), watch.ending.run_dir)
 
 
 def _join(settings: DistributedConfig, here: RankInfo, hosts: list[int], store: dist.Store) -> Ranks:
-    """Make the default group of all ranks that have met."""
-    local_rank, local_world_size = on_this_host(here, hosts)
+    """Initialize the default process group with all ranks in `store`."""
+    local_rank, local_world_size = local_rank_and_size(here, hosts)
     device = _device(settings.device, local_rank, here)
     backend = settings.backend or accelerator.backend_of(device)
     if "nccl" in backend and not (dist.is_nccl_available() and "nccl" in accelerator.backend_of(device)):
-        raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; use gloo")
+        raise UserError(f"distributed.backend={backend} requires CUDA, but the device is {device}; use gloo")
     if backend == "gloo" and is_accelerator(device):
         log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)
-    accelerator.use(device)  # before any use of a GPU: otherwise every rank opens a context on GPU 0
+    accelerator.use(device)  # before any use of a GPU; otherwise every rank opens a context on GPU 0
     rank, world_size = here.rank, here.world_size
-    # A group with a device refuses tensors on others, which a model that has placed itself may have.
+    # A group that is bound to a device rejects tensors on other devices, which a model on several GPUs has.
     has_several = accelerator.found(device.type)[1] > local_world_size
     dist.init_process_group(
         backend,
@@ -157,27 +161,26 @@ def _join(settings: DistributedConfig, here: RankInfo, hosts: list[int], store: 
     return Ranks(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)
 
 
-def _in_mid_run(error: BaseException) -> BaseException:
-    """Turn a sys.exit() of user code into a fault with a traceback: other ranks wait for this one."""
+def _without_system_exit(error: BaseException) -> BaseException:
+    """Turn a sys.exit() of user code into an error with a traceback, since other ranks wait for this rank."""
     if isinstance(error, SystemExit):
-        fault = RuntimeError(f"sys.exit({error.code!r}) was called in the middle of the run")
-        return fault.with_traceback(error.__traceback__)
+        failure = RuntimeError(f"sys.exit({error.code!r}) was called in the middle of the run")
+        return failure.with_traceback(error.__traceback__)
     return error
 
 
-def _is_of_communication(error: BaseException) -> bool:
-    """Whether another rank may have caused `error`: a backend's plain RuntimeError is known by its text."""
-    seen: BaseException | None = error
-    while seen is not None:
-        in_words = any(words in str(seen) for words in _WORDS)
-        if in_words or isinstance(seen, dist.DistError):
+def _is_communication_error(error: BaseException) -> bool:
+    """Return whether another rank may have caused `error`; backends raise plain RuntimeErrors."""
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, dist.DistError) or any(text in str(current) for text in _COMMUNICATION_ERRORS):
             return True
-        seen = seen.__cause__
+        current = current.__cause__
     return False
 
 
 def _device(wanted: str, local_rank: int, here: RankInfo) -> torch.device:
-    """The device of this process."""
+    """Return the device of this process."""
     kind, num_gpus = accelerator.found(wanted)
     if wanted in ("cpu", "auto") and num_gpus == 0:
         return torch.device("cpu")
@@ -186,12 +189,12 @@ def _device(wanted: str, local_rank: int, here: RankInfo) -> torch.device:
             f"distributed.device={wanted}, but torch sees no GPU here; use distributed.device=cpu"
         )
     if num_gpus == 1 and not here.under_torchrun:
-        return torch.device(kind, 0)  # srun --gpus-per-task and the like show each process only its own
+        return torch.device(kind, 0)  # srun --gpus-per-task shows each process only its own GPU
     if local_rank >= num_gpus:
-        if os.environ.get(_SHARES) == "1":  # to try out NCCL 2.30
+        if os.environ.get(_SEVERAL_RANKS_PER_GPU) == "1":  # supported since NCCL 2.30
             return torch.device(kind, local_rank % num_gpus)
         raise UserError(
-            f"local rank {local_rank} has no own GPU: this host has {num_gpus}; start with "
+            f"local rank {local_rank} has no GPU of its own: this host has {num_gpus}; start with "
             f"--nproc_per_node={num_gpus} or less, or use distributed.device=cpu"
         )
     return torch.device(kind, local_rank)

@@ -9,7 +9,7 @@ from trainer.failures.heartbeat import Heartbeat
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands among all processes of the run."""
+    """The rank, host and device of this process, and the hosts of all ranks."""
 
     rank: int
     local_rank: int
@@ -18,7 +18,7 @@ class Ranks:
     hosts: tuple[int, ...]  # index of the host of every rank
     device: torch.device
     backend: str
-    heartbeat: Heartbeat = field(default_factory=Heartbeat, repr=False)  # what this process is doing
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, repr=False)  # current activity of this process
 
     @property
     def num_hosts(self) -> int:

@@ -1,10 +1,10 @@
-"""Going on without a restart: the ranks that are left end their groups, and meet again in the same processes.
+"""Continuing without a restart: survivors destroy their groups and rendezvous again in the same processes.
 
-A rank that waits for a dead one gets an error of gloo. One that waits for a rank that lives, and got that
-error, would wait for ever. So each cuts the connections of its own groups, and all waits end. Then the run
-begins once more, as after a restart of as many ranks, from the step that a rank of them has saved. The
-lowest rank that is left opens the store, at a port that each rank has held ready since the start: the former
-store may have died with rank 0.
+A rank that waits for a dead rank gets an error from gloo. A rank that waits for a survivor with such an error
+would wait forever. Therefore, each survivor cuts the connections of its groups, which ends all waits. The run
+then starts again, as after a restart with fewer ranks, from the checkpoint that a survivor has saved. The
+lowest survivor serves the store, at a port that each rank has opened at the start, because the previous store
+may have died with rank 0.
 """
 
 import contextlib
@@ -20,69 +20,70 @@ import torch
 from trainer.distributed.interfaces import is_loopback
 from trainer.errors import UserError
 from trainer.failures.neighbour import RankIdentity
-from trainer.launch.rank_info import LISTENING, RankInfo
+from trainer.launch.rank_info import STORE_FD, RankInfo
 
-_of_groups = set[int]()  # the inodes of sockets of this process
+_group_sockets = set[int]()  # the inodes of sockets of this process
 
 
-class Shrunk(Exception):  # noqa: N818, the run goes on
-    """The run goes on in this process, which has another place in it, from its newest checkpoint."""
+class Shrunk(Exception):  # noqa: N818, not an error: the run continues
+    """The run continues in this process, with a new rank, from its newest checkpoint."""
 
     def __init__(self, rank_info: RankInfo, run_dir: Path) -> None:
-        super().__init__(f"goes on as rank {rank_info.rank} of {rank_info.world_size}")
+        super().__init__(f"continues as rank {rank_info.rank} of {rank_info.world_size}")
         self.rank_info, self.run_dir = rank_info, run_dir
 
 
-def refuse(here: RankInfo, hosts: Sequence[int]) -> None:
-    """Raise UserError if the launcher ends the other ranks when one dies."""
+def check_launcher(here: RankInfo, hosts: Sequence[int]) -> None:
+    """Raise UserError if the launcher kills all ranks when one of them dies."""
     if here.launcher == "mpirun" or (here.under_torchrun and len(set(hosts)) == 1):
         raise UserError(
-            f"distributed.shrink=true, but {here.launcher} ends all its ranks when one of them dies; start "
-            "them by launch=local, by srun --kill-on-bad-exit=0 --wait=0, or by one torchrun on each of "
-            "several hosts, or set it to false"
+            f"distributed.shrink=true is not supported under {here.launcher}, because it kills all its ranks "
+            "when one of them dies; use launch=local, srun --kill-on-bad-exit=0 --wait=0, or torchrun on "
+            "each of several hosts, or set distributed.shrink=false"
         )
 
 
-def why_not(device: torch.device, backend: str, addresses: Sequence[str | None]) -> str | None:
-    """Why ranks cannot go on without others here, in a phrase."""
+def unsupported(device: torch.device, backend: str, addresses: Sequence[str | None]) -> str | None:
+    """Return why ranks cannot continue without others on this device and network; None if they can."""
     if device.type != "cpu" or backend != "gloo":
-        return f"only gloo on CPUs lets go of a dead rank, and this is {backend} on {device.type}"
+        return f"only gloo on CPUs can drop a dead rank, but this run uses {backend} on {device.type}"
     if len({is_loopback(address) for address in addresses}) > 1:
-        return "a host knows itself by a loopback address only, at which others would not meet it"
+        return "a host knows only a loopback address of its own, at which other hosts can't reach it"
     return None
 
 
 @contextlib.contextmanager
 def connecting() -> Iterator[None]:
-    """Around the creation of groups: `cut` knows the connections that are made within."""
+    """Record the connections of the groups that are created within the block, for `cut`."""
     before = _sockets().keys()
     yield
-    _of_groups.update(_sockets().keys() - before)
+    _group_sockets.update(_sockets().keys() - before)
 
 
 def cut() -> None:
-    """End all connections of this process's groups, and with them the waits of any thread for a rank."""
+    """Shut down all connections of this process's groups, which ends the waits of all threads for a rank."""
     for inode, descriptor in _sockets().items():
-        with contextlib.suppress(OSError):  # it is closed meanwhile, or was never connected
-            if inode in _of_groups:
-                with socket.socket(fileno=os.dup(descriptor)) as end:
-                    if not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo would abort
-                        end.shutdown(socket.SHUT_RDWR)
-    _of_groups.clear()
+        with contextlib.suppress(OSError):  # closed in the meantime, or never connected
+            if inode in _group_sockets:
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    # gloo would abort if a listening socket were shut down.
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        connection.shutdown(socket.SHUT_RDWR)
+    _group_sockets.clear()
 
 
 def _sockets() -> dict[int, int]:
-    """The descriptors of this process's sockets, by inode."""
-    found = {}
+    """Return the descriptors of this process's sockets, by inode."""
+    descriptors = {}
     for path in Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir():
-        with contextlib.suppress(OSError):  # it is closed meanwhile
+        with contextlib.suppress(OSError):  # closed in the meantime
             if path.is_socket():
-                found[path.stat().st_ino] = int(path.name)
-    return found
+                descriptors[path.stat().st_ino] = int(path.name)
+    return descriptors
 
 
 def listen_for_survivors(address: str | None) -> socket.socket:
-    """A socket that listens where the ranks that are left meet, should this one be the lowest of them."""
+    """Open the socket of a store for survivors, which is used if this rank is the lowest survivor."""
     address = address or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family)
@@ -93,19 +94,19 @@ def rank_info_among(
 ) -> RankInfo:
     """Return the rank info of this process among the survivors.
 
-    The lowest of them serves the store from `own`, its listening socket.
+    The lowest survivor serves the store from `own`, its listening socket.
     """
     first, rank = members[survivors[0]], survivors.index(here.rank)
-    beside = [other for other in survivors if members[other].host == members[here.rank].host]
+    local_ranks = [other for other in survivors if members[other].host == members[here.rank].host]
     if rank == 0:
-        os.environ[LISTENING] = str(own.detach())
+        os.environ[STORE_FD] = str(own.detach())
     address = first.address or "127.0.0.1"
     shown = f"[{address}]" if ":" in address else address
     return replace(
         here,
         rank=rank,
         world_size=len(survivors),
-        local_rank=beside.index(here.rank),
-        local_world_size=len(beside),
+        local_rank=local_ranks.index(here.rank),
+        local_world_size=len(local_ranks),
         init_method=f"tcp://{shown}:{first.rendezvous_port}",
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from trainer.errors import RetryableError, RunEndError, UserError, tell_torchrun
+from trainer.errors import RetryableError, RunEndError, UserError, report_to_torchrun
 from trainer.failures import exit_report
 from trainer.failures.diagnosis import ASLEEP_S, Failure, Observed, diagnose
 from trainer.failures.heartbeat import Heartbeat
@@ -75,14 +75,14 @@ class Ending:
         """
         self.run_dir, self._refusals = run_dir, refusals
 
-    def let_shrink(self, cut: Callable[[], None], check_shares: Callable[[int], object]) -> None:
+    def let_shrink(self, cut: Callable[[], None], check_batch_sizes: Callable[[int], object]) -> None:
         """Let ranks go on without others (distributed.shrink); without this call, none does.
 
         Args:
             cut: ends all waits of this process for other ranks.
-            check_shares: raises UserError if a batch can't be divided among a number of ranks.
+            check_batch_sizes: raises UserError if a batch can't be divided among a number of ranks.
         """
-        self._cut, self._check_shares = cut, check_shares
+        self._cut, self._check_shares = cut, check_batch_sizes
 
     def send_last_report(self) -> None:
         """Send the other hosts a last report: no rank of this host can report later."""
@@ -145,7 +145,7 @@ class Ending:
         for rank in self._here:
             after_s = -1 if rank in failure.ranks else 3 * (failure.kind == "raised")
             if (file := self._members[rank].error_file) is not None:
-                tell_torchrun(failure.message, file, at=began + after_s)
+                report_to_torchrun(failure.message, file, at=began + after_s)
         if failure.kind == "orderly" and failure.ranks[0] not in self._here:
             failure_file.report_to_launcher(failure.status, failure.message)
 

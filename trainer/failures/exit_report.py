@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.errors import which_try
+from trainer.errors import attempt_note
 from trainer.failures.diagnosis import Failure
 from trainer.files.untrusted import printable
 from trainer.torch_private import flight_recorder
@@ -25,7 +25,7 @@ def say(failure: Failure, num_ranks: int, run_dir: Path | None) -> None:
         return
     others = num_ranks - len(failure.ranks)
     tail = f"\n  the other {others} ranks end, status {failure.status}" if others > 1 else ""
-    tail += which_try()
+    tail += attempt_note()
     kept = f"; {run_dir}/failure.json and stacks/ say more" if run_dir is not None else ""
     print_line(f"\n{printable(failure.message, _LONGEST)}{tail}{kept}{see(failure.message)}")
 

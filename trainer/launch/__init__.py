@@ -1,1 +1,1 @@
-"""How the processes of a run start, and how they end. Does not import torch."""
+"""The start and the end of the processes of a run. Does not import torch."""

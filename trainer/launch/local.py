@@ -1,7 +1,7 @@
-"""launch=local: starts the processes of a run here and watches them until the last one has ended.
+"""launch=local: start the processes of a run on this host and wait until all have ended.
 
-This file does not import torch: the launcher starts fast, and each rank is a fresh interpreter, so a program
-that has used CUDA can launch too.
+This module does not import torch, so that the launcher starts fast. Each rank is a new interpreter, so a
+program that has used CUDA can launch a run too.
 """
 
 import contextlib
@@ -23,25 +23,28 @@ from trainer.files import failure_file
 from trainer.files.writing import new_run_dir
 from trainer.launch import fresh
 from trainer.launch.exits import PAUSES_S
-from trainer.launch.rank_info import LISTENING, rank_info
+from trainer.launch.rank_info import STORE_FD, rank_info
 from trainer.launch.signals import stop_signals_to
 
-_GRACE_S = 30.0  # for the other ranks, after one has failed: to report, or to finish a save
+_GRACE_S = 30.0  # time for the other ranks to report or finish a save after a rank has failed
 _POLL_S = 0.05
-_TOLD = (UserError.exit_code, NonFiniteError.exit_code)  # what rank 0 tells for all
+_SHARED = (UserError.exit_code, NonFiniteError.exit_code)  # statuses that rank 0 reports for all ranks
 
 
 def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tuple[int, str | None]:
-    """Run `argv` in `launch.processes` processes on this host; return its status, and why it ended if known.
+    """Run `argv` in `launch.processes` processes on this host.
 
-    After a fault, up to `launch.max_restarts` further attempts start from the newest checkpoint, each after
-    a pause. A UserError, a loss that is not finite, and a stop are final.
+    After a failure, up to `launch.max_restarts` further attempts start from the newest checkpoint, each after
+    a pause. A UserError, a non-finite loss and a stop by a signal are final.
 
     Args:
-        module: run this module once in place of train.py, as in python -m trainer.evaluate.
+        module: a module to run once instead of train.py, as in python -m trainer.evaluate.
+
+    Returns:
+        The exit status of the run, and the message with which it ended, if known.
 
     Raises:
-        UserError: this process is one of several itself.
+        UserError: this process is itself one of several ranks.
     """
     assert isinstance(config.launch, LocalLaunchConfig)
     if rank_info().among_ranks:
@@ -57,16 +60,16 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tu
     argv = [*argv, set_to("run_dir", str(run_dir))]
     max_restarts = config.launch.max_restarts
     for attempt in range(max_restarts + 1):
-        # The given resume holds until the run has saved; auto also before, since the directory is used now.
-        is_told = config.resume is not None and not any((run_dir / "checkpoints").glob("step_*"))
-        again = ["resume=auto"] if attempt and not is_told else []
-        status, message = _attempt(processes, [*argv, *again], config.distributed.shrink)
+        # Until the run has saved a checkpoint, keep the user's resume.
+        keeps_resume = config.resume is not None and not any((run_dir / "checkpoints").glob("step_*"))
+        resume = ["resume=auto"] if attempt and not keeps_resume else []
+        status, message = _attempt(processes, [*argv, *resume], config.distributed.shrink)
         if status != 1 or attempt == max_restarts:
             break
         pause_s = PAUSES_S[min(attempt, len(PAUSES_S) - 1)]
         print(
-            f"that was try {attempt + 1} of {max_restarts + 1}; restart {attempt + 1} of {max_restarts} from "
-            f"the newest checkpoint in {pause_s} s",
+            f"attempt {attempt + 1} of {max_restarts + 1} failed; restart {attempt + 1} of {max_restarts} "
+            f"from the newest checkpoint in {pause_s} s",
             file=sys.stderr,
         )
         time.sleep(pause_s)
@@ -76,25 +79,25 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tu
 def _attempt(
     processes: int, argv: Sequence[str], shrinks: bool = False, module: str | None = None
 ) -> tuple[int, str | None]:
-    """Start the ranks and wait for their end; return what `launch` does.
+    """Start the ranks and wait for their end; return the same as `launch`.
 
     Args:
-        shrinks: whether the others go on when some are ended by a signal.
+        shrinks: whether the other ranks continue when some ranks are killed by a signal.
     """
     ranks: list[subprocess.Popen[bytes]] = []
     printers: list[threading.Thread] = []
     received: list[int] = []
 
-    def pass_on(number: int) -> None:
+    def forward(number: int) -> None:
         received.append(number)
         for process in ranks:
-            if process.poll() is None:  # an interpreter that still imports answers SIGINT with a traceback
+            if process.poll() is None:  # not SIGINT: during imports, Python answers it with a traceback
                 process.send_signal(signal.SIGTERM)
 
     try:
-        # A socket that already listens avoids a race for a free port: rank 0 inherits it.
+        # Rank 0 inherits a listening socket, which avoids a race for a free port.
         with (
-            stop_signals_to(pass_on),
+            stop_signals_to(forward),
             tempfile.TemporaryDirectory() as folder,
             socket.create_server(("127.0.0.1", 0)) as server,
         ):
@@ -105,7 +108,7 @@ def _attempt(
                 ranks.append(_start(rank, server, argv, module, variables))
                 for pipe, out in ((ranks[-1].stdout, sys.stdout), (ranks[-1].stderr, sys.stderr)):
                     if pipe:
-                        printers.append(threading.Thread(target=_print, args=(pipe, out, rank), daemon=True))
+                        printers.append(threading.Thread(target=_copy, args=(pipe, out, rank), daemon=True))
                         printers[-1].start()
             server.close()
             codes = _wait(ranks, shrinks)
@@ -123,51 +126,53 @@ def _start(
     rank: int, server: socket.socket, argv: Sequence[str], module: str | None, variables: Mapping[str, object]
 ) -> subprocess.Popen[bytes]:
     variables = {**variables, "RANK": rank, "LOCAL_RANK": rank} | (
-        {} if rank else {LISTENING: server.fileno()}
+        {} if rank else {STORE_FD: server.fileno()}
     )
-    pipe = None if rank == 0 and sys.stdout is sys.__stdout__ else subprocess.PIPE  # None not in a notebook
+    # A notebook replaces sys.stdout, so the output of rank 0 must be copied to it.
+    pipe = None if rank == 0 and sys.stdout is sys.__stdout__ else subprocess.PIPE
     streams: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "pass_fds": [] if rank else [server.fileno()]}
     return fresh.start(argv, module=module, launcher="local", environment=variables, **streams)
 
 
-def _print(pipe: IO[bytes], out: IO[str], rank: int) -> None:
+def _copy(pipe: IO[bytes], out: IO[str], rank: int) -> None:
+    """Copy the output of a rank to `out`, with the rank in front of each line."""
     prefix = f"[rank {rank}] " if rank else ""
     for line in pipe:
         text = line.decode(errors="replace")
-        with contextlib.suppress(OSError):  # without a reader go on: a full pipe would stop the rank
+        with contextlib.suppress(OSError):  # continue without a reader: a full pipe would block the rank
             out.write(text if text.startswith(prefix) else prefix + text)
             out.flush()
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], shrinks: bool) -> list[int | None]:
-    """Wait for all, or for the grace period after the first failure; return the exit codes, None: it runs."""
+    """Wait for all ranks, or after a failure for the grace period; return exit codes (None: alive)."""
     deadline = float("inf")
     while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
         if deadline == float("inf") and any(code and (code > 0 or not shrinks) for code in codes):
-            deadline = time.monotonic() + (0 if codes[0] in _TOLD else _GRACE_S)
+            deadline = time.monotonic() + (0 if codes[0] in _SHARED else _GRACE_S)
         time.sleep(_POLL_S)
     return codes
 
 
 def _status(codes: Sequence[int | None], received: Sequence[int], shrinks: bool) -> int:
-    """The exit status of the run. Names the ranks that could not report their end themselves."""
+    """Return the exit status of the run; print the ranks that could not report their end themselves."""
     for rank, code in enumerate(codes):
-        if code is None and codes[0] not in _TOLD:
-            after = f"{_GRACE_S:.0f} s after the others had ended"
+        if code is None and codes[0] not in _SHARED:
+            after = f"{_GRACE_S:.0f} s after the other ranks had ended"
             print(f"rank {rank} was still running {after}, and was killed", file=sys.stderr)
         elif code is not None and code < 0:
             hint = ""
-            if code == -signal.SIGKILL and codes[0] not in _TOLD:
+            if code == -signal.SIGKILL and codes[0] not in _SHARED:
                 hint = ": out of memory, or kill -9"
                 if 1 in codes:
-                    hint += f", or rank {codes.index(1)}, if its verdict is that this one is stuck"
-            print(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}", file=sys.stderr)
-        elif code not in (None, 0, 1, *_TOLD, StoppedBySignal.exit_code):
-            print(f"rank {rank} ended with status {code}, which is none of this program's", file=sys.stderr)
-    bad = {code for code in codes if code}
+                    hint += f", or killed by rank {codes.index(1)} because it was stuck"
+            print(f"rank {rank} was killed by {signal.Signals(-code).name}{hint}", file=sys.stderr)
+        elif code not in (None, 0, 1, *_SHARED, StoppedBySignal.exit_code):
+            print(f"rank {rank} exited with the unexpected status {code}", file=sys.stderr)
+    failed = {code for code in codes if code}
     if shrinks and any(code is not None and code >= 0 for code in codes):
-        bad = {code for code in bad if code > 0}  # the others have gone on without those that a signal ended
-    final = [status for status in _TOLD if status in bad]
-    if final or bad <= {StoppedBySignal.exit_code}:
-        return min(final or bad, default=0)
+        failed = {code for code in failed if code > 0}  # the run continued without the killed ranks
+    final = [status for status in _SHARED if status in failed]
+    if final or failed <= {StoppedBySignal.exit_code}:
+        return min(final or failed, default=0)
     return 128 + received[0] if received else 1

@@ -1,9 +1,9 @@
-"""The rank of this process and its rendezvous with the others, for any launcher.
+"""The rank and the rendezvous address of this process, for any launcher.
 
-torchrun, srun and mpirun each tell a process its rank in their own variables; a process started by hand
-takes it from `distributed.rank`, `distributed.world_size` and `distributed.init_method`. Sources that
-contradict each other raise an error: otherwise each process could believe that it is alone, and N processes
-would silently train N times.
+torchrun, srun and mpirun each set their own environment variables; a process started by hand uses
+`distributed.rank`, `distributed.world_size` and `distributed.init_method`. Sources that contradict each other
+raise an error. Otherwise, each process might run as a single process, and N processes would silently train N
+times.
 """
 
 import contextlib
@@ -19,29 +19,29 @@ from urllib.parse import urlsplit
 from trainer.config import DistributedConfig
 from trainer.errors import UserError
 
-# Below Linux's range for outgoing connections (32768), so that none of them takes the port.
+# Below Linux's range for outgoing connections (32768 and up), which could otherwise occupy the port.
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 ENV = "env://"
-# Variables that tell a process its rank; they do not apply to a process that this one starts.
-TELLING = re.compile(
+# Variables that launchers set; they do not apply to child processes.
+RANK_VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*"
     r"|PMIX?_.*|MPI_LOCAL.*|SLURM_(PROCID|LOCALID|NODEID|NTASKS|STEP_.*)|PET_.*|RINGMASTER_(STORE_FD|LAUNCHER|END_FILE))$"
 )
-LISTENING = "RINGMASTER_STORE_FD"  # a socket that rank 0 has inherited, for the store at MASTER_PORT
+STORE_FD = "RINGMASTER_STORE_FD"  # a listening socket that rank 0 inherits, for the store at MASTER_PORT
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun only
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One process of a run. None means unknown until the rendezvous."""
+    """The position of a process in a run. None means unknown until the rendezvous."""
 
     rank: int
     world_size: int
     local_rank: int | None
     local_world_size: int | None
     host: int | None  # index of the host
-    launcher: str | None  # None: started by hand, or the only process
-    init_method: str | None  # rendezvous URL for torch; None: the only rank
+    launcher: str | None  # None: started by hand, or a single process
+    init_method: str | None  # rendezvous URL for torch; None: a single process
 
     @property
     def under_torchrun(self) -> bool:
@@ -49,13 +49,13 @@ class RankInfo:
 
     @property
     def among_ranks(self) -> bool:
-        """Whether another process was, or may have been, started with the same command line."""
+        """Whether other processes were, or may have been, started with the same command line."""
         return self.world_size > 1 or self.under_torchrun
 
 
 @dataclass(frozen=True)
 class _LauncherVariables:
-    """The variables in which one launcher tells a process its rank; "" if it does not."""
+    """The names of a launcher's variables; "" if it does not set one."""
 
     launcher: str | None
     rank: str
@@ -81,7 +81,8 @@ def rank_info(settings: DistributedConfig | None = None) -> RankInfo:
     """Return the rank of this process, from `settings` and the environment.
 
     Raises:
-        UserError: variables contradict each other, are incomplete or not numbers; or no rendezvous is known.
+        UserError: variables contradict each other, are incomplete or not numbers; or the rendezvous address
+            is unknown.
     """
     variables = dict(os.environ)
     if _is_interactive_shell(variables.get("SLURM_TASK_PID", "")):
@@ -96,10 +97,10 @@ def rank_info(settings: DistributedConfig | None = None) -> RankInfo:
         }
     source = _source(variables)
     if source is None:
-        _refuse_to_be_alone(variables)
+        _check_single_process(variables)
         if init_method != ENV:
             raise UserError(
-                f"distributed.init_method={init_method} does not say which process this is; add "
+                f"distributed.init_method={init_method} is set, but the rank of this process is not; add "
                 "distributed.rank=0 distributed.world_size=2, and so on for each process"
             )
         return RankInfo(0, 1, 0, 1, 0, None, None)
@@ -107,7 +108,7 @@ def rank_info(settings: DistributedConfig | None = None) -> RankInfo:
     if rank >= world_size:
         raise UserError(
             f"{_shown(variables, source.rank)}, but {_shown(variables, source.world_size)}: "
-            f"ranks count from 0 to {world_size - 1}"
+            f"the rank must be from 0 to {world_size - 1}"
         )
     local_rank, local_world_size, host = (
         _number(variables, name) if name in variables else None
@@ -124,7 +125,7 @@ def rank_info(settings: DistributedConfig | None = None) -> RankInfo:
 
 
 def rank_from_environment() -> int:
-    """The rank from the environment, for messages, even if `rank_info` would refuse it."""
+    """Return the rank from the environment, for messages, even if `rank_info` would raise an error."""
     for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN):
         if (rank := os.environ.get(source.rank, "")).isdigit():
             return int(rank)
@@ -134,7 +135,7 @@ def rank_from_environment() -> int:
 def publish(here: RankInfo) -> None:
     """Set the variables that torchrun would set, for other libraries.
 
-    Call only in a process that makes no other run, which would read this run's variables.
+    Call only in a process that makes a single run: a later run would read the variables of this one.
     """
     if here.world_size > 1:
         names = ("rank", "world_size", "local_rank", "local_world_size", "host")
@@ -147,8 +148,8 @@ def publish(here: RankInfo) -> None:
 def _is_interactive_shell(pid: str) -> bool:
     """Return whether process `pid` is a shell with job control, such as that of `srun --pty bash`.
 
-    Such shells ignore SIGTTOU, and programs don't. Environment variables can't tell them apart, because an
-    srun within the shell inherits them.
+    Such shells ignore SIGTTOU, and other programs don't. Environment variables can't distinguish them,
+    because an srun within the shell inherits the variables.
     """
     with contextlib.suppress(OSError):
         ignored = re.search(r"^SigIgn:\s*(\w+)", Path("/proc", pid, "status").read_text(), re.MULTILINE)
@@ -158,19 +159,19 @@ def _is_interactive_shell(pid: str) -> bool:
 
 def _source(variables: Mapping[str, str]) -> _LauncherVariables | None:
     """Return the most reliable source, or None; raise UserError if another source contradicts it."""
-    found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _speaks(source, variables)]
-    # The only task of its step may still be one of several ranks: a shell within srun, or an srun for each.
+    found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _is_set(source, variables)]
+    # A launcher of a single task may be nested: in a shell within srun, or with one srun per rank.
     if (found and found[0] is not _ENVIRONMENT) or len(found) > 1:
-        others_tell = {_SETTINGS.rank, _SETTINGS.world_size} <= variables.keys()
-        crowd = [
+        has_settings = {_SETTINGS.rank, _SETTINGS.world_size} <= variables.keys()
+        several = [
             source for source in found if source is _ENVIRONMENT or _number(variables, source.world_size) > 1
         ]
-        found = crowd or ([] if others_tell else found[:1])
+        found = several or ([] if has_settings else found[:1])
     if not found:
         return _SETTINGS if _complete(_SETTINGS, variables) else None
     best, *others = found
     if _AGENT in variables and others:
-        _refuse_one_torchrun_each(variables, others[0])
+        _check_nested_torchrun(variables, others[0])
     elif best is _ENVIRONMENT:
         for other in others:
             _compare(variables, best, other)
@@ -178,11 +179,11 @@ def _source(variables: Mapping[str, str]) -> _LauncherVariables | None:
     return best
 
 
-def _speaks(source: _LauncherVariables, variables: Mapping[str, str]) -> bool:
+def _is_set(source: _LauncherVariables, variables: Mapping[str, str]) -> bool:
     if source is _SRUN:
         return {source.rank, source.world_size} <= variables.keys()
     if source is _PMI and _SRUN.world_size in variables and _PMI.local_rank not in variables:
-        return False  # srun --mpi=pmi2 sets both; MPICH's own launcher sets the local rank, too
+        return False  # srun --mpi=pmi2 sets both; MPICH's own launcher also sets the local rank
     return _complete(source, variables)
 
 
@@ -195,35 +196,36 @@ def _complete(source: _LauncherVariables, variables: Mapping[str, str]) -> bool:
 
 
 def _compare(variables: Mapping[str, str], one: _LauncherVariables, other: _LauncherVariables) -> None:
-    for mine, theirs in ((one.rank, other.rank), (one.world_size, other.world_size)):
-        if mine in variables and _number(variables, mine) != _number(variables, theirs):
+    for first, second in ((one.rank, other.rank), (one.world_size, other.world_size)):
+        if first in variables and _number(variables, first) != _number(variables, second):
             raise UserError(
-                f"{_shown(variables, mine)} contradicts {_shown(variables, theirs)}; leave out {mine}, or "
-                f"start this process without {other.launcher or 'setting ' + theirs}"
+                f"{_shown(variables, first)} contradicts {_shown(variables, second)}; remove {first}, or "
+                f"start this process without {other.launcher or 'setting ' + second}"
             )
 
 
-def _refuse_one_torchrun_each(variables: Mapping[str, str], outer: _LauncherVariables) -> None:
-    """Around torchrun, another launcher starts one agent for each host: its tasks are not the ranks."""
-    # An elastic torchrun may start with fewer hosts than tasks, but not as one torchrun for each task.
+def _check_nested_torchrun(variables: Mapping[str, str], outer: _LauncherVariables) -> None:
+    """Raise UserError if each task of another launcher runs a torchrun of its own, with separate ranks."""
+    # An elastic torchrun may start with fewer hosts than the outer launcher has tasks.
     if variables.get("GROUP_WORLD_SIZE") == "1" and variables.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         raise UserError(
             f"{_shown(variables, outer.world_size)}, but torchrun's GROUP_WORLD_SIZE=1: each task of "
-            f"{outer.launcher} starts its own run; give torchrun --nnodes and --rdzv-endpoint, or leave "
-            "it out"
+            f"{outer.launcher} would start a run of its own; pass --nnodes and --rdzv-endpoint to torchrun, "
+            "or start without it"
         )
 
 
-def _refuse_to_be_alone(variables: Mapping[str, str]) -> None:
-    """A process that nothing tells its rank must not be one of several."""
+def _check_single_process(variables: Mapping[str, str]) -> None:
+    """Raise UserError if this process, whose rank is not set, is one of several tasks."""
     if "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables and _number(variables, "SLURM_NTASKS") > 1:
-        counted, way_out = "SLURM_NTASKS", "srun: write `srun python train.py ...`, or ask for --ntasks=1"
+        count, way_out = "SLURM_NTASKS", "srun; use `srun python train.py ...`, or --ntasks=1"
     elif variables.get("PET_NNODES", "1") != "1":
-        counted, way_out = "PET_NNODES", "torchrun, which reads the PET_* variables: start it with that"
+        count, way_out = "PET_NNODES", "torchrun, which reads the PET_* variables; start it with torchrun"
     else:
         return
     raise UserError(
-        f"{_shown(variables, counted)}, but this process would train alone; it was not started by {way_out}"
+        f"{_shown(variables, count)}, but this process would train on its own, because it was not started by "
+        f"{way_out}"
     )
 
 
@@ -233,39 +235,39 @@ def _rendezvous_address(variables: Mapping[str, str], source: _LauncherVariables
     job = variables.get("PMIX_NAMESPACE")
     if source is not _SRUN and alone_on_host:
         address = address or "127.0.0.1"
-        # Without a job name, use the parent: all processes of an mpirun on one host have the same.
+        # Without a job name, use the parent, which all processes of an mpirun on a host share.
         job = job or (str(os.getppid()) if source in (_OPEN_MPI, _PMI) else None)
     elif "SLURM_JOB_NODELIST" in variables:
         address = address or first_node(variables.get("SLURM_STEP_NODELIST", variables["SLURM_JOB_NODELIST"]))
         job = f"{variables['SLURM_JOB_ID']}.{variables.get('SLURM_STEP_ID')}" if source is _SRUN else job
     if not address:
-        hint = " (mpirun -x MASTER_ADDR=HOST passes it to all)" if source is _OPEN_MPI else ""
+        hint = " (mpirun -x MASTER_ADDR=HOST passes it to all ranks)" if source is _OPEN_MPI else ""
         raise UserError(
-            f"{_shown(variables, source.world_size)}, but nothing says where rank 0 is: set MASTER_ADDR to a "
-            f"name of its host{hint}, or set distributed.init_method=tcp://HOST:PORT"
+            f"{_shown(variables, source.world_size)}, but the address of rank 0 is unknown; set MASTER_ADDR "
+            f"to the name of its host{hint}, or set distributed.init_method=tcp://HOST:PORT"
         )
     if port is None and job is None:
         raise UserError(
-            f"MASTER_ADDR={address} is set, but MASTER_PORT is not; set it to any port that is free there"
+            f"MASTER_ADDR={address} is set, but MASTER_PORT is not; set it to a free port of that host"
         )
     number = _number(variables, "MASTER_PORT") if port is not None else derived_port(str(job))
     return f"tcp://{f'[{address}]' if ':' in address else address}:{number}"
 
 
 def derived_port(job: str) -> int:
-    """A port that all ranks of a job derive without communication; two jobs rarely share one."""
+    """Return a port that all ranks of a job derive without communication; it rarely equals another job's."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
 
 
 def first_node(nodes: str) -> str:
-    """The first of a SLURM node list: `rack[1,3-4]node[08-10]-ib,login` begins with `rack1node08-ib`."""
+    """Return the first node of a SLURM node list: `rack1node08-ib` for `rack[1,3-4]node[08-10]-ib,login`."""
     first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 def _number(variables: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"\d+", variables[name]):
-        raise UserError(f"{_shown(variables, name)}, but must be a number, at least 0")
+        raise UserError(f"{_shown(variables, name)}, but must be a number of at least 0")
     return int(variables[name])
 
 

@@ -1,4 +1,4 @@
-"""A signal asks for a stop; the loop stops at the next step boundary, on all ranks at once."""
+"""Stop requests by signals: the loop stops at the next step boundary, on all ranks at once."""
 
 import ctypes
 import os
@@ -10,23 +10,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-
-
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-# Slurm signals the whole step and torchrun passes the same signal on: one request may arrive twice.
+# SLURM signals all processes of a step, and torchrun forwards the same signal: a request may arrive twice.
 _SAME_REQUEST_S = 0.5
 
 
 class StopRequest:
-    """A flag set by SIGTERM, SIGINT, SIGHUP or SIGUSR1 while the ``with`` block runs, or by the death of the
-    launcher, if there is one; a second signal ends the process.
+    """A flag that is set by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or the death of the launcher.
 
-    The flag is local to this process: ranks agree on it in each step, by `StepVote`. Enter it in the
-    main thread, since Python delivers signals there. A handler only runs between two bytecodes, so a rank
-    that waits inside a collective answers when the collective returns.
+    Signals are handled while the ``with`` block runs; a second signal ends the process. The flag is local to
+    this process: ranks agree on it in each step, through `StepVote`. Enter the block in the main thread, to
+    which Python delivers signals. Handlers run between two bytecodes, so a rank that waits in a collective
+    reacts when the collective returns.
 
     Args:
-        launched: by a process that this one must not outlive, such as torchrun's agent.
+        launched: whether this process must not outlive its parent, such as torchrun's agent.
     """
 
     def __init__(self, launched: bool = False) -> None:
@@ -47,14 +45,14 @@ class StopRequest:
         self._handlers.__enter__()
         if self._launched:
             signal_at_parents_death(signal.SIGTERM)
-            if self._is_orphaned:  # since before the call
+            if self._is_orphaned:  # the parent died before the call above
                 self._on_signal(signal.SIGTERM)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._launched:
             signal_at_parents_death()  # nothing is left to save
-            if self._is_orphaned:  # end soon: nothing waits for the interpreter's teardown
+            if self._is_orphaned:  # exit soon: nobody waits for the interpreter's teardown
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(1)
         self._handlers.__exit__(None, None, None)
@@ -63,14 +61,14 @@ class StopRequest:
         now_s = time.monotonic()
         if self.signal is None:
             self.signal, self._first_at_s = signal.Signals(number), now_s
-        # A launcher that passes a signal on and then dies has asked only once.
+        # A launcher that forwards a signal and then dies is a single request.
         elif now_s - self._first_at_s > _SAME_REQUEST_S and not self._is_orphaned:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 def signal_at_parents_death(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process `number` when the thread that started it ends; a Mac's cannot."""
+    """Make the kernel send signal `number` to this process when the parent thread ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -79,15 +77,15 @@ def signal_at_parents_death(number: int = signal.SIGKILL) -> None:
 def stop_signals_to(
     act: Callable[[int], None], numbers: Sequence[signal.Signals] = STOP_SIGNALS
 ) -> Iterator[None]:
-    """Call `act` with each of `numbers`, signals that ask for a stop, while the ``with`` block runs.
+    """Call `act` with the number of each stop signal that arrives while the ``with`` block runs.
 
-    Those that arrive ignored stay ignored. Does nothing outside the main thread, the only one to which Python
-    delivers signals.
+    Signals that were ignored before remain ignored. Does nothing outside the main thread, the only thread to
+    which Python delivers signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # nohup ignores SIGHUP, and a shell SIGINT for a job behind `&`.
+    # nohup ignores SIGHUP, and a shell ignores SIGINT for background jobs.
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, lambda got, _: act(got)) for number in heard}
     try:

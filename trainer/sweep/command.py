@@ -14,8 +14,8 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig
 
 from trainer import config
+from trainer.config.hydra_settings import separate_hydra_settings
 from trainer.config.nodes import typed
-from trainer.config.of_hydra import split_off_hydra
 from trainer.config.overrides import EACH_TRIAL_LAUNCHES, missing_key
 from trainer.errors import UserError
 from trainer.launch.exits import refuse_sweep_in_ranks
@@ -80,7 +80,7 @@ def sweep(
                 raise
             return compose({**combination, key: None})
         trial.run_dir = composed.hydra.sweep.dir  # for the checks; the folder of the trial isn't known yet
-        loaded = config.load(split_off_hydra(trial))
+        loaded = config.load(separate_hydra_settings(trial))
         if not loaded.launch.returns_result:
             raise UserError(
                 "a sweep waits for each trial: launch.dry_run=true and launch.wait=false are for single "
@@ -90,11 +90,11 @@ def sweep(
         return combination, loaded
 
     # Other options of the command line, such as --config-dir, are for each trial.
-    of_hydra = list(composed.hydra.overrides.hydra)
-    options = [word for word in sys.argv[1:] if word not in (*arguments, *of_hydra, "-m", "--multirun")]
-    options += [word for word in of_hydra if word.startswith(("hydra.searchpath=", "hydra.job."))]
+    hydra_settings = list(composed.hydra.overrides.hydra)
+    options = [word for word in sys.argv[1:] if word not in (*arguments, *hydra_settings, "-m", "--multirun")]
+    options += [word for word in hydra_settings if word.startswith(("hydra.searchpath=", "hydra.job."))]
     # A file may set hydra.mode=MULTIRUN, which would make each trial a sweep.
-    if not any(word.startswith("hydra.mode=") for word in of_hydra):
+    if not any(word.startswith("hydra.mode=") for word in hydra_settings):
         options.append("hydra.mode=RUN")
     planned = []
     if wanted.search == "grid":  # compose all combinations before the first trial, to find mistakes early

@@ -12,8 +12,8 @@ from hydra.errors import HydraException
 from omegaconf import MISSING
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import Config, at_least, like, one_of
-from trainer.config.overrides import in_words
+from trainer.config import Config, at_least, matching, one_of
+from trainer.config.overrides import explain
 from trainer.errors import UserError, first_line, optional
 from trainer.sweep.output import say
 from trainer.sweep.trials import PRUNED, Combination, Trial, TrialLog, values_of, words_of
@@ -27,7 +27,7 @@ class SweepConfig:
     trials: int | None = at_least(1)
     metric: str = MISSING
     mode: str = one_of("min", "max")
-    concurrent: str = like(r"auto|0*[1-9][0-9]*", "auto or a number of trials")
+    concurrent: str = matching(r"auto|0*[1-9][0-9]*", "auto or a number of trials")
     seeds: int = at_least(1)
     pruning: str | None = one_of("median", "asha")
     params: dict[str, str] | None = None
@@ -48,7 +48,7 @@ def with_settings(
         try:
             combination, composed = compose(combination)
         except (UserError, HydraException, OmegaConfBaseException) as error:
-            composed = str(error) if isinstance(error, UserError) else in_words(error)
+            composed = str(error) if isinstance(error, UserError) else explain(error)
         if (words := " ".join(words_of(combination))) not in seen:
             seen.add(words)
             if isinstance(composed, str):

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainer.config import check_shares
+from trainer.config import check_batch_sizes
 from trainer.errors import UserError
 
 
@@ -105,7 +105,7 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, num_replic
     Raises:
         UserError: a size does not divide evenly; the message names the nearest that does.
     """
-    check_shares(global_batch_size, micro_batch_size, num_replicas)
+    check_batch_sizes(global_batch_size, micro_batch_size, num_replicas)
     local_size = global_batch_size // num_replicas
     micro_batch_size = micro_batch_size or local_size
     return BatchSplit(global_batch_size, num_replicas, micro_batch_size, local_size // micro_batch_size)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
 from trainer.data.loading.worker import answer
-from trainer.errors import UserError, may_pass, on_one_line
+from trainer.errors import UserError, is_retryable, on_one_line
 from trainer.failures.heartbeat import Heartbeat
 from trainer.tensors.bits import as_bytes
 from trainer.tensors.generators import generators_kept
@@ -158,7 +158,7 @@ class IndexReader(Reader):
         except BROKEN_DATA as error:
             reason = f"{sample_name(self.dataset, index)} cannot be read: {error}"
             if self._num_skipped is None:
-                if may_pass(error):
+                if is_retryable(error):
                     raise
                 raise UserError(f"{reason}; fix it, or set data.on_bad_sample=skip") from error
             with self._num_skipped.get_lock():

@@ -18,7 +18,7 @@ from trainer.data.loading.reader import (
     seed_generators,
 )
 from trainer.data.stream import has_state
-from trainer.errors import UserError, may_pass
+from trainer.errors import UserError, is_retryable
 from trainer.tensors.generators import generators_kept
 from trainer.torch_private import outside_data_worker
 
@@ -192,7 +192,7 @@ class StreamReader(Reader):
             with outside_data_worker():
                 yield
         except BROKEN_DATA as error:
-            if isinstance(error, UserError) or may_pass(error):
+            if isinstance(error, UserError) or is_retryable(error):
                 raise
             raise UserError(
                 f"sample {self._number} of {type(self.dataset).__name__} cannot be read: {error}; fix it, or "
