@@ -22,7 +22,7 @@ STRATEGIES = {
     "exact": ("strategy=ddp", "train.exact=4"),
     "servers": ("strategy=parameter_server", "strategy.servers=all", "checkpoint.every_steps=20"),
 }
-_NOT_SAVED = re.compile(r"no step is saved: (.*)")
+_NOT_SAVED = re.compile(r"no step was saved: (.*)")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ class Row:
     @property
     def saved_by(self) -> str:
         """Return which rank saved: rank 0 | another | nobody."""
-        if found := re.search(r"step \d+ is saved(?:, by rank (\d+))?|saves the last step", self.report):
+        if found := re.search(
+            r"step \d+ was (?:already )?saved(?: by rank (\d+))?|saves the last step", self.report
+        ):
             return "rank 0" if found[1] == "0" else "another"
         return "nobody"
 

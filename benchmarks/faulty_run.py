@@ -211,7 +211,7 @@ class FaultyRun:
     # ---- what is wrong
 
     def _judge(self, row: Row, fault: Fault, victims: list[int], old: list[Rank]) -> None:
-        reason = "no step is saved" in row.report or fault.kind == "nan"
+        reason = "no step was saved" in row.report or fault.kind == "nan"
         dies_alone = self.case.world == 1 and fault.kind in ("kill", "update", "exit", "again")
         if row.lost > 1 and not reason and not dies_alone:
             row.problems.append(f"{row.lost} steps lost without a reason")
@@ -225,8 +225,8 @@ class FaultyRun:
     def _misjudged(self, row: Row, fault: Fault, victims: list[int]) -> list[str]:
         if fault.kind == "cut":
             said = "".join(path.read_text(errors="replace") for path in self.folder.glob("output*"))
-            saved = [step for step, _ in set(re.findall(r"step (\d+) is saved, by rank (\d+)", said))]
-            row.report = next(iter(re.findall(r"host .*is saved, by rank .*", said)), row.report)
+            saved = [step for step, _ in set(re.findall(r"step (\d+) was saved by rank (\d+)", said))]
+            row.report = next(iter(re.findall(r"host .*was saved by rank .*", said)), row.report)
             found = [f"host {n} is not named" for n in (0, 1) if f"host {n} (" not in said]
             return found + ([f"saved twice: {saved}"] if len(set(saved)) < len(saved) else [])
         if fault.kind == "nan":

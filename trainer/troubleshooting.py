@@ -1,6 +1,6 @@
-"""What is known of an error by its words: an entry of docs/howto/troubleshooting.md, or settings behind it.
+"""Help for known errors: an entry of docs/howto/troubleshooting.md, or the settings that may be the cause.
 
-By words, because an error may come as text from another rank, a library or a verdict.
+Errors are recognized by their text, because they may come from another rank, a library or a failure report.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from trainer.config import TrainConfig
 
 PAGE = "docs/howto/troubleshooting.md"
-# The anchor of each entry, and its heading: the words of the message, with dots for what differs.
+# The anchor of each entry -> its heading: the text of the message, with dots for the parts that vary.
 ENTRIES = {
     "unknown-setting": "... is not a setting",
     "cannot-be-built": "... cannot be built: ...",
@@ -28,14 +28,14 @@ ENTRIES = {
     "few-samples": "the training data holds ... samples, fewer than one global batch of ...",
     "unequal-samples": "... cannot be in a batch",
     "bad-sample": "... cannot be read: ...; fix it, or set data.on_bad_sample=skip",
-    "data-worker": "its data worker ... is gone without a message",
+    "data-worker": "its data worker ... died without a message",
     "labels": "the largest label is ... and the smallest ..., but the model has classes 0 to ...",
     "unused-parameters": "strategy=ddp: the loss of rank ... used ...",
     "ranks-use-other-parameters": "the loss uses ... on rank ... and not on ...",
     "nan": "... is NaN or Inf on ...",
     "replicas-differ": "replicas differ after step ...",
-    "used-run-dir": "... holds another run (...); resume=auto continues it",
-    "alive-run": "another run is alive in run_dir=...",
+    "used-run-dir": "... already contains a run (...); resume=auto continues it",
+    "alive-run": "another run is active in run_dir=...",
     "other-model": "the checkpoint is from a different model",
     "other-optimizer": "the checkpoint is from a different optimizer",
     "not-intact": "none of the ... checkpoints in ... is intact",
@@ -44,28 +44,28 @@ ENTRIES = {
     "gloo-address": "Gloo connectFullMesh failed with ... remote=[127.0.0.1]",
     "gloo-interface": "GLOO_SOCKET_IFNAME=..., but its host ... has no interface ...",
     "duplicate-gpu": "Duplicate GPU detected",
-    # Of what happened to a rank itself, after what it may have said.
+    # Failures of a rank, after the messages that it may have printed.
     "died": "rank ... died of ...",
     "hangs": "rank ... hangs in ...",
     "stopped": "rank ... is stopped (SIGSTOP, or a debugger) in ...",
 }
 _SHARED_MEMORY = (
-    "/dev/shm, through which data workers return batches, may be full (df -h /dev/shm): give a container "
-    "more (docker run --shm-size=8g), or set data.num_workers or data.prefetch_factor lower"
+    "/dev/shm, through which data workers return batches, may be full (df -h /dev/shm); increase it for a "
+    "container (docker run --shm-size=8g), or decrease data.num_workers or data.prefetch_factor"
 )
-_CAUSES = {  # by what torch says
+_CAUSES = {  # message of torch -> cause
     "Expected more than 1 value per channel": (
-        "a batch norm got one sample: train.global_batch_size is {batch}, and train.micro_batch_size {size}; "
-        "set the first, or both, higher"
+        "a batch norm got a single sample: train.global_batch_size is {batch}, and train.micro_batch_size "
+        "is {size}; increase the former, or both"
     ),
     "Expected to mark a variable ready only once": (
-        "torch.utils.checkpoint with use_reentrant=True hides from DDP what a pass uses: set "
-        "use_reentrant=False in the model, or use strategy.activation_checkpointing=true in its place. Where "
-        "a model has no unused parameters, strategy.static_graph=true helps, too"
+        "torch.utils.checkpoint with use_reentrant=True hides from DDP which parameters are used; set "
+        "use_reentrant=False in the model, or use strategy.activation_checkpointing=true instead. For a "
+        "model without unused parameters, strategy.static_graph=true helps too"
     ),
     "No working C++ compiler": (
-        "train.compile=true needs a C++ compiler on each host: install g++, name one in the variable CXX, or "
-        "set train.compile=false"
+        "train.compile=true requires a C++ compiler on each host; install g++, set the environment variable "
+        "CXX, or set train.compile=false"
     ),
     "out of shared memory": _SHARED_MEMORY,
     "unable to write to file </torch_": _SHARED_MEMORY,
@@ -74,7 +74,7 @@ _CAUSES = {  # by what torch says
 
 
 def see(message: str) -> str:
-    """A line that names the entry about `message`, to follow it; empty if there is none."""
+    """Return a line with the address of the entry about `message`, to append to it; "" without an entry."""
     for anchor, heading in ENTRIES.items():
         if re.search(".*".join(map(re.escape, heading.split("..."))), message, re.DOTALL):
             return f"\n  see {PAGE}#{anchor}"
@@ -83,19 +83,19 @@ def see(message: str) -> str:
 
 @contextlib.contextmanager
 def causes_named(train: TrainConfig) -> Iterator[None]:
-    """Within, a known error of torch gets a note that names the settings that its cause may have."""
+    """Add a note to known errors of torch that are raised in the block, with the settings to change."""
     try:
         yield
     except Exception as error:
-        import torch  # loaded by now; the launcher, which reads this module too, needs none
+        import torch  # already loaded here; the launcher imports this module without torch
 
         size = "null" if train.micro_batch_size is None else train.micro_batch_size
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             error.add_note(
-                f"train.micro_batch_size={size} was too large: a smaller one makes the same global batch in "
-                "more parts"
+                f"train.micro_batch_size={size} was too large; a smaller micro-batch size gives the same "
+                "global batch with more accumulation steps"
             )
-        for said, cause in _CAUSES.items():
-            if said in str(error):
+        for text, cause in _CAUSES.items():
+            if text in str(error):
                 error.add_note(cause.format(size=size, batch=train.global_batch_size))
         raise

@@ -39,7 +39,7 @@ CASES = {
     "killed, and its parent asked first": (
         four({1: {"state": "dead", "ended_s": 0.1}}, **WAITING),
         False,
-        (1, "died", "gone without a message"),
+        (1, "died", "died without a message"),
     ),
     "raised": (
         four({2: {"status": 1, "error": "ValueError: boom", "where": "mine.py:3 in f", "ended_s": 0.2}}),
@@ -59,7 +59,7 @@ CASES = {
     "an endless loop in C": (
         four({2: {**silent(WAITING, 10.2), "asleep_s": 10.2}}, **silent(WAITING, 10.1)),
         False,
-        (2, "hangs", "does not let go of the interpreter"),
+        (2, "hangs", "holds the interpreter lock (GIL)"),
     ),
     "an endless loop in a data worker": (
         four(
@@ -87,7 +87,7 @@ CASES = {
     "a cut link": (
         four({2: {"heard_s": 10.3}, 3: {"heard_s": 10.3}}, **silent(WAITING, 10.1)),
         False,
-        (2, "lost", "host 1 (node1) with rank 2, rank 3: not heard of for 10.3 s, lost or cut off"),
+        (2, "lost", "host 1 (node1) with rank 2, rank 3: no report for 10.3 s, down or disconnected"),
     ),
     "a disk that takes longer than that": (
         four({2: {"phase": "checkpoint", "patience_s": 60.0, "silent_s": 60.1}}, phase="checkpoint", silent_s=60.1),
@@ -105,7 +105,7 @@ CASES = {
     "a network that breaks while all are well": (
         four({}, **SYMPTOM),
         True,
-        (0, "unknown", "no process is gone, stopped or behind"),
+        (0, "unknown", "no process is dead, stopped or behind"),
     ),
     "a collective in a metric that rank 2 computes alone": (
         four({2: {**METRIC, "where": "mine.py:9 in compute"}}, **METRIC, where="torch"),

@@ -125,7 +125,7 @@ def test_a_fault_of_one_rank_costs_no_step_and_torchrun_explains_any_end_that_it
     shown = json.loads((tmp_path / "0").read_text())["message"]
     assert "rank 1 failed" in shown["message"] and int(shown["extraInfo"]["timestamp"]) > time.time() - 1
     ending.end(Failure((1,), "orderly", 1, "rank 1 RetryableError: no space", saving_host=0))
-    assert "rank 1 RetryableError: no space; step 7 is saved" in (tmp_path / "failure.json").read_text()
+    assert "rank 1 RetryableError: no space; step 7 was saved" in (tmp_path / "failure.json").read_text()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error"))
     ending.end(Failure((2,), "orderly", 2, "rank 2 UserError: of another host"))
     assert json.loads((tmp_path / "ringmaster_end.json").read_text())["status"] == 2, "a restart ends at once"

@@ -47,7 +47,7 @@ def test_workers_in_the_middle_of_a_batch_are_blamed_and_ended() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(busy, 0)[1]) == -signal.SIGKILL
         assert os.waitpid(idle, os.WNOHANG) == (0, 0), "a worker between two batches hears torch itself"
         words = neighbour.stuck_worker(f"DataLoader worker (pid {busy}) is killed by signal: Killed.")
-        assert words == f"its data worker {busy} is gone without a message while it read sample 7"
+        assert words == f"its data worker {busy} died without a message while it read sample 7"
         neighbour.end_workers(idle=True)
         assert os.waitstatus_to_exitcode(os.waitpid(idle, 0)[1]) == -signal.SIGKILL
     signal.signal(signal.SIGCHLD, before)

@@ -1,4 +1,4 @@
-"""A save at a fault: a run without periodic checkpoints loses no step, and ends like an undisturbed one."""
+"""Saves on failure: a run without periodic checkpoints loses no step, and ends like an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_no_step_is_lost(world_size: int, how: tuple[str, ...], saver: int, tmp_
     wanted = {"step_00000007", "step_00000008"}
     found = checkpoints(run_dir)
     assert len(found) == 1 and found[0] in wanted, (found, ended)
-    words = f"step {int(found[0][5:])} is saved, by rank {saver}"
+    words = f"step {int(found[0][5:])} was saved by rank {saver}"
     assert words in message(run_dir)
     # A rank that is alone says so after its traceback, at its interpreter's end, which a forked one lacks.
     assert world_size == 1 or any(words in rank.output for rank in ended), ended
@@ -89,7 +89,7 @@ def test_no_step_is_lost(world_size: int, how: tuple[str, ...], saver: int, tmp_
 def test_weights_that_a_forward_pass_changes_are_not_saved(tmp_path: Path) -> None:
     start(2, tmp_path, "model._target_=tests.user_parts.Decays", *fault("kill", 1, 8, "backward"))
     assert checkpoints(tmp_path) == []
-    assert "no step is saved: a forward pass changes layers.0.weight" in message(tmp_path)
+    assert "no step was saved: a forward pass changes layers.0.weight" in message(tmp_path)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_running_statistics_are_those_of_rank_0(rank: int, phase: str, tmp_path:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("strategy=fsdp", *fault("kill", 1, 8)), "no step is saved: each rank has only a shard"),
+        (("strategy=fsdp", *fault("kill", 1, 8)), "no step was saved: each rank has only a shard"),
         (("checkpoint.on_failure=false", *fault("kill", 1, 8)), ""),
     ],
     ids=["shards", "off"],
@@ -134,7 +134,7 @@ def on_a_full_disk(run_dir: Path) -> str:
     write_text = writing.write_text
 
     def full(*arguments: Any) -> Any:
-        if threading.current_thread().name == "fault save":
+        if threading.current_thread().name == "save on failure":
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_text(*arguments)
 
@@ -147,7 +147,7 @@ def on_a_full_disk(run_dir: Path) -> str:
 @pytest.mark.slow
 def test_on_a_full_disk_the_older_checkpoint_stays(tmp_path: Path) -> None:
     (said,) = run_ranks(on_a_full_disk, 1, tmp_path, init=False)
-    assert said.endswith("no step is saved: OSError: [Errno 28] No space left on device")
+    assert said.endswith("no step was saved: OSError: [Errno 28] No space left on device")
     assert checkpoints(tmp_path) == ["step_00000003", "step_00000006"]
 
 
@@ -205,7 +205,7 @@ class Kept:
         return True
 
 
-@pytest.mark.parametrize("said", [{}, {"words": "no step is saved: it may not", "is_saved": False}])
+@pytest.mark.parametrize("said", [{}, {"outcome": "no step was saved: it may not", "is_saved": False}])
 def test_if_a_saver_that_does_not_lead_dies_or_may_not_the_leader_saves(said: dict[str, Any]) -> None:
     heartbeat, own, other = Heartbeat(), Here(0), Here(1, **said)
     own.records = Records(heartbeat._memory)
@@ -215,7 +215,7 @@ def test_if_a_saver_that_does_not_lead_dies_or_may_not_the_leader_saves(said: di
     save = SaveOnFailure(heartbeat, 0, {0: own, 1: other})  # type: ignore[dict-item]
     save.last_step = Kept()
     words = save.lead(Failure((2,), "died", 1, "", saving_host=0), lambda seconds: None)
-    assert words.startswith("step 8 is saved, by rank 0")
+    assert words.startswith("step 8 was saved by rank 0")
 
 
 def test_a_host_saves_if_it_is_the_one_to_save() -> None:
@@ -228,7 +228,7 @@ def test_a_host_saves_if_it_is_the_one_to_save() -> None:
     assert save.lead(asked, wait) == "host 0 saves the last step" and not save.has_begun
     assert save.lead(replace(asked, saving_host=None), wait) == ""
     words = save.lead(replace(asked, saving_host=1), wait)
-    assert words.startswith("step 8 is saved, by rank 2") and save.has_begun
+    assert words.startswith("step 8 was saved by rank 2") and save.has_begun
 
 
 class Masked(nn.Module):

@@ -214,7 +214,7 @@ def test_the_others_go_on_to_the_same_bits(
     once = fault(*how, mark=tmp_path / "mark")  # not of the next rank 0 again
     ended = launched(3, tmp_path / "run", f"comm={comm}", *once)
     assert ended.code == 0, ended.output
-    assert re.search(r"step \d+ is saved, by rank \d.*; without a restart, these go on: rank", ended.output)
+    assert re.search(r"step \d+ was saved by rank \d.*; continuing without a restart on rank", ended.output)
     facts = result(tmp_path / "run")
     assert (facts["world_size"], facts["param_sha256"]) == (2, undisturbed), ended.output
     assert not (tmp_path / "run" / "failure.json").exists()
@@ -259,7 +259,7 @@ def test_a_batch_that_does_not_divide_ends_the_run(tmp_path: Path) -> None:
     ended = launched(4, tmp_path, *batch, *fault("kill", 3, 6))
     assert ended.code == 1
     assert (
-        "the others cannot go on: train.global_batch_size is 8, which is not divisible by the 3"
+        "the other ranks cannot continue: train.global_batch_size is 8, which is not divisible by the 3"
         in ended.output
     )
     assert (tmp_path / "failure.json").exists()

@@ -34,8 +34,8 @@ def test_what_ends_a_run_names_its_entry_on_the_page_of_messages(capfd: pytest.C
 
     with pytest.raises(SystemExit), exits():
         raise UserError("optim.lrr is not a setting")
-    exit_report.say(Failure((1,), "died", 1, "rank 1 (host 0) died of SIGKILL"), 2, None)
-    exit_report.say(Failure((1,), "raised", 1, "rank 1 (host 0) failed"), 2, None)
+    exit_report.print_failure(Failure((1,), "died", 1, "rank 1 (host 0) died of SIGKILL"), 2, None)
+    exit_report.print_failure(Failure((1,), "raised", 1, "rank 1 (host 0) failed"), 2, None)
     assert capfd.readouterr().err.splitlines() == [
         "optim.lrr is not a setting",
         "  see docs/howto/troubleshooting.md#unknown-setting",

@@ -300,14 +300,16 @@ def test_a_rank_that_waits_for_the_others_ends_on_a_signal(tmp_path: Path) -> No
         program.send_signal(signal.SIGTERM)
         ended = program.wait(60)
     assert ended.code == 75, ended.output
-    assert ended.stderr.splitlines()[-1] == "stopped by a signal before all ranks had met: no step was made"
+    assert (
+        ended.stderr.splitlines()[-1] == "stopped by a signal before all ranks had arrived; no step was made"
+    )
     assert "Traceback" not in ended.output
 
 
 def test_a_stop_before_it_looks_for_the_others_is_one_too(tmp_path: Path) -> None:
     """Otherwise it would wait a minute for a rank that the same signal has ended."""
     alone = RankInfo(0, 2, None, None, None, None, f"file://{tmp_path}/store")
-    with pytest.raises(StoppedBySignal, match="before all ranks had met"):
+    with pytest.raises(StoppedBySignal, match="before all ranks had arrived"):
         rendezvous.join(alone, {}, timedelta(seconds=60), lambda: True)
 
 

@@ -71,7 +71,7 @@ def test_what_is_no_text_is_spelt_out_wherever_it_is_told(tmp_path: Path) -> Non
     """Half a surrogate pair, which no file of UTF-8 holds."""
     task = "data.task._target_=tests.user_parts.SaysNoText"
     run_ranks(train, 1, *SHORT, "strategy=single", task, f"run_dir={tmp_path}", init=False)
-    exit_report.keep(Failure((0,), "raised", 1, "at caf\udce9.py:1", {}), tmp_path, {})
+    exit_report.write_logs(Failure((0,), "raised", 1, "at caf\udce9.py:1", {}), tmp_path, {})
     log = (tmp_path / "train.log").read_text()
     assert r"said \ud800" in log and r"at caf\udce9.py:1" in log
     (events,) = tmp_path.glob("events.*")

@@ -165,6 +165,6 @@ def test_what_does_not_fit_is_told_in_a_line(tmp_path: Path) -> None:
 
 def test_without_peft_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    needs = r"model.adapters needs the package peft \(.*\): pip install 'ringmaster-trainer\[peft\]'"
+    needs = r"model.adapters requires the package peft \(.*\): pip install 'ringmaster-trainer\[peft\]'"
     with pytest.raises(UserError, match=needs):
         add_adapters(torch.nn.Linear(2, 2), {"_target_": "peft.LoraConfig"})

@@ -70,7 +70,7 @@ def test_a_used_run_directory_is_refused_without_resume(tmp_path: Path, trace: s
     (run_dir / trace).write_text("")
     (tmp_path / "run-2").mkdir()
     with pytest.raises(
-        UserError, match=f"holds another run .*resume=auto .*run_dir={run_dir}-3 starts a new"
+        UserError, match=f"already contains a run .*resume=auto .*run_dir={run_dir}-3 starts a new"
     ):
         claimed(run_dir)
     if not trace.startswith("checkpoints"):  # their run is unknown, and there is nothing to resume from
@@ -104,7 +104,7 @@ def test_a_used_run_directory_goes_on_with_no_other_run(tmp_path: Path) -> None:
     elsewhere, theirs = save(tmp_path / "copies", 5, run_id), save(tmp_path / "other", 5, "theirs")
     assert claimed(tmp_path / "run", str(elsewhere)).run_id == run_id
     with pytest.raises(
-        UserError, match=f"holds another run .* than resume={theirs}.*run_dir={tmp_path}/run-2"
+        UserError, match=f"contains a different run .* from that of resume={theirs}.*run_dir={tmp_path}/run-2"
     ):
         claimed(tmp_path / "run", str(theirs))
 
@@ -162,7 +162,7 @@ def test_a_second_live_run_is_refused_by_name_and_a_dead_one_holds_nothing(tmp_p
     (found,) = run_ranks(a_second_run, 1, tmp_path, init=False)
     pid, here = found["pid"][0], socket.gethostname()
     for case in ("alive", "elsewhere"):
-        assert f"another run is alive in run_dir={tmp_path}: pid {pid} on {here}" in found[case][0]
+        assert f"another run is active in run_dir={tmp_path}: pid {pid} on {here}" in found[case][0]
         assert f"run_dir={tmp_path}-2" in found[case][0]
     assert found["elsewhere"][1] >= 0.4, "that host may be dead, and its lock about to go"
     assert found["dead"][0] == "accepted"
@@ -178,7 +178,7 @@ def test_a_file_system_without_locks_is_told_of_once(tmp_path: Path, monkeypatch
     monkeypatch.setattr(run_dir_module.log, "warning", lambda text, *args: told.append(text % args))
     assert claimed(tmp_path).path == tmp_path
     assert told == [
-        f"the file system of run_dir={tmp_path} has no locks (No locks available): "
+        f"the file system of run_dir={tmp_path} does not support locks (No locks available), "
         "a second run in it is not noticed"
     ]
     assert (tmp_path / LOCK).exists()

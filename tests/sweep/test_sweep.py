@@ -86,7 +86,7 @@ def test_a_second_sweep_in_the_folder_is_refused(sweep: Sweep) -> None:
         pytest.param("strategy=fsdp comm=ring,tree", "comm=tree needs strategy=ddp", marks=pytest.mark.slow),
         ("hydra.sweeper.serch=tpe", "did you mean hydra.sweeper.search?"),
         pytest.param(
-            "launch=local launch.processes=5", "does not divide over 5 replicas", marks=pytest.mark.slow
+            "launch=local launch.processes=5", "is not divisible by the 5 replicas", marks=pytest.mark.slow
         ),
         pytest.param("optim=sgd,adamw optim.mumentum=1,2", "optim.mumentum is not", marks=pytest.mark.slow),
         pytest.param("hydra/launcher=joblib", "each trial of a sweep is its own", marks=pytest.mark.slow),

@@ -124,7 +124,7 @@ def out_later(run_dir: str) -> str:
 
 def test_memory_that_ends_in_a_later_step_is_told(tmp_path: Path) -> None:
     [later] = run_ranks(out_later, 1, str(tmp_path), init=False)
-    assert later.startswith("train.micro_batch_size=8 was too large: a smaller one makes the same")
+    assert later.startswith("train.micro_batch_size=8 was too large; a smaller micro-batch size")
 
 
 def test_leaves_are_no_micro_batches_to_choose() -> None:

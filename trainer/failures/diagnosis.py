@@ -1,38 +1,42 @@
-"""Which rank stopped first, from what is known of every rank. Uses no clock and no process."""
+"""Diagnosis of the rank that failed first, from observations of every rank. Uses no clock and no process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainer.failures.heartbeat import PHASES
 
-UNHEARD_S = 2.0  # a host whose reports stop for this long is lost or cut off
-ASLEEP_S = 3.0  # a watch that has not run for this long is blocked: its process holds the interpreter
-_MOST = 0.8  # of timeout_s: who waits is asked from a tenth of it on
-_FAR = 10  # batches of an evaluation: see _stuck
+UNHEARD_S = 2.0  # a host without a report for this long is lost or disconnected
+ASLEEP_S = 3.0  # a watch that has not run for this long is blocked, because its process holds the GIL
+_MOST = 0.8  # fraction of timeout_s; stacks show who waits from a tenth of it on
+_FAR = 10  # batches of an evaluation; see _stuck
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What is known of one rank. All times are seconds ago.
+    """An observation of one rank. Times are in seconds before now.
 
     Attributes:
-        heard_s: the age of this: 0 for a rank of this host, for another the age of its host's last report.
+        phase: one of `heartbeat.PHASES`.
+        step: the current optimizer step, counted from 1; 0 before the first.
+        position: the number of phases entered, as in a heartbeat.
+        buckets: the number of gradient buckets sent.
+        bucket: the last bucket sent in this phase, if any.
+        heard_s: the age of the observation: 0 on this host, else the age of the host's last report.
+        silent_s: time since its last progress.
+        asleep_s: time since its own watch was awake.
         state: running | stopped (by SIGSTOP or a debugger) | dead.
-        position: phases entered, as in a heartbeat; `buckets` of gradients sent.
-        silent_s: since its last progress.
-        asleep_s: since its own watch was awake.
-        ended_s: since it died, or recorded its end.
-        death: how it died, if that could be seen.
-        status: the exit status that it recorded; None: none.
+        ended_s: time since it died or recorded its end.
+        death: how it died, if observed.
+        status: the exit status that it recorded, if any.
         error: the last line of the exception that it recorded.
-        orderly: that exception is an end with a complete message, which usually all ranks have.
-        symptom: that exception is of communication: others may have caused it.
-        where: file, line and function of the innermost frame of the user's code, else of the innermost.
-        waits: its stack shows that it waits in communication.
-        waited_s: for how long its stacks have shown that at one place.
-        worker: the state of its data worker, if that is stuck.
-        patience_s: how long it may wait for the disk, while it does: its silence is then no failure.
-        finished: the last step whose state is whole in its memory; 0 if that is not known.
+        orderly: whether this exception is a `RunEndError`, which usually all ranks raise.
+        symptom: whether this exception is a communication error, which another rank may have caused.
+        where: file, line and function of the innermost frame of user code, or else of the innermost frame.
+        waits: whether its stack shows that it waits in communication.
+        waited_s: how long its stacks have shown this at the same location.
+        worker: a description of its data worker, if that is stuck.
+        patience_s: how long it may wait for the disk, while it does; this silence is not a failure.
+        finished: the last step whose state is complete in its memory; 0 if unknown.
     """
 
     rank: int
@@ -67,44 +71,52 @@ class Observed:
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether it recorded an exception of its own, or is dead without a record."""
+        """Whether the rank recorded an exception of its own, or is dead without a record."""
         if self.status is None:
             return self.state == "dead"
         return self.status != 0 and not self.symptom
 
     @property
     def ended_ago_s(self) -> float:
-        """Seconds since it ended, if it has; for another host's rank, from its report."""
+        """Seconds since the rank ended, if it has."""
         return (self.ended_s or 0.0) + self.heard_s
 
     @property
     def doing(self) -> str:
         phase = PHASES[self.phase]
         if self.bucket is not None:
-            phase += f" (bucket {self.bucket} handed over)"
+            phase += f" (bucket {self.bucket} sent)"
         if self.patience_s:
             phase += " (waiting for the disk)"
         return f"{phase} of step {self.step}" if self.step else f"{phase} before the first step"
 
     def is_late(self, timeout_s: float) -> bool:
-        """Whether it has kept others waiting too long; a process that cannot run does not wait for a disk."""
-        waits = self.patience_s and self.state == "running" and self.asleep_s + self.heard_s < ASLEEP_S
-        return self.silent_s + self.heard_s >= (max(timeout_s, self.patience_s) if waits else timeout_s)
+        """Return whether the rank has been silent for too long, considering its waits for the disk."""
+        waits_for_disk = (
+            self.patience_s and self.state == "running" and self.asleep_s + self.heard_s < ASLEEP_S
+        )
+        limit_s = max(timeout_s, self.patience_s) if waits_for_disk else timeout_s
+        return self.silent_s + self.heard_s >= limit_s
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The ranks to look at first. `status` is the exit status of every rank of the run.
+    """The diagnosis of a failed run.
 
-    The `saving_host` saves the last finished step. Then the ranks `survivors` do so without the others; none:
-    the run ends.
+    Attributes:
+        ranks: the ranks that failed first.
+        kind: orderly | raised | died | lost | stopped | hangs | unknown.
+        status: the exit status of every rank of the run.
+        facts: rank, host, phase, where, step, silent_s of the first failed rank, for failure.json.
+        saving_host: the host that saves the last finished step.
+        survivors: the ranks that continue without the others; empty if the run ends.
     """
 
     ranks: tuple[int, ...]
-    kind: str  # orderly | raised | died | lost | stopped | hangs | unknown
+    kind: str
     status: int
     message: str
-    facts: Mapping[str, object] = field(default_factory=dict)  # rank, host, phase, where, step, silent_s
+    facts: Mapping[str, object] = field(default_factory=dict)
     saving_host: int | None = None
     survivors: tuple[int, ...] = ()
 
@@ -112,18 +124,18 @@ class Failure:
         return replace(self, message=f"{self.message}; {words}") if words else self
 
 
-def takes_part(rank: Observed) -> bool:
-    """Whether it is at work, or waits for the failure: it can still save, or go on."""
+def is_usable(rank: Observed) -> bool:
+    """Return whether the rank is at work or waits for the diagnosis, so that it can save or continue."""
     is_awake = rank.asleep_s < ASLEEP_S and rank.heard_s < UNHEARD_S
     return rank.state == "running" and is_awake and (rank.status is None or rank.symptom)
 
 
 def diagnose(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Failure | None:
-    """Decide who stopped first, or return None if nothing has failed yet.
+    """Return the first failure, or None if no rank has failed yet.
 
     Args:
-        pressing: some rank's communication has failed, and others have had time to say why; otherwise only
-            certain knowledge counts, or a silence of `timeout_s`.
+        pressing: whether the communication of a rank has failed, and the other ranks have had time to report
+            a cause. Otherwise, only recorded ends count, or a silence of `timeout_s`.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
     if failure := _first_that_ended(ranks):
@@ -134,7 +146,7 @@ def diagnose(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Fai
 
 
 def _first_that_ended(ranks: Sequence[Observed]) -> Failure | None:
-    """The first rank that failed by itself: a fact, independent of what the others wait for."""
+    """Return the failure of the rank that first failed by itself; None if no rank did."""
     ended = [rank for rank in ranks if rank.failed_by_itself]
     if not ended:
         return None
@@ -145,17 +157,17 @@ def _first_that_ended(ranks: Sequence[Observed]) -> Failure | None:
     if first.status is not None:
         worker = f"; {first.worker}" if first.worker else ""
         return _failure(first, "raised", f"failed in {first.doing}{at}: {first.error}{worker}")
-    death = first.death or "is gone without a message"
+    death = first.death or "died without a message"
     return _failure(first, "died", f"{death}, in {first.doing}{at}")
 
 
 def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
-    """Whether some rank has been silent, and has kept the others waiting, for `timeout_s`.
+    """Return whether a rank has been silent, and has kept the others waiting, for `timeout_s`.
 
-    Its own silence is not enough: a phase may take long on all ranks (the set-up, a save to a slow
-    disk), and slightly longer on one. A rank behind all others waits for none. If no rank is behind,
-    only a silence of all counts. Before the second step torch may compile for that long on all ranks: then
-    one must also have waited in the same place for most of that time.
+    Its own silence is not enough: a phase may take long on all ranks (the set-up, a save to a slow disk), and
+    slightly longer on one rank. The rank that is behind all others waits for none of them. If no rank is
+    behind, all ranks must be silent. Before the second step, torch may compile for that long on all ranks:
+    then, a rank must also have waited at the same location for most of that time.
     """
     alive = [rank for rank in ranks if rank.status is None or rank.symptom]
     if len(alive) < 2:
@@ -166,15 +178,15 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
     if ahead := [rank for rank in alive if _progress(rank) > _progress(last)]:
         if any(rank.silent_s + rank.heard_s >= timeout_s for rank in ahead):
             return True
-        # No rank waits in the middle of an evaluation, which may be long.
+        # Ranks don't wait for each other during an evaluation, which may take long.
         return last.phase == "evaluate" and any(rank.position > last.position + _FAR for rank in ahead)
     unheard = any(rank.heard_s >= timeout_s for rank in alive)
-    waits = any(rank.waited_s >= _MOST * timeout_s for rank in alive)  # for one that compiles, or hangs
+    waits = any(rank.waited_s >= _MOST * timeout_s for rank in alive)  # for a rank that compiles or hangs
     return (last.step > 1 or unheard or waits) and all(rank.is_late(timeout_s) for rank in alive)
 
 
 def _first_that_waits(ranks: Sequence[Observed]) -> Failure:
-    """The failure from the most reliable sign to the least."""
+    """Return the failure, using the most reliable indication available."""
     silent = [rank for rank in ranks if rank.status is None or rank.symptom]
     if unheard := [rank for rank in silent if rank.heard_s >= UNHEARD_S]:
         return _lost(unheard)
@@ -182,7 +194,7 @@ def _first_that_waits(ranks: Sequence[Observed]) -> Failure:
         first = min(stopped, key=_progress)
         message = f"is stopped (SIGSTOP, or a debugger) in {first.doing}"
         return _failure(first, "stopped", f"{message}, for {first.silent_s:.1f} s")
-    quiet = [rank for rank in silent if not rank.symptom]  # the others have timed out, and reported it
+    quiet = [rank for rank in silent if not rank.symptom]  # the others have reported a communication error
     if quiet:
         behind = _first_of(quiet)
         if len(behind) == 1:
@@ -193,7 +205,7 @@ def _first_that_waits(ranks: Sequence[Observed]) -> Failure:
 
 
 def _first_of(quiet: Sequence[Observed]) -> Sequence[Observed]:
-    """The ranks that the others wait for: asleep, behind, or not waiting themselves; several if unsure."""
+    """Return the ranks that the others wait for: asleep, behind or not waiting; several if undecided."""
     asleep = [rank for rank in quiet if rank.asleep_s >= ASLEEP_S]
     if asleep and len(asleep) < len(quiet):
         return asleep
@@ -205,13 +217,13 @@ def _first_of(quiet: Sequence[Observed]) -> Sequence[Observed]:
 
 
 def stand_still(ranks: Sequence[Observed], for_s: float) -> bool:
-    """Whether several ranks are at work, and none has shown progress for `for_s`."""
+    """Return whether several ranks are at work, and none has made progress for `for_s` seconds."""
     alive = [rank for rank in ranks if rank.status is None]
     return len(alive) > 1 and all(rank.silent_s >= for_s for rank in alive)
 
 
 def slow(ranks: Sequence[Observed]) -> Observed | None:
-    """Of ranks without progress, the one that all the others wait for; None if unknown."""
+    """Return the rank that all other ranks wait for, if none makes progress; None if unknown."""
     alive = [rank for rank in ranks if rank.status is None]
     last, second = sorted(alive, key=_progress)[:2]
     if _progress(last) < _progress(second):
@@ -228,7 +240,7 @@ def _hangs(rank: Observed) -> Failure:
     at = f", at {rank.where}" if rank.where else ""
     message = f"hangs in {rank.doing} for {rank.silent_s + rank.heard_s:.1f} s{at}"
     if rank.asleep_s >= ASLEEP_S:
-        message += "; it does not let go of the interpreter"
+        message += "; it holds the interpreter lock (GIL)"
     if rank.worker:
         message += f"; {rank.worker}"
     return _failure(rank, "hangs", message)
@@ -237,40 +249,41 @@ def _hangs(rank: Observed) -> Failure:
 def _lost(unheard: Sequence[Observed]) -> Failure:
     first = min(unheard, key=lambda rank: rank.rank)
     hosts = sorted({(rank.host, rank.hostname) for rank in unheard})
-    of_hosts = " and ".join(f"host {host} ({name})" for host, name in hosts)
+    host_names = " and ".join(f"host {host} ({name})" for host, name in hosts)
     names = ", ".join(f"rank {rank.rank}" for rank in unheard)
     age = max(rank.heard_s for rank in unheard)
     message = (
-        f"{of_hosts} with {names}: not heard of for {age:.1f} s, lost or cut off; "
-        f"rank {first.rank} was last heard of in {first.doing}"
+        f"{host_names} with {names}: no report for {age:.1f} s, down or disconnected; "
+        f"rank {first.rank} was last reported in {first.doing}"
     )
     return Failure(tuple(rank.rank for rank in unheard), "lost", 1, message, _facts(first))
 
 
 def _unknown(ranks: Sequence[Observed]) -> Failure:
-    """Communication failed, but every process seems to be alive."""
-    said = [rank for rank in ranks if rank.symptom] or list(ranks)
-    first = max(said, key=lambda rank: rank.ended_s or 0.0)
-    message = f"cannot continue in {first.doing}: {first.error or 'all ranks wait'}"
+    """Return the failure if communication failed, but every process seems to be alive."""
+    reported = [rank for rank in ranks if rank.symptom] or list(ranks)
+    first = max(reported, key=lambda rank: rank.ended_s or 0.0)
+    message = f"cannot continue in {first.doing}: {first.error or 'all ranks are waiting'}"
     return _failure(
         first,
         "unknown",
-        f"{message}; no process is gone, stopped or behind: perhaps ranks call different collectives"
-        f"{_places(ranks)}",
+        f"{message}; no process is dead, stopped or behind; ranks may be calling different collectives"
+        f"{_locations(ranks)}",
     )
 
 
-def _places(ranks: Sequence[Observed]) -> str:
-    """Where the ranks are: of each place the first rank, the rarest places first."""
-    places: dict[str, list[int]] = {}
+def _locations(ranks: Sequence[Observed]) -> str:
+    """Return the locations of the ranks with the first rank at each, the rarest locations first."""
+    locations: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.where:
-            places.setdefault(rank.where, []).append(rank.rank)
-    rarest = sorted(places.items(), key=lambda place: len(place[1]))[:3]
-    said = [
-        f"rank {at[0]}{f' and {len(at) - 1} more' if len(at) > 1 else ''} at {place}" for place, at in rarest
+            locations.setdefault(rank.where, []).append(rank.rank)
+    rarest = sorted(locations.items(), key=lambda location: len(location[1]))[:3]
+    texts = [
+        f"rank {at[0]}{f' and {len(at) - 1} more' if len(at) > 1 else ''} at {location}"
+        for location, at in rarest
     ]
-    return ": " + ", ".join(said) if said else ""
+    return ": " + ", ".join(texts) if texts else ""
 
 
 def _failure(rank: Observed, kind: str, message: str, status: int = 1) -> Failure:

@@ -1,7 +1,8 @@
-"""The state of a process in memory that others of its host can read, even when it is stuck or dead.
+"""The state of a process in memory that other processes of its host can read, even if it is stuck or dead.
 
-A rank enters phases. Its data workers record the sample they read. No store takes a lock or a system call but
-the clock. Times are nanoseconds of CLOCK_MONOTONIC, common to a host.
+A rank records the phases that it enters, and its data workers record the samples that they read. Recording
+needs no lock and no system call except for the clock. Times are in nanoseconds of CLOCK_MONOTONIC, which all
+processes of a host share.
 """
 
 import contextlib
@@ -14,9 +15,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.failures.processes import nameless_file, place_of
+from trainer.failures.processes import nameless_file, path_of_fd
 
-PHASES = {  # and how a failure calls them
+PHASES = {  # name -> its description in messages
     "set_up": "the set-up",
     "data": "data",
     "forward": "forward",
@@ -26,35 +27,35 @@ PHASES = {  # and how a failure calls them
     "checkpoint": "the checkpoint",
     "log": "the log",
     "end": "the end",
-    "save_on_failure": "the save at a fault",
+    "save_on_failure": "the save on failure",
 }
 ALL_REDUCE = "all_reduce"  # of one bucket, during the backward pass
 
-MAX_WORKERS = 255  # data workers of one rank with a record; further ones have none
-_PAUSE_NS = 2_000_000_000  # without a tick for longer, the process was suspended, or blocked
+MAX_WORKERS = 255  # the number of data workers of a rank that can have a record
+_PAUSE_NS = 2_000_000_000  # a process without a tick for longer was suspended or blocked
 _NONE = -1
 _NAMES = list(PHASES)
 
 
 class Beat(ctypes.Structure):
-    """One record, of whole numbers.
+    """One record of integers.
 
     Attributes:
-        position: phases entered so far. All ranks enter the same ones in the same order, so the others wait
-            for the rank with the smallest.
+        position: the number of phases entered so far. All ranks enter the same phases in the same order, so
+            the others wait for the rank with the smallest position.
         phase: one of PHASES.
         step: the current optimizer step, counted from 1; 0 before the first.
-        bucket: the last bucket of gradients sent in this phase, if any; `buckets` counts them all.
-        index: the sample being read, or the first one of the batch; None between batches.
-        progress_ns: the last progress: the phase, a bucket, a sample.
-        tick_ns: when the process's own watch was last awake; 0 if it has none.
+        bucket: the last bucket of gradients sent in this phase, if any; `buckets` counts all buckets.
+        index: the index of the sample being read, or of the first sample of the batch; None between batches.
+        progress_ns: the time of the last progress: a phase, a bucket or a sample.
+        tick_ns: the time at which the watch of the process was last awake; 0 without a watch.
         at_disk: the number of threads that wait for the disk.
-        disk_ns: how long they may.
-        finished: the last step whose state is whole in memory; 0 if that is not known.
-        resumed_ns: when its watch was awake again after a pause; 0 if it has had none.
-        disk_progress_ns: when a thread last began or ended an operation of the disk; 0 before the first. It
-            is no progress of a step beside which a checkpoint is written.
-        num_workers: the data workers that may have a record.
+        disk_ns: the longest time that they may wait.
+        finished: the last step whose state is complete in memory; 0 if unknown.
+        resumed_ns: the time at which the watch woke up after a pause; 0 without a pause.
+        disk_progress_ns: the time at which a thread last started or ended a disk operation; 0 before the
+            first. An asynchronous save is not progress of the current step.
+        num_workers: the number of data workers that may have a record.
         note_bytes: the length of all notes.
     """
 
@@ -66,7 +67,7 @@ class Beat(ctypes.Structure):
             "note_bytes",
         )
     )
-    PLACE = ("phase", "step", "position", "bucket", "buckets", "finished")
+    OBSERVED = ("phase", "step", "position", "bucket", "buckets", "finished")
 
     @property
     def phase(self) -> str:
@@ -82,22 +83,22 @@ class Beat(ctypes.Structure):
 
 
 _RECORD_BYTES = ctypes.sizeof(Beat)
-_NOTES = _RECORD_BYTES * (1 + MAX_WORKERS)  # where they begin
+_NOTES = _RECORD_BYTES * (1 + MAX_WORKERS)  # offset of the notes
 _SIZE = _NOTES + 16384
 
 
 def _number(name: str) -> Any:
-    """A number of this process's record, as an attribute."""
+    """Return a property for a number of this process's record."""
     return property(lambda self: getattr(self._own, name), lambda self, new: setattr(self._own, name, new))
 
 
 class Heartbeat:
-    """The record of this process, written by it alone, and those of its data workers.
+    """The record of this process, which only this process writes, and the records of its data workers.
 
     Attributes:
         step: the current optimizer step, counted from 1; set before the phases of a step are entered.
         finished: the last step that is finished and counted.
-        fd: the memory, which has no name; another process opens it as /proc/PID/fd/FD.
+        fd: the descriptor of the memory; other processes open it as /proc/PID/fd/FD.
     """
 
     step, finished = _number("step"), _number("finished")
@@ -119,7 +120,7 @@ class Heartbeat:
         self._own.pid = os.getpid()
 
     def enter(self, phase: str, bucket: int = _NONE) -> None:
-        """Record that this process begins `phase`, one of PHASES; or sends `bucket` to the all-reduce."""
+        """Record that this process starts `phase`, one of PHASES, or sends `bucket` to the all-reduce."""
         own = self._own
         own.progress_ns = time.monotonic_ns()
         own._bucket = bucket
@@ -130,12 +131,12 @@ class Heartbeat:
             own.position += 1
 
     def skip(self, phases: tuple[str, ...], times: int) -> None:
-        """Pass phases that others enter `times` times, so that this rank, without work, is not behind."""
+        """Enter `phases` several times, as ranks with work do, so that this rank does not seem behind."""
         for phase in phases * times:
             self.enter(phase)
 
     def read(self, index: int) -> None:
-        """Record that this process begins to read sample `index`."""
+        """Record that this process starts to read sample `index`."""
         self._own._index = index
         self.beat()
 
@@ -149,7 +150,7 @@ class Heartbeat:
         return int(self._own.num_workers) - num_workers + 1
 
     def become_worker(self, number: int) -> None:
-        """Called in a data worker: from now on this object writes the record `number`."""
+        """Called in a data worker: make this object write the record `number`."""
         if number <= MAX_WORKERS:
             self._serve(number)
             self._own._phase = _NAMES.index("data")
@@ -161,12 +162,12 @@ class Heartbeat:
         self._own.progress_ns = time.monotonic_ns()
 
     def disk_may_take(self, seconds: float) -> None:
-        """Allow this much silence within `at_disk`."""
+        """Set the longest silence that is allowed within `at_disk`."""
         self._own.disk_ns = int(seconds * 1e9)
 
     @contextlib.contextmanager
     def at_disk(self) -> Iterator[None]:
-        """Around a disk operation that may take long without progress, such as fsync, in any thread."""
+        """Mark a disk operation that may take long without progress, such as fsync, in any thread."""
         self._count_at_disk(1)
         try:
             yield
@@ -185,17 +186,17 @@ class Heartbeat:
         own.tick_ns = now
 
     def note(self, **facts: Any) -> None:
-        """Add plain values to what others can read: how this process ends, or how it saves a step then."""
+        """Add plain values for other processes to read: how this process ends, or saves a step on failure."""
         text = json.dumps(facts, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
         with self._lock:
             begin = _NOTES + self._own.note_bytes
             assert begin + len(text) <= _SIZE, "the notes are too long"
             self._memory[begin : begin + len(text)] = text
-            self._own.note_bytes += len(text)  # last: a note is whole or absent
+            self._own.note_bytes += len(text)  # last, so that readers see complete notes only
 
 
 class Records:
-    """A heartbeat as another process (or this one) reads it."""
+    """Read access to the heartbeat of another process, or of this one."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -205,22 +206,22 @@ class Records:
         """Open the records of another process of this host.
 
         Raises:
-            OSError: it is gone, or of another host, container or user.
+            OSError: the process is gone, or belongs to another host, container or user.
         """
-        with open(place_of(pid, fd), "rb") as file:  # noqa: PTH123, a handle, not a path
+        with open(path_of_fd(pid, fd), "rb") as file:  # noqa: PTH123, a handle, not a path
             if os.fstat(file.fileno()).st_size != _SIZE:
                 raise OSError(f"process {pid} has no heartbeat")
             memory = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
         records = cls(memory)
         if records.main().pid != pid:
-            raise OSError(f"the heartbeat of process {pid} is another process's")
+            raise OSError(f"the heartbeat of process {pid} belongs to another process")
         return records
 
     def main(self) -> Beat:
         return self._record(0)
 
     def workers(self) -> dict[int, Beat]:
-        """The records of the data workers that have started, by number."""
+        """Return the records of the data workers that have started, by number."""
         numbers = range(1, 1 + min(self.main().num_workers, MAX_WORKERS))
         return {number: beat for number in numbers if (beat := self._record(number)).pid}
 
@@ -228,28 +229,28 @@ class Records:
         return Beat.from_buffer_copy(self._memory, number * _RECORD_BYTES)
 
     def notes(self) -> dict[str, Any]:
-        """What the process has noted; with a `status` once it ends."""
+        """Return the notes of the process; they contain a `status` once it ends."""
         lines = self._memory[_NOTES : _NOTES + self.main().note_bytes].splitlines()
         return {name: value for line in lines for name, value in json.loads(line).items()}
 
 
-_of_this_process: Heartbeat | None = None
+_process_heartbeat: Heartbeat | None = None
 
 
-def set_mine(heartbeat: Heartbeat) -> None:
-    """Make `heartbeat` the one of code that reads or writes files, and does not know it: see below."""
-    global _of_this_process
-    _of_this_process = heartbeat
+def set_process_heartbeat(heartbeat: Heartbeat) -> None:
+    """Set the heartbeat for `beat` and `at_disk`, which code without a reference to it calls."""
+    global _process_heartbeat
+    _process_heartbeat = heartbeat
 
 
 def beat() -> None:
-    """As `Heartbeat.beat`, for that code."""
-    if _of_this_process is not None:
-        _of_this_process.beat()
+    """Call `Heartbeat.beat` of the heartbeat of this process, if it has one."""
+    if _process_heartbeat is not None:
+        _process_heartbeat.beat()
 
 
 @contextlib.contextmanager
 def at_disk() -> Iterator[None]:
-    """As `Heartbeat.at_disk`, for that code."""
-    with contextlib.nullcontext() if _of_this_process is None else _of_this_process.at_disk():
+    """Enter `Heartbeat.at_disk` of the heartbeat of this process, if it has one."""
+    with contextlib.nullcontext() if _process_heartbeat is None else _process_heartbeat.at_disk():
         yield

@@ -1,6 +1,6 @@
-"""Communication of hosts through the store: reports at times, and one failure.
+"""Communication between hosts through the store: reports about ranks, and a single failure.
 
-All of it is in a separate thread: a store whose host is gone or cut off may block a call for minutes.
+It runs in a separate thread, because a call of a store whose host is unreachable may block for minutes.
 """
 
 import dataclasses
@@ -16,31 +16,31 @@ from torch.distributed import Store
 from trainer.failures.diagnosis import Failure, Observed
 
 _EVERY_S, _EAGER_EVERY_S = 1.0, 0.2
-_HEALTHY_EVERY_S = 10.0  # a report that nobody has asked for
-_PER_HOST_S = 0.005  # eager hosts take at least this long for each of them: the store has one thread
-_ASKED_S = 5.0  # for which a host reports eagerly because another asks
-_ENDED_S = 5.0  # for the store to accept a host's last report
-_HEARD_S = 2.0  # for the other hosts to read of a bad end: the store may end with this process
+_HEALTHY_EVERY_S = 10.0  # interval of reports while all is well
+_PER_HOST_S = 0.005  # minimum interval of eager reports per host, because the store has a single thread
+_ASKED_S = 5.0  # duration of eager reporting after another host has requested it
+_ENDED_S = 5.0  # time for the store to accept a host's last report
+_HEARD_S = 2.0  # time for the other hosts to read a failed end, because the store may end with this process
 _FAILURE, _NEWS, _ENDS = "failure", "news", "ends"
 
 
 class HostReports:
-    """The reports of this host and of the others.
+    """The exchange of reports between this host and the others.
 
-    While all is well, a host asks for one number a second, and reports at times; it reads nothing. The number
-    grows with a failure, with a bad end, and with a host that suspects something: then all report often, and
-    those that suspect read what the others report, all in one call.
+    While all is well, a host reads one counter per second and rarely reports. The counter increases with a
+    failure, a failed end, and the suspicion of a host. Then, all hosts report often ("eagerly"), and hosts
+    with a suspicion read the reports of all others in one call.
 
-    Nothing begins before this rank reports: of a host only one does. With no other host nothing ever begins.
+    Only one rank of a host reports. The thread starts with the first report, and never without other hosts.
 
     Args:
         connect: opens a separate connection to the store, with the keys of this attempt.
-        first: what is known of the ranks of other hosts before they have reported.
+        first: observations of the ranks of other hosts before they have reported.
 
     Attributes:
-        failure: that of the run, once a host has given one.
+        failure: the failure of the run, once a host has declared one.
         counts: the number of reports read, by host.
-        suspicion: of a rank that seems to keep others waiting, and of what; None while all is well.
+        suspicion: identifies a rank that seems to keep others waiting, and its position; None if all is well.
         ended: the hosts whose last report has been read.
     """
 
@@ -53,7 +53,7 @@ class HostReports:
         self._hosts = sorted(self._known)
         self.counts = dict.fromkeys(self._hosts, 0)
         self.suspicion: Hashable = None
-        self._counts_before: dict[int, int] = {}  # of the suspicion
+        self._counts_before: dict[int, int] = {}  # `counts` when the suspicion arose
         self._last_read = dict[int, str]()
         self._present = set[int]()
         self._eager_s = max(_EAGER_EVERY_S, _PER_HOST_S * (len(self._hosts) + 1))
@@ -73,8 +73,8 @@ class HostReports:
             self.resumed()
             self._thread.start()
 
-    def tell(self, own: Sequence[Observed], eager: bool) -> None:
-        """Set this host's report; `eager`: something is wrong, so write and read at once and often."""
+    def set_own(self, own: Sequence[Observed], eager: bool) -> None:
+        """Set this host's report; `eager`: something is wrong, so write and read immediately and often."""
         self._begin()
         self._own = list(own)
         if eager and not self._eager:
@@ -83,22 +83,22 @@ class HostReports:
         self._eager = eager
 
     def resumed(self) -> None:
-        """This host was suspended: it could not hear others in the meantime, and they may have been, too."""
+        """Restart all timers after a suspension, during which this host could not receive reports."""
         now = time.monotonic()
         self._heard_at = dict.fromkeys(self._hosts, now)
         self._answered_at = self._eager_since = now
 
-    def rest(self) -> None:
-        """Stop reporting: another rank reports for this host now, and this rank must not contradict it."""
+    def stop(self) -> None:
+        """Stop reporting, because another rank reports for this host now."""
         self._own, self._eager = [], False
 
     def others(self) -> list[Observed]:
-        """The last reports of the other hosts' ranks, with their age."""
+        """Return the last observations of the ranks of other hosts, with their age."""
         now = time.monotonic()
         answer_age = now - self._answered_at
         observed = []
         for host in self._hosts:
-            # Before, nothing was read: an old report then does not mean silence.
+            # Reports are read only while eager, so an older report does not mean silence.
             heard_at = max(self._heard_at[host], self._eager_since) + self._eager_s - _EAGER_EVERY_S
             age = max(now - heard_at, answer_age if answer_age > 1.5 * _EVERY_S + self._eager_s else 0.0)
             if all(rank.status == 0 for rank in self._known[host]):
@@ -107,17 +107,17 @@ class HostReports:
         return observed
 
     def confirmed(self, suspicion: Hashable, host: int) -> bool:
-        """Whether two more reports of `host` have come since the suspicion; this host is seen as it is.
+        """Return whether two reports of `host` have arrived since the suspicion; true for this host.
 
-        A report that was read when all was well, or late on a busy machine, may show where a rank was a while
-        ago: it then seems to block others that it has long since served.
+        An older report, or a late report of a busy machine, may show a previous position of a rank, which
+        then seems to block other ranks.
         """
         if suspicion != self.suspicion:
             self.suspicion, self._counts_before = suspicion, dict(self.counts)
         return host not in self.counts or self.counts[host] >= self._counts_before[host] + 2
 
     def agree(self, failure: Failure, timeout_s: float) -> Failure | None:
-        """The first failure that a host gives, perhaps this one; None without an answer in time."""
+        """Return the failure that a host declared first, or `failure`; None if the store does not respond."""
         if not self._hosts:
             return failure
         self._begin()
@@ -127,7 +127,7 @@ class HostReports:
         return self.failure
 
     def close(self, last_report: Sequence[Observed] = ()) -> None:
-        """Stop reporting; a `last_report` stays in the store, if the store accepts it in time."""
+        """Stop the thread, after sending `last_report` if the store accepts it in time."""
         self._last_report, self._over = list(last_report), True
         is_bad = any(rank.status != 0 for rank in last_report)
         self._asked.set()
@@ -147,14 +147,14 @@ class HostReports:
                 count += 1
                 now = time.monotonic()
                 if (own := self._own) and (self._eager or now < self._asked_until or now >= next_report):
-                    # Another rank may have reported for this host before, with its own count.
+                    # The pid distinguishes reports of different ranks of this host.
                     store.set(f"report/{self._host}", _report(f"{os.getpid()}/{count}", own))  # type: ignore[arg-type]  # its stub lacks bytes
                     next_report = now + _HEALTHY_EVERY_S
                 self._exchange_failures(store)
                 if self._eager or self.failure is not None:
                     self._read_others(store)
                 self._answered_at = time.monotonic()
-            except RuntimeError:  # DistStoreError and DistNetworkError of torch are such
+            except RuntimeError:  # includes torch's DistStoreError and DistNetworkError
                 if self._over:
                     return
                 store = None
@@ -203,7 +203,7 @@ class HostReports:
             self._receive(host, text)
 
     def _receive(self, host: int, text: bytes) -> None:
-        """Take in the report of the host, if it is a new one."""
+        """Store the report of the host, if it is new."""
         name, ranks = _opened(text)
         if name != self._last_read.get(host):
             self._last_read[host] = name
@@ -221,7 +221,7 @@ class HostReports:
 
 
 def _report(name: str, ranks: Sequence[Observed]) -> bytes:
-    """Compact, since at a fault each host reads those of all others, again and again."""
+    """Return a compressed report, because after a failure each host reads the reports of all others often."""
     return zlib.compress(json.dumps([name, [dataclasses.astuple(rank) for rank in ranks]]).encode())
 
 

@@ -1,4 +1,4 @@
-"""A rank of this host, perhaps this one: what can be observed from outside, also after its death."""
+"""Observation of a rank of this host, also of this rank, from outside and even after its death."""
 
 import contextlib
 import os
@@ -15,14 +15,14 @@ from trainer.failures import processes, stacks
 from trainer.failures.diagnosis import Observed
 from trainer.failures.heartbeat import Beat, Heartbeat, Records
 
-TICK_S = 0.2  # a rank's watch looks at least this often
+TICK_S = 0.2  # the longest interval between two looks of a rank's watch
 _MAY_READ = ("data", "evaluate", "set_up")  # phases in which a rank waits for its data workers
-_MAY_WRITE = ("checkpoint", "end")  # for the disk; in other phases, asynchronous writes block no rank
+_MAY_WRITE = ("checkpoint", "end")  # phases in which a rank waits for the disk; other writes are asynchronous
 
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """The identity of a rank, as sent to the others at the start."""
+    """The identity of a rank, which it sends to the other ranks at the start."""
 
     rank: int
     host: int
@@ -31,13 +31,13 @@ class RankIdentity:
     heartbeat_fd: int
     stacks_fd: int
     attempt: int  # the number of restarts, from its launcher
-    address: str | None = None  # of its host, on the route to the store
-    error_file: str | None = None  # torchrun's
-    rendezvous_port: int = 0  # where the survivors of a failure would meet on this rank
+    address: str | None = None  # the address of its host on the route to the store
+    error_file: str | None = None  # the file in which torchrun expects its error
+    rendezvous_port: int = 0  # the port of the rendezvous of survivors if this is the lowest
 
 
 def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> dict[str, Any]:
-    """The fields of a `RankIdentity`, except the index of its host, which is known when all have met."""
+    """Return the fields of a `RankIdentity` except the index of its host, which the rendezvous determines."""
     return {
         "rank": rank,
         "hostname": socket.gethostname(),
@@ -50,10 +50,10 @@ def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> 
 
 
 class Neighbour:
-    """The memory and the process of a rank, opened while it lives.
+    """The memory and the process of a rank of this host. Create it while the rank is alive.
 
     Raises:
-        OSError: it is gone, or of another container or user.
+        OSError: the process is gone, or belongs to another container or user.
     """
 
     def __init__(self, member: RankIdentity) -> None:
@@ -62,11 +62,11 @@ class Neighbour:
         self.stacks = stacks.StackReader(member.pid, member.stacks_fd)
         self.death_fd = processes.watch_for_death(member.pid)
         self.died_at_ns: int | None = None
-        self.death: str | None = None  # how it died, if that could be seen
-        self.frames: tuple[int, list[stacks.Frame]] | None = None  # the position at which they were taken,
-        self.frames_at_s = 0.0  # and the time
-        self.frames_since_s = 0.0  # of the first of these that were equal
-        self.worker_words: str | None = None
+        self.death: str | None = None  # how it died, if observed
+        self.frames: tuple[int, list[stacks.Frame]] | None = None  # its position, and the frames there
+        self.frames_at_s = 0.0  # the time at which the frames were read
+        self.frames_since_s = 0.0  # the time since which they have been equal
+        self.worker_state: str | None = None
         self._poll = select.poll()
         if self.death_fd != -1:
             self._poll.register(self.death_fd, select.POLLIN)
@@ -77,18 +77,19 @@ class Neighbour:
             os.close(self.death_fd)
 
     def look_for_death(self) -> bool:
-        """Look whether it is dead, and return that."""
-        lives = self.death_fd != -1 and not self._poll.poll(0)
-        if not lives and self.died_at_ns is None and processes.state(self.member.pid) == "dead":
+        """Check whether the rank is dead, record its death, and return whether it is dead."""
+        is_alive = self.death_fd != -1 and not self._poll.poll(0)
+        if not is_alive and self.died_at_ns is None and processes.state(self.member.pid) == "dead":
             self.died_at_ns = time.monotonic_ns()
             self.death = processes.death_of(self.member.pid)
         return self.died_at_ns is not None
 
     def observe(self, since_ns: int = 0) -> Observed:
-        """What can be seen of it now.
+        """Return an observation of the rank.
 
         Args:
-            since_ns: when all ranks of this host were awake again after a suspension: no silence is longer.
+            since_ns: the time at which all ranks of this host were awake again after a suspension, which
+                limits all silences.
         """
         beat, note, now = self.records.main(), self.records.notes(), time.monotonic_ns()
         member, frames = self.member, None
@@ -111,7 +112,7 @@ class Neighbour:
         waits = stacks.waits(frames or [])
         ended_at_ns = note.get("at_ns") or self.died_at_ns
         facts: dict[str, Any] = {name: getattr(member, name) for name in ("rank", "host", "hostname", "pid")}
-        facts |= {name: getattr(beat, name) for name in Beat.PLACE}
+        facts |= {name: getattr(beat, name) for name in Beat.OBSERVED}
         facts |= {name: note[name] for name in ("status", "error", "orderly", "symptom") if name in note}
         return Observed(
             **facts,
@@ -123,30 +124,33 @@ class Neighbour:
             where=note.get("where") or (stacks.where(frames) if frames else None),
             waits=waits,
             waited_s=now / 1e9 - self.frames_since_s if waits else 0.0,
-            worker=note.get("worker") or self.worker_words,
+            worker=note.get("worker") or self.worker_state,
             patience_s=beat.disk_ns / 1e9 if beat.at_disk and waits_for_disk else 0.0,
         )
 
-    def busy_workers(self, beat: Beat, blamed: str = "") -> list[Beat]:
-        """Its data workers in the middle of a batch: all while it waits for one, else those blamed by pid."""
-        if beat.phase not in _MAY_READ and not blamed:
+    def busy_workers(self, beat: Beat, error: str = "") -> list[Beat]:
+        """Return the data workers that are in the middle of a batch.
+
+        Outside the phases that wait for data workers, return only workers whose pid `error` contains.
+        """
+        if beat.phase not in _MAY_READ and not error:
             return []
         busy = [worker for worker in self.records.workers().values() if worker.index is not None]
         if beat.phase in _MAY_READ:
             return busy
-        return [worker for worker in busy if str(worker.pid) in re.findall(r"\d+", blamed)]
+        return [worker for worker in busy if str(worker.pid) in re.findall(r"\d+", error)]
 
     def stuck_worker(self, error: str = "") -> str | None:
-        """The data worker that this rank waits for, and why: one that is dead, or has read the longest.
+        """Describe the data worker that this rank waits for: a dead worker, or the one that reads longest.
 
-        torch raises in any phase when it learns of a worker's death; `error` contains the pid then.
+        torch raises an error about a dead worker in any phase; `error` then contains its pid.
         """
         busy = self.busy_workers(self.records.main(), error)
         if not busy:
             return None
         dead = [worker for worker in busy if processes.state(worker.pid) == "dead"]
         if dead:
-            how = processes.death_of(dead[0].pid) or "is gone without a message"
+            how = processes.death_of(dead[0].pid) or "died without a message"
             return f"its data worker {dead[0].pid} {how} while it read sample {dead[0].index}"
         worker = min(busy, key=lambda beat: beat.progress_ns)
         (text,) = stacks.ask([(worker.pid, self.stacks)])
@@ -156,12 +160,12 @@ class Neighbour:
         return f"{words}, at {where}" if where else words
 
     def end_workers(self, idle: bool) -> None:
-        """Kill the data workers in the middle of a batch, or also `idle` ones, when this process has failed.
+        """Kill the data workers that are in the middle of a batch, and also `idle` workers, after a failure.
 
-        Its exit would wait for theirs, which may never come, even after a SIGTERM; the garbage collector of a
-        process that goes on would wait 5 s for each.
+        Otherwise, the exit of this process would wait for theirs, which may never come, even after a SIGTERM.
+        The garbage collector of a process that continues would wait 5 s for each worker.
         """
-        with contextlib.suppress(ValueError):  # torch raises on such a death, and only in the main thread
+        with contextlib.suppress(ValueError):  # torch's handler raises on such a death; not in other threads
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in self.records.workers().values():
             if (idle or worker.index is not None) and processes.parent(worker.pid) == self.member.pid:
@@ -170,14 +174,14 @@ class Neighbour:
 
 
 def take_stacks(neighbours: Iterable[Neighbour], fresh_s: float) -> bool:
-    """Ask ranks, and their busy data workers, for their stacks; False if all are known since `fresh_s`."""
+    """Read the stacks of ranks and their busy data workers; return False if all are newer than `fresh_s`."""
     wanted = []
     for neighbour in neighbours:
         position = neighbour.records.main().position
-        # A phase may be long, such as the set-up.
-        fresh = time.monotonic() - neighbour.frames_at_s < fresh_s
-        known = fresh and neighbour.frames is not None and neighbour.frames[0] == position
-        if not known and neighbour.died_at_ns is None and neighbour.observe().state == "running":
+        # Frames also age within a phase, because a phase such as the set-up may take long.
+        is_fresh = time.monotonic() - neighbour.frames_at_s < fresh_s
+        is_current = is_fresh and neighbour.frames is not None and neighbour.frames[0] == position
+        if not is_current and neighbour.died_at_ns is None and neighbour.observe().state == "running":
             wanted.append((neighbour, position))
     if not wanted:
         return False
@@ -187,5 +191,5 @@ def take_stacks(neighbours: Iterable[Neighbour], fresh_s: float) -> bool:
         neighbour.frames = (position, stacks.frames_of(text) if text else [])
         if neighbour.frames != before:
             neighbour.frames_since_s = neighbour.frames_at_s
-        neighbour.worker_words = neighbour.stuck_worker()
+        neighbour.worker_state = neighbour.stuck_worker()
     return True

@@ -1,4 +1,4 @@
-"""The state of other processes of this host: stopped, or dead and why."""
+"""The state of other processes of this host: running, stopped, or dead and how they died."""
 
 import contextlib
 import os
@@ -8,13 +8,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-EXITED = "left with exit status"
+EXITED = "exited with status"
 
 
 def surroundings() -> str:
-    """Return what is equal for two processes that see each other's pids and can share memory and sockets.
+    """Return an identifier of the machine, namespaces and user of this process.
 
-    Two containers of one machine differ, even if they have the same name.
+    It is equal for two processes that see each other's pids and can share memory and sockets. Two containers
+    on one machine differ, even if they have the same host name.
     """
     if sys.platform != "linux":
         return ""
@@ -26,7 +27,7 @@ def surroundings() -> str:
 
 
 def state(pid: int) -> str:
-    """running | stopped | dead. A zombie is dead: it only waits for its parent."""
+    """Return running, stopped or dead. A zombie is dead: it only waits for its parent."""
     if pid == os.getpid():
         return "running"
     fields = _stat(pid)
@@ -36,13 +37,13 @@ def state(pid: int) -> str:
 
 
 def parent(pid: int) -> int | None:
-    """The pid of the parent; None if the process does not exist."""
+    """Return the pid of the parent; None if the process does not exist."""
     fields = _stat(pid)
     return None if fields is None else int(fields[1])
 
 
 def death_of(pid: int) -> str | None:
-    """How a process that just died has ended; None once its parent has collected it."""
+    """Return how a process died; None once its parent has collected its status."""
     fields = _stat(pid)
     if fields is None or fields[0] not in "ZX" or len(fields) < 50:
         return None
@@ -56,21 +57,21 @@ def death_of(pid: int) -> str | None:
 
 
 def nameless_file(name: str) -> int:
-    """A descriptor of an empty file, which no crash leaves behind; others open it at `place_of` it."""
+    """Return a descriptor of an empty file without a name, which other processes open at `path_of_fd`."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
-    with tempfile.TemporaryFile() as file:  # a Mac
+    with tempfile.TemporaryFile() as file:  # macOS
         return os.dup(file.fileno())
 
 
-def place_of(pid: int, fd: int) -> str:
-    """The path at which a process opens a `nameless_file`; on a Mac only its own."""
-    shown = "self" if pid == os.getpid() else pid  # /proc may count as another pid namespace does
+def path_of_fd(pid: int, fd: int) -> str:
+    """Return the path at which to open a `nameless_file` of process `pid`; on macOS, only of this process."""
+    shown = "self" if pid == os.getpid() else pid  # /proc may show the pids of another namespace
     return f"/proc/{shown}/fd/{fd}" if sys.platform == "linux" else f"/dev/fd/{fd}"
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on (on a Mac, two of them); None if it does not exist."""
+    """Return the fields of /proc/PID/stat from the state on (on macOS, two); None without the process."""
     if sys.platform != "linux":
         ps = ["ps", "-o", "state=", "-o", "ppid=", "-p", str(pid)]
         state, *more = subprocess.run(ps, capture_output=True, text=True).stdout.split() or [""]
@@ -82,8 +83,8 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def watch_for_death(pid: int) -> int:
-    """A descriptor that polls as readable once the process is dead; -1 if the kernel has none."""
+    """Return a descriptor that becomes readable once the process is dead; -1 if not supported."""
     try:
         return os.pidfd_open(pid)
-    except (OSError, AttributeError):  # a Mac
+    except (OSError, AttributeError):  # macOS
         return -1

@@ -1,9 +1,9 @@
 """The Python stacks of a process, written by a signal handler in C, or by Python code in its main thread.
 
-The handler needs no interpreter lock, so it works while the process is stuck. But it walks the main thread's
-frames at any moment. While that thread executes Python, one walk in about 30,000 meets the code of a function
-that is just being freed, which is a SIGSEGV. So a main thread is asked to answer in Python first. If it does
-not within the time for it, it is most likely in C code, and its frames stay as they are.
+The C handler does not need the interpreter lock, so it works while the process is stuck. But while the main
+thread executes Python, about one in 30,000 walks of its frames finds a function that is just being freed, and
+crashes with a SIGSEGV. Therefore, the main thread is asked to answer in Python first. If it does not answer
+in time, it is most likely in C code, where its frames do not change.
 """
 
 import contextlib
@@ -19,23 +19,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from trainer.failures.processes import nameless_file, place_of
+from trainer.failures.processes import nameless_file, path_of_fd
 
 STACK_SIGNAL = signal.SIGUSR2  # answered by C code
-_QUESTION = signal.SIGURG  # answered by Python code; by default a process ignores it
+_PYTHON_SIGNAL = signal.SIGURG  # answered by Python code; processes ignore it by default
 _HEADERS = re.compile(r"^(?=Stack |Thread 0x|Current thread )", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+|\?\?\?) in (.+)$', re.MULTILINE)
 _ROOT = str(Path(__file__).parents[1]) + os.sep
 _MOST_BYTES = 1 << 20  # read at once
-_INSTALLED = {"site-packages", "dist-packages"}  # in any of several environments
-# Their frames wait for what their caller has launched.
+_INSTALLED = {"site-packages", "dist-packages"}
+# Functions in these modules wait for work that their caller has launched.
 _CALLED = ("/torch/cuda/", "/torch/accelerator/", "/trainer/accelerator.py")
 # A thread in one of these modules waits for another rank, or for the results of a backward pass.
 _WAITS = (
     *("/torch/distributed/", "/torch/autograd/", "/torch/futures/"),
     *("/trainer/step_vote.py", "/trainer/comm/", "/trainer/distributed/process_group.py"),
     *("/trainer/distributed/links.py", "/trainer/distributed/rendezvous.py"),
-    "/trainer/non_finite.py",  # on a GPU, for what the all-reduce of gradients gives
+    "/trainer/non_finite.py",  # on a GPU, it waits for the result of the all-reduce
 )
 
 Frame = tuple[str, str, str]  # file, line, function
@@ -43,34 +43,35 @@ _asking = threading.Lock()
 
 
 class Stacks:
-    """The memory for this process's stacks, which neighbours can open, and keep when it is dead.
+    """The memory for the stacks of this process, which other processes can read even after its death.
 
-    Answers `ask`, also in processes forked from this one; a fatal signal writes the stack too.
+    It answers `ask`, also in processes forked from this one. A fatal signal writes the stack too.
     """
 
     def __init__(self) -> None:
         self._file = os.fdopen(nameless_file("ringmaster-stacks"), "r+b", buffering=0)
         self.fd = self._file.fileno()
         self._crashes = False
-        # A neighbour may ask before `open`, and during this process's exit: the signal must not kill it.
+        # The signal may arrive before `open` or during the exit, and must not kill this process.
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
 
     def open(self, crashes: bool) -> None:
-        """Start to answer; `crashes`: a fatal error's stack is written here, too, not to stderr."""
+        """Start to answer; `crashes`: whether to write stacks of fatal errors here instead of to stderr."""
         self._crashes = crashes and not faulthandler.is_enabled()
         if self._crashes:
             faulthandler.enable(self._file, all_threads=True)
-        # Only the main thread: others continue meanwhile, and walking their frames may end in SIGSEGV.
+        # Only the main thread: other threads keep running, and walking their frames may crash.
         faulthandler.register(STACK_SIGNAL, self._file, all_threads=False)
-        self._before = signal.signal(_QUESTION, self._answer)
-        signal.siginterrupt(_QUESTION, False)  # as faulthandler's: system calls of users' C code go on
+        self._before = signal.signal(_PYTHON_SIGNAL, self._answer)
+        signal.siginterrupt(_PYTHON_SIGNAL, False)  # don't interrupt system calls of the user's C code
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
-        """Write the main thread's stack, in faulthandler's words.
+        """Write the main thread's stack in the format of faulthandler.
 
-        With the pid: an answer may come late, when another process that writes to the same file was asked.
+        The header has the pid, because a late answer may follow the request to another process that writes to
+        the same file.
         """
-        with contextlib.suppress(Exception):  # it runs within users' code
+        with contextlib.suppress(Exception):  # this runs in the middle of user code
             lines = (
                 f'  File "{at.f_code.co_filename}", line {line or "???"} in {at.f_code.co_name}\n'
                 for at, line in traceback.walk_stack(frame)
@@ -79,20 +80,20 @@ class Stacks:
             os.write(self.fd, text.encode(errors="backslashreplace"))
 
     def close(self) -> None:
-        signal.signal(_QUESTION, self._before or signal.SIG_DFL)
+        signal.signal(_PYTHON_SIGNAL, self._before or signal.SIG_DFL)
         faulthandler.unregister(STACK_SIGNAL)
         if self._crashes:
             faulthandler.disable()
 
 
 class StackReader:
-    """Reads the `Stacks` of another process of this host, or of this one."""
+    """Read access to the `Stacks` of another process of this host, or of this one."""
 
     def __init__(self, pid: int, fd: int) -> None:
-        self._fd = os.open(place_of(pid, fd), os.O_RDONLY)
+        self._fd = os.open(path_of_fd(pid, fd), os.O_RDONLY)
 
     def read(self, begin: int | None = None) -> str:
-        """Up to 1 MiB from `begin` on; None: the last MiB, since the file grows with each answer."""
+        """Return up to 1 MiB from `begin` on; with None, the last MiB, because the file grows."""
         begin = max(0, self.size() - _MOST_BYTES) if begin is None else begin
         return os.pread(self._fd, _MOST_BYTES, begin).decode(errors="replace")
 
@@ -104,22 +105,23 @@ class StackReader:
 
 
 def ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float = 0.4) -> list[str]:
-    """Have each process, by pid, write its main thread's stack now, and return them; "" without an answer.
+    """Return the current stack of each process's main thread; "" for a process that does not answer.
 
-    A rank and its data workers write to one file, so processes of a rank are asked one at a time.
+    A rank and its data workers write to the same file: ask the processes of a rank one at a time.
 
     Args:
-        timeout_s: for the answers in Python, and once more for those in C.
+        readers: the pid of each process, and the reader of its stacks.
+        timeout_s: the timeout of the answers in Python, and again of the answers in C.
     """
     with _asking:
-        texts = _ask(readers, _QUESTION, timeout_s)
+        texts = _ask(readers, _PYTHON_SIGNAL, timeout_s)
         silent = [(pid, reader) for pid, reader in readers if not texts.get(pid)]
         texts |= _ask(silent, STACK_SIGNAL, timeout_s)
     return [texts[pid] for pid, _ in readers]
 
 
 def _ask(readers: Sequence[tuple[int, StackReader]], number: int, timeout_s: float) -> dict[int, str]:
-    """By pid, what each process has answered to the signal `number`, until all have, or the time is over."""
+    """Send signal `number` to each process, and return the answers that arrive within the timeout, by pid."""
     begins = {pid: reader.size() for pid, reader in readers}
     for pid in begins:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -130,7 +132,7 @@ def _ask(readers: Sequence[tuple[int, StackReader]], number: int, timeout_s: flo
         time.sleep(0.02)
         before, texts = texts, {}
         for pid, reader in readers:
-            header = f"Stack of process {pid} " if number == _QUESTION else "Stack ("
+            header = f"Stack of process {pid} " if number == _PYTHON_SIGNAL else "Stack ("
             parts = _HEADERS.split(reader.read(begins[pid]))
             texts[pid] = next((part for part in parts if part.startswith(header)), "")
         if all(texts.values()) and texts == before:  # no process is still writing
@@ -139,19 +141,19 @@ def _ask(readers: Sequence[tuple[int, StackReader]], number: int, timeout_s: flo
 
 
 def frames_of(text: str, of_worker: bool = False) -> list[Frame]:
-    """The frames of the main thread in the last answer, innermost first; after a crash, its thread's.
+    """Return the frames of the main thread in the last answer, or of the crashed thread, innermost first.
 
     Args:
-        of_worker: in the last stacks that a data worker wrote; its rank may have written some, too.
+        of_worker: whether to use the last stacks of a data worker instead of those of its rank.
     """
     _, crash, after = text.rpartition("Fatal Python")
     text = after if crash else text
     threads = _HEADERS.split(text)
     if of_worker:
         threads = [thread for thread in threads if " in _worker_loop\n" in thread] or [""]
-    # The kernel delivers a signal to the main thread if it can; in a crash that is written last.
-    asked = "Current" if crash else "Stack "
-    chosen = [each for each in threads if each.startswith(asked) and _FRAME.search(each)] or threads
+    # After a crash, the current thread is the crashed one; faulthandler writes the main thread last.
+    header = "Current" if crash else "Stack "
+    chosen = [each for each in threads if each.startswith(header) and _FRAME.search(each)] or threads
     return [(file, line, function) for file, line, function in _FRAME.findall(chosen[-1])]
 
 
@@ -161,10 +163,10 @@ def frames_of_exception(error: BaseException) -> list[Frame]:
 
 
 def where(frames: Sequence[Frame]) -> str | None:
-    """The innermost frame of the user's own code; else of this trainer's; else the innermost."""
-    users = [frame for frame in frames if not _is_others(frame[0]) and not frame[0].startswith(_ROOT)]
+    """Return the location of the innermost frame of user code, else of the trainer, else of any code."""
+    users = [frame for frame in frames if not _is_library(frame[0]) and not frame[0].startswith(_ROOT)]
     ours = [frame for frame in frames if frame[0].startswith(_ROOT)]
-    # train.py, a test and the like call the trainer: their frames are the outermost, and are skipped.
+    # Skip train.py, a test or another caller of the trainer, whose frames are the outermost.
     if users and ours and frames.index(users[0]) > frames.index(ours[0]):
         users = []
     for chosen in (users, ours, frames):
@@ -177,15 +179,17 @@ def where(frames: Sequence[Frame]) -> str | None:
 
 
 def waits(frames: Sequence[Frame]) -> bool:
-    """Whether the innermost relevant frame waits for other ranks."""
+    """Return whether the innermost relevant frame waits for other ranks."""
     for file, _, _ in frames:
-        is_librarys = _is_others(file) and "torch" not in Path(file).parts and not file.startswith(_ROOT)
-        if is_librarys or any(path in file for path in _CALLED):
+        is_other_library = (
+            _is_library(file) and "torch" not in Path(file).parts and not file.startswith(_ROOT)
+        )
+        if is_other_library or any(path in file for path in _CALLED):
             continue
         return any(path in file for path in _WAITS)
     return False
 
 
-def _is_others(file: str) -> bool:
-    in_library = file.startswith(sysconfig.get_path("stdlib") + os.sep)
-    return file.startswith("<") or in_library or not _INSTALLED.isdisjoint(Path(file).parts)
+def _is_library(file: str) -> bool:
+    in_stdlib = file.startswith(sysconfig.get_path("stdlib") + os.sep)
+    return file.startswith("<") or in_stdlib or not _INSTALLED.isdisjoint(Path(file).parts)

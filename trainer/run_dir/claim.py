@@ -1,4 +1,4 @@
-"""The directory of a run: created by one mkdir, locked while the run lives, marked with the run's id."""
+"""The directory of a run: created, locked while the run is alive, and marked with the run's ID."""
 
 import contextlib
 import errno
@@ -37,9 +37,9 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 class RunDir:
     path: Path
     run_id: str
-    """Random, kept by a resumed run, and written into its checkpoints to identify their run."""
+    """A random ID, which a resumed run keeps and which identifies the run of a checkpoint."""
     used: bool
-    """Whether the directory has files of a run; they do not change until this run resumes for certain."""
+    """Whether the directory contains files of a run. They do not change until this run has resumed."""
 
 
 def claim(
@@ -49,17 +49,17 @@ def claim(
     wait_s: float,
     remote: str | None = None,
 ) -> RunDir:
-    """Create the run directory, or take an existing one, and lock it until `held` closes; rank 0 only.
+    """Create the run directory or use an existing one, and lock it until `held` closes. Call on rank 0 only.
 
     Args:
-        wanted: None chooses a new one under runs/.
+        wanted: the path; None chooses a new directory under runs/.
         wait_s: the longest wait for the lock of an owner on another host, which may be dead.
-        remote: the address of `checkpoint.remote`. With resume=auto, a new run directory goes on with the run
-            that has its checkpoints there.
+        remote: the address of `checkpoint.remote`. With resume=auto, a new run directory continues the run
+            whose checkpoints are at this address.
 
     Raises:
-        UserError: another run lives in it, or left files that this one does not resume; or it is not
-            writable. Or `remote` holds another run, or cannot be reached.
+        UserError: another run uses the directory, or has left files that this run does not resume; the
+            directory is not writable; or `remote` contains another run or cannot be reached.
     """
     with writing(wanted or "null"):
         path = new_run_dir() if wanted is None else Path(wanted)
@@ -69,32 +69,32 @@ def claim(
 
 
 def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
-    """The directory with the id of the run that resumes or begins here."""
+    """Return the directory with the ID of the run that resumes or starts in it."""
     known = run_id_of(path)
-    if used := _traces(path):
+    if used := _run_files(path):
         if resume is None:
             raise UserError(
-                f"run_dir={path} holds another run ({', '.join(used)}); resume=auto continues it, "
-                f"run_dir={_unused_beside(path)} starts a new one"
+                f"run_dir={path} already contains a run ({', '.join(used)}); resume=auto continues it, "
+                f"run_dir={_unused_sibling(path)} starts a new run"
             )
         if resume == "auto" and known is None and not used[0].startswith("checkpoints"):
             raise UserError(
-                f"run_dir={path} holds files of another run ({', '.join(used)}), but no checkpoint for "
-                f"resume=auto; run_dir={_unused_beside(path)} starts a new run"
+                f"run_dir={path} contains files of another run ({', '.join(used)}), but no checkpoint for "
+                f"resume=auto; run_dir={_unused_sibling(path)} starts a new run"
             )
-        if not _is_of(path, known, resume):
+        if not _is_checkpoint_of(path, known, resume):
             raise UserError(
-                f"run_dir={path} holds another run ({', '.join(used)}) than resume={resume}, and would "
-                f"mix the two; run_dir={_unused_beside(path)} resumes it in a new directory"
+                f"run_dir={path} contains a different run ({', '.join(used)}) from that of resume={resume}; "
+                f"run_dir={_unused_sibling(path)} resumes it in a new directory"
             )
-    there = _run_at(remote, may_fail=bool(used)) if remote is not None else None
-    adopts = resume == "auto" and not used and there is not None
+    remote_id = _run_at(remote, may_fail=bool(used)) if remote is not None else None
+    adopts = resume == "auto" and not used and remote_id is not None
     resumes = resume is not None and (resume == "auto" or bool(used))
-    run_id = (there if adopts else known if resumes else None) or secrets.token_hex(8)
-    if there not in (None, run_id):
+    run_id = (remote_id if adopts else known if resumes else None) or secrets.token_hex(8)
+    if remote_id not in (None, run_id):
         raise UserError(
-            f"checkpoint.remote={remote} holds another run, {there}; use another address, or continue "
-            "that run: resume=auto in a new run_dir"
+            f"checkpoint.remote={remote} contains another run, {remote_id}; use another address, or continue "
+            "that run with resume=auto in a new run_dir"
         )
     if run_id != known:
         write_facts(path, run_id)
@@ -105,7 +105,7 @@ def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
 
 
 def write_facts(path: Path, run_id: str, **facts: Any) -> None:
-    """Write run.json: the id of the run and, once they are known, `facts` for other programs."""
+    """Write run.json: the ID of the run and, once they are known, `facts` for other programs."""
     with atomic_file(path / RUN) as file:
         file.write(json.dumps({"run_id": run_id, **facts}).encode() + b"\n")
 
@@ -116,19 +116,19 @@ def _run_at(remote: str, may_fail: bool) -> str | None:
     except (UserError, RetryableError) as error:
         if not may_fail:
             raise
-        log.warning("%s; continuing with what is here", error)
+        log.warning("%s; continuing with the files in run_dir", error)
         return None
 
 
-def _is_of(path: Path, run_id: str | None, resume: str) -> bool:
-    """Whether `resume` means a checkpoint of the run in `path`."""
+def _is_checkpoint_of(path: Path, run_id: str | None, resume: str) -> bool:
+    """Return whether `resume` is a checkpoint of the run in `path`."""
     if resume == "auto" or Path(os.path.realpath(resume)).is_relative_to(os.path.realpath(path)):
         return True
     return run_id is not None and read_manifest(Path(resume)).run_id == run_id
 
 
 def run_id_of(path: Location) -> str | None:
-    """The recorded id, or else that of the newest checkpoint; None for runs older than ids."""
+    """Return the recorded ID, or the ID of the newest checkpoint; None for runs without an ID."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, UserError):
         run_id = load_json(path / RUN).get("run_id")
         if isinstance(run_id, str) and is_run_id(run_id):
@@ -136,23 +136,23 @@ def run_id_of(path: Location) -> str | None:
     return newest_run_id(path)
 
 
-def _traces(path: Path) -> list[str]:
-    """Return files that show that a run used `path`; not its log, its config, or a sweep's .hparams."""
+def _run_files(path: Path) -> list[str]:
+    """Return files that show that a run used `path`, apart from its log, its config and .hparams."""
     patterns = ("checkpoints/step_*", "result.json", "events.*[0-9]", "metrics.jsonl")
     return [str(found[-1].relative_to(path)) for pattern in patterns if (found := sorted(path.glob(pattern)))]
 
 
-def _unused_beside(path: Path) -> Path:
+def _unused_sibling(path: Path) -> Path:
     named = path if path.name not in ("", "..") else path.resolve()  # `.` and `..` have no name
     return unused_path(named.parent / (named.name or "run"))
 
 
 @contextlib.contextmanager
 def _locked(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold the lock of `path`, a record lock (fcntl) on a file that names its owner.
+    """Hold the lock of `path`, a record lock (fcntl) on a file that contains its owner.
 
-    It ends with the process, in any way and, unlike flock's, is not inherited by forked data workers,
-    which might outlive it. NFS supports it too.
+    The kernel releases it when the process ends. Unlike the lock of flock, forked data workers, which might
+    outlive the process, do not inherit it. NFS supports it too.
     """
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     ended = threading.Event()
@@ -170,9 +170,9 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
 
 
 def _renew(lock: Path, ended: threading.Event) -> None:
-    """Keep setting the modification time of the lock file to now, so that other hosts see that the run lives.
+    """Update the modification time of the lock file regularly, to show other hosts that the run is alive.
 
-    Runs in a thread, so that an evaluation doesn't delay it, and a slow disk doesn't delay a step.
+    Runs in a thread, so that an evaluation does not delay it, and a slow disk does not delay a step.
     """
     while not ended.wait(RENEW_S):
         with contextlib.suppress(OSError):
@@ -180,8 +180,8 @@ def _renew(lock: Path, ended: threading.Event) -> None:
 
 
 def _lock(descriptor: int, path: Path, wait_s: float) -> None:
-    """Take the lock; warn if the file system has none."""
-    begin, told = time.monotonic(), False
+    """Acquire the lock; warn if the file system does not support locks."""
+    start, has_warned = time.monotonic(), False
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -189,7 +189,8 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> None:
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 log.warning(
-                    "the file system of run_dir=%s has no locks (%s): a second run in it is not noticed",
+                    "the file system of run_dir=%s does not support locks (%s), so a second run in the same "
+                    "directory would not be detected",
                     path,
                     error.strerror,
                 )
@@ -198,13 +199,14 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> None:
                 raise
         owner = _owner(descriptor)
         patience_s = wait_s if owner.get("host") != socket.gethostname() else 0.0
-        if time.monotonic() - begin >= (patience_s if owner else 3.0):  # it may be about to write its name
+        # Without an owner, another process may be about to write it.
+        if time.monotonic() - start >= (patience_s if owner else 3.0):
             raise UserError(
-                f"another run is alive in run_dir={path}: pid {owner.get('pid')} on {owner.get('host')}, "
-                f"since {owner.get('since')}; wait for its end, stop it, or use "
-                f"run_dir={_unused_beside(path)}"
+                f"another run is active in run_dir={path}: pid {owner.get('pid')} on {owner.get('host')}, "
+                f"since {owner.get('since')}; wait until it ends, stop it, or use "
+                f"run_dir={_unused_sibling(path)}"
             )
-        if owner and not told:
+        if owner and not has_warned:
             log.warning(
                 "run_dir=%s is locked by pid %s on %s; waiting up to %.0f s, in case that host is dead",
                 path,
@@ -212,7 +214,7 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> None:
                 owner.get("host"),
                 wait_s,
             )
-            told = True
+            has_warned = True
         time.sleep(0.5)
 
 

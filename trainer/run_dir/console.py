@@ -1,4 +1,4 @@
-"""Output for people while a run goes: lines that scroll above a progress bar, and train.log."""
+"""Output of a run: lines that scroll above a progress bar, and train.log."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""The numbers of a run for other programs: metrics.jsonl, an object for each log step, and result.json."""
+"""Machine-readable metrics of a run: metrics.jsonl, with a JSON object per log step, and result.json."""
 
 import contextlib
 import json
@@ -16,15 +16,15 @@ FILE = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Written by rank 0: one write a step, so that a killed run leaves at most one torn line, the last."""
+    """The writer of metrics.jsonl, on rank 0. If the run is killed, only the last line can be incomplete."""
 
     def __init__(self, run_dir: Path, steps_before: int) -> None:
-        """Open the file of `run_dir`; a resumed run writes the lines after `steps_before` again.
+        """Open the file in `run_dir`, and remove lines after `steps_before`, which a resumed run repeats.
 
         It removes a result.json of a later step, too, which the run is about to replace.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         path = run_dir / FILE
         kept = [line for line in _lines(path) if line["step"] <= steps_before]
@@ -35,15 +35,15 @@ class MetricsFile:
             (run_dir / RESULT).unlink()
         self._descriptor = os.open(path, os.O_WRONLY)
         self._end = os.lseek(self._descriptor, 0, os.SEEK_END)
-        # A run that was stopped before its evaluation of a step adds it to the line of that step.
+        # A run that was stopped before an evaluation adds its metrics to the last line.
         self._last: dict[str, Any] = kept[-1] if kept else {"step": None}
         self._last_at = self._end - sum(map(len, rows[-1:]))
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Add `values` to the line of `step`, which must be the last one or later; NaN and Inf become null.
+        """Add `values` to the line of `step`, which must not precede the last step. NaN and Inf become null.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         if self._last["step"] != step:
             self._last, self._last_at = {"step": step}, self._end
@@ -51,7 +51,7 @@ class MetricsFile:
         self._last |= finite
         line = json.dumps(self._last).encode() + b"\n"
         written = os.pwrite(self._descriptor, line, self._last_at)
-        if written < len(line):  # a full disk takes a part, and fails for the rest
+        if written < len(line):  # a full disk accepts a part, and raises an error for the rest
             os.pwrite(self._descriptor, line[written:], self._last_at + written)
         self._end = self._last_at + len(line)
 
@@ -81,7 +81,7 @@ def last_metrics(run_dir: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path, at_most: int | None = None) -> list[dict[str, Any]]:
-    """The complete lines in the last `at_most` bytes (None: all) of a file whose last line may be torn."""
+    """Return the complete lines in the last `at_most` bytes (None: all) of a file."""
     lines = []
     try:
         with path.open("rb") as file:
@@ -104,7 +104,7 @@ RESULT = "result.json"
 
 
 def write_result(run_dir: Path, result: dict[str, Any], made_steps: bool) -> None:
-    """Write `result`, whole or not at all; without new steps, keep the file of this run at this step.
+    """Write `result` atomically. If the run made no new steps, keep its existing file.
 
     Raises:
         UserError: the disk is full.
