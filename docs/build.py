@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 DOCSTRINGS = """# Docstrings
 
-The functions and classes of the [Python API](python-api.md), as their docstrings have them.
+The functions and classes of the [Python API](api.md), as their docstrings have them.
 
 ::: trainer.train
 ::: trainer.open

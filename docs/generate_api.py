@@ -34,11 +34,12 @@ PARTS = {
 }
 # Their methods are called, or written, by users; the harness calls those of the others.
 WITH_METHODS = ("TrainedRun", "Task", "Stream", "Logger")
-_INTRO = """# API
+_INTRO = """# Python API
 
-This page is made from the code by `python docs/generate_api.py`; a test compares them. It lists what a
-program of yours may call, inherit, or name in `_target_`. [Python API](python-api.md) has examples. The
-docstrings in the code say more.
+What your program may call, subclass, or name in `_target_`, with the first sentence of each docstring.
+Examples: [train and load models from Python](../howto/from-python.md), [tasks](../howto/own-metric.md),
+[streams](../howto/big-data.md#your-own-stream), [loggers](../howto/watch-a-run.md#your-own-logger),
+[schedules](../howto/optimizers-and-schedules.md#schedules).
 """
 
 

@@ -29,12 +29,15 @@ _SMALL_GPT = ("model.width=32", "model.depth=1", "data.dataset.block_size=32")
 
 
 def _own_files(page: Path) -> dict[str, str]:
-    """The files of one's own that README.md and `page` have the reader write: text by name."""
-    files = {}
-    for block in _blocks("python", "yaml"):  # README.md first
-        named = re.match(r"# (mine\.py|conf/\S+/mine\.yaml)\n", block.text)
-        if named and block.page in (README, page):
-            files[named[1]] = block.text
+    """The files that README.md and then `page` have the reader write; the blocks of a page add up to one file."""
+    files: dict[str, str] = {}
+    for source in (README, page):
+        written: dict[str, str] = {}
+        for block in _blocks("python", "yaml"):
+            named = re.match(r"# (mine\.py|conf/\S+/mine\.yaml)\n", block.text)
+            if named and block.page == source:
+                written[named[1]] = written.get(named[1], "") + block.text
+        files |= written
     return files
 
 
