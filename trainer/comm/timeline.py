@@ -113,7 +113,7 @@ class PassSum:
 
 
 class Timeline:
-    """Collects the records of one rank, in microseconds per bucket; only `metrics` communicates.
+    """Collects the records of one rank at a cost of microseconds per bucket; only `metrics` communicates.
 
     Args:
         gpu_clock: None if buckets are on the CPU.
