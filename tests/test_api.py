@@ -181,7 +181,7 @@ def test_the_notebook_of_the_examples(tmp_path: Path) -> None:
     _, digits, spirals, losses, model, mistake, own = executed(notebook, tmp_path)
     assert float(digits.split()[-1]) > 0.85 and float(spirals.split()[-1]) > 0.6
     assert "2 on 1 host (cpu" in digits, "rank 0's log reaches the cell"
-    assert losses.startswith("[( and model.startswith("tensor([[")
+    assert losses.startswith("[(") and model.startswith("tensor([[")
     assert "strategy is dpp, but must be one of" in mistake
     assert "__main__.Own" in own and "mine.Own" in own
 
