@@ -153,7 +153,7 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
         ([*BARE, "model._target_=torch.nn.Identity"], "Identity has nothing to train: none of its 0 par"),
         (
             [*BARE, "model._target_=torch.nn.LazyLinear", "+model.out_features=10"],
-            "the shape of weight, bias",
+            "has uninitialized parameters: weight, bias",
         ),
         (
             [*BARE, "model._target_=tests.user_parts.Unsaveable", "+model.sparse=true"],
@@ -165,7 +165,7 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
         ),
         (
             ["data.task={_target_:builtins.dict}", "~data.task.label_smoothing"],
-            r"makes a dict without loss and eval_sums and summarise \(or rows and summarise_rows\)",
+            r"returned a dict without loss and eval_sums and summarise \(or rows and summarise_rows\)",
         ),
     ],
 )

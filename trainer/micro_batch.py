@@ -1,7 +1,7 @@
-"""train.micro_batch_size=auto: the largest size that fits, found by making steps before the run is built.
+"""train.micro_batch_size=auto: find the largest size that fits, by trial steps before the run is built.
 
-What a try builds is thrown away, and the random generators are put back: a run that is given the number has
-the same bits. Only under fsdp do ranks communicate in a try.
+A trial discards what it built and restores the random generators, so the run has the same bits as one that is
+given the number. Ranks communicate during a trial only under fsdp.
 """
 
 import dataclasses
@@ -35,17 +35,18 @@ from trainer.torch_private import num_collectives
 
 log = logging.getLogger(__name__)
 
-_SPARED = 0.1  # of a GPU's free memory: for fragments, larger batches and messages of collectives
-_PATIENCE = 0.25  # of distributed.timeout_s: for ranks that wait in a collective for one without memory
-_NO_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "could not create a memory")
+_RESERVE = 0.1  # fraction of a GPU's free memory kept for fragmentation, larger batches and collectives
+_PATIENCE = 0.25  # fraction of distributed.timeout_s that ranks wait for a rank that ran out of memory
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "could not create a memory")
 _AUTO = "train.micro_batch_size=auto"
 
 
 def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) -> Config:
-    """`config` with a number for train.micro_batch_size, if it is `auto` (a collective).
+    """Return `config` with a number in place of `train.micro_batch_size=auto` (a collective).
 
-    A resumed run keeps its `previous` number, if that still divides what a rank has. Otherwise all samples of
-    a rank are tried and, while any rank lacks memory, half as many.
+    A resumed run keeps its `previous` number if that still divides a rank's part of the batch. Otherwise the
+    first trial uses all samples of a rank, and each further trial at most half as many, until every rank has
+    enough memory.
 
     Raises:
         UserError: not even one sample fits; or, under fsdp, ranks ran out of memory at different points.
@@ -54,9 +55,10 @@ def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) ->
     if train.micro_batch_size != "auto":
         return config
     strategy = build_strategy(config, ranks)
-    _end(strategy.forward_groups())
-    most = split_batch(train.global_batch_size, None, strategy.num_replicas).local_size
-    sizes, told = [size for size in range(most, 0, -1) if most % size == 0], ""
+    _destroy(strategy.forward_groups())
+    local_size = split_batch(train.global_batch_size, None, strategy.num_replicas).local_size
+    sizes = [size for size in range(local_size, 0, -1) if local_size % size == 0]
+    failed_trials = ""
     size = previous if previous in sizes else None
     # Under fsdp, agree in a separate group, in which no collective of the model is pending.
     waits = strategy.fills_by_unit and size is None
@@ -64,73 +66,76 @@ def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) ->
     agreement = Agreement(ranks, patience_s, in_time=True)
     while size is None:
         smaller = next((each for each in sizes if each <= sizes[0] // 2), None)
-        rank = _first_without_memory(config, ranks, agreement, sizes[0], most, smaller or 1)
+        rank = _first_without_memory(config, ranks, agreement, sizes[0], local_size, smaller or 1)
         if rank is None:
             size = sizes[0]
-            log.info("%s: %d of the %d samples of a rank%s", _AUTO, size, most, told)
+            log.info("%s: %d of %d samples per rank%s", _AUTO, size, local_size, failed_trials)
         else:
-            told += f"; {sizes[0]} failed on {ranks.describe(rank)} (out of memory)"
+            failed_trials += f"; {sizes[0]} failed on {ranks.describe(rank)} (out of memory)"
             sizes = sizes[sizes.index(smaller) :] if smaller else []
         if not sizes:
             raise UserError(
-                f"{_AUTO}: not even 1 sample fits{told}. A smaller model or sample does, or strategy=fsdp, "
-                "strategy.activation_checkpointing=true or train.precision=bf16"
+                f"{_AUTO}: not even 1 sample fits in memory{failed_trials}. Use a smaller model or smaller "
+                "samples, or set strategy=fsdp, strategy.activation_checkpointing=true or "
+                "train.precision=bf16"
             )
-    _end([] if agreement.group is None else [agreement.group])
+    _destroy([] if agreement.group is None else [agreement.group])
     return dataclasses.replace(config, train=dataclasses.replace(train, micro_batch_size=size))
 
 
-def _end(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroy the process groups of a trial pass, each of which has a connection to every other rank."""
+def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroy the process groups of a trial, because each keeps connections to the other ranks open."""
     for group in groups:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
 
 
 def _first_without_memory(
-    config: Config, ranks: Ranks, agreement: Agreement, size: int, most: int, smaller: int
+    config: Config, ranks: Ranks, agreement: Agreement, size: int, local_size: int, smaller: int
 ) -> int | None:
-    """Try `size` on all ranks; the first rank that lacked memory (a collective).
+    """Try `size` on all ranks, and return the first rank that ran out of memory (a collective).
 
-    Under fsdp a rank that lacks memory leaves the others in a collective. Ranks go on together only if all
-    began equally many; otherwise the next collective of one would meet an older one of another.
+    Under fsdp, a rank that runs out of memory leaves the others waiting in a collective. Another trial is
+    possible only if all ranks started the same number of collectives: otherwise, a rank's next collective
+    would be matched with an older one of another rank.
     """
     strategy, fits = build_strategy(config, ranks), True
     groups, is_sharded = strategy.forward_groups(), strategy.fills_by_unit
-    # Beside the parameters: the buckets of DDP, unless gradients lie in them, and the moving average.
+    # Copies of the parameters: the buckets of DDP, unless gradients are views of them; the moving average.
     num_copies = strategy.copies_gradients + (config.ema.decay is not None)
     if not is_sharded and ranks.world_size > 1:
-        strategy = Strategy(ranks.device, strategy.compute)  # the whole model, without the other ranks
+        strategy = Strategy(ranks.device, strategy.compute)  # no communication
     try:
         with generators_kept():
-            _make_steps(config, strategy, ranks, size, 1 if size == most else 2, num_copies)
-    except Exception as error:  # any but a lack of memory is left to the first step, which explains it
-        words = str(error).lower()
-        fits = not isinstance(error, MemoryError) and not any(lack in words for lack in _NO_MEMORY)
+            _make_steps(config, strategy, ranks, size, 1 if size == local_size else 2, num_copies)
+    except Exception as error:  # other errors occur again in the dry run, which explains them
+        message = str(error).lower()
+        fits = not isinstance(error, MemoryError) and not any(text in message for text in _OUT_OF_MEMORY)
     gc.collect()
     if is_accelerator(ranks.device):
         torch.accelerator.empty_cache()
-    mine = fits, [num_collectives(group) for group in groups]
+    result = fits, [num_collectives(group) for group in groups]
     try:
-        found = agreement.gather(mine)
+        results = agreement.gather(result)
     except RuntimeError:
         if fits:
             raise
-        found = [(rank != ranks.rank, [rank]) for rank in range(ranks.world_size)]  # the others wait for it
-    lacking = next((rank for rank, (has_room, _) in enumerate(found) if not has_room), None)
-    if lacking is not None and any(begun != found[0][1] for _, begun in found):
+        # The other ranks wait in a collective of the model: report this rank as the one without memory.
+        results = [(rank != ranks.rank, [rank]) for rank in range(ranks.world_size)]
+    failed = next((rank for rank, (has_room, _) in enumerate(results) if not has_room), None)
+    if failed is not None and any(started != results[0][1] for _, started in results):
         raise UserError(
-            f"{_AUTO}: {ranks.describe(lacking)} ran out of memory with {size} samples where others did not, "
-            f"and under fsdp they cannot try again together; set train.micro_batch_size={smaller} or less"
+            f"{_AUTO}: {ranks.describe(failed)} ran out of memory with {size} samples and other ranks did "
+            f"not, after which fsdp cannot try a smaller size; set train.micro_batch_size={smaller} or less"
         )
-    _end(groups)
-    return lacking
+    _destroy(groups)
+    return failed
 
 
 def _make_steps(
     config: Config, strategy: Strategy, ranks: Ranks, size: int, num_micro_batches: int, num_copies: int
 ) -> None:
-    """Two steps on the first samples: only in the second is the optimizer's state beside activations."""
+    """Make two steps on the first samples: only the second needs the optimizer's state and activations."""
     task, train_set = build_task(config), build_dataset(config.data, "train")
     batch = first_batch(config, train_set, size)
     to_device = build_to_device(config, ranks.device, train_set)
@@ -139,10 +144,10 @@ def _make_steps(
     owned, scaler = strategy.unwrap(module), grad_scaler(strategy)
     trained = TrainableParameters(owned)
     optimizer = build_optimizer(trained, config.optim)
-    beside = [torch.empty_like(parameter) for parameter in owned.parameters() for _ in range(num_copies)]
+    reserved = [torch.empty_like(parameter) for parameter in owned.parameters() for _ in range(num_copies)]
     if is_accelerator(ranks.device):
         free, _ = torch.accelerator.get_memory_info(ranks.device)
-        beside.append(torch.empty(int(_SPARED * free), dtype=torch.uint8, device=ranks.device))
+        reserved.append(torch.empty(int(_RESERVE * free), dtype=torch.uint8, device=ranks.device))
     module.train()
 
     def scaled(loss: Tensor, _: Any) -> Tensor:
@@ -159,4 +164,4 @@ def _make_steps(
         trained.attach_gradients()
         optimizer.step()
         trained.drop_gradients()
-    del beside
+    del reserved

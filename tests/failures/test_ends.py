@@ -80,8 +80,8 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
                     "schedule.warmup_steps=100000",
                 ): r"schedule.warmup_steps is 100000, but this run ends after "
                 r"660 steps; set schedule.warmup_steps=66 ",
-                ("model.num_classes=7",): r"model.num_classes is 7, but the data has 10 classes: its largest "
-                r"label is 9; set model.num_classes=10",
+                ("model.num_classes=7",): r"model.num_classes=7 is too small: the data has 10 classes, and "
+                r"its largest label is 9; set model.num_classes=10",
                 ("checkpoint.keep_best={metric:eval/acuracy,mode:max}",): r"keep_best.metric=eval/acuracy "
                 r"is not a metric of the evaluation; use one of eval/loss, eval/accuracy",
                 (

@@ -79,11 +79,11 @@ def test_multi_label_metrics_skip_labels_without_a_ranking() -> None:
     assert metrics["f1"] == 2 * 2 / (4 + 3)
     assert metrics["macro_f1"] == pytest.approx((0.5 + 2 / 3 + 0) / 3)
     assert metrics["loss"] == pytest.approx(task.loss(Given(), (scores, labels)).item())
-    with pytest.raises(UserError, match="one column for each label"):
+    with pytest.raises(UserError, match="which must be equal; set model"):
         task.loss(Given(), (scores[:, :2], labels))
     for act in (task.weight, partial(task.rows, Given())):
         for unknown in (-100, math.nan):
-            with pytest.raises(UserError, match="but MultiLabel takes 0 to 1, and counts every label"):
+            with pytest.raises(UserError, match="but MultiLabel expects 0 to 1, and ignores no label value"):
                 act((scores, labels.where(labels > 0, unknown)))
 
 
@@ -158,7 +158,7 @@ def test_regression_metrics(columns: tuple[int, ...]) -> None:
     assert set(metrics) == set(task.metric_names)
     column = outputs.reshape(17, -1)  # as a model with a last layer of one unit returns them
     assert task.loss(Given(), (column, targets)).item() == pytest.approx(expected["loss"], rel=1e-6)
-    with pytest.raises(UserError, match=r"the model returns 9; set model.num_classes="):
+    with pytest.raises(UserError, match=r"the model returns 9 numbers; set model.num_classes="):
         task.loss(Given(), (torch.zeros(17, 9), targets))
 
 
@@ -196,6 +196,6 @@ def test_language_model_shows() -> None:
     tokens = torch.frombuffer(bytearray(b"abcdefgh"), dtype=torch.uint8).long()[None]
     state = torch.get_rng_state()
     shown = LanguageModelling(show_tokens=10).show(NextLetter(), Evaluation({}, None, None, (tokens, tokens)))
-    assert shown.texts == {"eval/text": "    abcdefgh\n\ngoes on:\n\n    ijklmnopqr"}
+    assert shown.texts == {"eval/text": "    abcdefgh\n\ncontinues:\n\n    ijklmnopqr"}
     assert torch.equal(state, torch.get_rng_state())
     assert not LanguageModelling(show_tokens=0).show(Given(), Evaluation({}, None, None, (tokens,))).texts

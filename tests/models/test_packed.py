@@ -114,7 +114,7 @@ def test_borders_that_the_model_does_not_keep_are_refused(tmp_path: Path) -> Non
     config = settings("experiment=text_gpt", "data.dataset.border=10")
     assert config.model["border"] == 10 and settings("experiment=text_gpt").model["border"] is None
     windows = Windows(np.arange(9), 4, 11, border=10)
-    with pytest.raises(UserError, match=r"border is 10, but model.border is None"):
+    with pytest.raises(UserError, match=r"border=10, but model.border=None"):
         build_model({"_target_": "models.gpt.GPT", "vocab_size": 11, "block_size": 4}, windows)
     with pytest.raises(ValueError, match="border=11 is not one of the 11 tokens"):
         gpt(border=11)

@@ -269,7 +269,7 @@ class Reaches(Classification):
     ("what", "expected"),
     [
         ("nothing", "the first backward pass gave no parameter a gradient. The loss does not depend on"),
-        ("late", "Reaches has parameters, which no optimizer would train"),
+        ("late", "Reaches has trainable parameters, but the optimizer"),
     ],
 )
 def test_a_loss_that_trains_nothing_of_the_model_or_its_own_parameters(

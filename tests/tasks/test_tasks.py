@@ -77,7 +77,7 @@ def test_losses_of_half_precision_logits_are_summed_in_float32() -> None:
 
 
 def test_labels_that_are_no_class_are_named() -> None:
-    words = "the largest label is 9 and the smallest -1, but the model has classes 0 to 4; set model.num_classes=10"
+    words = "the labels are from -1 to 9, but the model has classes 0 to 4; set model.num_classes=10"
     for act in (Classification().loss, Classification().eval_sums):
         with pytest.raises(UserError, match=words):
             act(Given(), (torch.zeros(3, 5), torch.tensor([-1, 9, 3])))
@@ -125,7 +125,7 @@ def test_labels_may_be_shares_of_the_classes_or_one_hot(classes: int) -> None:
             with pytest.raises(UserError, match=r"must be classes, integers \(17,\), or class probabilities"):
                 act(Given(), (logits, wrong))
         for rows in (one_hot, shares):
-            with pytest.raises(UserError, match="the smallest is -100, which must be at least 0"):
+            with pytest.raises(UserError, match="which must be at least 0, but the smallest is -100"):
                 act(Given(), (logits, torch.cat([rows[1:], torch.full_like(rows[:1], -100)])))
 
 
@@ -180,7 +180,9 @@ def test_a_loss_of_the_models_own_is_over_the_labels_that_count(shifted: bool) -
     assert "accuracy" not in found
     with pytest.raises(UserError, match="which this model does not return"):
         task.predict(model, parts[0])
-    with pytest.raises(UserError, match="a batch is a tuple, but OwnLoss passes it to the model as keywords"):
+    with pytest.raises(
+        UserError, match="a batch is a tuple, but OwnLoss passes batches to the model as keyword arguments"
+    ):
         task.loss(model, (logits, labels))  # type: ignore[arg-type]
 
 
@@ -218,7 +220,7 @@ def test_the_accuracy_of_a_model_with_a_loss_of_its_own(form: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_names_the_labels_of_the_first_batch() -> None:
-    with pytest.raises(UserError, match="the largest label is 9"):
+    with pytest.raises(UserError, match="the labels are from 0 to 9"):
         Classification().loss(Given(), (torch.zeros(3, 5).cuda(), torch.tensor([0, 9, 3]).cuda()))
 
 
@@ -239,7 +241,7 @@ def test_labels_of_any_integer_dtype_train_alike(dtype):
 
 @pytest.mark.parametrize("task", [Classification(), LanguageModelling(), Regression(), MultiLabel()])
 def test_a_batch_of_other_parts_is_told(task):
-    with pytest.raises(UserError, match="a batch is a dict, but this task needs two"):
+    with pytest.raises(UserError, match="a batch is a dict, but this task expects two"):
         task.loss(nn.Linear(4, 2), {"x": torch.ones(2)})
 
 

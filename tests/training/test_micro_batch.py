@@ -70,7 +70,7 @@ def test_a_size_that_fails_is_halved_and_a_resume_keeps_the_one_that_fits(tmp_pa
     alone = "strategy=single"
     [found] = run_ranks(ran, 1, [LITTLE], alone, f"{SIZE}=auto", f"run_dir={tmp_path}/auto", init=False)
     [words] = found["told"]
-    assert "auto: 8 of the 32 samples of a rank; 32 failed on rank 0" in words and "16 failed" in words
+    assert "auto: 8 of 32 samples per rank; 32 failed on rank 0" in words and "16 failed" in words
     [given] = run_ranks(ran, 1, [LITTLE], alone, f"{SIZE}=8", f"run_dir={tmp_path}/given", init=False)
     assert found["size"] == 8 and given["hash"] == found["hash"], "the try leaves no trace in the run"
     again = (alone, f"{SIZE}=auto", "resume=auto", "train.max_steps=6", f"run_dir={tmp_path}/auto")
@@ -109,7 +109,11 @@ def refused(*overrides: str) -> str:
 def test_without_room_for_one_sample_a_line_says_so(tmp_path: Path) -> None:
     few = ("strategy=single", "train.global_batch_size=2", f"{SIZE}=auto", f"run_dir={tmp_path}/auto")
     [words] = run_ranks(refused, 1, *few, init=False)
-    assert "not even 1 sample fits; 2 failed" in words and "1 failed on rank 0" in words and "\n" not in words
+    assert (
+        "not even 1 sample fits in memory; 2 failed" in words
+        and "1 failed on rank 0" in words
+        and "\n" not in words
+    )
 
 
 def out_later(run_dir: str) -> str:

@@ -202,7 +202,7 @@ def refused(folder: Path, task: str, *words: str) -> str:
 REFUSED: dict[tuple[int, str, tuple[str, ...]], str] = {
     (2, "Unlike", ("strategy=ddp",)): r"on 1 of 2 ranks; .*after step 1\)",
     (2, "InLoss", ("strategy=ddp", CONSTRUCTOR)): r"changed requires_grad of middle.weight, .*after step 2\)",
-    (1, "Freezes", ("strategy=single",)): r"no parameter to train in step 3 \(after step 2\)",
+    (1, "Freezes", ("strategy=single",)): r"froze all parameters in step 3; .*\(after step 2\)",
     (1, "Unfreezes", ("checkpoint.frozen=false", FREEZE)): r"does not save middle.bias, .*after step 1\)",
 }
 

@@ -1,1 +1,1 @@
-"""Builds data, task and model from the settings, in the same way for training and after it."""
+"""Construction of data, task and model from the settings, for training, evaluation and prediction."""

@@ -1,4 +1,4 @@
-"""Builds datasets, loaders and what moves batches to the device."""
+"""Construction of datasets, loaders and the transfer of batches to the device."""
 
 import contextlib
 import dataclasses
@@ -23,18 +23,18 @@ from trainer.strategies.base import Strategy
 
 
 class LoadedData(NamedTuple):
-    """The training data, and the loaders of this process's part of training and held-out data."""
+    """The training data, and loaders of this process's part of the training and held-out data."""
 
     train_set: Any
     train_loader: TrainLoader
-    eval_loader: EvalLoader | None  # None: never evaluate
+    eval_loader: EvalLoader | None  # None: the run never evaluates
 
 
 def split_for(train: TrainConfig, strategy: Strategy) -> BatchSplit:
-    """How a global batch is split over the replicas of `strategy`.
+    """Return how a global batch is split over the replicas of `strategy`.
 
     Raises:
-        UserError: a size does not divide evenly.
+        UserError: the batch size is not divisible as required.
     """
     size, micro, replicas = train.global_batch_size, train.known_micro_batch_size, strategy.num_replicas
     if train.exact is None:
@@ -44,7 +44,7 @@ def split_for(train: TrainConfig, strategy: Strategy) -> BatchSplit:
 
 
 def load_data(config: Config, batch: BatchSplit, strategy: Strategy, ranks: Ranks) -> LoadedData:
-    """Build the datasets and loaders that `config` asks for."""
+    """Build the datasets and loaders that `config` specifies."""
     train_set = build_dataset(config.data, "train")
     share = _share(config, ranks, strategy.replica)
     order = _callable("data.order", config.data.order, shuffled)
@@ -55,16 +55,15 @@ def load_data(config: Config, batch: BatchSplit, strategy: Strategy, ranks: Rank
 
 
 def load_held_out(config: Config, batch: BatchSplit, ranks: Ranks) -> tuple[Any, EvalLoader]:
-    """The held-out data, and the loader of this process's part of it."""
+    """Return the held-out data, and the loader of this process's part of it."""
     eval_set = build_dataset(config.data, "eval")
-    every_rank = dataclasses.replace(
-        batch, num_replicas=ranks.world_size
-    )  # also one without a training share
+    # All ranks evaluate, including a rank that has no training samples.
+    every_rank = dataclasses.replace(batch, num_replicas=ranks.world_size)
     return eval_set, eval_loader(eval_set, config.data, every_rank, _share(config, ranks, ranks.rank))
 
 
 def first_batch(config: Config, train_set: Any, size: int) -> Any:
-    """The first `size` samples of an epoch, read in this process."""
+    """Return the first `size` samples of an epoch as a batch, read in this process."""
     assert config.seed is not None
     data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
     share = Share(0, config.seed, torch.device("cpu"), collate=build_collate(data))
@@ -87,14 +86,14 @@ def _callable(name: str, node: dict[str, Any] | None, default: Callable[..., Any
     found = instantiate(name, node)
     if not callable(found):
         raise UserError(
-            f"{name}: {node['_target_']} gives a {type(found).__name__}, but must give a callable; a "
-            "function takes _partial_: true"
+            f"{name}: expected a callable, but {node['_target_']} returned a {type(found).__name__}; to pass "
+            "a function itself, set _partial_: true"
         )
     return found
 
 
 def build_dataset(data: DataConfig, split: str) -> Any:
-    """The dataset, with the transforms of the settings."""
+    """Build the dataset for `split`, with the transforms of the settings."""
     dataset = instantiate("data.dataset", data.dataset, split=split)
     setting = f"{split}_transforms"
     if nodes := getattr(data, setting):
@@ -104,9 +103,9 @@ def build_dataset(data: DataConfig, split: str) -> Any:
 
 
 def as_built(config: Config, train_set: Any) -> Config:
-    """`config` with what is taken from the training data, so that the model can be used without these.
+    """Return `config` with the values that come from the training data, for use of the model without it.
 
-    An `auto` whose value has no form in YAML stays.
+    An `auto` setting stays `auto` if its value cannot be written as YAML.
     """
     model = _without_auto(config.model, filled("model", config.model, train_set))
     given = _normalisation(config, train_set)
@@ -126,14 +125,14 @@ def _without_auto(node: dict[str, Any], built: dict[str, Any]) -> dict[str, Any]
 
 
 def build_to_device(config: Config, device: torch.device, train_set: Any = None) -> ToDevice:
-    """Moves batches to the device; images are normalised by the settings, or else by the dataset's values."""
+    """Build the transfer of batches to the device; mean and std are the settings', or else the dataset's."""
     given = _normalisation(config, train_set)
     normalise = Normalise(given["mean"], given["std"], device) if given["mean"] and given["std"] else None
     return ToDevice(device, config.train.channels_last, normalise)
 
 
 def _normalisation(config: Config, train_set: Any) -> dict[str, list[float]]:
-    """mean and std of the settings, or else of the dataset; [] without any."""
+    """Return mean and std of the settings, or else of the dataset; [] if neither has them."""
     images = config.data.images
     given = {
         "mean": getattr(train_set, "mean", None) if images.mean is None else images.mean,

@@ -1,4 +1,4 @@
-"""Builds the model: its initial weights, its adapters, its frozen parameters, and the strategy's wrapper."""
+"""Construction of the model: initial weights, adapters, frozen parameters, and the strategy's wrapper."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def wrap_model(config: Config, model: InitialModel, strategy: Strategy) -> nn.Module:
+    """Wrap the model by `strategy`, after activation checkpointing if the settings ask for it."""
     if isinstance(config.strategy, UnitsConfig) and config.strategy.activation_checkpointing:
         compiled = config.train.compile
         strategy.notes.append(checkpoint_activations(model.module, config.strategy, compiled))
@@ -38,39 +39,45 @@ def wrap_model(config: Config, model: InitialModel, strategy: Strategy) -> nn.Mo
 
 
 def build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
-    """Build the model; `auto` settings are taken from the training data."""
-    for name, things in (("num_classes", "classes"), ("vocab_size", "tokens")):
-        given, there = node.get(name), getattr(train_set, name, None)
-        if isinstance(given, int) and isinstance(there, int) and given < there:
+    """Build the model, with `auto` settings taken from the training data.
+
+    Raises:
+        UserError: the settings do not match the data, or the object is not a model that can be trained and
+        saved.
+    """
+    for name, noun in (("num_classes", "classes"), ("vocab_size", "tokens")):
+        given, required = node.get(name), getattr(train_set, name, None)
+        if isinstance(given, int) and isinstance(required, int) and given < required:
             raise UserError(
-                f"model.{name} is {given}, but the data has {there} {things}: its largest label is "
-                f"{there - 1}; set model.{name}={there}, or auto"
+                f"model.{name}={given} is too small: the data has {required} {noun}, and its largest label "
+                f"is {required - 1}; set model.{name}={required}, or auto"
             )
     border = getattr(train_set, "border", None)
     if border is not None and node.get("border") != border:
         raise UserError(
-            f"data.dataset.border is {border}, but model.border is {node.get('border')}: documents would see "
-            f"each other; set model.border={border}, which model=gpt takes, or data.dataset.border=null"
+            f"data.dataset.border={border}, but model.border={node.get('border')}, so the model would attend "
+            f"across documents; set model.border={border} (model=gpt accepts it), or data.dataset.border=null"
         )
     model = instantiate("model", model_settings(node), facts=train_set)
     if not isinstance(model, nn.Module):
         raise UserError(
-            f"model: {node['_target_']} creates a {type(model).__name__}, which is not a torch.nn.Module"
+            f"model: expected a torch.nn.Module, but {node['_target_']} returned a {type(model).__name__}"
         )
     parameters = dict(model.named_parameters())
     if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
         raise UserError(
-            f"model: {node['_target_']} leaves the shape of {', '.join(lazy)} to its first batch, but ranks "
-            "and optimizer need it before: set the sizes, as in torch.nn.Linear for LazyLinear"
+            f"model: {node['_target_']} has uninitialized parameters: {', '.join(lazy)}. Lazy modules are "
+            "not supported, because their shapes must be known before the first batch; use torch.nn.Linear "
+            "in place of LazyLinear, for example"
         )
     for name, tensor in {**parameters, **dict(named_buffers(model)), **model.state_dict()}.items():
         is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
-        if is_plain and (problem := unsavable(tensor)) is not None:  # wrapping it would fail less clearly
+        if is_plain and (problem := unsavable(tensor)) is not None:  # a wrapper's error is less clear
             raise UserError(f"model: {node['_target_']} has {name}, which {problem}")
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError(
             f"model: {node['_target_']} has nothing to train: none of its {len(parameters)} parameters "
-            "requires a gradient"
+            "requires a gradient; keep requires_grad=True for at least one"
         )
     return model
 
@@ -82,18 +89,20 @@ def initial_model(
     read_by: tuple[Agreement, int] | None = None,
     on_meta: bool = False,
 ) -> InitialModel:
-    """Return the model as a run begins: built, with its initial weights and adapters, and frozen in part.
+    """Return the model as at the start of a run: initial weights, adapters, and frozen parameters.
 
-    A collective of `sharded_over` and `read_by`.
+    A collective if `sharded_over` or `read_by` is given.
 
     Args:
-        train_set: what gives settings of `auto` their values; None if none has to.
-        sharded_over: ranks that need no whole model, since the strategy fills one unit after another.
-        read_by: agreement and local rank of those who read `model.init_from`; None: it is not needed.
-        on_meta: build without memory, to measure the model, where that is possible.
+        train_set: the data from which `auto` settings take their values; None if no setting is `auto`.
+        sharded_over: if given, only rank 0 builds the whole model, because the strategy fills one unit at a
+            time.
+        read_by: agreement and local rank for reading `model.init_from`; None: the weights are not read.
+        on_meta: build on the meta device where possible, to measure the model without allocating memory.
 
     Raises:
-        UserError: the settings of the model are wrong; or adapters would freeze what has random values.
+        UserError: the settings of the model are wrong; or adapters would freeze parameters with random
+        values.
     """
     assert config.seed is not None
     build = partial(build_model, config.model, train_set)
@@ -112,39 +121,42 @@ def initial_model(
 
 
 def _refuse_random(module: nn.Module, trained: list[nn.Parameter], initial: Mapping[int, Tensor]) -> None:
-    """Raise UserError if adapters froze some of `trained` that `init_from` did not give."""
+    """Raise UserError if adapters froze parameters of `trained` that `init_from` does not contain."""
     random = {id(parameter) for parameter in trained if not parameter.requires_grad} - initial.keys()
     names = [name for name, parameter in module.named_parameters() if id(parameter) in random]
-    # peft trains a copy of a module in modules_to_save, and keeps the original.
-    left = [name for name in names if "original_module" not in name.split(".")]
-    if left and not initial:
+    # For modules in modules_to_save, peft trains a copy and keeps the original.
+    frozen = [name for name in names if "original_module" not in name.split(".")]
+    if frozen and not initial:
         log.warning(
-            "model.adapters freezes %s as the model's constructor made them: model.init_from is null",
-            first_few(left, 1),
+            "model.adapters freezes %s, with values from its constructor, because model.init_from=null",
+            first_few(frozen, 1),
         )
-    elif left:
+    elif frozen:
         raise UserError(
-            f"model.adapters would leave random values in {first_few(left)}: frozen, and not in "
-            "model.init_from; name their modules in model.adapters.modules_to_save, which trains them"
+            f"model.adapters would freeze {first_few(frozen)} at random values, because model.init_from does "
+            "not contain them; list their modules in model.adapters.modules_to_save, which trains them"
         )
 
 
 def _start_from(
     node: dict[str, Any], model: InitialModel, agreement: Agreement, local_rank: int
 ) -> dict[int, Tensor]:
-    """Load the initial weights of the model: those of `init_from`, or those that the model specifies.
+    """Load the initial weights of the model from `init_from`, or from the file that the model specifies.
 
     A model may have an attribute `pretrained`, a function that returns the path of a file of weights.
 
     Returns:
-        By the id of a tensor of the model, what was found for it; rank 0 has all, others perhaps none.
+        The loaded tensors by the id of the model's tensor; complete on rank 0, possibly empty on other ranks.
     """
     source, ignore, key = node.get("init_from"), node.get("init_ignore") or (), node.get("init_key")
     frozen = patterns("model.freeze", node.get("freeze"))
     named = getattr(model.module, "pretrained", None)
     if source is not None and named is not None:
-        raise UserError(f"model.init_from={source} and model.weights={node.get('weights')}: set one of them")
-    if named is not None:  # the first process of each host may have to download the file for the others
+        raise UserError(
+            f"model.init_from={source} and model.weights={node.get('weights')} are both set; set only one of "
+            "them"
+        )
+    if named is not None:  # the first process of each host may download the file
         agreement.everywhere(lambda: _file(named) if local_rank == 0 else None)
         source = agreement.everywhere(lambda: _file(named))
     if source is None:
@@ -155,9 +167,9 @@ def _start_from(
         found.update(weights_for(model.module, source, ignore, key, frozen))
         return found
 
-    agreement.everywhere(lambda: model.load(read))  # if a host lacks the file, all ranks end with one message
-    held = model.module.state_dict(keep_vars=True)
-    return {id(held[name]): tensor for name, tensor in found.items()}
+    agreement.everywhere(lambda: model.load(read))  # all ranks raise the error of a missing file
+    tensors = model.module.state_dict(keep_vars=True)
+    return {id(tensors[name]): tensor for name, tensor in found.items()}
 
 
 def _file(pretrained: Callable[[], Path]) -> Path:

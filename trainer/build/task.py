@@ -1,4 +1,4 @@
-"""Builds the task, and refuses one that lacks a method."""
+"""Construction of the task, with a check for missing methods."""
 
 from typing import Any
 
@@ -10,11 +10,16 @@ from trainer.tasks.base import refuse_own_parameters
 
 
 def build_task(config: Config) -> Task:
+    """Build the task of the settings.
+
+    Raises:
+        UserError: it lacks a method, or has parameters that no optimizer would train.
+    """
     task: Task = instantiate("data.task", config.data.task)
-    if lacking := _lacking(task, config.train.evaluates):
+    if missing := _missing_methods(task, config.train.evaluates):
         raise UserError(
-            f"data.task: {config.data.task['_target_']} makes a {type(task).__name__} without {lacking}; see "
-            "trainer.tasks.Task. With train.eval_every_epochs=0 only loss is needed"
+            f"data.task: {config.data.task['_target_']} returned a {type(task).__name__} without {missing}; "
+            "see trainer.tasks.Task. With train.eval_every_epochs=0, loss is enough"
         )
     refuse_own_parameters(task)
     if config.train.compile and offers(task, "compile"):
@@ -22,12 +27,12 @@ def build_task(config: Config) -> Task:
     return task
 
 
-def _lacking(task: Any, evaluates: bool) -> str:
-    """The methods that `task` should have and does not, in words."""
-    lacking = [] if offers(task, "loss") else ["loss"]
+def _missing_methods(task: Any, evaluates: bool) -> str:
+    """Return the names of the missing methods as a phrase for an error message."""
+    missing = [] if offers(task, "loss") else ["loss"]
     if evaluates:
         pair = ("rows", "summarise_rows") if offers(task, "rows") else ("eval_sums", "summarise")
-        lacking += [name for name in pair if not offers(task, name)]
-        if {*pair} <= {*lacking}:
-            lacking.append("(or rows and summarise_rows)")
-    return " and ".join(lacking).replace(" and (", " (")
+        missing += [name for name in pair if not offers(task, name)]
+        if {*pair} <= {*missing}:
+            missing.append("(or rows and summarise_rows)")
+    return " and ".join(missing).replace(" and (", " (")

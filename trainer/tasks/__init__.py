@@ -1,4 +1,4 @@
-"""Training objectives, metrics and what is shown of them: one class for each kind of task."""
+"""Tasks: classes that define the loss, the metrics, and what TensorBoard shows."""
 
 from trainer.tasks.base import Evaluation, Shown, Task, offers
 from trainer.tasks.classification import Classification

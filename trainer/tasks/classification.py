@@ -1,4 +1,4 @@
-"""One class for each input."""
+"""Classification with one class per input."""
 
 import torch
 from torch import Tensor, nn
@@ -15,25 +15,29 @@ from trainer.tasks.cross_entropy import (
     num_counted,
 )
 
-_CONFUSIONS_OF = 20  # at most this many classes: their square is counted, and shown
+_MAX_CONFUSION_CLASSES = 20  # the confusion table has the square of this number of cells
 
 
 class Classification:
-    """One class for each input: batches are (inputs (B, ...), labels (B,)), the model returns (B, classes).
+    """Classification with one class per input.
 
-    A label of -100 does not count. Labels may also be class probabilities (B, classes), or one-hot: the
-    class with the largest then counts as correct.
+    Batches are (inputs (B, ...), labels (B,)), and the model returns logits (B, classes). A label of -100 is
+    ignored. Labels may also be class probabilities (B, classes) or one-hot; the most likely class is then
+    the correct one.
 
-    Evaluation: mean cross entropy (without smoothing, so that runs are comparable), accuracy and, with
-    more than five classes, top5_accuracy. Shown: the first held-out images with their predicted classes, and
-    a confusion table of at most 20.
+    Metrics: cross entropy (without label smoothing, so that runs are comparable), accuracy and, for more than
+    five classes, top5_accuracy. TensorBoard shows the first held-out images with their predicted classes
+    and, for at most 20 classes, a confusion table.
+
+    Args:
+        label_smoothing: as in `torch.nn.CrossEntropyLoss`, from 0 to 1.
     """
 
     metric_names = ("loss", "accuracy", "top5_accuracy")
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"label_smoothing={label_smoothing} is not within [0, 1]")
+            raise ValueError(f"label_smoothing={label_smoothing}: expected a number from 0 to 1")
         self.label_smoothing = label_smoothing
         self.plain_loss: Tensor | None = None
         self._cross_entropy = CrossEntropy("model.num_classes")
@@ -52,9 +56,10 @@ class Classification:
         return num_counted(inputs_and_labels(batch)[1])
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """[loss, correct, labels, correct in the top five, labels with more than five classes, confusions]
+        """Return sums: [loss, correct, labels, correct in the top five, labels of the top five, confusions].
 
-        The confusions are the samples of class i predicted as class j, at i * classes + j.
+        The two sums of the top five are 0 for up to five classes. Of the confusions, the number at
+        i * classes + j counts the samples of class i predicted as class j.
         """
         inputs, labels = inputs_and_labels(batch)
         logits = logits_of(model(inputs))
@@ -66,9 +71,9 @@ class Classification:
         return torch.cat([torch.stack(sums), _confusions(likeliest[:, 0], labels, logits.shape[1])])
 
     def predict(self, model: nn.Module, batch: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """label (B,), prediction (B,), the most likely class, and probabilities (B, classes).
+        """Return label (B,), prediction (B,), the most likely class, and probabilities (B, classes).
 
-        An uncounted label stays -100; a batch of inputs alone has no column for them.
+        An ignored label stays -100. Without labels in the batch, there is no column for them.
         """
         inputs, labels = inputs_and_any_labels(batch)
         logits = logits_of(model(inputs))
@@ -76,7 +81,7 @@ class Classification:
         return known | {"prediction": _likeliest(logits)[:, 0], "probabilities": logits.softmax(dim=1)}
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
-        loss, accuracy = (sums[:2] / sums[2]).tolist()  # NaN if no label counts
+        loss, accuracy = (sums[:2] / sums[2]).tolist()  # NaN if all labels are ignored
         metrics = {"loss": loss, "accuracy": accuracy}
         return metrics | {"top5_accuracy": float(sums[3] / sums[4])} if sums[4] else metrics
 
@@ -86,33 +91,34 @@ class Classification:
         texts = {"eval/confusion": _table(confusions)} if len(confusions) else {}
         inputs, labels = (values[:32] for values in evaluation.batch)
         logits = logits_of(model(inputs))
-        taken_for, labels = _likeliest(logits)[:, 0].tolist(), classes_of(labels, logits)
+        predicted, labels = _likeliest(logits)[:, 0].tolist(), classes_of(labels, logits)
         if inputs.ndim != 4 or inputs.shape[1] not in (1, 3) or labels.ndim != 1:
             return Shown(texts)
         from trainer.tasks.pictures import captioned  # imports Pillow
 
-        pairs = list(zip(labels.tolist(), taken_for, strict=True))
-        words = [f"{label}" if label == taken else f"{label} as {taken}" for label, taken in pairs]
-        return Shown(texts, {"eval/samples": captioned(inputs, words, [one == two for one, two in pairs])})
+        pairs = list(zip(labels.tolist(), predicted, strict=True))
+        captions = [f"{label}" if label == guess else f"{label} as {guess}" for label, guess in pairs]
+        correct = [label == guess for label, guess in pairs]
+        return Shown(texts, {"eval/samples": captioned(inputs, captions, correct)})
 
 
-def _confusions(taken_for: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """The number of samples of each class predicted as each; empty for many classes or labels by pixel."""
-    if classes > _CONFUSIONS_OF or labels.ndim != 1:
+def _confusions(predicted: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """Return the flattened confusion matrix; empty for more than 20 classes or labels per pixel."""
+    if classes > _MAX_CONFUSION_CLASSES or labels.ndim != 1:
         return torch.zeros(0, dtype=torch.float64, device=labels.device)
     is_class = counted(labels)
-    where = torch.where(is_class, labels * classes + taken_for, 0)
+    where = torch.where(is_class, labels * classes + predicted, 0)
     counts = torch.zeros(classes**2, dtype=torch.float64, device=labels.device)
     return counts.index_add_(0, where, is_class.double())
 
 
 def _table(confusions: Tensor) -> str:
     matrix = confusions.reshape(int(len(confusions) ** 0.5), -1).long().tolist()
-    head = "| class, taken for | " + " | ".join(map(str, range(len(matrix)))) + " |"
+    head = "| class \\ predicted | " + " | ".join(map(str, range(len(matrix)))) + " |"
     rows = [f"| **{k}** | " + " | ".join(map(str, row)) + " |" for k, row in enumerate(matrix)]
     return "\n".join([head, "|---" * (len(matrix) + 1) + "|", *rows])
 
 
 def _likeliest(logits: Tensor) -> Tensor:
-    """The five most likely classes, most likely first, or all of fewer; ties yield one answer."""
+    """Return the five most likely classes in order or, for up to five classes, the most likely one."""
     return logits.topk(5 if logits.shape[1] > 5 else 1, dim=1).indices

@@ -1,4 +1,4 @@
-"""Cross entropy that names a label outside the model's classes."""
+"""Cross entropy whose error names the label that is not a class of the model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,107 +11,111 @@ from torch.nn import functional as F
 from trainer.accelerator import is_accelerator
 from trainer.errors import UserError
 
-_TAKEN_BY_TORCH = (torch.int64, torch.uint8)
+_TORCH_LABEL_DTYPES = (torch.int64, torch.uint8)
 IGNORED = -100  # torch's value for a label that does not count
 
 
 def inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
-    """The two parts of a batch.
+    """Return the inputs and the labels of a batch.
 
     Raises:
-        UserError: it has other parts, or its labels are not a tensor, as those of text are not.
+        UserError: the batch does not have two parts, or its labels are not a tensor (but strings, for
+        example).
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         has = f"has {len(batch)} parts" if isinstance(batch, tuple | list) else f"is a {type(batch).__name__}"
         raise UserError(
-            f"a batch {has}, but this task needs two: inputs and labels. Let the dataset return two for each "
-            "sample, or set data.task to your own task"
+            f"a batch {has}, but this task expects two: inputs and labels. Return both for each sample of "
+            "the dataset, or set data.task to your own task"
         )
     inputs, labels = batch
     if not isinstance(labels, Tensor):
         inner = f" of {type(labels[0]).__name__}" if isinstance(labels, list | tuple) and labels else ""
-        raise UserError(f"the labels are a {type(labels).__name__}{inner}, but must be numbers, in a tensor")
+        raise UserError(f"expected labels as a tensor of numbers, got a {type(labels).__name__}{inner}")
     return inputs, labels
 
 
 def inputs_and_any_labels(batch: Any) -> tuple[Any, Tensor | None]:
-    """As `inputs_and_labels`; of a batch of inputs alone, without labels."""
+    """As `inputs_and_labels`, but a batch may also be the inputs only; labels are then None."""
     return (batch, None) if isinstance(batch, Tensor) else inputs_and_labels(batch)
 
 
 def num_counted(labels: Tensor) -> int:
-    """The number of counted labels of a batch on the host; for probabilities (B, classes), its rows."""
+    """Return the number of counted labels of a batch in CPU memory; for probabilities (B, classes), B."""
     if labels.is_floating_point():
         return len(labels)
     return int(np.count_nonzero(labels.cpu().numpy() != IGNORED))  # 3 us; torch takes 9
 
 
 def counted(labels: Tensor) -> Tensor:
-    """Which integer labels count."""
+    """Return a mask of the integer labels that count."""
     return labels.long() != IGNORED  # as bytes, IGNORED is 156
 
 
 def classes_of(labels: Tensor, logits: Tensor) -> Tensor:
-    """`labels` as classes (B, ...) int64; of probabilities or one-hot labels, the largest."""
+    """Return `labels` as classes (B, ...), int64; for probabilities or one-hot labels, the largest."""
     return labels.double().argmax(dim=1) if labels.shape == logits.shape else labels.long()
 
 
 class CrossEntropy:
-    """torch's cross entropy, with an error that names invalid labels, which torch does not on a GPU.
+    """torch's cross entropy, with an error that names invalid labels.
 
-    Labels are classes (B, ...) or, in the shape of the logits (B, classes, ...), probabilities or
-    one-hot. On a GPU only the labels of the first batch are checked: each check would wait for the GPU.
+    Labels are classes (B, ...) or, in the shape of the logits (B, classes, ...), probabilities or one-hot. On
+    a GPU only the labels of the first batch are checked, because each check waits for the GPU.
+
+    Args:
+        setting: the setting that an error suggests, such as model.num_classes.
     """
 
     def __init__(self, setting: str) -> None:
-        self._setting, self._looked = setting, False
+        self._setting, self._has_checked = setting, False
         self._function = _cross_entropy
 
     def compile(self) -> None:
-        """Compute loss and gradient in one pass from now on, without keeping logits in fp32."""
+        """Compile the loss, so that no copy of the logits in fp32 is kept for the backward pass."""
         self._function = torch.compile(_cross_entropy)
 
     def __call__(self, logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        are_shares = labels.shape == logits.shape
-        if are_shares and not labels.is_floating_point():
+        are_probabilities = labels.shape == logits.shape
+        if are_probabilities and not labels.is_floating_point():
             labels = labels.to(logits.dtype)
-        elif not labels.is_floating_point() and labels.dtype not in _TAKEN_BY_TORCH:
+        elif not labels.is_floating_point() and labels.dtype not in _TORCH_LABEL_DTYPES:
             labels = labels.long()
-        is_here = labels.is_cpu and type(labels) is Tensor  # and has values, as fake tensors have not
-        if (is_accelerator(labels.device) and not self._looked) or (are_shares and is_here):
-            self._refuse_others(logits, labels)
-        self._looked = True
+        is_on_cpu = labels.is_cpu and type(labels) is Tensor  # a fake tensor has no values
+        if (is_accelerator(labels.device) and not self._has_checked) or (are_probabilities and is_on_cpu):
+            self._refuse_invalid(logits, labels)
+        self._has_checked = True
         try:
-            function = _cross_entropy if labels.is_meta else self._function  # not compiled for meta
+            function = _cross_entropy if labels.is_meta else self._function  # meta: nothing to compile
             return function(logits, labels, **options)
         except (IndexError, RuntimeError):
-            self._refuse_others(logits, labels)
+            self._refuse_invalid(logits, labels)
             raise
 
-    def _refuse_others(self, logits: Tensor, labels: Tensor) -> None:
-        """Raise UserError if the shape of labels is wrong, or one is not a class of the model."""
-        num_classes, one_each = logits.shape[1], logits.shape[:1] + logits.shape[2:]
-        if labels.shape != (logits.shape if labels.is_floating_point() else one_each):
+    def _refuse_invalid(self, logits: Tensor, labels: Tensor) -> None:
+        """Raise UserError if the shape of the labels is wrong, or a label is not a class of the model."""
+        num_classes, class_shape = logits.shape[1], logits.shape[:1] + logits.shape[2:]
+        if labels.shape != (logits.shape if labels.is_floating_point() else class_shape):
             raise UserError(
-                f"the labels are {labels.dtype} {tuple(labels.shape)}, but with the model's logits "
-                f"{tuple(logits.shape)} must be classes, integers {tuple(one_each)}, or class "
-                f"probabilities, floats {tuple(logits.shape)}; check the data, or set {self._setting}"
+                f"the labels are {labels.dtype} {tuple(labels.shape)}, but for logits {tuple(logits.shape)} "
+                f"they must be classes, integers {tuple(class_shape)}, or class probabilities, floats "
+                f"{tuple(logits.shape)}; check the data, or set {self._setting}"
             )
         if labels.is_floating_point():
-            if len(labels) and (smallest_share := float(labels.min())) < 0:
+            if len(labels) and (smallest := float(labels.min())) < 0:
                 raise UserError(
-                    f"the labels are class probabilities, and the smallest is {smallest_share:g}, which must "
-                    "be at least 0: a row of them always counts; use classes, of which -100 does not, or "
-                    "leave such samples out"
+                    "the labels are class probabilities, which must be at least 0, but the smallest is "
+                    f"{smallest:g}. Probabilities cannot be ignored like class -100: use classes as labels, "
+                    "or remove these samples from the dataset"
                 )
             return
         given = labels[counted(labels)]
         if len(given) and not 0 <= int(given.min()) <= int(given.max()) < num_classes:
-            smallest, largest = int(given.min()), int(given.max())
+            least, most = int(given.min()), int(given.max())
             raise UserError(
-                f"the largest label is {largest} and the smallest {smallest}, but the model has classes 0 to "
-                f"{num_classes - 1}; set {self._setting}={max(largest + 1, num_classes)}, or check the data; "
-                f"a label that is to be ignored is {IGNORED}"
+                f"the labels are from {least} to {most}, but the model has classes 0 to {num_classes - 1}; "
+                f"set {self._setting}={max(most + 1, num_classes)}, or check the data; use {IGNORED} for "
+                "labels to ignore"
             )
 
 
@@ -121,21 +125,21 @@ def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
 
 
 def logits_as_made(output: Any) -> Tensor:
-    """The output of a model: logits, or an object or dict with `logits`, as Hugging Face's models return.
+    """Return the logits of a model's output: a tensor, or an object or dict with `logits` (Hugging Face).
 
     Raises:
-        UserError: it returns something else.
+        UserError: the output contains no logits.
     """
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if isinstance(logits, Tensor):
         return logits
-    holds = f" of {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+    keys = f" of {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
     raise UserError(
-        f"the model returns a {type(output).__name__}{holds}, but must return a tensor of logits, or an "
-        "object or a dict with the key logits; or set data.task to your own task"
+        f"the model returns a {type(output).__name__}{keys}, but must return a tensor of logits, or an "
+        "object or dict with logits; change the model, or set data.task to your own task"
     )
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in fp32; unchanged if only a loss is computed from them."""
+    """Return the logits of a model's output in fp32."""
     return logits_as_made(output).float()

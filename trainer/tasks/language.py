@@ -1,4 +1,4 @@
-"""The next token at each position."""
+"""Language modelling: prediction of the next token."""
 
 import math
 
@@ -21,36 +21,40 @@ _TEMPERATURE = 0.8
 
 
 class LanguageModelling:
-    """The next token at each position: batches are (tokens, targets), (B, T) each; logits are (B, T, vocab).
+    """Prediction of the next token.
 
-    A target of -100, such as padding, does not count.
+    Batches are (tokens, targets), (B, T) each, and the model returns logits (B, T, vocab). A target of -100,
+    such as padding, is ignored.
 
-    Evaluation: mean cross entropy in nats per token, its exponential the perplexity, and bits_per_byte.
-
-    Shown: the model's continuation of the first held-out sequence.
+    Metrics: loss (cross entropy in nats per token), perplexity and bits_per_byte. TensorBoard shows the
+    model's continuation of the first held-out sequence.
 
     Args:
-        show_tokens: the length of the continuation, a forward pass for each token; 0 shows nothing.
-        head: what the model returns for a loss. `logits`, from which the loss is computed here; `loss`,
-            which the model computes itself, so that train.compile has both in one graph; `chunks`, the same
-            for some rows of logits at a time, if torch has F.linear_cross_entropy. For the latter two its
-            forward must take targets, like that of models.gpt.GPT.
-        bytes_per_token: 1 for text read byte by byte, otherwise the tokenizer's mean; None leaves
-            bits_per_byte out.
+        bytes_per_token: 1 for text that is read byte by byte, otherwise the tokenizer's mean; None omits
+            bits_per_byte.
+        show_tokens: length of the continuation; each token takes a forward pass. 0 shows none.
+        head: where the loss is computed. `logits`: here, from the logits that the model returns. `loss`: in
+            the model, so that train.compile compiles both as one graph. `chunks`: in the model, for a few
+            rows of logits at a time, which needs F.linear_cross_entropy. For `loss` and `chunks`, the model's
+            forward must have the parameters of models.gpt.GPT.
+
+    Raises:
+        ValueError: an argument is out of range, or torch lacks F.linear_cross_entropy.
     """
 
     def __init__(
         self, bytes_per_token: float | None = 1.0, show_tokens: int = 64, head: str = "logits"
     ) -> None:
         if bytes_per_token is not None and not bytes_per_token > 0:
-            raise ValueError(f"bytes_per_token={bytes_per_token} is not above 0")
+            raise ValueError(f"bytes_per_token={bytes_per_token}: expected a number above 0, or null")
         if show_tokens < 0:
-            raise ValueError(f"show_tokens={show_tokens} is below 0")
+            raise ValueError(f"show_tokens={show_tokens}: expected 0 or more")
         if head not in ("logits", "loss", "chunks"):
-            raise ValueError(f"head={head} is not logits, loss or chunks")
+            raise ValueError(f"head={head}: expected logits, loss or chunks")
         if head == "chunks" and not hasattr(F, "linear_cross_entropy"):
             raise ValueError(
-                f"head=chunks needs F.linear_cross_entropy, which torch {torch.__version__} lacks"
+                f"head=chunks needs F.linear_cross_entropy, which torch {torch.__version__} does not have; "
+                "use a newer torch, or head=loss"
             )
         self.head = head
         self.bytes_per_token, self.show_tokens = bytes_per_token, show_tokens
@@ -72,14 +76,14 @@ class LanguageModelling:
         return counted(batch[1]).sum()
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """[loss, tokens]"""
+        """Return sums: [loss, tokens]."""
         loss = self._loss(model, batch, "sum").double()
         return torch.stack([loss, self.num_tokens(batch).to(loss)])
 
     def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """For each sequence: loss (B,), in nats per token, and accuracy (B,), the fraction of right tokens.
+        """Return loss (B,), in nats per token, and accuracy (B,), the fraction of correct tokens.
 
-        NaN if none of its tokens counts.
+        Both are NaN for a sequence without counted tokens.
         """
         tokens, targets = inputs_and_labels(batch)
         logits = logits_of(model(tokens))
@@ -88,7 +92,7 @@ class LanguageModelling:
         return {"loss": loss.view_as(targets).sum(dim=1) / count, "accuracy": right.sum(dim=1) / count}
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
-        loss = float(sums[0] / sums[1])  # NaN if no token counts
+        loss = float(sums[0] / sums[1])  # NaN without counted tokens
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # e^710 overflows
         if self.bytes_per_token is not None:
             metrics["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
@@ -98,15 +102,16 @@ class LanguageModelling:
         if not self.show_tokens:
             return Shown()
         tokens = evaluation.batch[0][:1]
-        length = tokens.shape[1]  # the same in each pass, so that a model is compiled once
-        generator = torch.Generator().manual_seed(0)  # the same at each evaluation, to compare
+        length = tokens.shape[1]  # constant, so that the model is compiled only once
+        generator = torch.Generator().manual_seed(0)  # the same draws at each evaluation, for comparison
         for _ in range(self.show_tokens):
-            likely = logits_of(model(tokens[:, -length:]))[0, -1].cpu().div(_TEMPERATURE).softmax(dim=0)
-            likely = likely.nan_to_num(1.0)  # NaN must not end the run: sample anything
-            drawn = torch.multinomial(likely, 1, generator=generator)
+            scores = logits_of(model(tokens[:, -length:]))[0, -1].cpu()
+            probabilities = scores.div(_TEMPERATURE).softmax(dim=0)
+            probabilities = probabilities.nan_to_num(1.0)  # NaN must not fail the run
+            drawn = torch.multinomial(probabilities, 1, generator=generator)
             tokens = torch.cat([tokens, drawn.to(tokens.device)[None]], dim=1)
-        before, after = (_quoted(part.tolist(), len(likely)) for part in tokens[0].tensor_split([length]))
-        return Shown({"eval/text": f"{before}\n\ngoes on:\n\n{after}"})
+        before, after = (_quoted(part.tolist(), len(scores)) for part in tokens[0].tensor_split([length]))
+        return Shown({"eval/text": f"{before}\n\ncontinues:\n\n{after}"})
 
     def _loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
         tokens, targets = inputs_and_labels(batch)
@@ -119,8 +124,8 @@ class LanguageModelling:
                 if "unexpected keyword argument" not in str(error):
                     raise
                 raise UserError(
-                    f"data.task.head={self.head} has the model compute the loss, but its forward lacks "
-                    "the arguments targets, reduction and chunks of models.gpt.GPT; set it to logits"
+                    f"data.task.head={self.head} needs a model whose forward has the parameters targets, "
+                    "reduction and chunks, like models.gpt.GPT; set data.task.head=logits"
                 ) from error
             return loss
         logits = logits_as_made(model(tokens)).flatten(0, 1)
@@ -128,6 +133,6 @@ class LanguageModelling:
 
 
 def _quoted(tokens: list[int], vocab_size: int) -> str:
-    """Markdown that shows bytes verbatim as text, and other tokens as numbers."""
+    """Return tokens as a Markdown code block: bytes as text, other tokens as numbers."""
     text = bytes(tokens).decode(errors="replace") if vocab_size <= 256 else " ".join(map(str, tokens))
     return "\n".join(f"    {line}" for line in text.splitlines())

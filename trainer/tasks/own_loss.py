@@ -1,4 +1,4 @@
-"""A model that computes its own loss, as Hugging Face's do when given labels."""
+"""A task for models that compute their own loss, like those of Hugging Face when given labels."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,19 +11,21 @@ from trainer.tasks.cross_entropy import counted
 
 
 class OwnLoss:
-    """Batches are dicts of tensors (B, ...), the model's keywords; it returns its loss.
+    """A task for models that compute their own loss.
 
-    As the trainer of Hugging Face takes it: in ``loss``, an attribute or a key, first in a tuple, or alone.
+    Batches are dicts of tensors (B, ...), which are passed to the model as keyword arguments. The model
+    returns its loss in one of the forms that Hugging Face's trainer accepts: as the attribute or key
+    ``loss``, as the first item of a tuple, or as the only output.
 
-    It must be the mean over the batch's counted ``labels``: integers other than -100. In a batch
-    without labels, or with floats, each sample counts.
+    The loss must be the mean over the batch's counted ``labels``: integers other than -100. If a batch has no
+    labels, or labels of floats, each sample counts.
 
-    Evaluation: the mean of the loss over all counted labels; and accuracy, if the model also returns
-    ``logits`` (B, classes), an attribute or a key, and labels are classes (B,).
+    Metrics: loss, the mean over all counted labels; and accuracy, if the model also returns ``logits``
+    (B, classes) as an attribute or key, and the labels are classes (B,).
 
     Args:
-        shifted: whether the model leaves out the first label of each sequence, as causal language models of
-            Hugging Face do, since no token comes before it. Required if labels are sequences.
+        shifted: whether the model ignores the first label of each sequence, as causal language models of
+            Hugging Face do, because no token precedes it. Required if labels are sequences.
     """
 
     metric_names = ("loss", "accuracy")
@@ -41,17 +43,17 @@ class OwnLoss:
         if labels.ndim > 1 and self.shifted is None:
             raise UserError(
                 f"the labels are sequences, {tuple(labels.shape)}; set data.task.shifted=true for a causal "
-                "language model, which leaves the first label of each sequence out of its loss, or "
+                "language model, whose loss ignores the first label of each sequence, or "
                 "data.task.shifted=false for other models"
             )
         return counted(labels[:, 1:] if labels.ndim > 1 and self.shifted else labels).sum()
 
     def eval_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """[loss, counted labels], and with logits the number of correct ones."""
+        """Return sums: [loss, counted labels] and, if the model returns logits, correct labels."""
         output = self._output(model, batch)
         loss = self._loss(output).double()
         count = torch.as_tensor(self.weight(batch)).to(loss)
-        sums = [torch.where(count > 0, loss * count, 0.0), count]  # a mean over no label is NaN
+        sums = [torch.where(count > 0, loss * count, 0.0), count]  # without counted labels, the mean is NaN
         logits, labels = _logits(output), batch.get("labels")
         if logits is not None and labels is not None and labels.ndim == 1 and not labels.is_floating_point():
             sums.append((logits.argmax(1) == labels).sum().double())
@@ -62,16 +64,17 @@ class OwnLoss:
         return {"loss": loss} | ({"accuracy": accuracy[0]} if accuracy else {})
 
     def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """prediction (B,), the most likely class, and probabilities (B, classes); label (B,) if known.
+        """Return prediction (B,), the most likely class, probabilities (B, classes), and label (B,) if given.
 
         Raises:
-            UserError: the model returns no logits of this shape.
+            UserError: the model does not return logits (B, classes).
         """
         output, labels = self._output(model, batch), batch.get("labels")
         if (logits := _logits(output)) is None:
             raise UserError(
-                "OwnLoss predicts classes from logits (B, classes), which this model does not return; let it "
-                "return a dict of loss and logits, or give a task of your own (data.task) a method predict"
+                "OwnLoss predicts classes from logits (B, classes), which this model does not return; return "
+                "a dict of loss and logits from the model, or set data.task to your own task with a method "
+                "predict"
             )
         known = {} if labels is None or labels.ndim != 1 else {"label": labels}
         return known | {"prediction": logits.argmax(1), "probabilities": logits.softmax(dim=1)}
@@ -86,9 +89,9 @@ class OwnLoss:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise UserError(
-                f"the model returned a {type(output).__name__}, and in the place of its loss a "
-                f"{type(loss).__name__}{shape}; OwnLoss needs one number: loss as attribute or key, first in "
-                "a tuple, or alone. Another output is for a task of your own (data.task)"
+                f"expected the model's loss to be one number, got a {type(loss).__name__}{shape} from an "
+                f"output of type {type(output).__name__}; return it as attribute or key `loss`, as the first "
+                "item of a tuple, or as the only output. For other outputs, set data.task to your own task"
             )
         return loss
 
@@ -97,13 +100,13 @@ def _as_keywords(batch: Any) -> Mapping[str, Tensor]:
     if isinstance(batch, Mapping):
         return batch
     raise UserError(
-        f"a batch is a {type(batch).__name__}, but OwnLoss passes it to the model as keywords: let the "
-        "dataset return a dict for each sample, or set data.task to a task that takes it, as "
-        "trainer.tasks.Classification takes inputs and labels"
+        f"a batch is a {type(batch).__name__}, but OwnLoss passes batches to the model as keyword arguments; "
+        "return a dict for each sample of the dataset, or set data.task to another task, such as "
+        "trainer.tasks.Classification for inputs and labels"
     )
 
 
 def _logits(output: Any) -> Tensor | None:
-    """(B, classes), if the model returned any as an attribute or a key."""
+    """Return the logits (B, classes) of an output, or None if it contains none of this shape."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return logits.float() if isinstance(logits, Tensor) and logits.ndim == 2 else None

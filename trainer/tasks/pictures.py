@@ -1,4 +1,4 @@
-"""Grids of sample images with captions, drawn by Pillow in milliseconds."""
+"""Grids of sample images with captions, drawn with Pillow, which is faster than matplotlib."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,15 @@ from torch.nn import functional as F
 
 _COLUMNS = 8
 _TILE = 64  # minimum size in pixels
-_STRIP = 14  # for the caption
-_GOOD, _BAD = (0, 110, 0), (190, 0, 0)
+_CAPTION = 14  # height in pixels
+_CORRECT, _WRONG = (0, 110, 0), (190, 0, 0)  # colours of captions
 
 
-def captioned(images: Tensor, captions: Sequence[str], right: Sequence[bool]) -> Tensor:
-    """Lay out images in rows of 8, with captions below, green where `right` and red elsewhere.
+def captioned(images: Tensor, captions: Sequence[str], correct: Sequence[bool]) -> Tensor:
+    """Arrange images in rows of 8, with captions below: green if `correct`, otherwise red.
 
     Args:
-        images: (N, 1 or 3, H, W), each scaled from its minimum to its maximum.
+        images: (N, 1 or 3, H, W); the range of each image is scaled to [0, 255].
 
     Returns:
         (3, height, width), uint8.
@@ -30,10 +30,10 @@ def captioned(images: Tensor, captions: Sequence[str], right: Sequence[bool]) ->
     pixels = F.interpolate(pixels, scale_factor=scale).expand(-1, 3, -1, -1).round().to(torch.uint8)
     height, width = pixels.shape[2], max(pixels.shape[3], _TILE)
     rows = -(-len(pixels) // _COLUMNS)
-    canvas = Image.new("RGB", (_COLUMNS * width, rows * (height + _STRIP)), "white")
+    canvas = Image.new("RGB", (_COLUMNS * width, rows * (height + _CAPTION)), "white")
     draw = ImageDraw.Draw(canvas)
-    for number, (tile, caption, is_right) in enumerate(zip(pixels, captions, right, strict=True)):
-        x, y = number % _COLUMNS * width, number // _COLUMNS * (height + _STRIP)
+    for number, (tile, caption, is_correct) in enumerate(zip(pixels, captions, correct, strict=True)):
+        x, y = number % _COLUMNS * width, number // _COLUMNS * (height + _CAPTION)
         canvas.paste(Image.fromarray(tile.permute(1, 2, 0).contiguous().numpy()), (x, y))
-        draw.text((x + 2, y + height + 1), caption, fill=_GOOD if is_right else _BAD)
+        draw.text((x + 2, y + height + 1), caption, fill=_CORRECT if is_correct else _WRONG)
     return torch.from_numpy(np.array(canvas)).permute(2, 0, 1)

@@ -1,4 +1,4 @@
-"""Prediction of numbers."""
+"""Regression: prediction of one or more numbers."""
 
 import math
 
@@ -13,23 +13,24 @@ _LOSSES = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
 
 
 class Regression:
-    """Batches are (inputs (B, ...), targets (B,) or (B, K)); the model returns as many numbers.
+    """Prediction of one or more numbers.
 
-    Every target counts, -100 too, and NaN in one ends the run: a task of yours leaves missing ones out of
-    its `loss` and its `weight`.
+    Batches are (inputs (B, ...), targets (B,) or (B, K)), and the model returns (B, K). Every target counts,
+    including -100, and a target of NaN stops the run. For missing targets, write your own task that excludes
+    them from `loss` and `weight`.
 
-    Evaluation: the loss; rmse and mae in the targets' units; r2, the explained fraction of the targets'
-    variance around the mean of each of the K (0 for predicting the mean).
+    Metrics: loss; rmse and mae, in the units of the targets; and r2, the explained fraction of the variance
+    of all K targets around their means (0 for a model that predicts the means).
 
     Args:
-        loss: mse | l1 | huber, the mean over all numbers.
+        loss: mse | l1 | huber, averaged over all numbers.
     """
 
     metric_names = ("loss", "rmse", "mae", "r2")
 
     def __init__(self, loss: str = "mse") -> None:
         if loss not in _LOSSES:
-            raise ValueError(f"loss={loss} is not one of {', '.join(_LOSSES)}")
+            raise ValueError(f"loss={loss}: expected one of {', '.join(_LOSSES)}")
         self._loss = _LOSSES[loss]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -39,7 +40,7 @@ class Regression:
         return len(batch[1])
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """[loss, squared error, absolute error, samples, K sums of targets, K sums of their squares]"""
+        """Return sums: [loss, squared error, absolute error, samples, K of targets, K of squared targets]."""
         outputs, targets = (values.double() for values in self._outputs(model, batch))
         error = outputs - targets
         samples = torch.full_like(error[0, :1], len(error))
@@ -58,21 +59,22 @@ class Regression:
         }
 
     def predict(self, model: nn.Module, batch: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """target and prediction, (B, K) each; no target of inputs alone."""
+        """Return target, if given, and prediction, (B, K) each."""
         if isinstance(batch, Tensor):
             return {"prediction": logits_of(model(batch)).float().reshape(len(batch), -1)}
         outputs, targets = self._outputs(model, batch)
         return {"target": targets, "prediction": outputs}
 
     def _outputs(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(B, K) each, also from (B,) if K is 1: torch would broadcast the two to (B, B)."""
+        """Return outputs and targets as (B, K), because torch would broadcast (B,) and (B, 1) to (B, B)."""
         inputs, targets = inputs_and_labels(batch)
         outputs, targets = (
             values.float().reshape(len(values), -1) for values in (logits_of(model(inputs)), targets)
         )
         if outputs.shape != targets.shape:
             raise UserError(
-                f"the data has {targets.shape[1]} numbers to predict for each sample, but the model returns "
-                f"{outputs.shape[1]}; set model.num_classes={targets.shape[1]}, or your model's name for it"
+                f"the data has {targets.shape[1]} targets per sample, but the model returns "
+                f"{outputs.shape[1]} numbers; set model.num_classes={targets.shape[1]}, or the equivalent "
+                "setting of your model"
             )
         return outputs, targets
