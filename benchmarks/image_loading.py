@@ -30,7 +30,7 @@ from trainer.data.device import Normalise, ToDevice
 from trainer.data.imagefolder import MEAN, STD, ImageFolder
 from trainer.data.loading.batch import split_batch
 from trainer.data.loading.loaders import train_loader
-from trainer.data.loading.reader import Share
+from trainer.data.loading.reader import LoaderOptions
 
 WIDTH, HEIGHT, SIZE, BATCH = 500, 375, 224, 64
 
@@ -78,7 +78,7 @@ def parts_of_the_way(files: list[Path], rounds: int) -> dict[str, float]:
 
 
 def loaders(root: Path, workers: int) -> dict[str, Callable[[], Iterable[object]]]:
-    share = Share(replica=0, seed=0, device=torch.device("cpu"))
+    share = LoaderOptions(replica=0, seed=0, device=torch.device("cpu"))
     reading = DataConfig(num_workers=workers, prefetch_factor=2, pin_memory=None, persistent_workers=True)
     reading.on_bad_sample, reading.sharded = "raise", False
     ours = train_loader(ImageFolder("train", str(root), SIZE), reading, split_batch(BATCH, None, 1), share)

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from trainer.config import DataConfig
 from trainer.data.loading.batch import split_batch
 from trainer.data.loading.loaders import train_loader
-from trainer.data.loading.reader import Share
+from trainer.data.loading.reader import LoaderOptions
 from trainer.data.text.in_memory import python_reference
 from trainer.data.text.tokens import Tokens
 
@@ -75,7 +75,7 @@ def _loader(dataset: Any, workers: int = 0) -> Any:
     batch, cpu = split_batch(GLOBAL_BATCH, None, 1), torch.device("cpu")
     reading = DataConfig(num_workers=workers, prefetch_factor=2, pin_memory=None, persistent_workers=True)
     reading.on_bad_sample, reading.sharded = "raise", False
-    return train_loader(dataset, reading, batch, Share(replica=0, seed=0, device=cpu))
+    return train_loader(dataset, reading, batch, LoaderOptions(replica=0, seed=0, device=cpu))
 
 
 def _memory(path: str, block_size: int) -> None:

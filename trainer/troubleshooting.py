@@ -25,7 +25,7 @@ ENTRIES = {
     "ranks-missing": "waited ... for all ... ranks; missing: [...]",
     "cannot-reach": "host ... cannot reach host ...",
     "global-batch": "train.global_batch_size is ..., which is not divisible by the ... replicas",
-    "few-samples": "the training data holds ... samples, fewer than one global batch of ...",
+    "few-samples": "the training data has ... samples, fewer than one global batch of ...",
     "unequal-samples": "... cannot be in a batch",
     "bad-sample": "... cannot be read: ...; fix it, or set data.on_bad_sample=skip",
     "data-worker": "its data worker ... died without a message",

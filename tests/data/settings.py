@@ -10,7 +10,7 @@ from trainer.config import DataConfig
 from trainer.data.loading import loaders
 from trainer.data.loading.batch import split_batch
 from trainer.data.loading.loaders import EvalLoader, TrainLoader
-from trainer.data.loading.reader import Collate, Share
+from trainer.data.loading.reader import Collate, LoaderOptions
 from trainer.data.order import Order, shuffled
 from trainer.errors import UserError
 
@@ -40,7 +40,7 @@ def train_loader(
         dataset,
         reading(**settings),
         split_batch(global_batch_size, micro, num_replicas),
-        Share(replica, seed, CPU, timeout_s, collate=collate),
+        LoaderOptions(replica, seed, CPU, timeout_s, collate=collate),
         order,
     )
 
@@ -67,5 +67,5 @@ def eval_loader(
         dataset,
         reading(**settings),
         split_batch(batch_size * num_replicas, None, num_replicas),
-        Share(replica, 0, CPU, collate=collate),
+        LoaderOptions(replica, 0, CPU, collate=collate),
     )

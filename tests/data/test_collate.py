@@ -61,7 +61,7 @@ def test_fills_up_to_the_largest() -> None:
 
 
 def test_what_no_filling_up_makes_alike() -> None:
-    with pytest.raises(UserError, match="differ in more than their sizes: 1 dimensions"):
+    with pytest.raises(UserError, match="differ in dimensions or dtype: 1 dimensions"):
         Padding(0)([torch.ones(1), torch.ones(1, 1)])
     with pytest.raises(
         UserError, match=r"TooFew.__getitems__ returned a list of 7 for 8 indices; return a list"

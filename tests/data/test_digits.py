@@ -35,5 +35,5 @@ def test_every_rank_draws_the_same_random_images() -> None:
     assert (len(one), one.input_shape, one.num_classes) == (50, (1, 4, 6), 3)
     assert torch.equal(one.images, other.images) and torch.equal(one.labels, other.labels)
     assert not torch.equal(one.images, held_out.images) and set(one.labels.tolist()) == {0, 1, 2}
-    with pytest.raises(UserError, match="num_samples=0 is not at least 1"):
+    with pytest.raises(UserError, match="num_samples=0: expected at least 1"):
         Fake("train", num_samples=0)

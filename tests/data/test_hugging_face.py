@@ -94,10 +94,12 @@ def test_rows_are_mapped_alone(options: dict) -> None:
     assert made["input_ids"].tolist() == [99] and made["name"] == "0"
     as_tensors = {**options, "map": lambda row: {"input_ids": torch.tensor([row["row"]])}, "pack": 3}
     assert next(iter(hugging_face("eval", **as_tensors))) == [0, 0, 1]
-    with pytest.raises(UserError, match=r"map makes a list of a row, but must make a dict"):
+    with pytest.raises(UserError, match=r"map returned a list, but must return a dict"):
         next(iter(hugging_face("eval", **{**options, "map": lambda row: [1], "pack": 4})))
     packed = hugging_face("eval", **{**options, "pack": 4})
-    with pytest.raises(UserError, match=r"but a row has row, label; let data\.dataset\.map return them"):
+    with pytest.raises(
+        UserError, match=r"but a row has row, label; return input_ids from data\.dataset\.map"
+    ):
         next(iter(packed))
 
 
@@ -109,5 +111,5 @@ def test_held_out_rows_are_evaluated_once(options: dict) -> None:
 
 
 def test_what_cannot_be_loaded_is_one_message(options: dict) -> None:
-    with pytest.raises(UserError, match=r"load_dataset\('json', split='eval'\) cannot be read: .*held"):
+    with pytest.raises(UserError, match=r"load_dataset\('json', split='eval'\) failed: .*held"):
         hugging_face("eval", **{**options, "data_files": {"eval": "/nowhere/held-out.jsonl"}})

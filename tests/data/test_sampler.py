@@ -66,7 +66,7 @@ def test_another_batch_size_goes_on_at_the_very_next_sample(
 
 @pytest.mark.parametrize(("num_samples", "replicas"), [(7, 1), (3, 8)])
 def test_less_than_one_global_batch_is_refused_with_its_numbers(num_samples: int, replicas: int) -> None:
-    with pytest.raises(UserError, match=f"holds {num_samples} samples.*global batch of 8"):
+    with pytest.raises(UserError, match=f"has {num_samples} samples.*global batch of 8"):
         requests(num_samples, 8, replicas, 0)
 
 

@@ -87,8 +87,8 @@ def test_without_a_state_it_is_said_that_all_is_read_again(caplog: pytest.LogCap
     read(train_loader(Numbers(), 8), 0, 16)
     read(train_loader(Numbers(), 8, 2, 1), 0, 16)  # the first rank reports for all
     assert [record.getMessage() for record in caplog.records] == [
-        "Numbers cannot save its position (state_dict): the first 16 samples of the epoch are read and dropped, "
-        "by data workers within distributed.timeout_s"
+        "Numbers has no state_dict to save its position: the first 16 samples of the epoch are read and "
+        "dropped; with data workers, this must finish within distributed.timeout_s"
     ]
 
 
@@ -116,9 +116,11 @@ def test_a_stream_that_divides_itself_is_taken_whole_on_each_rank() -> None:
         assert torch.equal(torch.cat(read(loaders[1], 0, 8)), torch.cat(whole)[9::2])
     with pytest.raises(UserError, match="now read as 1, which changes the order"):
         train_loader(Dividing(), 8).resume([loaders[0].state_dict()])
-    with pytest.raises(UserError, match=r"Dividing\.divides_itself is true of held-out data"):
+    with pytest.raises(UserError, match=r"Dividing\.divides_itself is not supported for held-out data"):
         eval_loader(Dividing(), 8)
-    with pytest.raises(UserError, match=r"data\.sharded is true, but Dividing divides itself by rank"):
+    with pytest.raises(
+        UserError, match=r"data\.sharded is not supported with Dividing, because it divides itself"
+    ):
         train_loader(Dividing(), 8, sharded=True)
 
 
@@ -227,16 +229,16 @@ def test_a_broken_sample_of_a_stream_is_one_message(workers: int) -> None:
         iter(eval_loader(Broken(), 8, num_workers=workers)),
     ):
         assert message_of(batches) == (
-            "sample 13 of Broken cannot be read: part-0013: truncated; fix it, or have the stream leave it out"
+            "sample 13 of Broken cannot be read: part-0013: truncated; fix it, or skip it in the stream"
         )
 
 
 def test_settings_that_do_not_fit_the_kind_of_data_are_refused() -> None:
-    with pytest.raises(UserError, match="Numbers is a stream, which has to leave out by itself"):
+    with pytest.raises(UserError, match="Numbers, because a stream must skip broken samples itself"):
         train_loader(Numbers(), 8, on_bad_sample="skip")
-    with pytest.raises(UserError, match="Numbers lacks num_shards and shard"):
+    with pytest.raises(UserError, match=r"num_shards and shard of .*, which Numbers does not have"):
         train_loader(Numbers(), 8, sharded=True)
-    with pytest.raises(UserError, match="range is not a stream: it is read by index"):
+    with pytest.raises(UserError, match="is for streams, but range is read by index"):
         train_loader(range(64), 8, sharded=True)
     with pytest.raises(UserError, match="the evaluation data is empty"):
         list(eval_loader(Numbers(num_samples=0), 8))
@@ -244,6 +246,6 @@ def test_settings_that_do_not_fit_the_kind_of_data_are_refused() -> None:
     batches = other.epoch(0)
     batches.take()
     with pytest.raises(
-        UserError, match="read as 4 shards when the checkpoint was saved, and is now read as 1"
+        UserError, match="read as 4 shards when the checkpoint was saved, but is now read as 1"
     ):
         train_loader(Stateful(), 8).resume([other.state_dict()])

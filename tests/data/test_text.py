@@ -78,7 +78,7 @@ def test_mistakes_are_named(numbered: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has 0 bytes, too few"):
         (tmp_path / "folder").mkdir()
         Text("train", str(tmp_path / "folder"))
-    with pytest.raises(UserError, match=r"eval_fraction=1\.0 is not between"):
+    with pytest.raises(UserError, match=r"eval_fraction=1\.0: expected a number between"):
         Text("train", str(numbered), eval_fraction=1.0)
     with pytest.raises(UserError, match="block_size=0"):
         Text("train", str(numbered), block_size=0)

@@ -47,7 +47,7 @@ def test_the_bytes_of_all_documents_each_ended_by_a_newline(
         "eval": len(held_out),
         "bytes_per_token": pytest.approx(0.96, abs=0.02),  # the ends of documents are tokens, too
     }
-    assert f"{len(train):,} tokens to train on" in capsys.readouterr().out
+    assert f"{len(train):,} training and " in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
 
 
@@ -58,11 +58,11 @@ def test_mistakes_are_one_message_and_leave_nothing(
     (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"words": 1}\n')
     (tmp_path / "packed.jsonl.gz").write_bytes(b"x")
     for arguments, message in (
-        ([folder, tmp_path / "there"], "there exists; remove it"),
-        ([tmp_path / "packed.jsonl.gz", tmp_path / "out"], "is compressed"),
-        ([folder, tmp_path / "out", "--eval-fraction", "1"], "--eval-fraction is 1.0"),
+        ([folder, tmp_path / "there"], "there already exists; remove it"),
+        ([tmp_path / "packed.jsonl.gz", tmp_path / "out"], "gz is not supported: .*; decompress it"),
+        ([folder, tmp_path / "out", "--eval-fraction", "1"], "--eval-fraction=1.0: expected"),
         ([tmp_path / "broken.jsonl", tmp_path / "out"], "the line at byte 17 of .*KeyError"),
-        ([folder, "/proc/out"], "/proc/out cannot be written"),
+        ([folder, "/proc/out"], "failed to write /proc/out"),
     ):
         assert main([*map(str, arguments), "--tokenizer", "bytes"]) == 2
         error = capsys.readouterr().err
@@ -133,7 +133,7 @@ def test_windows_of_nanogpts_files(tmp_path: Path) -> None:
     held_out = Tokens("eval", str(tmp_path), block_size=10, vocab_size=1000)
     assert [held_out[index][0][0].item() for index in range(len(held_out))] == list(range(0, 90, 10))
     assert len(Tokens("eval", str(tmp_path), 10, 1000, eval_windows=3)) == 3
-    with pytest.raises(UserError, match=r"a row of more than data\.dataset\.block_size=1000 tokens"):
+    with pytest.raises(UserError, match=r"must contain more than data\.dataset\.block_size=1000 tokens"):
         Tokens("train", str(tmp_path), vocab_size=1000, block_size=1000)
     with pytest.raises(
         UserError, match=r"contains token \d+, but data.dataset.vocab_size=500 allows 0 to 499"

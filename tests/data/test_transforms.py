@@ -52,7 +52,7 @@ def test_bytes_become_floats_on_the_device(channels_last: bool) -> None:
     floats = torch.randn(2, 3, 8, 8)
     assert torch.equal(to_device((floats,))[0], floats)
     with pytest.raises(
-        UserError, match=r"mean=\[0\.5, 0\.4, 0\.3\] is for 3 channels, but the images have 2"
+        UserError, match=r"mean=\[0\.5, 0\.4, 0\.3\] has 3 values, but the images have 2 channels"
     ):
         to_device(torch.zeros(1, 2, 4, 4, dtype=torch.uint8))
 
@@ -98,11 +98,12 @@ def test_transforms_that_do_not_fit_are_named() -> None:
             return Image.new("RGB", (8, 8)), index
 
     with pytest.raises(
-        UserError, match=r"x must yield a tensor in each sample of Pictures, but Image, int; let it end"
+        UserError,
+        match=r"x must return a tensor for each sample of Pictures, but a sample contains Image, int; add",
     ):
         Transformed(Pictures(), [v2.CenterCrop(4)], "x").input_shape  # noqa: B018
     assert Transformed(Pictures(), [v2.CenterCrop(4), v2.PILToTensor()], "x").input_shape == (3, 4, 4)
-    with pytest.raises(UserError, match="a stream transforms its own samples"):
+    with pytest.raises(UserError, match="because it is a stream; transform the samples in the stream"):
         Transformed(Forward(), [], "data.train_transforms")
     with pytest.raises(UserError, match=r"data\.images\.mean is \[0\.5\], but data\.images\.std is None"):
         settings("data.images.mean=[0.5]")

@@ -43,7 +43,9 @@ def test_settings_that_cannot_be_exact_are_refused_in_one_line(words: str) -> No
 
 
 def test_batches_that_do_not_divide_are_refused_with_the_nearest_that_do() -> None:
-    with pytest.raises(UserError, match=r"nearest that does: train.exact=8, or train.global_batch_size=63"):
+    with pytest.raises(
+        UserError, match=r"nearest values that work are train.exact=8, or train.global_batch_size=63"
+    ):
         split_chunks(64, None, 7, 1, range(7))
     with pytest.raises(
         UserError, match=r"train.micro_batch_size is 4, but train.exact=8 .* set it to 8, or null"

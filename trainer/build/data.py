@@ -14,7 +14,7 @@ from trainer.config.instantiate import filled, instantiate
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.loading.batch import BatchSplit, split_batch, split_chunks
 from trainer.data.loading.loaders import EvalLoader, TrainLoader, eval_loader, train_loader
-from trainer.data.loading.reader import Collate, Share
+from trainer.data.loading.reader import Collate, LoaderOptions
 from trainer.data.order import shuffled
 from trainer.data.transforms import Transformed
 from trainer.distributed.ranks import Ranks
@@ -38,17 +38,17 @@ def split_for(train: TrainConfig, strategy: Strategy) -> BatchSplit:
     """
     size, micro, replicas = train.global_batch_size, train.known_micro_batch_size, strategy.num_replicas
     if train.exact is None:
-        share = split_batch(size, micro, replicas)
-        return share if strategy.replica < replicas else dataclasses.replace(share, accumulation=0)
+        split = split_batch(size, micro, replicas)
+        return split if strategy.replica < replicas else dataclasses.replace(split, accumulation=0)
     return split_chunks(size, micro, train.exact, replicas, train.own_chunks(replicas, strategy.replica))
 
 
 def load_data(config: Config, batch: BatchSplit, strategy: Strategy, ranks: Ranks) -> LoadedData:
     """Build the datasets and loaders that `config` specifies."""
     train_set = build_dataset(config.data, "train")
-    share = _share(config, ranks, strategy.replica)
+    options = _loader_options(config, ranks, strategy.replica)
     order = _callable("data.order", config.data.order, shuffled)
-    to_train = train_loader(train_set, config.data, batch, share, order)
+    to_train = train_loader(train_set, config.data, batch, options, order)
     if not config.train.evaluates:
         return LoadedData(train_set, to_train, None)
     return LoadedData(train_set, to_train, load_held_out(config, batch, ranks)[1])
@@ -59,21 +59,23 @@ def load_held_out(config: Config, batch: BatchSplit, ranks: Ranks) -> tuple[Any,
     eval_set = build_dataset(config.data, "eval")
     # All ranks evaluate, including a rank that has no training samples.
     every_rank = dataclasses.replace(batch, num_replicas=ranks.world_size)
-    return eval_set, eval_loader(eval_set, config.data, every_rank, _share(config, ranks, ranks.rank))
+    return eval_set, eval_loader(
+        eval_set, config.data, every_rank, _loader_options(config, ranks, ranks.rank)
+    )
 
 
 def first_batch(config: Config, train_set: Any, size: int) -> Any:
     """Return the first `size` samples of an epoch as a batch, read in this process."""
     assert config.seed is not None
     data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
-    share = Share(0, config.seed, torch.device("cpu"), collate=build_collate(data))
-    return train_loader(train_set, data, BatchSplit(size, 1, size, 1), share).epoch(0).ahead()[0]
+    options = LoaderOptions(0, config.seed, torch.device("cpu"), collate=build_collate(data))
+    return train_loader(train_set, data, BatchSplit(size, 1, size, 1), options).epoch(0).ahead()[0]
 
 
-def _share(config: Config, ranks: Ranks, replica: int) -> Share:
+def _loader_options(config: Config, ranks: Ranks, replica: int) -> LoaderOptions:
     assert config.seed is not None
     timeout_s, collate = config.distributed.timeout_s, build_collate(config.data)
-    return Share(replica, config.seed, ranks.device, timeout_s, ranks.heartbeat, collate)
+    return LoaderOptions(replica, config.seed, ranks.device, timeout_s, ranks.heartbeat, collate)
 
 
 def build_collate(data: DataConfig) -> Collate:

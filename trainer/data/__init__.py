@@ -1,4 +1,4 @@
-"""Datasets, and how each rank reads its samples."""
+"""Datasets, and the loading of each rank's samples."""
 
 from trainer.data.mixture import Mixture
 

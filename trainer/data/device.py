@@ -1,4 +1,4 @@
-"""Moves a batch to the device and normalises uint8 images there: a quarter of the bytes of float32."""
+"""Transfer of batches to the device, where uint8 images become float32: a quarter of the bytes to copy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from trainer.tensors.nested import leaves, mapped, moves_itself
 
 
 class Normalise:
-    """uint8 images (B, C, H, W) to float32: scaled to [0, 1], less `mean`, divided by `std`, per channel."""
+    """Convert uint8 images (B, C, H, W) to float32: scale to [0, 1], subtract `mean` and divide by `std`."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
         means, stds = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
@@ -24,23 +24,22 @@ class Normalise:
     def __call__(self, images: Tensor) -> Tensor:
         if len(self.mean) not in (1, images.shape[1]):
             raise UserError(
-                f"data.images.mean={list(self.mean)} is for {len(self.mean)} channels, but the images have "
-                f"{images.shape[1]}"
+                f"data.images.mean={list(self.mean)} has {len(self.mean)} values, but the images have "
+                f"{images.shape[1]} channels; set one value per channel, or one for all"
             )
         return (images * self._scale).add_(self._shift)
 
 
 class ToDevice:
-    """Returns a batch (see `trainer.tensors.nested`) on the device, asynchronously from pinned memory.
+    """A callable that copies a batch (see `trainer.tensors.nested`) to the device and normalises its images.
 
-    To a GPU, the copy runs on its own stream: `ahead` starts that of the next batch while the GPU still
-    computes gradients.
-
-    The images, which are normalised, are the first uint8 tensor (B, C, H, W).
+    Copies from pinned memory are asynchronous. On a GPU they run on a separate stream, so that `ahead` can
+    copy the next batch while the GPU computes gradients. The first uint8 tensor (B, C, H, W) of a batch is
+    taken as its images.
 
     Args:
-        channels_last: convert tensors of four dimensions to this memory format.
-        normalise: None leaves images as they are.
+        channels_last: whether to convert tensors of four dimensions to this memory format.
+        normalise: applied to the images; None leaves them unchanged.
     """
 
     def __init__(self, device: torch.device, channels_last: bool, normalise: Normalise | None) -> None:
@@ -49,7 +48,7 @@ class ToDevice:
         self._ahead: tuple[Any, Any] | None = None  # a batch, and its copy
 
     def ahead(self, batches: Sequence[Any]) -> None:
-        """Start to copy the first of the next `batches` to a GPU, which then holds one batch more."""
+        """Start copying the first of the next `batches` to a GPU, which needs memory for one more batch."""
         if is_accelerator(self.device) and batches and _is_of_tensors(batches[0]):
             with accelerator.on(self._stream):
                 self._ahead = batches[0], self._moved(batches[0])
@@ -64,8 +63,8 @@ class ToDevice:
         if is_accelerator(self.device):
             reader = accelerator.current_stream(self.device)
             reader.wait_stream(self._stream)
-            for value in leaves(arrived):  # allocated on the copying stream
-                if isinstance(value, Tensor) and is_accelerator(value.device):  # not all that an object holds
+            for value in leaves(arrived):  # allocated on the copy stream
+                if isinstance(value, Tensor) and is_accelerator(value.device):  # an object may have others
                     accelerator.keep_for(value, reader)
         tensors = (leaf for leaf in leaves(arrived) if isinstance(leaf, Tensor))
         images = next((each for each in tensors if each.dtype == torch.uint8 and each.ndim == 4), None)
@@ -83,7 +82,7 @@ class ToDevice:
         if not moves_itself(value):
             return value
         moved = value.to(self.device)
-        return value if moved is None else moved  # it moved what it holds, and returns nothing
+        return value if moved is None else moved  # it moved its tensors in place
 
 
 def _with_channels_last(value: Any) -> Any:
@@ -92,7 +91,7 @@ def _with_channels_last(value: Any) -> Any:
 
 
 def _is_of_tensors(batch: Any) -> bool:
-    """Whether nothing in it moves itself, perhaps in place: the task has yet to look at it on the host."""
+    """Return whether no object in it has `to`, which may move it in place, before `weight` reads it."""
     moving: list[bool] = []
 
     def note(value: Any) -> Any:

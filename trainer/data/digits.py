@@ -1,7 +1,7 @@
-"""The embedded data set: 1,797 handwritten digits, 8x8 pixels, so that a first run needs no download.
+"""The embedded dataset: 1,797 handwritten digits of 8x8 pixels, so that a first run needs no download.
 
 Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
-Repository, 1998, https://doi.org/10.24432/C50P49: its test set, as in scikit-learn's ``load_digits``.
+Repository, 1998, https://doi.org/10.24432/C50P49. This is its test set, as in scikit-learn's ``load_digits``.
 Licence: CC BY 4.0.
 """
 
@@ -17,9 +17,9 @@ HOLD_OUT_EVERY = 5
 
 
 class Digits(ImagesInMemory):
-    """Images of shape (1, 8, 8), float32 in [0, 1], with labels 0..9.
+    """Handwritten digits: images (1, 8, 8), float32 in [0, 1], with labels from 0 to 9.
 
-    Every fifth sample (index % 5 == 4) is held out: 1,438 to train on, 359 for ``split="eval"``.
+    Every fifth sample (index % 5 == 4) is held out: 1,438 training and 359 evaluation samples.
     """
 
     def __init__(self, split: str) -> None:

@@ -1,4 +1,4 @@
-"""A dataset of Hugging Face's `datasets`, read as a stream: local files, or a dataset of the hub."""
+"""Streaming datasets of Hugging Face's `datasets`, from local files or the hub."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,51 +20,52 @@ def hugging_face(
     pack: int | None = None,
     **options: Any,
 ) -> "HubStream":
-    """The rows of ``datasets.load_dataset(path, streaming=True, **options)``, numbers and images as tensors.
+    """Stream ``datasets.load_dataset(path, streaming=True, **options)``, with numbers and images as tensors.
 
     Args:
-        path: the name of a dataset, or of a kind of files: json, csv, parquet, text, imagefolder, ...
-        columns: the columns to take of each row, as a tuple; None: all, as a dict.
-        splits: the dataset's names for our splits, such as {eval: validation}.
-        shuffle_buffer: the number of rows of training data held in memory to draw from. Checkpoints do not
-            hold the buffer: a resumed run reads all rows up to where it stopped, and draws the same.
-        map: makes of a row, as plain values, the dict that takes its place, such as a tokenizer's.
-        pack: tokens of a sample: the ``input_ids`` of all rows are put together, and cut into samples of this
-            length, without padding. Each is a dict of input_ids and labels, which are equal. What is left at
-            the end of an epoch is dropped. Let ``map`` end each text with a token that says so.
-        options: further arguments, such as data_files={train: ..., eval: ...}.
+        split: train or eval.
+        path: the name of a dataset, or a file format: json, csv, parquet, text, imagefolder, ...
+        columns: the columns of each row to return, as a tuple; None returns all columns, as a dict.
+        splits: the dataset's names of the splits train and eval, such as {eval: validation}.
+        shuffle_buffer: number of rows of training data in the shuffle buffer; 0 does not shuffle. Checkpoints
+            do not contain the buffer: a resumed run reads all rows up to its position again.
+        map: function that takes a row of plain values and returns a dict to replace it, as a tokenizer does.
+        pack: tokens per sample. The ``input_ids`` of all rows are concatenated and cut into samples of this
+            length, without padding. A sample is a dict of input_ids and labels, which are equal. Tokens that
+            remain at the end of an epoch are dropped. ``map`` should append an end-of-text token.
+        options: further arguments of ``load_dataset``, such as data_files={train: ..., eval: ...}.
 
     Raises:
         UserError: `datasets` is not installed, or cannot load the data.
     """
     check_split(split)
     datasets = optional("datasets", "data=hugging_face")
-    theirs = (splits or {}).get(split, split)
+    dataset_split = (splits or {}).get(split, split)
     try:
-        rows = datasets.load_dataset(path, split=theirs, streaming=True, **options)
+        rows = datasets.load_dataset(path, split=dataset_split, streaming=True, **options)
         if columns is not None and map is None and pack is None:
             rows = rows.select_columns(list(columns))
-    except Exception as error:  # each kind of file and hub raises its own
+    except Exception as error:  # formats and the hub raise many kinds
         raise UserError(
-            f"datasets.load_dataset({path!r}, split={theirs!r}) cannot be read: {on_one_line(error)}"
+            f"datasets.load_dataset({path!r}, split={dataset_split!r}) failed: {on_one_line(error)}"
         ) from error
     if map is None and pack is None:
         rows = rows.with_format("torch")
     check_at_least_one(pack=pack)
-    if is_drawn := shuffle_buffer > 0 and split == "train":
+    if is_shuffled := shuffle_buffer > 0 and split == "train":
         rows = rows.shuffle(seed=0, buffer_size=shuffle_buffer)
-    return HubStream(rows, columns, not is_drawn, map, pack)
+    return HubStream(rows, columns, not is_shuffled, map, pack)
 
 
 class HubStream(IterableDataset[Any]):
     """A streaming dataset with the methods of ``trainer.data.stream.Stream``.
 
     Args:
-        has_state: whether it resumes where it stopped without reading what came before.
+        has_state: whether it can resume at a position without reading the rows before it.
         map, pack: see `hugging_face`.
 
     Attributes:
-        num_classes: of a column of class labels, if there is one.
+        num_classes: number of classes, if one of the columns has class labels.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class HubStream(IterableDataset[Any]):
         pack: int | None,
     ) -> None:
         self.rows, self.columns, self._has_state, self._map, self._pack = rows, columns, has_state, map, pack
-        self._start = list[int]()  # what `rest` is where an epoch begins or is resumed
-        self._rest, self._begin = list[int](), 0  # tokens of rows that were read; how many are given out
+        self._start = list[int]()  # the tokens in `_rest` at the start of an epoch, or at a resume
+        self._rest, self._used = list[int](), 0  # tokens that were read; how many of them were returned
         if has_state:
             self.state_dict, self.load_state_dict = self._state, self._load
         self.num_shards: int = rows.num_shards
-        features = rows.features or {}  # unknown for some kinds of files
+        features = rows.features or {}  # unknown for some file formats
         for name in columns or features:
             if (number := getattr(features.get(name), "num_classes", None)) is not None:
                 self.num_classes: int = number
@@ -104,33 +105,33 @@ class HubStream(IterableDataset[Any]):
         return HubStream(rows, self.columns, self._has_state, self._map, self._pack)
 
     def _windows(self, size: int) -> Iterator[list[int]]:
-        self._rest, self._begin, self._start = self._start, 0, []
+        self._rest, self._used, self._start = self._start, 0, []
         for row in self.rows:
-            made = self._mapped(row)
-            if "input_ids" not in made:
+            mapped = self._mapped(row)
+            if "input_ids" not in mapped:
                 raise UserError(
-                    f"data.dataset.pack={size} puts input_ids together, but a row has {', '.join(made)}; let "
-                    "data.dataset.map return them"
+                    f"data.dataset.pack={size} needs input_ids in each row, but a row has "
+                    f"{', '.join(mapped)}; return input_ids from data.dataset.map"
                 )
-            tokens = torch.as_tensor(made["input_ids"]).flatten().tolist()  # also (1, N) of a tokenizer
-            self._rest, self._begin = [*self._rest[self._begin :], *tokens], 0
-            while len(self._rest) - self._begin >= size:
-                self._begin += size
-                yield self._rest[self._begin - size : self._begin]
+            tokens = torch.as_tensor(mapped["input_ids"]).flatten().tolist()  # a tokenizer may return (1, N)
+            self._rest, self._used = [*self._rest[self._used :], *tokens], 0
+            while len(self._rest) - self._used >= size:
+                self._used += size
+                yield self._rest[self._used - size : self._used]
 
     def _mapped(self, row: Any) -> Mapping[str, Any]:
-        made = row if self._map is None else self._map(row)
-        if not isinstance(made, Mapping):
+        mapped = row if self._map is None else self._map(row)
+        if not isinstance(mapped, Mapping):
             raise UserError(
-                f"data.dataset.map makes a {type(made).__name__} of a row, but must make a dict, such as "
+                f"data.dataset.map returned a {type(mapped).__name__}, but must return a dict, such as "
                 '{"input_ids": ...}'
             )
-        return made
+        return mapped
 
     def _state(self) -> dict[str, Any]:
         if self._pack is None:
             return self.rows.state_dict()
-        return {"rows": self.rows.state_dict(), "rest": torch.tensor(self._rest[self._begin :])}
+        return {"rows": self.rows.state_dict(), "rest": torch.tensor(self._rest[self._used :])}
 
     def _load(self, state: dict[str, Any]) -> None:
         if self._pack is None:
@@ -138,10 +139,10 @@ class HubStream(IterableDataset[Any]):
             return
         self.rows.load_state_dict(state["rows"])
         self._start = self._rest = state["rest"].tolist()
-        self._begin = 0
+        self._used = 0
 
 
 def _as_tensor(value: Any) -> Any:
-    """Numbers and lists of them as tensors; a text stays, and so does a list of texts."""
+    """Convert numbers and lists of numbers to tensors; return text and lists of text unchanged."""
     first = value[0] if isinstance(value, list) and value else value
     return torch.tensor(value) if isinstance(first, int | float | list) else value

@@ -1,4 +1,4 @@
-"""A folder of images for each class: the layout of ImageNet."""
+"""Images in one folder per class, the layout of ImageNet."""
 
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,21 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 
 
 class ImageFolder(datasets.ImageFolder):
-    """``root/train/<class>/*`` and ``root/val/<class>/*`` (or eval), without names that begin with a dot.
+    """Images in ``root/train/<class>/*`` and ``root/val/<class>/*`` (or eval). Hidden files are ignored.
 
-    Images are uint8, (3, image_size, image_size). They are normalised on the device. Training takes a random
-    crop of 8 to 100 % of the area, mirrored or not; evaluation takes the centre, 7/8 of the shorter side.
+    Images are uint8, (3, image_size, image_size), and are normalised on the device. A training image is a
+    random crop of 8 to 100 % of the area, randomly mirrored; an evaluation image is a centre crop of 7/8 of
+    the shorter side.
 
     Args:
-        image_size: in pixels; None returns whole PIL images, for ``data.train_transforms`` and
-            ``data.eval_transforms`` to convert to tensors.
+        split: train or eval.
+        root: the folder that contains train and val.
+        image_size: in pixels; None returns whole PIL images, which ``data.train_transforms`` and
+            ``data.eval_transforms`` must convert to tensors.
 
     Raises:
-        UserError: a folder is missing, empty, or has other classes than the training folder.
-        OSError: on access, an image cannot be decoded, or is so large that Pillow refuses it.
+        UserError: a folder is missing or empty, or its classes differ from those of the training folder.
+        OSError: on access, an image cannot be decoded, or exceeds Pillow's size limit.
     """
 
     mean, std = MEAN, STD
@@ -43,10 +46,10 @@ class ImageFolder(datasets.ImageFolder):
         except FileNotFoundError as error:
             raise UserError(f"data.dataset.root={root}: {error}") from error
         if self.classes != train_classes:  # a class's number is its index among the sorted names
-            odd = sorted(set(self.classes) ^ set(train_classes))
+            differing = sorted(set(self.classes) ^ set(train_classes))
             raise UserError(
-                f"{folder} and {Path(root, 'train')} must hold the same classes, but {len(odd)} are in "
-                f"one of them only: {first_few(odd)}"
+                f"{folder} and {Path(root, 'train')} must contain the same classes, but {len(differing)} are "
+                f"in only one of them: {first_few(differing)}"
             )
         self.num_classes = len(self.classes)
         if image_size is not None:
@@ -54,18 +57,18 @@ class ImageFolder(datasets.ImageFolder):
 
     @staticmethod
     def unlabelled(path: str, image_size: int | None = 224, **_: object) -> Any:
-        """A picture of no folder, as evaluation reads it; the other arguments are the dataset's."""
-        picture = read_rgb(path)
-        return picture if image_size is None else _crop("eval", image_size)(picture)
+        """Read an image without a label, as evaluation does; other arguments of the dataset are ignored."""
+        image = read_rgb(path)
+        return image if image_size is None else _crop("eval", image_size)(image)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """All folders but those that programs hide, such as .ipynb_checkpoints."""
+        """Return the classes without hidden folders, such as .ipynb_checkpoints."""
         names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
         return names, {name: number for number, name in enumerate(names)}
 
 
 def _is_image(path: str) -> bool:
-    """Also for macOS, which keeps a file ._1.jpg beside 1.jpg on other disks."""
+    """Return whether to read a file. On some disks, macOS adds a hidden file ._1.jpg to each 1.jpg."""
     name = Path(path)
     return name.suffix.lower() in IMG_EXTENSIONS and not name.name.startswith(".")
 
@@ -82,23 +85,26 @@ def _folder_of(split: str, root: Path) -> Path:
         if folder.is_dir():
             return folder
     raise UserError(
-        f"data.dataset.root={root}: no folder {' or '.join(map(str, candidates))}, with one for each class"
+        f"data.dataset.root={root}: {' or '.join(map(str, candidates))} does not exist; expected a folder "
+        "that contains one folder per class"
     )
 
 
 def read_rgb(path: str) -> Image.Image:
-    """Decode the whole image, upright as its EXIF data says, with 8 bits a channel.
+    """Decode the whole image as RGB with 8 bits per channel, rotated as its EXIF data specifies.
 
     Raises:
-        OSError: it cannot be decoded, or its numbers have no largest value to scale by; names the path.
+        OSError: the image cannot be decoded, or has 32 bits per channel; the message contains the path.
     """
     try:
         with Image.open(path) as opened:
             image = ImageOps.exif_transpose(opened)
             if image.mode.startswith("I;16") or (image.mode == "I" and opened.format in ("PNG", "PPM")):
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-            if image.mode in ("I", "F"):  # Pillow would cut all above 255 off
-                raise ValueError(f"pixels of 32 bits (mode {image.mode}): save it with 8 or 16 bits")
+            if image.mode in ("I", "F"):  # Pillow would clip values above 255
+                raise ValueError(
+                    f"32 bits per channel (mode {image.mode}) are not supported; save it with 8 or 16"
+                )
             return image.convert("RGB")
     except Exception as error:
         if is_retryable(error):

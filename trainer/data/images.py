@@ -1,4 +1,4 @@
-"""Images held in memory as two tensors; a batch is one indexing operation."""
+"""Datasets of images in memory; fetching a batch is one indexing operation."""
 
 from collections.abc import Sequence
 
@@ -14,24 +14,23 @@ SPLITS = ("train", "eval")
 
 def check_split(split: str) -> None:
     if split not in SPLITS:
-        raise UserError(f"split={split!r} is not one of {', '.join(SPLITS)}")
+        raise UserError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
 
 
 def check_at_least_one(**settings: int | None) -> None:
     for name, value in settings.items():
         if value is not None and value < 1:
-            raise UserError(f"data.dataset.{name}={value} is not at least 1")
+            raise UserError(f"data.dataset.{name}={value}: expected at least 1")
 
 
 class ImagesInMemory(Dataset[tuple[Tensor, Tensor]]):
     """Labelled images, fetched a whole batch at a time.
 
     Args:
-        images: (N, C, H, W). Floats are passed on unchanged; uint8, a quarter of the size, is scaled to
-            [0, 1] and normalised by ``mean`` and ``std`` on the device.
-
+        images: (N, C, H, W). Floats are returned unchanged; uint8 images are scaled to [0, 1] and normalised
+            with ``mean`` and ``std`` on the device.
         labels: (N,), any integer dtype.
-        mean, std: one value for each channel, or for all.
+        mean, std: one value per channel, or one for all channels.
     """
 
     def __init__(
@@ -55,14 +54,14 @@ class ImagesInMemory(Dataset[tuple[Tensor, Tensor]]):
         return self.images[index], self.labels[index]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The batch (images (B, C, H, W), labels (B,) int64), already collated."""
-        # through NumPy: torch converts a list at a third of the speed
+        """Return a collated batch: images (B, C, H, W), and labels (B,), int64."""
+        # NumPy converts a list three times as fast as torch.
         where = torch.from_numpy(np.asarray(indices, dtype=np.int64))
         return self.images.index_select(0, where), self.labels.index_select(0, where)
 
 
 class Fake(ImagesInMemory):
-    """Standard normal images with random labels, the same on every rank; each split has its own."""
+    """Standard normal images with random labels, equal on all ranks and different for each split."""
 
     def __init__(
         self,

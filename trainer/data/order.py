@@ -1,7 +1,8 @@
-"""Orders of an epoch, for `data.order`: which samples of data read by index are trained on, and when.
+"""Orders for `data.order`: functions that choose and arrange the samples of an epoch, for data read by index.
 
-An order follows from the dataset and a generator seeded with (seed, epoch) alone, as are the global ones
-meanwhile. So it is the same for any number of ranks and after a resume, also with another global batch size.
+An order may depend only on the dataset and on the given generator, which is seeded from the seed and the
+epoch, like the global generators during the call. So it is the same for any number of ranks, and after a
+resume, even with another global batch size.
 """
 
 from collections.abc import Callable
@@ -13,12 +14,12 @@ from torch import Generator, Tensor
 from trainer.errors import UserError
 
 Order = Callable[[Any, Generator], Tensor]
-"""Returns len(dataset) indices (int64), of which some may be missing and others repeated. Each copy of a
-sample in an epoch is read with different random numbers."""
+"""Returns len(dataset) indices, int64. Samples may be omitted or repeated; each copy of a sample is read with
+different random numbers."""
 
 
 def shuffled(dataset: Any, generator: Generator) -> Tensor:
-    """The dataset's own `epoch_order(generator)` if it has one, else each sample once."""
+    """Return the dataset's `epoch_order(generator)` if it has this method, else a random permutation."""
     if (own := getattr(dataset, "epoch_order", None)) is not None:
         order: Tensor = own(generator)
         return order
@@ -26,20 +27,20 @@ def shuffled(dataset: Any, generator: Generator) -> Tensor:
 
 
 class ByLength:
-    """Each sample once, with samples of similar length next to each other, so that Padding adds little.
+    """An order in which samples of similar length are adjacent, to reduce padding. Each sample comes once.
 
-    Windows of samples drawn at random are sorted by `dataset.lengths` (an integer for each sample) and cut
-    into groups, which come in a random order.
+    Random windows of samples are sorted by `dataset.lengths` (an integer per sample) and cut into groups,
+    which are then shuffled.
 
     Args:
-        group: samples of similar length; best is train.global_batch_size, or a multiple of it.
-        window: samples that are sorted together, rounded up to whole groups: more of them have more similar
-            lengths, and are less random.
+        group: number of samples of similar length; preferably train.global_batch_size, or a multiple of it.
+        window: number of samples that are sorted together, rounded up to whole groups. Larger windows make
+            lengths more similar, and the order less random.
     """
 
     def __init__(self, group: int, window: int = 4096) -> None:
         if group < 1 or window < 1:
-            raise UserError(f"data.order: group is {group} and window {window}, but both must be at least 1")
+            raise UserError(f"data.order: group={group} and window={window} must both be at least 1")
         self._group, self._window = group, -(-window // group) * group
 
     def __call__(self, dataset: Any, generator: Generator) -> Tensor:
@@ -47,15 +48,15 @@ class ByLength:
         windows = shuffled(dataset, generator).split(self._window)
         by_length = torch.cat([window[lengths[window].argsort(stable=True)] for window in windows])
         groups = by_length.split(self._group)
-        is_short = len(groups[-1]) < self._group  # it stays last, or it would shift the groups after it
+        is_short = len(groups[-1]) < self._group  # stays last: elsewhere, it would shift later groups
         order = torch.randperm(len(groups) - is_short, generator=generator).tolist()
         return torch.cat([groups[number] for number in order] + list(groups[-1:] if is_short else ()))
 
 
 class ByWeight:
-    """Draws each sample with a probability in proportion to its weight, with replacement.
+    """An order of samples drawn with replacement, with probabilities in proportion to their weights.
 
-    The weights are `dataset.sample_weights`, at least 0 each.
+    The weights are `dataset.sample_weights`, a number of at least 0 per sample.
     """
 
     def __call__(self, dataset: Any, generator: Generator) -> Tensor:
@@ -65,16 +66,17 @@ class ByWeight:
                 f"sample_weights of {type(dataset).__name__} must be finite, at least 0, and not all 0"
             )
         drawn = torch.rand(len(weights), generator=generator, dtype=torch.float64) * total
-        found = torch.searchsorted(weights.cumsum(0), drawn, right=True)
-        return found.clamp_(max=int(weights.nonzero()[-1]))  # the sum may be rounded to less than the total
+        indices = torch.searchsorted(weights.cumsum(0), drawn, right=True)
+        return indices.clamp_(max=int(weights.nonzero()[-1]))  # cumsum may round to less than the total
 
 
 def _per_sample(dataset: Any, name: str, dtype: torch.dtype) -> Tensor:
     values = getattr(dataset, name, None)
     if values is None or len(values) != len(dataset):
-        has = "has none" if values is None else f"has {len(values)}"
+        given = "none" if values is None else f"{len(values)}"
         raise UserError(
-            f"data.order needs {name} of the dataset, one for each of its {len(dataset)} samples, but "
-            f"{getattr(dataset, 'class_name', type(dataset).__name__)} {has}"
+            f"data.order needs an attribute {name} of the dataset, with one value for each of its "
+            f"{len(dataset)} samples, but {getattr(dataset, 'class_name', type(dataset).__name__)} has "
+            f"{given}"
         )
     return torch.as_tensor(values, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Transforms of samples that the settings add to a dataset."""
+"""Transforms that the settings add to a dataset."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,22 +13,26 @@ from trainer.tensors.nested import leaves
 
 
 class Transformed(Dataset[Any]):
-    """Applies `transforms`, as those of torchvision's transforms.v2, to each sample that is read.
+    """A dataset whose samples are transformed by `transforms`, such as those of torchvision.transforms.v2.
 
-    In a tuple or dict they change the image: a PIL image, a tv_tensor or, without either, the first tensor.
-    Their random numbers follow from (seed, epoch, index), as for any dataset. The dataset's attributes
-    (num_classes, mean and the like) are its own, too.
+    In a tuple or dict, they transform the PIL image or tv_tensor or, if there is neither, the first tensor.
+    Random numbers are determined by the seed, the epoch and the index, as for any dataset. The attributes of
+    `dataset`, such as num_classes and mean, are available.
 
     Args:
-        setting: the setting that asked for it, for messages.
+        setting: the setting that lists the transforms, for error messages.
+
+    Raises:
+        UserError: the dataset is a stream.
     """
 
     def __init__(self, dataset: Any, transforms: Sequence[Callable[..., Any]], setting: str) -> None:
         if isinstance(dataset, IterableDataset):
             raise UserError(
-                f"{setting} is for data that is read by index; a stream transforms its own samples"
+                f"{setting} is not supported with {type(dataset).__name__}, because it is a stream; "
+                f"transform the samples in the stream, and set {setting}=null"
             )
-        from torchvision.transforms import v2  # imported here, since it takes half a second
+        from torchvision.transforms import v2  # takes half a second
 
         self.dataset, self.class_name = dataset, name_of(dataset)
         self._transform, self._setting = v2.Compose(transforms), setting
@@ -52,8 +56,8 @@ class Transformed(Dataset[Any]):
         shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
         if not shapes:
             raise UserError(
-                f"{self._setting} must yield a tensor in each sample of {type(self.dataset).__name__}, but "
-                f"{', '.join(type(value).__name__ for value in values)}; let it end with "
-                "{_target_: torchvision.transforms.v2.PILToTensor}"
+                f"{self._setting} must return a tensor for each sample of {type(self.dataset).__name__}, but "
+                f"a sample contains {', '.join(type(value).__name__ for value in values)}; add "
+                "{_target_: torchvision.transforms.v2.PILToTensor} as the last transform"
             )
         return shapes[0]

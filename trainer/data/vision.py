@@ -1,6 +1,6 @@
-"""MNIST and CIFAR-10 from torchvision, held in memory.
+"""MNIST and CIFAR-10 from torchvision, in memory.
 
-Each raises UserError if the data is missing, damaged, or cannot be downloaded.
+The functions raise UserError if the data is missing or damaged, or cannot be downloaded.
 """
 
 from pathlib import Path
@@ -15,12 +15,12 @@ from trainer.errors import UserError
 
 
 def mnist(split: str, root: str = "datasets", download: bool = False) -> ImagesInMemory:
-    """Handwritten digits, (1, 28, 28), 60,000 and 10,000."""
+    """Return MNIST: handwritten digits (1, 28, 28), 60,000 for training and 10,000 for evaluation."""
     return _load(datasets.MNIST, split, root, download, (0.1307,), (0.3081,))
 
 
 def cifar10(split: str, root: str = "datasets", download: bool = False) -> ImagesInMemory:
-    """Small photographs, (3, 32, 32), 50,000 and 10,000."""
+    """Return CIFAR-10: photographs (3, 32, 32), 50,000 for training and 10,000 for evaluation."""
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     return _load(datasets.CIFAR10, split, root, download, mean, std)
 
@@ -32,18 +32,18 @@ def _load(
     folder = Path(root).resolve()
     if download:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):  # the ranks of a host share the folder: the first downloads
+        with FileLock(folder / ".lock"):  # the ranks of a host share the folder; one of them downloads
             try:
                 source(folder, train=True, download=True)
             except (RuntimeError, OSError) as error:
-                raise UserError(f"{source.__name__} cannot be downloaded to {folder}: {error}") from error
+                raise UserError(f"failed to download {source.__name__} to {folder}: {error}") from error
     try:
         data = source(folder, train=split == "train")
         images = torch.as_tensor(data.data)  # (N, H, W) or (N, H, W, C)
     except (RuntimeError, ValueError, AssertionError, OSError) as error:
         raise UserError(
-            f"{source.__name__} is missing from {folder}, or damaged: data.download=true downloads it, "
-            f"data.dataset.root names another folder"
+            f"{source.__name__} is missing from {folder}, or damaged; set data.download=true to download it, "
+            "or data.dataset.root to another folder"
         ) from error
     images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2).contiguous()
     return ImagesInMemory(images, torch.as_tensor(data.targets), len(data.classes), mean, std)

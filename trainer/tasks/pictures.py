@@ -1,4 +1,4 @@
-"""Grids of sample images with captions, drawn with Pillow, which is faster than matplotlib."""
+"""Grids of sample images with captions, drawn with Pillow."""
 
 from collections.abc import Sequence
 

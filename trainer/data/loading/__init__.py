@@ -1,1 +1,1 @@
-"""From a dataset to batches: data read by index, and streams."""
+"""Loading of batches, from data read by index and from streams."""

@@ -1,4 +1,4 @@
-"""How a global batch is split over replicas and micro-batches."""
+"""The split of a global batch over replicas and micro-batches."""
 
 import itertools
 from collections.abc import Iterator
@@ -10,32 +10,32 @@ from trainer.errors import UserError
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """global_batch_size = num_replicas x micro_batch_size x accumulation; sizes in samples.
+    """Sizes in samples: global_batch_size = num_replicas x micro_batch_size x accumulation.
 
-    With `chunks`, each micro-batch is one chunk of `train.exact`, consecutive samples, and a replica may have
-    one more or less than another. A rank that has no share of the batch, such as a parameter server, has an
-    `accumulation` of 0.
+    With `chunks`, each micro-batch is one chunk of `train.exact`, which has consecutive samples, and replicas
+    may differ by one micro-batch. A rank that gets no samples, such as a parameter server, has
+    `accumulation=0`.
     """
 
     global_batch_size: int
     num_replicas: int
     micro_batch_size: int
     accumulation: int  # micro-batches whose gradients this process sums in a step
-    chunks: range | None = None  # those of this process
+    chunks: range | None = None  # the numbers of this process's chunks
 
     @property
     def local_size(self) -> int:
-        """The largest number of samples of a global batch that a replica takes."""
+        """The largest number of samples of a global batch that a replica gets."""
         return self.micro_batch_size * self._most
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a step, over all replicas."""
+        """Number of micro-batches per step, over all replicas."""
         return self.global_batch_size // self.micro_batch_size
 
     @property
     def fewer(self) -> int:
-        """By how many micro-batches of a step this process has fewer than the one with the most."""
+        """How many fewer micro-batches per step this process has than the busiest process."""
         return self._most - self.accumulation
 
     @property
@@ -43,16 +43,16 @@ class BatchSplit:
         return -(-self.num_micro_batches // self.num_replicas)
 
     def first_micro_batch(self, replica: int) -> int:
-        """The number within the step of the first micro-batch of `replica`, which is this process's."""
+        """Return the number, within the step, of the first micro-batch of this process, replica `replica`."""
         return replica * self.accumulation if self.chunks is None else self.chunks.start
 
     def micro_batches(self, first: int, replica: int, held_out: bool = False) -> Iterator[tuple[int, range]]:
-        """For each micro-batch from sample `first` on: the first number of all replicas, and this one's.
+        """Yield the first sample of all replicas and this replica's samples, per micro-batch from `first` on.
 
-        Replica r takes the samples r::R, as torch's DistributedSampler does; or the next of its chunks.
+        Replica r of R gets the samples r::R, as in torch's DistributedSampler, or the next of its chunks.
 
         Args:
-            held_out: each replica yields the same number of micro-batches for each first number.
+            held_out: whether all replicas yield the same number of micro-batches; some may be empty.
         """
         size = self.micro_batch_size
         if self.chunks is None:
@@ -67,18 +67,22 @@ class BatchSplit:
 
     def __str__(self) -> str:
         if self.chunks is not None:
-            return f"{self.global_batch_size} = {self.num_micro_batches} chunks x {self.micro_batch_size}"
-        parts = f"{self.num_replicas} replicas x {self.micro_batch_size} x {self._most} accumulated"
+            factors = [(self.num_micro_batches, "chunk"), (self.micro_batch_size, "sample")]
+        else:
+            factors = [(self.num_replicas, "rank"), (self.micro_batch_size, "sample")]
+            factors.append((self._most, "accumulation step"))
+        parts = " x ".join(f"{number} {noun}{'s' * (number != 1)}" for number, noun in factors)
         return f"{self.global_batch_size} = {parts}"
 
 
 def split_chunks(
     global_batch_size: int, micro_batch_size: int | None, num_chunks: int, num_replicas: int, own: range
 ) -> BatchSplit:
-    """Split into chunks, of which this process computes `own`.
+    """Split a global batch into chunks, of which this process computes `own`.
 
     Raises:
-        UserError: a size does not divide evenly; the message names the nearest that does.
+        UserError: the batch is not divisible by the number of chunks; the message suggests the nearest
+        values.
     """
     size = global_batch_size // num_chunks
     if global_batch_size % num_chunks:
@@ -87,23 +91,22 @@ def split_chunks(
         chunks = min(divisors, key=lambda chunks: abs(chunks - num_chunks))
         nearest = max(1, round(global_batch_size / num_chunks)) * num_chunks
         raise UserError(
-            f"train.exact is {num_chunks}, which does not divide train.global_batch_size="
-            f"{global_batch_size}; nearest that does: train.exact={chunks}, or "
-            f"train.global_batch_size={nearest}"
+            f"train.global_batch_size={global_batch_size} is not divisible by train.exact={num_chunks}; the "
+            f"nearest values that work are train.exact={chunks}, or train.global_batch_size={nearest}"
         )
     if micro_batch_size not in (None, size):
         raise UserError(
-            f"train.micro_batch_size is {micro_batch_size}, but train.exact={num_chunks} computes chunks of "
-            f"{size} samples; set it to {size}, or null"
+            f"train.micro_batch_size={micro_batch_size}, but with train.exact={num_chunks} a micro-batch is "
+            f"one chunk of {size} samples; set train.micro_batch_size={size}, or null"
         )
     return BatchSplit(global_batch_size, num_replicas, size, len(own), own)
 
 
 def split_batch(global_batch_size: int, micro_batch_size: int | None, num_replicas: int) -> BatchSplit:
-    """Split evenly; without a `micro_batch_size`, each replica's share is one micro-batch.
+    """Split a global batch evenly; with `micro_batch_size=None`, each replica gets one micro-batch.
 
     Raises:
-        UserError: a size does not divide evenly; the message names the nearest that does.
+        UserError: the batch cannot be split evenly; the message suggests the nearest sizes.
     """
     check_batch_sizes(global_batch_size, micro_batch_size, num_replicas)
     local_size = global_batch_size // num_replicas

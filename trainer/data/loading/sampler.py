@@ -1,11 +1,12 @@
-"""Which samples each rank reads, and in which order.
+"""Samplers: which samples each rank reads, and in which order.
 
-Training: the order of epoch e (trainer.data.order) is drawn from (seed, e) alone, and a batch is its next B
-samples, so a run on 1, 2 or 8 ranks, resumed or not, sees the same batches. A run resumed with another B
-continues with the very next sample. A remainder of less than B samples at the end of an epoch is not trained
-on.
-A stream keeps its own order, and is divided among ranks in the same way.
-Evaluation: every sample exactly once, with the same number of batches on each rank.
+The order of a training epoch (trainer.data.order) is determined by the seed and the epoch, and each batch
+is the next B samples. So a run on 1, 2 or 8 ranks, resumed or not, sees the same batches. A run that is
+resumed with another B continues with the next sample. If less than B samples remain at the end of an epoch,
+they are not used.
+
+A stream keeps its own order, and is divided among ranks in the same way. An evaluation reads every sample
+exactly once, with the same number of batches on each rank.
 """
 
 import hashlib
@@ -27,10 +28,10 @@ from trainer.tensors.generators import generators_kept
 
 
 class Requests(Sampler[Request]):
-    """Asks for the micro-batches of a replica, from ``first_sample`` of ``epoch`` on, without end.
+    """Yields requests for the micro-batches of a replica, from ``first_sample`` of ``epoch`` on, without end.
 
-    Every replica makes the same number of requests for held-out samples, so that a model whose forward pass
-    is collective (FSDP) stays in step; no sample is padded or repeated.
+    For held-out data, every replica yields the same number of requests, because the forward pass may be
+    collective (FSDP). No sample is padded or repeated.
     """
 
     def __init__(self, batch: BatchSplit, replica: int, held_out: bool = False) -> None:
@@ -45,7 +46,7 @@ class Requests(Sampler[Request]):
 
 
 class IndexRequests(Requests):
-    """Asks for whole steps, by the indices of an epoch's order.
+    """Yields requests for complete steps, by the indices of an epoch's order.
 
     Raises:
         UserError: the dataset is smaller than one global batch.
@@ -57,9 +58,9 @@ class IndexRequests(Requests):
         super().__init__(batch, replica)
         if len(dataset) < batch.global_batch_size:
             raise UserError(
-                f"the training data holds {len(dataset)} samples, fewer than one global batch of "
+                f"the training data has {len(dataset)} samples, fewer than one global batch of "
                 f"{batch.global_batch_size} ({batch.num_replicas} replicas x {batch.local_size}); "
-                + ("lower train.global_batch_size or use fewer ranks" if len(dataset) else "look at its path")
+                + ("lower train.global_batch_size or use fewer ranks" if len(dataset) else "check its path")
             )
         self.seed, self.num_samples = seed, len(dataset)
         self._dataset, self._order = dataset, order
@@ -71,35 +72,37 @@ class IndexRequests(Requests):
 
     @property
     def _is_permutation(self) -> bool:
-        """Whether the order is torch's own permutation: valid, and drawn from the given generator alone."""
+        """Whether the order is torch.randperm, which is valid and depends only on the given generator."""
         return self._order is shuffled and not hasattr(self._dataset, "epoch_order")
 
     def order_of(self, epoch: int) -> Tensor:
-        """Return the indices of an epoch; UserError if their number is wrong or one is out of range."""
-        # A tensor, not a list: data=tokens has a billion numbers.
+        """Return the indices of an epoch. Raises UserError if their number or an index is wrong."""
+        # A tensor takes less memory than a list: data=tokens may have a billion indices.
         generator = torch.Generator().manual_seed(self.seed + epoch)
         if self._is_permutation:
             return self._order(self._dataset, generator)
-        with generators_kept(of_accelerators=False):  # an order may draw from them, too
+        with generators_kept(of_accelerators=False):  # a custom order may use the global generators
             seed_generators(self.seed, epoch, self.num_samples)
-            given = self._order(self._dataset, generator)
-        order = torch.as_tensor(given)  # accepts a list or an array, too
+            indices = self._order(self._dataset, generator)
+        order = torch.as_tensor(indices)  # may be a list or an array
         if order.shape != (self.num_samples,) or order.dtype != torch.int64:
             raise UserError(
-                f"the order of epoch {epoch} is {order.dtype} {tuple(order.shape)}, but must be a tensor of "
-                f"{self.num_samples} indices, torch.int64"
+                f"the order of epoch {epoch} must be {self.num_samples} indices, a tensor of torch.int64, "
+                f"but is {order.dtype} {tuple(order.shape)}"
             )
         least, largest, last = int(order.min()), int(order.max()), self.num_samples - 1
         if least < 0 or (largest > last and not hasattr(self._dataset, "epoch_order")):
-            found = f"indices from {least} to {largest}"
-            raise UserError(f"the order of epoch {epoch} has {found}, but indices must be from 0 to {last}")
+            raise UserError(
+                f"the order of epoch {epoch} has indices from {least} to {largest}, but the dataset has 0 to "
+                f"{last}"
+            )
         return order
 
     def order_hash(self) -> str | None:
-        """Return a hash of the first epoch's order, to compare on all ranks; None for torch's permutation.
+        """Return a hash of the first epoch's order, to compare across ranks; None for torch.randperm.
 
         Raises:
-            UserError: as in `order_of`, or a second call returns a different order.
+            UserError: as in `order_of`, or if a second call returns a different order.
         """
         if self._is_permutation:
             return None
@@ -107,7 +110,7 @@ class IndexRequests(Requests):
         if not order.equal(self.order_of(0)):
             raise UserError(
                 "the order of an epoch differs in a second call, so a resumed run would read other samples; "
-                "compute it from the dataset and the generator alone"
+                "compute it from nothing but the dataset and the given generator"
             )
         return hashlib.blake2b(order.numpy().data, digest_size=8).hexdigest()
 
@@ -120,15 +123,15 @@ class IndexRequests(Requests):
 
 
 def draws_of(order: Tensor) -> Tensor:
-    """Return a seed for each sample of an epoch, so that copies of a sample draw different numbers.
+    """Return a number for each sample of an epoch, so that copies of a sample get different random numbers.
 
     Returns:
-        The index itself for its first occurrence in the epoch, and another number for each further one.
-        Without repeats, this is `order` itself, at the cost of a sort, less than drawing a permutation.
+        The index itself for its first occurrence in the epoch, and another number for each repetition.
+        Without repetitions, this is `order` itself.
     """
     ordered = np.sort(order.numpy())  # four times as fast as torch's
     if (ordered[1:] != ordered[:-1]).all():
         return order
-    by_index, places = order.sort(stable=True)
-    earlier = torch.arange(len(order)) - torch.searchsorted(by_index, by_index)
-    return order.scatter(0, places, by_index + (earlier << 40))  # indices are far below 2^40
+    by_index, positions = order.sort(stable=True)
+    repetition = torch.arange(len(order)) - torch.searchsorted(by_index, by_index)
+    return order.scatter(0, positions, by_index + (repetition << 40))  # indices are far below 2^40

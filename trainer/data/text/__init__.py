@@ -1,1 +1,1 @@
-"""Text as windows of tokens: bytes of files, or token files."""
+"""Text datasets: windows of the bytes of files, or of token files."""

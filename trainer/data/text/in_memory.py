@@ -1,4 +1,4 @@
-"""Text as bytes: a file, a folder of files, or the language reference inside every CPython."""
+"""Datasets of text as bytes: a file, a folder of files, or the language reference that is part of CPython."""
 
 from pathlib import Path
 
@@ -11,14 +11,16 @@ from trainer.errors import UserError
 
 
 class Text(Windows):
-    """Windows of ``block_size`` bytes; the last ``eval_fraction`` of them are held out.
-
-    Vocabulary: the 256 bytes.
+    """Windows of ``block_size`` bytes of a text. The vocabulary is the 256 byte values.
 
     Args:
-        path: a file of any size, or a folder whose files are all held in memory, sorted by name, sub-folders
-            too. None: ``pydoc_data.topics`` of the running Python, about half a megabyte.
-        border: the byte that ends each document (see `trainer.data.text.windows.kept_apart`).
+        split: train, or eval for the held-out windows.
+        path: a file of any size, or a folder whose files, including those in sub-folders, are read into
+            memory in the order of their names. None uses ``pydoc_data.topics`` of Python, about half a
+            megabyte.
+        block_size: number of bytes per window.
+        eval_fraction: fraction of the windows that are held out, at the end of the text.
+        border: the byte that ends each document (see `trainer.data.text.windows.mask_borders`).
 
     Raises:
         UserError: ``path`` does not exist, an argument is out of range, or the text is too short for one
@@ -39,15 +41,15 @@ class Text(Windows):
         check_split(split)
         check_at_least_one(block_size=block_size)
         if not 0 < eval_fraction < 1:
-            raise UserError(f"data.dataset.eval_fraction={eval_fraction} is not between 0 and 1")
+            raise UserError(f"data.dataset.eval_fraction={eval_fraction}: expected a number between 0 and 1")
         text = python_reference() if path is None else read_text(Path(path))
         num_windows = max(0, len(text) - 1) // block_size
         num_eval = round(num_windows * eval_fraction)
         if not 0 < num_eval < num_windows:
             raise UserError(
-                f"the text at {path or 'pydoc_data.topics'} has {len(text)} bytes, too few to "
-                f"train and evaluate on windows of data.dataset.block_size={block_size} with "
-                f"data.dataset.eval_fraction={eval_fraction}; lower the block size"
+                f"the text at {path or 'pydoc_data.topics'} has {len(text)} bytes, too few for a training "
+                f"and an evaluation window with data.dataset.block_size={block_size} and "
+                f"data.dataset.eval_fraction={eval_fraction}; set a smaller block_size, or use more text"
             )
         held_out = num_windows - num_eval
         numbers = range(held_out, num_windows) if split == "eval" else range(held_out)
@@ -55,13 +57,14 @@ class Text(Windows):
 
 
 def python_reference() -> np.ndarray:
+    """Return the bytes of Python's language reference."""
     from pydoc_data.topics import topics  # a module that is one dictionary literal
 
     return np.frombuffer("\n\n".join(topics.values()).encode(), dtype=np.uint8)
 
 
 def read_text(path: Path) -> np.ndarray:
-    """The bytes at ``path``: a file is mapped, the files of a folder are read."""
+    """Return the bytes at ``path``: a file is memory-mapped, the files of a folder are read."""
     if not path.exists():
         raise UserError(f"data.dataset.path={path} does not exist")
     if path.is_file() and path.stat().st_size:

@@ -1,4 +1,4 @@
-"""From text to tokens and back: raw bytes, GPT-2's byte-pair encoding, or a tokenizer of Hugging Face.
+"""Tokenizers: raw bytes, GPT-2's byte-pair encoding, or a tokenizer of Hugging Face.
 
 A text dataset has its tokenizer as the attribute ``tokenizer``.
 """
@@ -16,37 +16,41 @@ from trainer.errors import UserError, on_one_line, optional
 
 NAMES = ("bytes", "gpt2")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
+    """Converts text to tokens and back."""
+
     vocab_size: int
     end: np.ndarray
-    """The tokens that follow each document."""
+    """The tokens to append to each document."""
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The tokens of each text."""
+        """Return the tokens of each text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens, with U+FFFD for what is not UTF-8, such as a character cut in two."""
+        """Return the text of the tokens, with U+FFFD for invalid UTF-8, such as a part of a character."""
 
 
 def tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of that name, or of a folder of Hugging Face's with a tokenizer.json.
+    """Return the tokenizer `name`: bytes, gpt2, or a folder that contains a tokenizer.json of Hugging Face.
 
     Raises:
-        UserError: the name is unknown, tiktoken is not installed, or its vocabulary cannot be downloaded.
+        UserError: the name is unknown, a package is not installed, or a file cannot be read or downloaded.
     """
     if name not in NAMES:
         if not (file := Path(name) / TOKENIZER_FILES[0]).is_file():
             raise UserError(
-                f"tokenizer is {name}, but must be one of {', '.join(NAMES)}, or a folder with {file.name}"
+                f"tokenizer={name}: expected one of {', '.join(NAMES)}, or a folder with {file.name}"
             )
         return HuggingFace(Path(name))
     return Bytes() if name == "bytes" else Gpt2()
 
 
 class Bytes:
+    """A tokenizer whose tokens are the bytes of the text; a newline ends a document."""
+
     vocab_size = 256
     end = np.frombuffer(b"\n", np.uint8)
 
@@ -58,17 +62,20 @@ class Bytes:
 
 
 class Gpt2:
-    """A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, through tiktoken."""
+    """GPT-2's byte-pair encoding, with tiktoken.
+
+    Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+    """
 
     def __init__(self) -> None:
         tiktoken = optional("tiktoken", "the gpt2 tokenizer", extra="gpt2")
         try:
             self._encoding = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # network libraries raise their own
+        except Exception as error:  # network libraries raise many kinds
             raise UserError(
-                f"the vocabulary of gpt2 cannot be downloaded: {on_one_line(error)[:200]}; set "
-                "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has it, or give a folder of Hugging Face's "
-                "with gpt2's tokenizer.json"
+                f"failed to download the vocabulary of gpt2: {on_one_line(error)[:200]}; set "
+                "TIKTOKEN_CACHE_DIR to tiktoken's cache folder that contains it, or use a folder with gpt2's "
+                "tokenizer.json of Hugging Face as the tokenizer"
             ) from error
         self.vocab_size = self._encoding.n_vocab
         self.end = np.array([self._encoding.eot_token], np.uint32)
@@ -84,25 +91,26 @@ class Gpt2:
 
 
 class HuggingFace:
-    """A tokenizer.json, through the library `tokenizers`.
+    """The tokenizer in a tokenizer.json, with the library `tokenizers`.
 
-    A document ends with the ``eos_token`` of the tokenizer_config.json beside it or, without one, with the
-    first known name of such a token.
+    A document ends with the ``eos_token`` in the tokenizer_config.json of the same folder or, if that is not
+    set, with the first of the usual end tokens in the vocabulary.
     """
 
     def __init__(self, folder: Path) -> None:
         library = optional("tokenizers", f"the tokenizer {folder}")
-        file, beside = (folder / name for name in TOKENIZER_FILES)
+        file, config = (folder / name for name in TOKENIZER_FILES)
         try:
             self._library = library.Tokenizer.from_file(str(file))
-            named = json.loads(beside.read_text()).get("eos_token") if beside.is_file() else None
-        except Exception as error:  # the library raises plain ones
+            eos_token = json.loads(config.read_text()).get("eos_token") if config.is_file() else None
+        except Exception as error:  # `tokenizers` raises Exception itself
             raise UserError(f"{file} cannot be read: {on_one_line(error)}") from error
         self.vocab_size: int = self._library.get_vocab_size()
-        names = [named["content"] if isinstance(named, dict) else named] if named else _ENDS
+        eos_token = eos_token["content"] if isinstance(eos_token, dict) else eos_token
+        names = [eos_token] if eos_token else _END_TOKENS
         known = [number for name in names if (number := self._library.token_to_id(name)) is not None]
         if not known:
-            raise UserError(f"{folder} has no token for the end of a text; set eos_token in {beside.name}")
+            raise UserError(f"{folder} has no end-of-text token; set eos_token in its {config.name}")
         self.end = np.array(known[:1], np.uint32)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Files of tokens, as `python -m trainer.data.tokenize` and nanoGPT's prepare.py write them."""
+"""Datasets of token files, as written by `python -m trainer.data.tokenize` and nanoGPT's prepare.py."""
 
 import json
 from pathlib import Path
@@ -19,11 +19,13 @@ class Tokens(Windows):
     """Windows of ``block_size`` tokens of a memory-mapped file of any size.
 
     Args:
+        split: train or eval.
         path: a folder with train.bin and val.bin, of uint16 or of the dtype in its tokens.json.
-        vocab_size: None takes that of tokens.json.
-        eval_windows: the number of windows of val.bin to evaluate on; None: all.
-        border: the token that ends each document (see `trainer.data.text.windows.kept_apart`): 50256 of gpt2,
-            10 of bytes. None: documents are one long text.
+        block_size: number of tokens per window.
+        vocab_size: size of the vocabulary; None reads it from tokens.json.
+        eval_windows: number of windows of val.bin for an evaluation; None uses all of them.
+        border: the token that ends each document (see `trainer.data.text.windows.mask_borders`): 50256 for
+            gpt2, 10 for bytes. None treats all documents as one text.
 
     Raises:
         UserError: a file is missing or too short, or the size of the vocabulary is unknown.
@@ -40,25 +42,25 @@ class Tokens(Windows):
     ) -> None:
         check_split(split)
         check_at_least_one(block_size=block_size, eval_windows=eval_windows)
-        described = Path(path) / FACTS
-        facts = json.loads(described.read_text()) if described.exists() else {}
+        facts_file = Path(path) / FACTS
+        facts = json.loads(facts_file.read_text()) if facts_file.exists() else {}
         size = vocab_size or facts.get("vocab_size")
         if size is None:
             raise UserError(
-                f"{path} has no {FACTS} with the size of the vocabulary; set data.dataset.vocab_size, "
-                "50257 for GPT-2's"
+                f"{path} has no {FACTS} with the size of the vocabulary; set data.dataset.vocab_size (50257 "
+                "for GPT-2)"
             )
         file = Path(path) / FILES[split]
         dtype = np.dtype(facts.get("dtype", "uint16"))
         if not file.is_file():
             raise UserError(
-                f"{file} does not exist; python -m trainer.data.tokenize TEXT {path} makes it from text"
+                f"{file} does not exist; create it with python -m trainer.data.tokenize TEXT {path}"
             )
         num_bytes = file.stat().st_size
         if num_bytes // dtype.itemsize <= block_size or num_bytes % dtype.itemsize:
             raise UserError(
-                f"{file} has {num_bytes} bytes, but must be a row of more than data.dataset.block_size="
-                f"{block_size} tokens of {dtype.itemsize} bytes"
+                f"{file} has {num_bytes} bytes, but must contain more than data.dataset.block_size="
+                f"{block_size} tokens of {dtype.itemsize} bytes each"
             )
         super().__init__(np.memmap(file, dtype, mode="r"), block_size, size, border=border)
         self._tokenizer_name = facts.get("tokenizer")
@@ -72,7 +74,7 @@ class Tokens(Windows):
         """The tokenizer of these tokens; None without a tokens.json.
 
         Raises:
-            UserError: it is not available here.
+            UserError: the tokenizer is not available on this host.
         """
         name = self._tokenizer_name
         return None if name is None else tokenizer_named(name)

@@ -1,4 +1,4 @@
-"""Windows of tokens: adjacent for evaluation, drawn at random each epoch for training."""
+"""Windows of tokens: adjacent for evaluation, randomly shifted in each epoch for training."""
 
 from collections.abc import Sequence
 
@@ -12,17 +12,18 @@ from trainer.errors import UserError
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of ``block_size`` tokens, with the same windows one token later as targets.
+    """Windows of ``block_size`` tokens, with the same windows shifted by one token as targets.
 
-    By index, they are windows ``numbers`` of the adjacent windows of the text. Drawn, each begins up to
-    ``block_size - 1`` tokens later, without held-out windows: an epoch reads all of the text about once, but
-    at other boundaries each time.
+    Read by index, the windows of a text are adjacent. In training, each window is shifted by a random number
+    of up to ``block_size - 1`` tokens, but not into held-out windows. So an epoch reads about all of the text
+    once, with different boundaries in each epoch.
 
     Args:
-        text: an array of an integer dtype, of more than ``block_size`` tokens; it may be a mapped file.
-        vocab_size: tokens are 0 to ``vocab_size - 1``.
-        numbers: of the windows; None: all.
-        border: the token that ends each document (see `kept_apart`).
+        text: an array of more than ``block_size`` tokens, of an integer dtype; it may be memory-mapped.
+        block_size: number of tokens per window.
+        vocab_size: tokens must be from 0 to ``vocab_size - 1``.
+        numbers: the numbers of this dataset's windows; None uses all windows.
+        border: the token that ends each document (see `mask_borders`).
     """
 
     def __init__(
@@ -34,12 +35,12 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         border: int | None = None,
     ) -> None:
         self.block_size, self.vocab_size, self.border = block_size, vocab_size, border
-        # An overlapping view, a row for each position: a token is read only when it is fetched.
+        # An overlapping view with a row for each position. Tokens are read only when they are fetched.
         self._view = sliding_window_view(text, block_size + 1)
         num_windows = -(-len(self._view) // block_size)
         self.numbers = range(num_windows) if numbers is None else numbers
         is_rest = self.numbers.stop == num_windows
-        # The last position at which a window may begin.
+        # The last position at which a window may start.
         self._last = len(self._view) - 1 if is_rest else (self.numbers.stop - 1) * block_size
 
     def __len__(self) -> int:
@@ -50,11 +51,11 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return tokens[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The batch (tokens (B, block_size), targets (B, block_size)), both int64."""
+        """Return the batch (tokens (B, block_size), targets (B, block_size)), both int64."""
         return self._fetch(self._positions(indices))
 
     def draw(self, indices: Sequence[int], numbers: np.ndarray) -> tuple[Tensor, Tensor]:
-        """As ``__getitems__``, each window shifted by its random number."""
+        """As ``__getitems__``, but shift each window by its random number."""
         shifts = (numbers % np.uint64(self.block_size)).astype(np.int64)
         return self._fetch(np.minimum(self._positions(indices) + shifts, self._last))
 
@@ -66,16 +67,16 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         if rows.max() >= self.vocab_size:
             raise UserError(
                 f"the data contains token {rows.max()}, but data.dataset.vocab_size={self.vocab_size} allows "
-                f"0 to {self.vocab_size - 1}; set the size of the vocabulary that the data was made with"
+                f"0 to {self.vocab_size - 1}; set the vocabulary size of the tokenizer that created the data"
             )
         batch = torch.from_numpy(rows)
-        return kept_apart(batch[:, :-1], batch[:, 1:], self.border)
+        return mask_borders(batch[:, :-1], batch[:, 1:], self.border)
 
 
-def kept_apart(tokens: Tensor, targets: Tensor, border: int | None) -> tuple[Tensor, Tensor]:
-    """Tokens and targets; the last token of a document, ``border``, predicts none: its target is -100.
+def mask_borders(tokens: Tensor, targets: Tensor, border: int | None) -> tuple[Tensor, Tensor]:
+    """Return tokens, and targets with -100 where the token is ``border``, the last token of a document.
 
-    A window's first document may have begun before it, and its last may go on after it: each part is trained
-    as a document of its own. A model that keeps them apart in its attention has an argument ``border``, too.
+    A part of a document at the start or the end of a window is trained on like a whole document. The model
+    should have an argument ``border``, too, to prevent attention across documents.
     """
     return (tokens, targets) if border is None else (tokens, targets.masked_fill(tokens == border, -100))
