@@ -250,8 +250,8 @@ class _StreamLoader(TrainLoader):
                 f"{first_sample:,}",
             )
         position = start if knows_position else StreamPosition(self._stream.num_shards, epoch)
-        # `Batches` must not refer to this object: in a reference cycle, the garbage collector would delete the
-        # DataLoader, which then waits 5 s for each of its workers.
+        # `Batches` must not refer to this object: in a reference cycle, the garbage collector would delete
+        # the DataLoader, which then waits 5 s for each of its workers.
         self._batches = Batches(iter(self._answers), requests.batch.accumulation, position=position)
         return self._batches
 
@@ -275,7 +275,7 @@ class _StreamLoader(TrainLoader):
 
 
 class EvalLoader(_Loader):
-    """Yields (batch, numbers of its samples): each sample once, in the same number of batches on each replica.
+    """Yields (batch, numbers of its samples): each sample once, and the same number of batches per replica.
 
     A replica that has no samples left yields a filler batch without numbers. Pass it through the model,
     because forward passes may be collective, and discard the result. Every rank reads the whole of a stream.
