@@ -15,7 +15,7 @@ from trainer.data.loading.loaders import Batches
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
-from trainer.exact.sum_order import AS_THEY_COME, SumOrder
+from trainer.exact.sum_order import DEFAULT_ORDER, SumOrder
 
 
 class AfterStep(IntEnum):
@@ -50,7 +50,7 @@ class StepVote:
         rows: replaces gloo's all-reduce if all ranks are on the CPUs of one host.
     """
 
-    def __init__(self, ranks: Ranks, order: SumOrder = AS_THEY_COME, rows: HostRows | None = None) -> None:
+    def __init__(self, ranks: Ranks, order: SumOrder = DEFAULT_ORDER, rows: HostRows | None = None) -> None:
         self._order, self._device = order, ranks.device
         self._world_size, self._on_gpu = ranks.world_size, is_accelerator(ranks.device)
         self._work: dist.Work | None = None

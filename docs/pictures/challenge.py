@@ -1,6 +1,6 @@
-"""The moves of a challenge, beside the undisturbed run: python docs/pictures/challenge.py [--seed N].
+"""The legs of a challenge, next to the uninterrupted run: python docs/pictures/challenge.py [--seed N].
 
-Runs `python -m trainer.exact.challenge`, and draws what it prints and where each move resumed.
+Runs `python -m trainer.exact.challenge`, and draws its output and the step at which each leg resumed.
 """
 
 import re
@@ -14,30 +14,30 @@ import style
 from matplotlib.figure import Figure
 
 ROOT = style.HERE.parents[1]
-MOVE = re.compile(r"move +(\d+): strategy=(\w+(?: comm=\w+)?) on (\d+) to step (\d+), killed: (.*)")
+LEG = re.compile(r"leg +(\d+): strategy=(\w+(?: comm=\w+)?) on (\d+) to step (\d+), killed: (.*)")
 COLOURS = {"ddp": "#4c78a8", "fsdp": "#f2b14a"}
 ON_BAR = "#101418"  # dark in both variants
 
 
-def draw(said: str, begins: Mapping[int, int]) -> Figure:
-    """What the challenge `said`; `begins` has the step at which each move resumed."""
-    hashes = re.findall(r"^(?:undisturbed|in moves) +([0-9a-f]{64})$", said, re.M)
-    moves = [
+def draw(output: str, starts: Mapping[int, int]) -> Figure:
+    """Draw the output of the challenge; `starts` has the step at which each leg resumed."""
+    hashes = re.findall(r"^(?:uninterrupted|interrupted) +([0-9a-f]{64})$", output, re.M)
+    legs = [
         (int(n), what.replace("comm=", ""), int(ranks), int(to), killed)
-        for n, what, ranks, to, killed in MOVE.findall(said)
+        for n, what, ranks, to, killed in LEG.findall(output)
     ]
-    last = max(to for *_, to, _ in moves)
+    last = max(to for *_, to, _ in legs)
     figure = Figure(figsize=(6, 2.8), layout="constrained")
     axes = figure.add_subplot(xlabel="step")
     axes.barh(0, last, color="#59a87a", height=0.7)
-    axes.text(4, 0, "undisturbed: 1 process", va="center", fontsize=13, color=ON_BAR)
-    for row, (number, what, ranks, to, killed) in enumerate(moves, 1):
-        begin = begins[number]
-        axes.barh(-row, to - begin, left=begin, color=COLOURS[what.split()[0]], height=0.7)
-        left = begin > last / 2
+    axes.text(4, 0, "uninterrupted: 1 process", va="center", fontsize=13, color=ON_BAR)
+    for row, (number, what, ranks, to, killed) in enumerate(legs, 1):
+        start = starts[number]
+        axes.barh(-row, to - start, left=start, color=COLOURS[what.split()[0]], height=0.7)
+        left = start > last / 2
         axes.annotate(
             f"{what} × {ranks}",
-            (begin if left else to, -row),
+            (start if left else to, -row),
             xytext=(-6 if left else 12, 0),
             textcoords="offset points",
             ha="right" if left else "left",
@@ -46,13 +46,13 @@ def draw(said: str, begins: Mapping[int, int]) -> Figure:
         )
         if killed != "none":
             axes.plot(to, -row, "x", color="#e45756", markersize=11, markeredgewidth=3)
-    for row, sha in ((0, hashes[0]), (-len(moves), hashes[1])):
+    for row, sha in ((0, hashes[0]), (-len(legs), hashes[1])):
         axes.text(
             last + 5, row, f"{sha[:8]}…", va="center", family="monospace", fontsize=13, fontweight="bold"
         )
     axes.set_xlim(0, last * 1.31)
     axes.set_xticks(range(0, last + 1, 100))
-    axes.set_ylim(-len(moves) - 0.5, 0.5)
+    axes.set_ylim(-len(legs) - 0.5, 0.5)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     return figure
@@ -62,10 +62,10 @@ if __name__ == "__main__":
     style.use()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "trainer.exact.challenge", "--folder", folder, *sys.argv[1:]]
-        said = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
-        print(said)
-        begins = {}
-        for log in Path(folder).glob("move*.log"):
+        output = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+        print(output)
+        starts = {}
+        for log in Path(folder).glob("leg*.log"):
             resumed = re.search(r"at step (\d+)", log.read_text())
-            begins[int(log.name[4 : log.name.index(".")])] = int(resumed[1]) if resumed else 0
-    style.save(draw(said, begins), "challenge")
+            starts[int(log.name[3 : log.name.index(".")])] = int(resumed[1]) if resumed else 0
+    style.save(draw(output, starts), "challenge")

@@ -221,4 +221,7 @@ def _sharded() -> str:
 @pytest.mark.slow
 def test_tensor_subclasses_in_optimizer_state_are_refused_under_fsdp() -> None:
     said = run_ranks(_sharded, 2)[1]
-    assert "a TwoTensor, several tensors in one, which no checkpoint can cut into shards; use strat" in said
+    assert (
+        "a TwoTensor, a tensor subclass that contains several tensors, which a checkpoint cannot shard"
+        in said
+    )

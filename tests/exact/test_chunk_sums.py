@@ -94,5 +94,5 @@ def test_large_whole_numbers_that_differ_are_refused(monkeypatch: pytest.MonkeyP
         if steps == 1:
             buffers.finish()
             assert model.seen.tolist() == [2**60 + 1] and model.mean.tolist() == [0.5, 0.5]
-    with pytest.raises(UserError, match=r"different values in seen, a buffer of torch\.int64, and"):
+    with pytest.raises(UserError, match=r"different values to seen, a buffer of torch\.int64, and"):
         buffers.finish()

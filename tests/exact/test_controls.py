@@ -59,8 +59,12 @@ def test_ranks_and_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     expected = {
         ("strategy=fsdp",): "does not divide over 3 ranks",
         ("strategy=ddp", "train.exact=2"): "fewer chunks than the 3 ranks; set train.exact=3",
-        ("strategy=ddp", "+optim.fused=true"): "optim.fused=true rounds differently",
-        ("strategy=fsdp", "train.exact=6", *adagrad): "Adagrad is not known to update each number by itself",
+        ("strategy=ddp", "+optim.fused=true"): "train.exact is not supported with optim.fused=true on a CPU",
+        (
+            "strategy=fsdp",
+            "train.exact=6",
+            *adagrad,
+        ): "train.exact is not supported with Adagrad and strategy=fsdp",
     }
     each = [(*MLP, f"run_dir={tmp_path}", *overrides) for overrides in expected]
     told = run_ranks(refused_each, 3, *each, init=False)[0]
@@ -80,7 +84,7 @@ def _with_other_threads(*overrides: str) -> str:
 
 def test_threads_changed_after_the_start_are_named(tmp_path: Path) -> None:
     words = run_ranks(_with_other_threads, 1, *MLP, f"run_dir={tmp_path}", init=False)[0]
-    assert "rank 0" in words and "computes with 2 threads, though the run set 1" in words
+    assert "rank 0" in words and "uses 2 threads instead of 1" in words
 
 
 def _in_another_environment(*overrides: str) -> str:

@@ -76,8 +76,8 @@ FOLLOWING = (
 @pytest.mark.slow
 def test_what_has_no_mean_over_leaves_is_refused(tmp_path: Path) -> None:
     expected = {
-        "late": "a step made the buffer made, without a mean over chunks",
-        "later": "the buffer mean changes, but did not in the dry run before the first step",
+        "late": "a step created the buffer made, which is not averaged over chunks",
+        "later": "the buffer mean changes, but did not change in the dry run before the first step",
         "frozen": "the forward or backward pass changes teacher",
     }
     each = [

@@ -76,9 +76,7 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
                 ("distributed.device=cuda",): r"distributed.device=cuda, but torch sees no GPU",
                 ("+model.foo=1",): r"model: models.mlp.MLP .*'foo'",
                 ("model._target_=models.mlp.Mlp",): r"model: .*models.mlp.Mlp",
-                (
-                    "schedule.warmup_steps=100000",
-                ): r"schedule.warmup_steps is 100000, but this run ends after "
+                ("schedule.warmup_steps=100000",): r"schedule.warmup_steps=100000, but this run ends after "
                 r"660 steps; set schedule.warmup_steps=66 ",
                 ("model.num_classes=7",): r"model.num_classes=7 is too small: the data has 10 classes, and "
                 r"its largest label is 9; set model.num_classes=10",

@@ -128,7 +128,7 @@ def test_adapters_are_trained_saved_alone_and_opened_by_peft(
 WRONG = {
     "freeze classifier.weight, classifier.bias at random values": ("model.adapters.modules_to_save=null",),
     "model.adapters: No modules were targeted for adaptation": ("model.adapters.target_modules=[qkv]",),
-    "nn.Linear creates a Linear, but must create a configuration of peft": (
+    "expected a configuration of peft, such as peft.LoraConfig, but torch.nn.Linear returned a Linear": (
         *("model.adapters=null", "model.adapters={_target_:torch.nn.Linear,in_features:2,out_features:2}"),
     ),
     "model.adapters has no _target_": ("model.adapters=null", "model.adapters={r:4}"),

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from trainer.errors import UserError
 from trainer.loop import fit
 from trainer.optim.optimizers import check_gradients
-from trainer.optim.shard_trial import ShardTrial, way_of
+from trainer.optim.shard_trial import ShardTrial, needs_of
 from trainer.tensors.generators import generators_kept
 
 OURS = "benchmarks.fsdp_optimizers."
@@ -58,7 +58,7 @@ def test_a_trial_finds_which_tensors_an_optimizer_needs(kind: Any, way: str) -> 
     group = {"params": [torch.zeros(1, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1)]}
     trial = ShardTrial(lambda groups: kind(groups[0]["params"], lr=1e-5), [group])
     with generators_kept():
-        found, why = way_of(kind.__name__, trial)
+        found, why = needs_of(kind.__name__, trial)
     assert found.name == way and bool(why) == (way == "NEITHER"), why
 
 
@@ -73,7 +73,7 @@ def test_whole_tensors_give_what_one_process_does_and_so_do_saves() -> None:
     for found in run_ranks(optimizers.trained, 3, CASES, True):
         ways = {target.rpartition(".")[2]: way for (target, _), (way, *_) in zip(CASES, found, strict=True)}
         refused = ways.pop("ClipsAll")
-        assert "ClipsAll computes the update of a parameter from other parameters too" in refused
+        assert "ClipsAll computes the update of a parameter from other parameters, which" in refused
         assert ways == dict.fromkeys(ways, "whole") | {"AdamW": "shards"}
         for (target, _), (_, right, _), (way, end, resumed) in zip(CASES, alone, found, strict=True):
             if not way.startswith("refused"):
@@ -84,7 +84,9 @@ def test_whole_tensors_give_what_one_process_does_and_so_do_saves() -> None:
 def test_sparse_adam_with_dense_gradients_is_refused() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    with pytest.raises(UserError, match=r"1 of 1 have dense ones; give it only weights of nn\.Embedding"):
+    with pytest.raises(
+        UserError, match=r"those of 1 of its 1 parameters are dense; use it only for weights of nn\.Embedding"
+    ):
         check_gradients(torch.optim.SparseAdam([parameter]))
 
 

@@ -28,7 +28,7 @@ from trainer.model.plain_names import (
 )
 from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.combined import has_user_part
-from trainer.optim.resumed import OF_SCHEDULES
+from trainer.optim.resumed import SCHEDULED_OPTIONS
 from trainer.state.train_state import TrainState
 from trainer.tensors.bits import as_bytes, same_bits
 from trainer.tensors.local_shard import is_dtensor
@@ -237,7 +237,7 @@ def _compare_optimizers(state: TrainState, groups: Sequence[Any], saved_groups: 
         )
     for group in groups:
         saved_group = saved[group["params"][0]]
-        missing = group.keys() - saved_group.keys() - OF_SCHEDULES - {"name"}
+        missing = group.keys() - saved_group.keys() - SCHEDULED_OPTIONS - {"name"}
         missing |= {name for name in _OPTIONS_WITH_STATE if group.get(name) and not saved_group.get(name)}
         if missing:
             raise UserError(

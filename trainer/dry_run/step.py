@@ -26,7 +26,7 @@ from trainer.distributed.agreement import differs, gather_objects
 from trainer.dry_run.gathered_parameters import GatheredParameters
 from trainer.errors import UserError, first_few
 from trainer.forward_backward import forward_backward
-from trainer.model.plain_names import keepers_of_extra_state, named_buffers
+from trainer.model.plain_names import modules_with_extra_state, named_buffers
 from trainer.strategies.placement import not_all_parameters
 from trainer.task_hooks import begin_step_of_task, follow_begin_step, refuse_changed_by_loss
 from trainer.tasks import Task
@@ -163,7 +163,7 @@ def state_restored(model: nn.Module) -> Iterator[None]:
     Buffers that were created or resized in the context stay, because their module may rely on the size.
     """
     buffers = {name: buffer.detach().clone() for name, buffer in named_buffers(model)}
-    keepers = keepers_of_extra_state(model).values()
+    keepers = modules_with_extra_state(model).values()
     states = [copy.deepcopy(keeper.get_extra_state()) for keeper in keepers]
     yield
     with torch.no_grad():

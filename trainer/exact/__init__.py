@@ -1,1 +1,1 @@
-"""The same bits at any world size and strategy: `train.exact=L` cuts a step into L fixed chunks."""
+"""Training with the same bits at any world size: `train.exact=L` divides each step into L fixed chunks."""

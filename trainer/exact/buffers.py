@@ -1,6 +1,6 @@
-"""Buffers that a forward pass changes, such as running statistics: the mean over chunks.
+"""Averaging, over the chunks of a step, of buffers that a forward pass changes, such as running statistics.
 
-Whole numbers, such as a count of batches, have no mean: every chunk must leave the same ones.
+Buffers of integers, such as a count of batches, are not averaged: they must be equal after every chunk.
 """
 
 import torch
@@ -9,66 +9,66 @@ from torch import Tensor, nn
 from trainer.distributed.collectives import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.digits import from_digits, to_digits
-from trainer.model.plain_names import named_buffers, places_of_buffers
+from trainer.model.plain_names import buffer_locations, named_buffers
 from trainer.tensors.bits import same_bits
 from trainer.torch_private import version_of
 
-_BLOCK = 1 << 12  # numbers of all chunks at once, since each takes some 50 times its memory
+_BLOCK = 1 << 12  # elements to average at once, because each takes about 50 times its memory
 
 
 class ChunkBuffers:
-    """Each chunk starts from the buffers at the step's beginning; afterwards they are the mean over chunks.
+    """Starts each chunk from the same buffers, and sets them to the mean over chunks at the end of a step.
 
-    Which buffers change is learned in the dry run, by their bits: torch counts no version of what is
-    written through ``.data``, by NumPy or by a batch norm's kernel. Later the versions are looked at.
+    The dry run finds the buffers that change, by comparing bits, because torch does not count writes through
+    ``.data``, NumPy or the kernel of a batch norm as new versions. Later steps compare versions.
 
     Args:
-        model: unwrapped; its buffers may be replaced by others of the same size.
-        num_chunks: of a step, over all ranks.
+        model: the unwrapped model; its buffers may be replaced by others of the same size.
+        num_chunks: number of chunks per step, over all ranks.
     """
 
     def __init__(self, model: nn.Module, num_chunks: int) -> None:
         self._model, self._num_chunks = model, num_chunks
-        self._places = places_of_buffers(model)
-        self._names = list(self._places)
+        self._locations = buffer_locations(model)
+        self._names = list(self._locations)
         self._changing: list[str] | None = None
-        self._begin: dict[str, Tensor] = {}
+        self._initial: dict[str, Tensor] = {}  # at the start of the step
         self._seen: dict[str, tuple[Tensor, int]] = {}
         self._changed: set[str] = set()
-        self._made: list[dict[str, Tensor]] = []  # by this rank's chunks
+        self._results: list[dict[str, Tensor]] = []  # after each of this rank's chunks
 
     def start_chunk(self) -> None:
         """Called before each chunk's forward pass."""
-        if not self._made:
-            self._begin = self._copies()
+        if not self._results:
+            self._initial = self._copies()
         else:
             with torch.no_grad():
-                for name, value in self._begin.items():
+                for name, value in self._initial.items():
                     self._buffer(name).copy_(value)
-        self._seen = {name: (now := self._buffer(name), version_of(now)) for name in self._names}
+        self._seen = {name: (buffer := self._buffer(name), version_of(buffer)) for name in self._names}
 
     def end_chunk(self) -> None:
-        """Called after each chunk's backward pass, which may compute the forward pass again."""
+        """Called after each chunk's backward pass, which may recompute the forward pass."""
         for name, (before, version) in self._seen.items():
-            now = self._buffer(name)
-            if now is not before or version_of(now) != version:
+            buffer = self._buffer(name)
+            if buffer is not before or version_of(buffer) != version:
                 self._changed.add(name)
         if self._changing is None:
-            self._changed |= {n for n, begin in self._begin.items() if not same_bits(self._buffer(n), begin)}
-        self._made.append(self._copies())
+            self._changed |= {n for n, old in self._initial.items() if not same_bits(self._buffer(n), old)}
+        self._results.append(self._copies())
 
     def finish(self) -> None:
         """Called after the last chunk of a step (a collective, if any buffer changes).
 
         Raises:
-            UserError: chunks disagree in a buffer of integers, a buffer changed that did not before, or the
-                step made one.
+            UserError: chunks differ in a buffer of integers, a buffer changed that did not change in the dry
+                run, or the step created a buffer.
         """
-        made, self._made = self._made, []
-        if late := {name for name, _ in named_buffers(self._model)} - self._places.keys():
+        results, self._results = self._results, []
+        if new := {name for name, _ in named_buffers(self._model)} - self._locations.keys():
             raise UserError(
-                f"train.exact: a step made the buffer {min(late)}, without a mean over chunks; register it "
-                "in __init__"
+                f"train.exact: a step created the buffer {min(new)}, which is not averaged over chunks; "
+                "register it in __init__"
             )
         if not self._names:
             return
@@ -76,35 +76,35 @@ class ChunkBuffers:
             self._changing = self._changed_anywhere()
         elif new := self._changed.difference(self._changing):
             raise UserError(
-                f"train.exact: the buffer {min(new)} changes, but did not in the dry run before the first "
-                "step, so it was not averaged; change it in each forward pass, or never"
+                f"train.exact: the buffer {min(new)} changes, but did not change in the dry run before the "
+                "first step, so it was not averaged; change it in every forward pass, or in none"
             )
         if self._changing:
-            self._set_means(self._changing, made)
+            self._set_means(self._changing, results)
 
     def _changed_anywhere(self) -> list[str]:
-        """The buffers that some rank has changed (a collective)."""
+        """Return the names of the buffers that changed on some rank (a collective)."""
         flags = [float(name in self._changed) for name in self._names]
         everywhere = sum_over_ranks(torch.tensor(flags, device=self._buffer(self._names[0]).device)).tolist()
         return [name for name, flag in zip(self._names, everywhere, strict=True) if flag]
 
     @torch.no_grad()
-    def _set_means(self, names: list[str], made: list[dict[str, Tensor]]) -> None:
-        """Set the means over all ranks' chunks, of which this rank has made these (a collective).
+    def _set_means(self, names: list[str], results: list[dict[str, Tensor]]) -> None:
+        """Set buffers to their means over the chunks of all ranks, given this rank's results (a collective).
 
-        BufferCheck compares whole numbers with those of other ranks.
+        Integers are compared within this rank; `BufferCheck` compares them across ranks.
         """
-        wholes = [name for name in names if not self._buffer(name).is_floating_point()]
-        differ = [(torch.stack([chunk[name] for chunk in made]) != made[0][name]).any() for name in wholes]
-        if differ and torch.stack(differ).any():  # read once, since a GPU is waited for
-            name = next(name for name, differs in zip(wholes, differ, strict=True) if differs)
+        integers = [name for name in names if not self._buffer(name).is_floating_point()]
+        differ = [(torch.stack([c[name] for c in results]) != results[0][name]).any() for name in integers]
+        if differ and torch.stack(differ).any():  # one comparison, because it waits for a GPU
+            name = next(name for name, differs in zip(integers, differ, strict=True) if differs)
             raise UserError(
-                f"train.exact: passes leave different values in {name}, a buffer of "
-                f"{self._buffer(name).dtype}, and whole numbers have no mean; set train.exact=null"
+                f"train.exact: the passes of a step write different values to {name}, a buffer of "
+                f"{self._buffer(name).dtype}, and integers cannot be averaged; set train.exact=null"
             )
-        if not (floats := [name for name in names if name not in wholes]):
+        if not (floats := [name for name in names if name not in integers]):
             return
-        rows = [torch.cat([chunk[name].double().flatten() for name in floats]) for chunk in made]
+        rows = [torch.cat([chunk[name].double().flatten() for name in floats]) for chunk in results]
         digits = torch.cat([to_digits(part) for part in torch.stack(rows).split(_BLOCK, 1)], 1)
         means = from_digits(sum_over_ranks(digits)) / self._num_chunks
         buffers = [self._buffer(name) for name in floats]
@@ -112,9 +112,9 @@ class ChunkBuffers:
             buffer.copy_(mean.view(buffer.shape))
 
     def _copies(self) -> dict[str, Tensor]:
-        """Of the buffers that change; of all, as long as these are not known."""
+        """Return copies of the buffers that change or, while these are not known, of all buffers."""
         names = self._names if self._changing is None else self._changing
         return {name: self._buffer(name).clone() for name in names}
 
     def _buffer(self, name: str) -> Tensor:
-        return getattr(*self._places[name])
+        return getattr(*self._locations[name])

@@ -1,4 +1,4 @@
-"""The environment of an exact run: what decides its bits beside the settings and the data."""
+"""The environment of an exact run: the facts that determine its bits, apart from settings and data."""
 
 import hashlib
 import logging
@@ -20,13 +20,13 @@ NUM_THREADS = 1
 
 
 def prepare(device: torch.device) -> None:
-    """Choose kernels with the same bits each time, for the whole process; before cuBLAS is first used."""
+    """Select deterministic kernels for the whole process. Call before cuBLAS is first used."""
     torch.set_num_threads(NUM_THREADS)
     set_deterministic(device)
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """The facts by name; equal facts, data and settings give equal bits."""
+    """Return the facts by name. Equal facts, data and settings give equal bits."""
     facts = {
         "torch": torch.__version__,
         "how torch was built": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
@@ -52,26 +52,28 @@ def _cpu() -> str:
 def exact_facts(
     num_chunks: int | None, ranks: Ranks, saved: Mapping[str, Any] | None, step: int
 ) -> dict[str, Any] | None:
-    """What checkpoints and result.json say of an exact run; None if it is not exact.
+    """Return the facts of an exact run for checkpoints and result.json; None if it is not exact.
 
-    These are its `leaves`, `ground` (the environment), and `since` which step its bits have had them.
+    They are `leaves`, the number of chunks; `ground`, the environment; and `since`, the step since which both
+    have been the same. Rank 0 logs a warning if they differ from those in the checkpoint.
 
     Args:
-        num_chunks: as in `train.exact`.
-        saved: the same of the checkpoint of `step` that the run goes on from; None without one, or if its run
-            was not exact. A difference is told once.
+        num_chunks: the value of `train.exact`.
+        saved: the facts in the checkpoint of `step`; None without a checkpoint, or if its run was not exact.
     """
     if num_chunks is None:
         return None
-    here = {"leaves": num_chunks, "ground": environment(ranks.device), "since": step}
+    facts = {"leaves": num_chunks, "ground": environment(ranks.device), "since": step}
     if saved is None:
-        return here
-    then = saved["ground"] | {"train.exact": str(saved["leaves"])}
+        return facts
+    before = saved["ground"] | {"train.exact": str(saved["leaves"])}
     now = environment(ranks.device) | {"train.exact": str(num_chunks)}
-    differ = [name for name in sorted(then.keys() | now) if then.get(name) != now.get(name)]
+    differ = [name for name in sorted(before.keys() | now) if before.get(name) != now.get(name)]
     if not differ:
-        return here | {"since": saved["since"]}
+        return facts | {"since": saved["since"]}
     if ranks.is_main:
-        words = "; ".join(printable(f"{name} was {then.get(name)}, is {now.get(name)}") for name in differ)
-        log.warning("train.exact: from step %d on, bits may differ from an unbroken run's: %s", step, words)
-    return here
+        changes = "; ".join(printable(f"{n} was {before.get(n)}, is {now.get(n)}") for n in differ)
+        log.warning(
+            "train.exact: from step %d on, bits may differ from an uninterrupted run: %s", step, changes
+        )
+    return facts

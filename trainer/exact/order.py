@@ -1,4 +1,4 @@
-"""Numbers of micro-batches are added by chunks, with equal bits anywhere."""
+"""Summation by chunks, with the same bits at any world size."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,14 +19,15 @@ from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.combined import parts_of
 from trainer.optim.whole_tensors import whole_parts
 
-_ELEMENTWISE = (AdamW, Adam, SGD, RMSprop, NAdam)  # compared bit by bit, in shards cut anywhere
+_ELEMENTWISE = (AdamW, Adam, SGD, RMSprop, NAdam)  # tested: shards of any size have the same bits
 
 
 class ByChunks(SumOrder):
-    """By chunks, fixed parts of each global batch, as integers.
+    """Adds gradients and losses by chunks, which are fixed parts of each global batch, as integers.
 
     Args:
-        where: this rank, for messages.
+        num_chunks: number of chunks per step, over all ranks.
+        where: description of this rank for messages.
     """
 
     by_chunks = True
@@ -61,23 +62,24 @@ class ByChunks(SumOrder):
         on_cpu = any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
         if on_cpu and any(group.get("fused") for group in optimizer.param_groups):
             raise UserError(
-                "train.exact: optim.fused=true rounds differently in the middle and at the end of a tensor "
-                "on a CPU; set optim.fused=null"
+                "train.exact is not supported with optim.fused=true on a CPU, because the fused kernel "
+                "rounds the last elements of a tensor differently; set optim.fused=null"
             )
         whole = {part.optimizer for part in whole_parts(optimizer)}
         for kind in map(type, set(parts_of(optimizer)) - whole):
             if sharded and kind not in _ELEMENTWISE:
                 names = ", ".join(known.__name__ for known in _ELEMENTWISE)
                 raise UserError(
-                    f"train.exact: {kind.__name__} is not known to update each number by itself, but "
-                    f"strategy=fsdp updates parts of tensors; use {names}, Muon, or strategy=ddp"
+                    f"train.exact is not supported with {kind.__name__} and strategy=fsdp, because fsdp "
+                    "updates shards, and this optimizer may not update each element independently; use "
+                    f"{names}, Muon, or strategy=ddp"
                 )
 
     def begin_step(self) -> None:
         if (threads := torch.get_num_threads()) != NUM_THREADS:
             raise UserError(
-                f"train.exact: {self._where} computes with {threads} threads, though the run set "
-                f"{NUM_THREADS}, so that bits would differ; remove torch.set_num_threads from your code"
+                f"train.exact: {self._where} uses {threads} threads instead of {NUM_THREADS}, which changes "
+                "the bits; remove torch.set_num_threads from your code"
             )
         for part in (self.sums, *self._shards):
             if part is not None:

@@ -1,4 +1,4 @@
-"""How numbers of micro-batches are added: here as they come; order.py adds them by chunks."""
+"""How gradients and losses of micro-batches are added; order.py has the summation by chunks."""
 
 import math
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from trainer.model.trainable_parameters import TrainableParameters
 
 
 class SumOrder:
-    """As they come: each rank adds its micro-batches, and an all-reduce the ranks.
+    """The default order: each rank adds its micro-batches, and an all-reduce adds the ranks.
 
     Attributes:
-        by_chunks: whether sums have the same bits however chunks are shared among ranks.
-        num_chunks: of a step, over all ranks.
-        limit: of the numbers in a gradient, beyond which it becomes NaN.
-        sums: what adds the gradients of chunks before they are reduced; None: autograd does.
+        by_chunks: whether sums have the same bits however chunks are distributed among ranks.
+        num_chunks: number of chunks per step, over all ranks.
+        limit: bound of the numbers in a gradient, beyond which it becomes NaN.
+        sums: the sums of the gradients of this rank's chunks; None if autograd adds gradients.
     """
 
     by_chunks = False
@@ -30,52 +30,56 @@ class SumOrder:
     sums: ChunkSums | None = None
 
     def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
-        """The sum of `numbers`, of one shape, in a form to be added to others, and by `over_ranks`."""
+        """Return the sum of `numbers`, which have one shape, in a form that can be added."""
         return torch.stack(list(numbers)).double().sum(0) if len(numbers) > 1 else numbers[0]
 
     def numbers(self, sums: Tensor) -> Tensor:
-        """Sums of `sum_of` as numbers again."""
+        """Convert sums of `sum_of` to numbers."""
         return sums
 
     def over_ranks(self, sums: Tensor) -> Tensor:
-        """The sum over all ranks of sums of `sum_of`, as numbers again (a collective)."""
+        """Add sums of `sum_of` over all ranks, and convert them to numbers (a collective)."""
         return self.numbers(sum_over_ranks(sums.contiguous()))
 
     def mean_over(self, num_replicas: int) -> int:
-        """The number by which the sum over ranks, of losses and gradients, is divided afterwards."""
+        """Return the number by which sums of losses and gradients over ranks are divided afterwards."""
         return num_replicas
 
     def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:
-        """Called once, with the unwrapped model, when its parameters and buffers are where they stay.
+        """Called once, after the parameters and buffers of the model are on their device and sharded.
 
         Args:
-            shards: what adds the units of FSDP, if a collective does.
-            reduces: whether the strategy itself adds the last chunk of a step and those of other ranks (DDP).
+            model: the unwrapped model.
+            shards: the sums of FSDP's units, if gradients are reduced by chunks.
+            reduces: whether the strategy adds the last chunk of a step and the chunks of other ranks (DDP).
         """
 
     def follow_trainable(self, model: nn.Module) -> None:
-        """Add up the gradients of the parameters that now require gradients, from the next step on."""
+        """Sum the gradients of the parameters that now require gradients, from the next step on."""
 
     def check(self, optimizer: Optimizer, sharded: bool) -> None:
-        """Called once, before the first step; `sharded`: whether ranks update parts of the parameters.
+        """Called once, before the first step.
+
+        Args:
+            sharded: whether ranks update shards of the parameters.
 
         Raises:
-            UserError: its update of a part of a tensor differs from that of the whole.
+            UserError: the optimizer may update a shard differently from the same rows of the whole tensor.
         """
 
     def begin_step(self) -> None:
-        """Called when a step begins."""
+        """Called at the start of a step."""
 
     def chunk(self, last: bool) -> AbstractContextManager:
-        """The context of one forward and backward pass of a step."""
+        """Return the context for one forward and backward pass of a step."""
         return nullcontext()
 
     def finish(self) -> None:
-        """Called after the last backward pass of a step (a collective): the gradients are complete."""
+        """Complete the gradients, after the last backward pass of a step (a collective)."""
 
     def norm(self, trainable: TrainableParameters) -> Tensor:
-        """The norm of all gradients, a scalar (a collective over the ranks of sharded ones, if any)."""
+        """Return the norm of all gradients, a scalar (a collective if parameters are sharded)."""
         return trainable.gradient_norm()
 
 
-AS_THEY_COME = SumOrder()
+DEFAULT_ORDER = SumOrder()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError, first_few
-from trainer.model.plain_names import places_of_buffers
+from trainer.model.plain_names import buffer_locations
 from trainer.strategies.sharding import BATCH_NORMS
 from trainer.tensors.bits import bit_hashes
 
@@ -39,7 +39,7 @@ class BufferCheck:
 
     def __init__(self, model: nn.Module, ranks: Ranks, is_exact: bool) -> None:
         self._ranks, self._is_exact = ranks, is_exact
-        places = places_of_buffers(model) if ranks.world_size > 1 or is_exact else {}
+        places = buffer_locations(model) if ranks.world_size > 1 or is_exact else {}
         self._places = {name: place for name, place in places.items() if not isinstance(place[0], _NORMS)}
         self._warned: set[str] = set()
 

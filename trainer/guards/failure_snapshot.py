@@ -17,7 +17,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 from trainer.failures.save_on_failure import SaveOnFailure
 from trainer.guards.kept_buffers import KeptBuffers
-from trainer.model.plain_names import keepers_of_extra_state
+from trainer.model.plain_names import modules_with_extra_state
 from trainer.state.train_state import TrainState
 from trainer.strategies.base import Strategy
 from trainer.tensors.nested import mapped
@@ -69,7 +69,7 @@ class FailureSnapshot(Snapshot):
     ) -> None:
         self._ranks, self._state, self._buffers = ranks, state, buffers
         self._checkpointer, self._loader = checkpointer, loader
-        self._keepers = keepers_of_extra_state(state.model)
+        self._keepers = modules_with_extra_state(state.model)
         self._extra_states = self._copied_extra_states()
         self._data_state: dict[str, Any] = {}
         self._stream = accelerator.stream(ranks.device)  # created now, while the GPU has memory for it

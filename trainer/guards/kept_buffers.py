@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.model.plain_names import named_buffers, places_of_buffers
+from trainer.model.plain_names import buffer_locations, named_buffers
 from trainer.tensors.bits import same_bits
 from trainer.torch_private import version_of
 
@@ -22,7 +22,7 @@ class KeptBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._places = places_of_buffers(model)
+        self._places = buffer_locations(model)
         live = {name: self._buffer(name) for name in self._places}
         self._large = {name: buffer for name, buffer in live.items() if buffer.nbytes > _SMALL_BYTES}
         self._versions = {name: version_of(buffer) for name, buffer in self._large.items()}

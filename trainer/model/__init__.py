@@ -1,1 +1,1 @@
-"""What a model holds: its names, its trained parameters, adapters and frozen statistics."""
+"""Models: names of parameters and buffers, trainable parameters, adapters and frozen statistics."""

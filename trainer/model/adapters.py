@@ -1,4 +1,4 @@
-"""Adapters of the library peft (`model.adapters`): few trained parameters in a frozen model."""
+"""Adapters of the library peft (`model.adapters`): a few trainable parameters in a frozen model."""
 
 import json
 from typing import Any
@@ -11,15 +11,15 @@ from trainer.model.plain_names import model_state
 
 
 def add_adapters(model: nn.Module, node: dict[str, Any]) -> None:
-    """Put adapters into `model`, in place, and freeze its own parameters.
+    """Add adapters to `model` in place, and freeze its other parameters.
 
-    Where the model is on the meta device, they are too.
+    The adapters are on the meta device if the model is.
 
     Args:
-        node: model.adapters, the `_target_` node of a `peft.PeftConfig`.
+        node: the setting model.adapters, a `_target_` node of a `peft.PeftConfig`.
 
     Raises:
-        UserError: peft is not installed, or cannot put these into this model.
+        UserError: peft is not installed, or cannot add these adapters to this model.
     """
     optional("peft", "model.adapters")
     from peft import PeftConfig
@@ -28,33 +28,34 @@ def add_adapters(model: nn.Module, node: dict[str, Any]) -> None:
     config = instantiate("model.adapters", node)
     if not isinstance(config, PeftConfig):
         raise UserError(
-            f"model.adapters: {node['_target_']} creates a {type(config).__name__}, but must create a "
-            "configuration of peft, such as peft.LoraConfig"
+            f"model.adapters: expected a configuration of peft, such as peft.LoraConfig, but "
+            f"{node['_target_']} returned a {type(config).__name__}"
         )
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
-        cast_adapter_dtype(model, "default")  # in 16 bits small updates would be lost
+        cast_adapter_dtype(model, "default")  # 16-bit parameters would lose small updates
     except (ValueError, TypeError, LookupError, NotImplementedError) as error:
         raise UserError(f"model.adapters: {on_one_line(error)}") from error
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any] | None:
-    """What `convert --to peft` needs: the adapters' configuration, and the names of their tensors.
+    """Return the configuration of the adapters, and the names of their tensors, for `convert --to peft`.
 
-    None without adapters of peft, and for kinds whose files hold other tensors than the model.
+    Return None without adapters of peft, or if their files would contain tensors that the model does not
+    have.
     """
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict):
         return None
     from peft import PeftModel, get_peft_model_state_dict
 
-    held = {name: value for name, value in model_state(model).items() if isinstance(value, Tensor)}
-    names = {id(value): name for name, value in held.items()}
+    tensors = {name: value for name, value in model_state(model).items() if isinstance(value, Tensor)}
+    names = {id(value): name for name, value in tensors.items()}
     adapter, config = next(iter(configs.items()))
-    saved = get_peft_model_state_dict(model, held, adapter, save_embedding_layers=False)
+    saved = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)
     if any(id(value) not in names for value in saved.values()):
         return None
-    prefix = "" if isinstance(model, PeftModel) else "base_model.model."  # which peft's own class adds
+    prefix = "" if isinstance(model, PeftModel) else "base_model.model."  # PeftModel adds this prefix itself
     settings = json.loads(json.dumps(config.to_dict() | {"inference_mode": True}, default=sorted))
     return {"config": settings, "names": {prefix + name: names[id(value)] for name, value in saved.items()}}

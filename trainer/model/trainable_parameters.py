@@ -1,4 +1,4 @@
-"""The parameters that a run trains, and what the optimizer updates of each: all, or this rank's rows."""
+"""The parameters that a run trains, whole or as this rank's shards."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -14,24 +14,25 @@ from trainer.torch_private import foreach_norm
 
 
 class TrainableParameters:
-    """The parameters of `model` that a run has trained so far, by their names in the plain module.
+    """The parameters of `model` that a run has trained so far, by their plain names.
 
-    Those that FSDP sharded are DTensors. In their place the optimizer has plain parameters in the memory of
-    this rank's shards, because torch's first step of DTensors takes a time quadratic in their number, 8 s for
-    1,000, and each later one three times as long. A shard gets its gradient for the time of an update.
+    Parameters that FSDP has sharded are DTensors. The optimizer gets plain parameters instead, which share
+    the memory of this rank's shards, because torch's optimizers are slow with DTensors: the first step takes
+    time quadratic in their number (8 s for 1,000), and each later step three times as long. Shards have
+    gradients only during an update.
 
     Args:
-        model: unwrapped; its parameters stay where they are.
-        also: names of frozen parameters to include: those that the run trained earlier.
-        owners: the `owners` of these.
+        model: the unwrapped model; its parameters are not moved.
+        also: names of frozen parameters to include, because the run trained them earlier.
+        owners: the initial value of `owners`.
 
     Attributes:
-        whole: the model's own.
-        own: what the optimizer updates, in the same order; a shard may have no rows.
-        names: of each of `own`.
-        group: the ranks that together hold the rows of a parameter; None if each holds all of them.
-        owners: by the name of a sharded parameter that is updated as a whole, the rank of `group` that does
-            so, and alone has the optimizer's state of it.
+        whole: the parameters of the model, by name.
+        own: the parameters that the optimizer updates, by name, in the same order; a shard may have no rows.
+        names: the name of each parameter in `own`.
+        group: the ranks over which parameters are sharded; None if they are not sharded.
+        owners: for sharded parameters that are updated as whole tensors, the rank of `group` that updates
+            each of them, and has its optimizer state.
     """
 
     def __init__(
@@ -51,19 +52,19 @@ class TrainableParameters:
         if self._shards:
             mesh = self._shards[0][1].device_mesh
             self.group = mesh.get_group(mesh.ndim - 1)
-        self._knows_memory = False
-        self._is_of_one_kind = len({(own.device, own.dtype) for own in self.own.values()}) == 1
+        self._has_memory = False
+        self._is_homogeneous = len({(own.device, own.dtype) for own in self.own.values()}) == 1
 
     @property
     def is_sharded(self) -> bool:
         return self.group is not None
 
     def is_elsewhere(self, name: str) -> bool:
-        """Return whether another rank has the optimizer's state of this parameter."""
+        """Return whether only another rank has the optimizer state of this parameter."""
         return self.group is not None and self.owners.get(name, self.group.rank()) != self.group.rank()
 
     def writer_of(self, name: str) -> int:
-        """Return the rank that saves the state of a parameter in `owners`: its owner in the first replica."""
+        """Return the rank that saves the state of a parameter in `owners`: the owner in the first replica."""
         whole = self.whole[name]
         assert is_dtensor(whole)
         mesh = whole.device_mesh.mesh
@@ -83,40 +84,40 @@ class TrainableParameters:
         return {name: parameter for name, parameter in self._all.items() if parameter.requires_grad}
 
     def accept(self) -> list[str]:
-        """Remember the present `requires_grad` of all parameters; return the names of newly trained ones."""
+        """Record `requires_grad` of all parameters, and return the names of newly trainable parameters."""
         self._flags = [p.requires_grad for p in self._parameters]
         return [name for name in self.trainable() if name not in self.whole]
 
     @torch.no_grad()
     def attach_gradients(self) -> None:
-        """Give the shards their gradients, not copied: after the last backward pass of a step."""
-        if not self._knows_memory:
-            self._find_memory()
+        """Set the gradients of shards, without copying, after the last backward pass of a step."""
+        if not self._has_memory:
+            self._update_memory()
         for own, whole in self._shards:
             gradient = whole.grad
             own.grad = None if gradient is None else gradient.to_local()
 
     def drop_gradients(self) -> None:
-        """Called after the update."""
+        """Set all gradients to None, after the update."""
         for own in self.own.values():
             own.grad = None
         for _, whole in self._shards:
             whole.grad = None
 
-    def _find_memory(self) -> None:
-        """Use the memory that shards have now: FSDP's first pass may pad them, or pin them for a GPU."""
+    def _update_memory(self) -> None:
+        """Use the current memory of shards, which FSDP's first pass may have padded, or pinned for a GPU."""
         for own, whole in self._shards:
             if own.data_ptr() != (shard := to_local(whole)).data_ptr():
                 own.data = shard
-        self._knows_memory = True
+        self._has_memory = True
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """The norm of all gradients, a scalar (of shards, a collective of `group`)."""
+        """Return the norm of all gradients, a scalar (a collective of `group` if parameters are sharded)."""
         given = [own.grad for own in self.own.values() if own.grad is not None]
-        # torch 2.11 knows no norm of sparse gradients.
+        # torch 2.11 cannot compute the norm of sparse gradients.
         gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in given]
-        if self.group is None and self._is_of_one_kind and gradients:  # a third of the time of torch's own
+        if self.group is None and self._is_homogeneous and gradients:  # takes a third of the time of torch's
             return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
         if self.group is None or not gradients:
             return nn.utils.get_total_norm(gradients)
@@ -125,9 +126,12 @@ class TrainableParameters:
         return torch.linalg.vector_norm(squares**0.5)
 
     def as_rows(self, name: str, value: Any) -> Any:
-        """`value` of the optimizer's state, not copied; as a DTensor if it has the shape of its shard.
+        """Return `value`, a part of the optimizer's state, as a DTensor if it has the shape of the shard.
 
-        So a checkpoint knows which rows of which tensor these are.
+        A checkpoint then knows the rows that `value` contains. It is not copied.
+
+        Raises:
+            UserError: `value` is a tensor subclass that contains several tensors.
         """
         if not self.is_sharded or name not in self.own or name in self.owners:
             return value
@@ -136,8 +140,8 @@ class TrainableParameters:
             return value
         if inner_tensors(value):
             raise UserError(
-                f"optim: the state of {name} is a {type(value).__name__}, several tensors in one, which no "
-                "checkpoint can cut into shards; use strategy=ddp, or optim=adamw"
+                f"optim: the state of {name} is a {type(value).__name__}, a tensor subclass that contains "
+                "several tensors, which a checkpoint cannot shard; use strategy=ddp, or optim=adamw"
             )
         return self.sharded(name, value)
 

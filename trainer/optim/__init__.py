@@ -1,1 +1,1 @@
-"""Optimizers, parameters in groups, and schedules."""
+"""Optimizers, parameter groups, and learning-rate schedules."""

@@ -1,4 +1,4 @@
-"""Save and restore the plain attributes of an optimizer that training changes."""
+"""Saving and restoring of the plain attributes of an optimizer that training changes."""
 
 import copy
 import logging
@@ -15,16 +15,16 @@ from trainer.tensors.bits import as_bytes
 from trainer.tensors.nested import leaves, mapped
 
 log = logging.getLogger(__name__)
-_OF_TORCH = {"state", "param_groups", "defaults"}
-_OF_TORCH |= {"_opt_called", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
+_TORCH_NAMES = {"state", "param_groups", "defaults"}
+_TORCH_NAMES |= {"_opt_called", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"}
 _MAX_ELEMENTS = 10_000  # in a container or a tensor
 
 
 class OptimizerAttributes:
-    """The plain attributes of an optimizer, and of the optimizers that it holds.
+    """The plain attributes of an optimizer, and of the optimizers that it contains.
 
-    Torch saves `state` and `param_groups` only. An optimizer may also keep a flag, a counter or an estimate
-    in an attribute, as DLRM's row-wise Adagrad does. An attribute whose initial value differs from that of
+    torch saves only `state` and `param_groups`, but an optimizer may keep a flag, a counter or an estimate in
+    another attribute, as DLRM's row-wise Adagrad does. An attribute whose initial value differs from that of
     the saved run is not restored, because a changed setting determines it.
 
     Args:
@@ -44,19 +44,22 @@ class OptimizerAttributes:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        held = {path: optimizer for optimizer, path in optimizers_in(self._optimizer).items()}
+        """Restore attributes whose initial value is that of the saved run; log a warning for others."""
+        by_path = {path: optimizer for optimizer, path in optimizers_in(self._optimizer).items()}
         device, others = self._optimizer.param_groups[0]["params"][0].device, []
         for name, (first, value, on_cpu) in saved.items():
             path, _, attribute = name.rpartition(".")
-            if path not in held or _bits(first) != _bits(self._first.get(name)):
+            if path not in by_path or _bits(first) != _bits(self._first.get(name)):
                 others.append(name)
                 continue
-            here = value if on_cpu else mapped(value, lambda v: v.to(device) if isinstance(v, Tensor) else v)
-            setattr(held[path], attribute, here)
+            if not on_cpu:
+                value = mapped(value, lambda v: v.to(device) if isinstance(v, Tensor) else v)
+            setattr(by_path[path], attribute, value)
         if others:
             log.warning(
-                "%s has another initial value than in the saved run, or no longer exists, so the saved value "
-                "is not restored",
+                "the saved value of %s is not restored, because the attribute no longer exists, or its "
+                "initial "
+                "value has changed",
                 first_few(others),
             )
 
@@ -68,14 +71,14 @@ class OptimizerAttributes:
 
 
 def optimizers_in(optimizer: Optimizer) -> dict[Optimizer, str]:
-    """Return `optimizer` and the optimizers in its attributes, also in lists and dicts, with their paths."""
+    """Return `optimizer` and the optimizers in its attributes, lists and dicts included, with their paths."""
     queue = [updater(optimizer)]
     found = {queue[0]: "optimizer"}
-    for holder in queue:  # the loop extends it
-        for name, value in own_attributes(holder).items():
+    for owner in queue:  # the loop extends it
+        for name, value in own_attributes(owner).items():
             for number, part in enumerate(leaves(value)):
                 if isinstance(part, Optimizer) and (part := updater(part)) not in found:
-                    found[part] = f"{found[holder]}.{name}.{number}"
+                    found[part] = f"{found[owner]}.{name}.{number}"
                     queue.append(part)
     return found
 
@@ -85,12 +88,12 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in _OF_TORCH and not name.startswith("_optimizer_")
+        if name not in _TORCH_NAMES and not name.startswith("_optimizer_")
     }
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether `value` can be saved as it is: numbers, text and small tensors, also in containers."""
+    """Return whether `value` can be saved: numbers, text and small tensors, and containers of these."""
     if type(value) in (list, tuple, dict):
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         return len(value) <= _MAX_ELEMENTS and all(map(is_plain, parts))
@@ -101,7 +104,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _bits(value: Any) -> str:
-    """Return a string that identifies a plain value exactly, to the bit, so that NaN equals itself."""
+    """Return a string that identifies a plain value bit by bit, so that NaN equals itself."""
     return repr(
         mapped(value, lambda v: (v.dtype, v.shape, bytes(as_bytes(v.cpu()))) if isinstance(v, Tensor) else v)
     )

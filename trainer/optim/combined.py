@@ -1,4 +1,4 @@
-"""Several optimizers as one."""
+"""Several optimizers behind the interface of one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from trainer.optim.whole_tensors import updater
 
 
 class CombinedOptimizer(Optimizer):
-    """Has the parameter groups and the state of all `parts`, which share them: to others it is one optimizer.
+    """An optimizer that consists of `parts`, and shares its parameter groups and state with them.
 
     Args:
-        parts: with different parameters, new: without state.
+        parts: new optimizers, without state, of different parameters.
     """
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
@@ -25,7 +25,7 @@ class CombinedOptimizer(Optimizer):
             part.step()
         return None
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # torch's load_state_dict ends with it
+    def __setstate__(self, state: dict[str, Any]) -> None:  # called at the end of torch's load_state_dict
         super().__setstate__(state)
         self._share()
 
@@ -37,13 +37,13 @@ class CombinedOptimizer(Optimizer):
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The user's optimizer of each parameter group."""
+    """Return the user's optimizer of each parameter group."""
     if isinstance(optimizer, CombinedOptimizer):
         return [own for part in optimizer.parts for own in parts_of(part)]
     return [updater(optimizer) for _ in optimizer.param_groups]
 
 
 def has_user_part(optimizer: Optimizer) -> bool:
-    """Whether a part is neither torch's nor this project's."""
+    """Return whether a part is of a class outside torch and this project."""
     packages = {type(part).__module__.partition(".")[0] for part in parts_of(optimizer)}
     return not packages <= {"torch", "trainer"}

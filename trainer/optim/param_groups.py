@@ -1,4 +1,4 @@
-"""Parameters with their own optimizer settings, selected by regular expressions of their names."""
+"""Parameter groups with their own optimizer settings, selected by regular expressions on names."""
 
 import difflib
 import re
@@ -21,38 +21,42 @@ from trainer.optim.optimizers import check_optimizer, sparse_weights
 from trainer.optim.shard_trial import needs_whole_tensors
 from trainer.optim.whole_tensors import WholeTensors
 
-_FUSED = (Adam, AdamW, SGD)  # torch's optimizers with one kernel for a step
+_FUSED = (Adam, AdamW, SGD)  # torch's optimizers that have fused kernels
 
 
 def freeze(model: nn.Module, node: dict[str, Any]) -> None:
     """Exclude the parameters that `model.freeze` matches from training.
 
     Raises:
-        UserError: an expression matches nothing, or no parameter is left to train.
+        UserError: an expression matches no parameter, or all parameters are frozen.
     """
     parameters = dict(parameter_names(model))
     for pattern in patterns("model.freeze", node.get("freeze")):
         for name in _matched("model.freeze", pattern, parameters):
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UserError(f"model.freeze={node['freeze']} leaves no parameter of {len(parameters)} to train")
+        raise UserError(
+            f"model.freeze={node['freeze']} freezes all {len(parameters)} parameters; at least one must stay "
+            "trainable"
+        )
 
 
 def build_optimizer(
     trainable: TrainableParameters, optim: dict[str, Any], fused_on_cpu: bool = True
 ) -> Optimizer:
-    """The optimizer of `trainable.own`.
+    """Build the optimizer of `trainable.own`.
 
     Args:
-        fused_on_cpu: whether a CPU may make a step in one kernel. Not with `train.exact`: a kernel rounds
-            otherwise at the end of a tensor, so shards would differ. Not with fp16: torch's Adam then
-            subtracts the flag of ShardedGradScaler, of shape (1,), from steps of shape (), an error.
+        fused_on_cpu: whether to use fused kernels on a CPU. They are not supported with `train.exact`,
+            because they round the last elements of a tensor differently, so shards would differ; nor with
+            fp16, because torch's Adam then subtracts the flag of ShardedGradScaler, of shape (1,), from steps
+            of shape ().
 
     Raises:
-        UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
+        UserError: the optimizer cannot be built, or does not fit the model; or as in `parameter_sets`.
     """
     sets = parameter_sets(trainable, optim)
-    parts = [_part(name, trainable, optim, own, fused_on_cpu) for name, own in sets.items()]
+    parts = [_part(name, trainable, optim, groups, fused_on_cpu) for name, groups in sets.items()]
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
@@ -63,139 +67,142 @@ def _part(
     sets: list[dict[str, Any]],
     fused_on_cpu: bool,
 ) -> Optimizer:
-    """The optimizer of the node at `name`: that of `optim`, or of one of its groups."""
+    """Build the optimizer of the setting `name`: `optim`, or `optim.groups.N.optimizer`."""
     entries, _ = parameter_groups(optim)
-    own = {key: value for key, value in optim.items() if key not in ("groups", "no_decay")}
+    node = {key: value for key, value in optim.items() if key not in ("groups", "no_decay")}
     if name != "optim":
         entries = [entries[int(name.split(".")[2])]]
-        own = entries[0].optimizer or {}
-    optimizer = _built(name, own, sets)
+        node = entries[0].optimizer or {}
+    optimizer = _built(name, node, sets)
     check_optimizer(optimizer)
     sparse = sparse_weights(trainable.model)
     for group in optimizer.param_groups:
         if group.get("weight_decay") and not sparse.isdisjoint(group["params"]):
             raise UserError(
-                f"weight_decay is {group['weight_decay']:g}, but torch decays no weights with sparse "
-                "gradients, such as those of an embedding; set it to 0, or build that with sparse=False"
+                f"weight_decay={group['weight_decay']:g} is not supported by torch for weights with sparse "
+                "gradients, such as those of an embedding; set it to 0, or create the embedding with "
+                "sparse=False"
             )
-    if (at_once := _at_once(optimizer, own, fused_on_cpu)) and not sparse:
-        own = own | at_once
-        optimizer = _built(name, own, sets)
+    if (fused := _fused_option(optimizer, node, fused_on_cpu)) and not sparse:
+        node = node | fused
+        optimizer = _built(name, node, sets)
         optimizer.register_step_pre_hook(_before_fused_step)
-    asked = any(entry.weight_decay is not None for entry in entries if name != "optim" or not entry.optimizer)
-    if asked and "weight_decay" not in optimizer.defaults:
+    own_entries = [entry for entry in entries if name != "optim" or not entry.optimizer]
+    if any(e.weight_decay is not None for e in own_entries) and "weight_decay" not in optimizer.defaults:
         raise UserError(
-            f"optim.groups sets a weight_decay, but {type(optimizer).__name__} has none; leave it out, or "
-            "use optim=adamw"
+            f"optim.groups sets weight_decay, but {type(optimizer).__name__} has no weight decay; remove it "
+            "from the group, or use optim=adamw"
         )
-    make = partial(_built, name, own)
+    make = partial(_built, name, node)
     if trainable.is_sharded and needs_whole_tensors(type(optimizer).__name__, make, sets):
         return WholeTensors(optimizer, trainable)
     return optimizer
 
 
 def _built(name: str, node: dict[str, Any], sets: list[dict[str, Any]]) -> Optimizer:
-    named = [dict(each) for each in sets]  # copies, to which an optimizer may add its defaults
-    return instantiate(name, node, named if len(sets) > 1 or len(sets[0]) > 1 else named[0]["params"])
+    groups = [dict(group) for group in sets]  # copies, because an optimizer adds its defaults
+    return instantiate(name, node, groups if len(sets) > 1 or len(sets[0]) > 1 else groups[0]["params"])
 
 
-def _at_once(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) -> dict[str, bool]:
-    """The option to update all parameters at once, if they allow it and unless `optim` chooses itself.
+def _fused_option(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) -> dict[str, bool]:
+    """Return {"fused": True} if the optimizer and its parameters support it, and `optim` does not decide.
 
-    `fused` reads each tensor once, in a half to a quarter of the time on a CPU, and under fp16 reads on the
-    device whether to skip the step: the others make the host wait for that flag.
+    Fused kernels read each tensor once, which takes a half to a quarter of the time on a CPU. With fp16, they
+    read the flag to skip a step on the device, for which other implementations make the host wait.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable"))
-    fit = all(p.is_floating_point() and _is_dense(p) for p in parameters)
+    fits = all(p.is_floating_point() and _is_dense(p) for p in parameters)
     known = {p.device.type for p in parameters} <= (FUSED | {"cpu"} if fused_on_cpu else FUSED)
-    # Momentum from zero is as without `fused` unless it is dampened: see `_before_fused_step`.
-    fit = fit and not any(group.get("dampening") for group in optimizer.param_groups)
-    return {"fused": True} if type(optimizer) in _FUSED and fit and known and not chosen else {}
+    # Without dampening, a momentum that starts from zero is correct: see `_before_fused_step`.
+    fits = fits and not any(group.get("dampening") for group in optimizer.param_groups)
+    return {"fused": True} if type(optimizer) in _FUSED and fits and known and not chosen else {}
 
 
 def _before_fused_step(optimizer: Optimizer, arguments: Any, options: Any) -> None:
-    """A hook, for two faults of torch 2.14 and older.
+    """Work around two bugs of torch 2.14 and older, as a hook before each step.
 
-    Fused SGD fails on a first gradient that comes later than others', for want of a momentum. From zero it
-    becomes that gradient, as without `fused`, unless it is dampened. And fused Adam fails on the flag of
-    ShardedGradScaler, of shape (1,).
+    Fused SGD fails if a parameter gets its first gradient later than others, because its momentum is missing.
+    A momentum of zero gives the same result as without `fused`, unless there is dampening. Fused Adam fails
+    with the flag of ShardedGradScaler, because its shape is (1,).
     """
     found_inf: Any = getattr(optimizer, "found_inf", None)
     if found_inf is not None and found_inf.ndim:
         optimizer.found_inf = found_inf.reshape(())  # type: ignore[attr-defined]
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else []:
-        given = [each for each in group["params"] if each.grad is not None] if group["momentum"] else []
-        late = [each for each in given if optimizer.state.get(each, {}).get("momentum_buffer") is None]
+        given = [p for p in group["params"] if p.grad is not None] if group["momentum"] else []
+        late = [p for p in given if optimizer.state.get(p, {}).get("momentum_buffer") is None]
         for parameter in late if len(late) < len(given) else []:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _is_dense(parameter: Tensor) -> bool:
-    """Whether it is laid out row by row, or as images with the channels last: autograd's gradients follow.
+    """Return whether a parameter is contiguous or channels-last; autograd's gradients then are, too.
 
-    Kernels of fused steps take parameter and gradient to be laid out alike; on a CPU they do not look.
+    Fused kernels assume that parameter and gradient have the same layout; on a CPU they do not check it.
     """
     as_images = parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     return as_images or parameter.is_contiguous()
 
 
 def parameter_sets(trainable: TrainableParameters, optim: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """`trainable.own` as groups for torch's optimizers; one without a name if all are alike.
+    """Divide `trainable.own` into parameter groups, by the setting of their optimizer.
 
-    They are by the setting of their optimizer: `optim`, or `optim.groups.0.optimizer`. First those that no
-    entry of `optim.groups` matches, then entry by entry; in each first those that decay.
+    The settings are `optim` and `optim.groups.N.optimizer`. Parameters that no entry of `optim.groups`
+    matches come first, and then each entry; within an entry, parameters with weight decay come first. If all
+    parameters have the same options, there is one group without a name.
 
     Raises:
-        UserError: an entry matches nothing, scales a missing learning rate, or has another's name.
+        UserError: an entry matches no parameter, scales a learning rate that is not set, or has the name of
+            another group.
     """
     entries, no_decay = parameter_groups(optim)
-    taken: dict[str, ParameterGroup] = {}
+    entry_of: dict[str, ParameterGroup] = {}
     for index, entry in enumerate(entries):
-        found = _matched(f"optim.groups.{index}.match", entry.match, trainable.own)
+        names = _matched(f"optim.groups.{index}.match", entry.match, trainable.own)
         if entry.dims is not None:
-            found = [name for name in found if trainable.own[name].ndim == entry.dims]
-            if not found:
+            names = [name for name in names if trainable.own[name].ndim == entry.dims]
+            if not names:
                 raise UserError(
-                    f"optim.groups.{index}.dims={entry.dims} selects no parameter: none of this "
-                    "match has that number of dimensions"
+                    f"optim.groups.{index}.dims={entry.dims} selects no parameter: none of those that match "
+                    f"{entry.match} has {entry.dims} dimensions; change dims or match"
                 )
-        taken |= {name: entry for name in found if name not in taken}
+        entry_of |= {name: entry for name in names if name not in entry_of}
     rest = ParameterGroup()
     sets: dict[str, list[dict[str, Any]]] = {}
     for index, entry in enumerate((rest, *entries), start=-1):
-        mine = {name: value for name, value in trainable.own.items() if taken.get(name, rest) is entry}
+        parameters = {n: value for n, value in trainable.own.items() if entry_of.get(n, rest) is entry}
         setting = "optim" if entry.optimizer is None else f"optim.groups.{index}.optimizer"
-        for names, decays in _halves(mine, entry, entry.optimizer or optim, no_decay):
+        for names, decays in _by_decay(parameters, entry, entry.optimizer or optim, no_decay):
             if names:
                 title = _title(entry, decays)
                 options = _options(entry, decays, optim) | ({"name": title} if title else {})
-                own = sets.setdefault(setting, [])
-                own.append({"params": [trainable.own[name] for name in names], **options})
-    titles = [each.get("name") for of_one in sets.values() for each in of_one]
-    if doubled := [title for title in titles if titles.count(title) > 1]:
-        raise UserError(f"two of optim.groups have the name {doubled[0]}; give each its own name")
+                groups = sets.setdefault(setting, [])
+                groups.append({"params": [trainable.own[name] for name in names], **options})
+    titles = [group.get("name") for groups in sets.values() for group in groups]
+    if duplicates := [title for title in titles if titles.count(title) > 1]:
+        raise UserError(f"two of optim.groups have the name {duplicates[0]}; set different names")
     return sets
 
 
-def _halves(
+def _by_decay(
     parameters: Mapping[str, Tensor], entry: ParameterGroup, optim: dict[str, Any], no_decay: NoDecay
 ) -> Iterator[tuple[list[str], bool]]:
-    """Yield the names of parameters that decay as in `optim`, and of those without decay."""
+    """Yield the names of the parameters with weight decay, and of the parameters without."""
     splits = entry.weight_decay is None and optim.get("weight_decay") != 0
 
-    def is_spared(name: str) -> bool:
+    def is_excluded(name: str) -> bool:
         by_name = no_decay.match is not None and re.search(no_decay.match, name) is not None
         return splits and (by_name or parameters[name].ndim < no_decay.below_dims)
 
-    yield [name for name in parameters if not is_spared(name)], True
-    yield [name for name in parameters if is_spared(name)], False
+    yield [name for name in parameters if not is_excluded(name)], True
+    yield [name for name in parameters if is_excluded(name)], False
 
 
 def _title(entry: ParameterGroup, decays: bool) -> str:
-    """The name of a group; empty for all other parameters.
+    """Return the name of a group; empty for the parameters that no entry matches.
 
-    A pattern that is a word but for anchors gives that word: `^blocks\\.` is blocks. `^(?!fc)` remains.
+    A pattern that is a word with anchors becomes that word: `^blocks\\.` becomes blocks, and `^(?!fc)` stays.
     """
     word = re.sub(r"[\^$\\]", "", entry.match).strip("_.")
     title = entry.name or (word if re.fullmatch(r"[\w.-]*", word) else entry.match)
@@ -212,7 +219,8 @@ def _options(entry: ParameterGroup, decays: bool, optim: dict[str, Any]) -> dict
     if entry.lr_scale is not None:
         if not isinstance(lr, int | float):
             raise UserError(
-                "optim.groups: lr_scale multiplies optim.lr, which has no value; set it, or leave it out"
+                "optim.groups: lr_scale multiplies optim.lr, which is not set; set optim.lr, or remove "
+                "lr_scale"
             )
         options["lr"] = lr * entry.lr_scale
     elif entry.optimizer is not None and lr is not None and entry.optimizer.get("lr") is None:
@@ -221,7 +229,7 @@ def _options(entry: ParameterGroup, decays: bool, optim: dict[str, Any]) -> dict
 
 
 def described(optimizer: Optimizer, trainable: TrainableParameters) -> dict[str, str]:
-    """The size of each of several groups, its weight decay and its learning rate, for people."""
+    """Return a line for each group if there are several: its size, weight decay and learning rate."""
     groups, parts = optimizer.param_groups, parts_of(optimizer)
     kinds = [f"{type(part).__name__}, " * isinstance(optimizer, CombinedOptimizer) for part in parts]
     return {
@@ -235,10 +243,10 @@ def described(optimizer: Optimizer, trainable: TrainableParameters) -> dict[str,
 
 def _matched(setting: str, pattern: str, names: Iterable[str]) -> list[str]:
     names = list(names)
-    found = [name for name in names if re.search(pattern, name)]
-    if not found:
+    matched = [name for name in names if re.search(pattern, name)]
+    if not matched:
         near = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or names
         raise UserError(
-            f"{setting}={pattern} matches none of {len(names)} parameters, such as {', '.join(near)}, ..."
+            f"{setting}={pattern} matches none of the {len(names)} parameters, such as {', '.join(near)}, ..."
         )
-    return found
+    return matched

@@ -1,4 +1,4 @@
-"""Optimizer and schedule at a resume: what was saved, or what follows from a setting that has changed."""
+"""Options of the optimizer and the schedule at a resume: saved values, unless their settings changed."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from trainer.errors import UserError
 from trainer.optim.schedules import after_step
 from trainer.torch_private import set_last_lr
 
-_MOVED = ("momentum", "betas")  # by some schedules, beside the rate
-OF_SCHEDULES = frozenset(
-    ("lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", *_MOVED)
-)  # the options of a group that schedules set
+# The options of a parameter group that schedules set.
+SCHEDULED_OPTIONS = frozenset(
+    ("lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "momentum", "betas")
+)
 
 
 def initial_options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each group, as the settings give them: before the first step, and before a resume."""
+    """Return the options of each group, before the first step and before a resume changes them."""
     return [
         {key: _plain(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -33,69 +33,75 @@ def continue_groups(
     step: int,
     earlier: Sequence[int],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Bring `schedule` to `step`; return each group's options, and those among them that a setting changed.
+    """Advance `schedule` to `step`, and determine the options of each group.
 
-    An option whose setting is the same keeps its saved value, even if a schedule or the optimizer changed
-    it: a resume without new settings is exact. A schedule with the same settings has its saved state. Another
-    one is stepped to where it is, in microseconds a step, since it follows from its settings and the step;
-    ReduceLROnPlateau follows from evaluations, so its reduction of the saved rates is applied to this run's.
+    An option whose setting has not changed keeps its saved value, which a schedule or the optimizer may have
+    changed, so a resume without new settings is exact. A schedule whose settings have not changed gets its
+    saved state. Otherwise it is stepped from the start, in microseconds per step, because its settings and
+    the step determine it. ReduceLROnPlateau depends on evaluations instead, so the factor by which it reduced
+    the saved rates is applied to the rates of this run.
 
     Args:
-        schedule: new, of an optimizer with this run's settings.
-        saved: the state of the checkpoint.
-        now: this run's `settings` of a state, of which `saved` has the checkpoint's.
-        earlier: for each group, which group of the checkpoint it continues.
+        schedule: a new schedule of an optimizer with this run's settings.
+        saved: the state in the checkpoint.
+        now: this run's `settings`, as in `saved["settings"]`.
+        earlier: for each group, the index of the group in the checkpoint that it continues.
+
+    Returns:
+        The options of each group, and the options of each group that this run's settings changed.
     """
     groups = schedule.optimizer.param_groups
-    then: list[dict[str, Any]] = [saved["settings"]["groups"][index] for index in earlier]
-    were: list[dict[str, Any]] = [saved["optimizer"]["param_groups"][index] for index in earlier]
+    saved_settings: list[dict[str, Any]] = [saved["settings"]["groups"][index] for index in earlier]
+    saved_groups: list[dict[str, Any]] = [saved["optimizer"]["param_groups"][index] for index in earlier]
     same_schedule = saved["settings"]["schedule"] == now["schedule"]
     changed = [
-        {key for key, value in mine.items() if key not in theirs or theirs[key] != value}
-        for mine, theirs in zip(now["groups"], then, strict=True)
+        {key for key, value in settings.items() if key not in before or before[key] != value}
+        for settings, before in zip(now["groups"], saved_settings, strict=True)
     ]
-    same_rates = len(groups) == len(then) == len(saved["settings"]["groups"]) and not any(
-        keys & OF_SCHEDULES for keys in changed
+    same_rates = len(groups) == len(saved_settings) == len(saved["settings"]["groups"]) and not any(
+        keys & SCHEDULED_OPTIONS for keys in changed
     )
     if same_schedule and same_rates:
         schedule.load_state_dict(dict(saved["schedule"]))
     elif not isinstance(schedule, ReduceLROnPlateau):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, which saw no update before these steps
+            warnings.simplefilter("ignore")  # torch warns of steps before an update
             for _ in range(step):
                 after_step(schedule)
-    elif "num_bad_epochs" in saved["schedule"]:  # else it begins here, after another
+    elif "num_bad_epochs" in saved["schedule"]:  # otherwise, the saved run had another schedule
         kept = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")
         schedule.load_state_dict({key: saved["schedule"][key] for key in kept})
-        for group, was in zip(groups, were, strict=True):
-            share = float(was["lr"] / was["initial_lr"]) if was["initial_lr"] else 1.0
-            set_rate(group, group["initial_lr"] * share)
+        for group, before in zip(groups, saved_groups, strict=True):
+            factor = float(before["lr"] / before["initial_lr"]) if before["initial_lr"] else 1.0
+            set_rate(group, group["initial_lr"] * factor)
         set_last_lr(schedule, [group["lr"] + 0 for group in groups])
-    scheduled = set() if same_schedule else OF_SCHEDULES
-    own = [
+    scheduled = set() if same_schedule else SCHEDULED_OPTIONS
+    new_options = [
         {key: value for key, value in group.items() if key in keys | scheduled and key != "params"}
         for group, keys in zip(groups, changed, strict=True)
     ]
-    still = [
-        {key: value for key, value in was.items() if key in group or key not in theirs}
-        for was, group, theirs in zip(were, groups, then, strict=True)
+    kept_options = [
+        {key: value for key, value in before.items() if key in group or key not in settings}
+        for before, group, settings in zip(saved_groups, groups, saved_settings, strict=True)
     ]
-    return [was | new for was, new in zip(still, own, strict=True)], own
+    return [kept | new for kept, new in zip(kept_options, new_options, strict=True)], new_options
 
 
 def check_continued(
-    part: Optimizer, group: Mapping[str, Any], own: Mapping[str, Any], schedule: LRScheduler
+    part: Optimizer, group: Mapping[str, Any], new_options: Mapping[str, Any], schedule: LRScheduler
 ) -> None:
-    """Raise UserError unless `group` holds `own`, what this run's settings changed at the resume."""
-    if other := [key for key, value in own.items() if _plain(group.get(key)) != _plain(value)]:
+    """Raise UserError unless `group` has `new_options`, the options that settings changed at the resume."""
+    if lost := [key for key, value in new_options.items() if _plain(group.get(key)) != _plain(value)]:
         raise UserError(
-            f"{other[0]} should be {_plain(own[other[0]])} after this resume, by this run's settings, but is "
-            f"{_plain(group.get(other[0]))}: let load_state_dict of {type(part).__name__} and "
-            f"{type(schedule).__name__} restore their state only, or set optim and schedule as they were"
+            f"after this resume, {lost[0]} should be {_plain(new_options[lost[0]])}, as set in this run, but "
+            f"is {_plain(group.get(lost[0]))}; load_state_dict of {type(part).__name__} and "
+            f"{type(schedule).__name__} must not restore options: change it, or use the previous settings of "
+            "optim and schedule"
         )
 
 
 def set_rate(group: dict[str, Any], rate: Any) -> None:
+    """Set the learning rate of a group, in place if it is a tensor."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:

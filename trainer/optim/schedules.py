@@ -1,6 +1,7 @@
-"""Learning-rate schedules, each a factor of `optim.lr` by step; and which of torch's schedules are supported.
+"""Learning-rate schedules, and the construction of torch's schedules.
 
-Every schedule here warms up linearly over its first `warmup_steps` steps; step 0 already changes the weights.
+Each schedule here multiplies `optim.lr` by a factor that depends on the step. The factor increases linearly
+over the first `warmup_steps` steps, from 1 / (warmup_steps + 1) at step 0.
 """
 
 import math
@@ -19,11 +20,12 @@ _LOSS = "eval/loss"
 
 
 class Plateau(ReduceLROnPlateau):
-    """Torch's ReduceLROnPlateau, which is told of one metric of each evaluation.
+    """torch's ReduceLROnPlateau, applied to a metric of the evaluations.
 
     Args:
-        metric: as in the log, eval/loss or eval/accuracy; with mode=max for one that should rise.
-        options: of ReduceLROnPlateau.
+        metric: the name of the metric in the log, such as eval/loss or eval/accuracy. Set mode=max for
+            metrics that should increase.
+        options: further arguments of ReduceLROnPlateau.
     """
 
     def __init__(self, optimizer: Optimizer, metric: str = _LOSS, **options: Any) -> None:
@@ -35,28 +37,31 @@ class Plateau(ReduceLROnPlateau):
 
 
 def watched_metric(node: dict[str, Any]) -> str | None:
-    """The metric that the schedule of `node` follows, if it follows one."""
+    """Return the metric on which the schedule of `node` depends, or None."""
     if not str(node["_target_"]).endswith(("ReduceLROnPlateau", ".Plateau")):
         return None
     return str(node.get("metric", _LOSS))
 
 
 def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
-    """A factor of 1 after the warm-up."""
+    """Return a schedule with a factor of 1 after the warm-up."""
     return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps))
 
 
 def linear(
     optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final_fraction: float = 0.0
 ) -> LambdaLR:
-    """After the warm-up a straight line from 1 to `final_fraction`."""
+    """Return a schedule that decreases linearly from 1 to `final_fraction` after the warm-up."""
     return _decay(optimizer, total_steps, warmup_steps, final_fraction, lambda done: 1 - done)
 
 
 def cosine(
     optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final_fraction: float = 0.0
 ) -> LambdaLR:
-    """Half a cosine from 1 to `final_fraction` (Loshchilov & Hutter, SGDR, 2017, without restarts)."""
+    """Return a schedule that decreases from 1 to `final_fraction` along half a cosine, after the warm-up.
+
+    Source: I. Loshchilov and F. Hutter, "SGDR", 2017 (without restarts).
+    """
     return _decay(
         optimizer, total_steps, warmup_steps, final_fraction, lambda done: (1 + math.cos(math.pi * done)) / 2
     )
@@ -69,13 +74,15 @@ def wsd(
     decay_fraction: float = 0.2,
     final_fraction: float = 0.0,
 ) -> LambdaLR:
-    """Warm-up, stable, decay: 1 up to the last `decay_fraction` of the run, then straight down.
+    """Return a warmup-stable-decay schedule: 1, then a linear decay in the last `decay_fraction` of the run.
 
-    The part before the decay does not depend on `total_steps`: a run that is extended continues as if it
-    had had that length from the start (S. Hu et al., "MiniCPM", 2024, section 4).
+    The part before the decay does not depend on `total_steps`, so a run that is extended before the decay
+    continues as if it had had that length from the start.
+
+    Source: S. Hu et al., "MiniCPM", 2024, section 4.
     """
     if not 0 < decay_fraction <= 1:
-        raise ValueError(f"decay_fraction is {decay_fraction}, but must be above 0 and at most 1")
+        raise ValueError(f"decay_fraction={decay_fraction}: expected a number above 0 and at most 1")
     return _decay(
         optimizer,
         total_steps,
@@ -98,14 +105,14 @@ def _decay(
 ) -> LambdaLR:
     if warmup_steps >= total_steps:
         raise UserError(
-            f"schedule.warmup_steps is {warmup_steps}, but this run ends after {total_steps} steps; set "
+            f"schedule.warmup_steps={warmup_steps}, but this run ends after {total_steps} steps; set "
             f"schedule.warmup_steps={total_steps // 10} or another number below {total_steps}, or train "
             "longer (train.epochs, train.max_steps)"
         )
     if warmup_steps < 0:
-        raise ValueError(f"warmup_steps is {warmup_steps}, but must be at least 0")
+        raise ValueError(f"warmup_steps={warmup_steps}: expected at least 0")
     if not 0 <= final_fraction <= 1:
-        raise ValueError(f"final_fraction is {final_fraction}, but must be from 0 to 1")
+        raise ValueError(f"final_fraction={final_fraction}: expected a number from 0 to 1")
 
     def factor(step: int) -> float:
         done = min(1.0, max(0, step - warmup_steps) / (total_steps - warmup_steps))
@@ -116,80 +123,84 @@ def _decay(
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """The values for `auto` in a schedule's settings, by the names that schedules use."""
+    """The values of `auto` in a schedule's settings, by the names of the schedules' arguments."""
 
     total_steps: int
     steps_per_epoch: int | None  # None: a stream of unknown length
 
     def in_steps(self, node: Any) -> Any:
-        """`node` with steps in place of texts such as "30 epochs", also in lists and nested schedules."""
+        """Return `node` with numbers of steps in place of text such as "30 epochs", at any depth."""
         if isinstance(node, dict):
             return {key: self.in_steps(value) for key, value in node.items()}
         if isinstance(node, list):
             return [self.in_steps(value) for value in node]
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) epochs?", node) if isinstance(node, str) else None
-        if found is None:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) epochs?", node) if isinstance(node, str) else None
+        if match is None:
             return node
         if self.steps_per_epoch is None:
-            raise UserError(f"schedule: {node} of a stream has an unknown number of steps; set steps")
-        return round(float(found[1]) * self.steps_per_epoch)
+            raise UserError(
+                f"schedule: {node} cannot be converted to steps, because the length of the stream is "
+                "unknown; set a number of steps"
+            )
+        return round(float(match[1]) * self.steps_per_epoch)
 
     @property
-    def T_max(self) -> int:  # noqa: N802, CosineAnnealingLR's
+    def T_max(self) -> int:  # noqa: N802, argument of CosineAnnealingLR
         return self.total_steps
 
     @property
-    def total_iters(self) -> int:  # LinearLR's, PolynomialLR's
+    def total_iters(self) -> int:  # argument of LinearLR and PolynomialLR
         return self.total_steps
 
     @property
-    def num_training_steps(self) -> int:  # of transformers' schedules
+    def num_training_steps(self) -> int:  # argument of transformers' schedules
         return self.total_steps
 
 
 def build_schedule(node: dict[str, Any], optimizer: Optimizer, facts: ScheduleFacts) -> LRScheduler:
-    """The schedule of `node`, with its nested ones (SequentialLR, ChainedScheduler).
+    """Build the schedule of `node`, and its nested schedules (SequentialLR, ChainedScheduler).
 
-    A schedule or nested one with `_partial_: true`, as Hydra's users write it, is built all the same.
+    `_partial_: true`, which is common in Hydra configs, is ignored.
     """
     node = {key: value for key, value in node.items() if key != "_partial_"}
     if not isinstance(nodes := node.get("schedulers"), list):
         schedule: LRScheduler = instantiate("schedule", node, optimizer, facts=facts)
         for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"] + 0)  # of which ReduceLROnPlateau keeps none
+            group.setdefault("initial_lr", group["lr"] + 0)  # ReduceLROnPlateau does not set it
         return schedule
     parts = [build_schedule(part, optimizer, facts) for part in nodes]
     if any(isinstance(part, ReduceLROnPlateau) for part in parts):
         raise UserError(
-            "schedule.schedulers: ReduceLROnPlateau counts evaluations, and cannot be part of another"
+            "schedule.schedulers: ReduceLROnPlateau is not supported as part of another schedule, because it "
+            "depends on evaluations; use it alone"
         )
     rest = {key: value for key, value in node.items() if key != "schedulers"}
     return instantiate("schedule", rest, facts=facts, optimizer=optimizer, schedulers=parts)
 
 
 def settings_of(node: dict[str, Any], facts: ScheduleFacts) -> dict[str, Any]:
-    """`node` with the values that its `auto` stand for."""
+    """Return `node` with values in place of `auto`."""
     if isinstance(nodes := node.get("schedulers"), list):
         node = node | {"schedulers": [settings_of(part, facts) for part in nodes]}
     return {key: getattr(facts, key) if value == "auto" else value for key, value in node.items()}
 
 
 def after_step(schedule: LRScheduler) -> None:
-    """Advance `schedule` by an optimizer step; ReduceLROnPlateau counts evaluations instead.
+    """Advance `schedule` by one optimizer step, unless it depends on evaluations (ReduceLROnPlateau).
 
     Raises:
-        UserError: it has no further step, such as torch's OneCycleLR after its total_steps.
+        UserError: the schedule has ended, such as torch's OneCycleLR after its total_steps.
     """
     if isinstance(schedule, ReduceLROnPlateau):
         return
     try:
         schedule.step()
     except ValueError as error:
-        raise UserError(f"schedule: {type(schedule).__name__} has no further step: {error}") from error
+        raise UserError(f"schedule: {type(schedule).__name__} has ended before the run: {error}") from error
 
 
 def after_evaluation(schedule: LRScheduler, metrics: Mapping[str, float]) -> None:
-    """Pass the metrics of an evaluation to ReduceLROnPlateau; `metrics` are the same on every rank."""
+    """Advance ReduceLROnPlateau with the metrics of an evaluation, which are equal on all ranks."""
     if isinstance(schedule, ReduceLROnPlateau):
         schedule.step(metrics[getattr(schedule, "metric", _LOSS)])
 
@@ -197,13 +208,13 @@ def after_evaluation(schedule: LRScheduler, metrics: Mapping[str, float]) -> Non
 def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:
     """Raise UserError for a schedule that this run does not support."""
     if not isinstance(schedule, LRScheduler):
-        raise UserError(f"schedule is a {type(schedule).__name__}; it must be a torch.optim.lr_scheduler")
+        raise UserError(f"schedule: expected a torch.optim.lr_scheduler, got a {type(schedule).__name__}")
     if not isinstance(schedule, ReduceLROnPlateau):
         return
     if not evaluates:
         raise UserError(
-            "schedule: ReduceLROnPlateau lowers the learning rate when a metric of evaluation no longer "
-            "improves, but train.eval_every_epochs=0 never evaluates; set it to 1"
+            "schedule: ReduceLROnPlateau needs evaluations, but train.eval_every_epochs=0; set "
+            "train.eval_every_epochs=1"
         )
     if schedule.mode != "min" and (metric := getattr(schedule, "metric", _LOSS)).endswith("/loss"):
-        raise UserError(f"schedule.mode is {schedule.mode}, but {metric} should fall; set it to min")
+        raise UserError(f"schedule.mode={schedule.mode}, but {metric} should decrease; set schedule.mode=min")

@@ -1,4 +1,4 @@
-"""Find out, by a trial on small tensors, whether an optimizer can update shards or needs whole tensors."""
+"""A trial on small tensors that finds out whether an optimizer can update shards or needs whole tensors."""
 
 import math
 import warnings
@@ -26,12 +26,12 @@ Make = Callable[[list[dict[str, Any]]], Optimizer]
 
 _STEPS = 5
 _ROWS, _COLUMNS = 64, ((), (72,), (24, 3), (8, 3, 3))  # 4,608 elements: 8-bit optimizers need 4,096
-_LR = 0.1  # instead of the real rate: if that is small, updates are lost in rounding
+_LR = 0.1  # instead of the real rate, with which updates might be lost in rounding
 _RELATIVE, _ABSOLUTE = 1e-3, 5e-6  # fused kernels round the last elements of a tensor differently
 
 
-class Way(IntEnum):
-    """Which tensors an optimizer needs for correct updates; if ranks differ, the larger value holds."""
+class Needs(IntEnum):
+    """The tensors that an optimizer needs for correct updates; if ranks differ, the larger value applies."""
 
     SHARDS = 0
     WHOLE = 1
@@ -39,7 +39,7 @@ class Way(IntEnum):
 
 
 Rows = tuple[int, int]
-"""The first row, and the row after the last."""
+"""The first row, and one past the last row."""
 
 
 @dataclass
@@ -48,68 +48,70 @@ class _Outcome:
 
     updates: dict[int, Tensor]
     states: dict[int, Any]
-    of_no_parameter: dict[Any, Any]
+    shared_state: dict[Any, Any]
     options: list[dict[str, Any]]
 
 
 def needs_whole_tensors(name: str, make: Make, groups: Sequence[dict[str, Any]]) -> bool:
     """Return whether an optimizer updates a tensor differently in shards than as a whole (a collective).
 
-    Small tensors with as many dimensions as the real ones are updated for a few steps in three ways: whole,
-    by one optimizer; cut by rows, with one optimizer per rank; and whole, divided among three optimizers. The
-    updates, the state and the group options must be equal. A checkpoint must be able to store the state: each
-    tensor in it has the shape of its parameter, or is the same for all parts.
+    Small tensors with the same numbers of dimensions as the parameters are updated for a few steps in three
+    ways: as whole tensors by one optimizer; as shards, with one optimizer per rank; and as whole tensors that
+    are divided among three optimizers. The updates, the state and the group options must be equal. A
+    checkpoint
+    must be able to store the state: each tensor in it has the shape of its parameter, or is the same for all
+    shards.
 
     Args:
-        name: the name of the class, for messages.
+        name: name of the optimizer's class, for messages.
         groups: parameter groups with the real parameters.
 
     Raises:
-        UserError: on every rank, if updates are correct in neither way, or the trial fails.
+        UserError: on every rank, if neither way gives correct updates, or the trial fails.
     """
-    everyones: list[Any] = [None] * dist.get_world_size()
+    results: list[Any] = [None] * dist.get_world_size()
 
     def find() -> None:
-        accelerator.use(groups[0]["params"][0].device)  # of this thread
+        accelerator.use(groups[0]["params"][0].device)  # for this thread
         with generators_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            mine = way_of(name, ShardTrial(make, groups))
-        dist.all_gather_object(everyones, mine)
+            result = needs_of(name, ShardTrial(make, groups))
+        dist.all_gather_object(results, result)
 
-    with ThreadPoolExecutor(1) as thread:  # in which no mode of the caller is active, such as fake tensors
+    with ThreadPoolExecutor(1) as thread:  # in which modes of the caller, such as fake tensors, are inactive
         thread.submit(find).result()
-    way, why = max(everyones)
-    if way is Way.NEITHER:
-        raise UserError(f"optim: {why}; under strategy=fsdp use optim=adamw, or use strategy=ddp")
-    return bool(way)
+    needs, reason = max(results)
+    if needs is Needs.NEITHER:
+        raise UserError(f"optim: {reason}; with strategy=fsdp use optim=adamw, or use strategy=ddp")
+    return bool(needs)
 
 
-def way_of(name: str, trial: "ShardTrial") -> tuple[Way, str]:
-    """Return the first way with correct updates, and the reason if there is none."""
+def needs_of(name: str, trial: "ShardTrial") -> tuple[Needs, str]:
+    """Return the tensors with which updates are correct, and the reason if neither works."""
     try:
-        right = trial.train([trial.all_rows])
+        expected = trial.train([trial.all_rows])
     except Exception as error:  # the user's code may raise anything
-        return Way.NEITHER, f"a trial of {name} on small tensors failed with {class_and_line(error)}"
+        return Needs.NEITHER, f"a trial of {name} on small tensors failed with {class_and_line(error)}"
     try:
-        if all(trial.is_right(trial.train(trial.cut(parts)), right) for parts in (2, 3)):
-            return Way.SHARDS, ""
-    except Exception:  # such as the maximum of a shard without rows
+        if all(trial.is_correct(trial.train(trial.sharded(n)), expected) for n in (2, 3)):
+            return Needs.SHARDS, ""
+    except Exception:  # for example, the maximum of a shard without rows
         pass
-    why = f"{name} computes the update of a parameter from other parameters too, which are on other ranks"
+    reason = f"{name} computes the update of a parameter from other parameters, which may be on other ranks"
     try:
-        if trial.is_right(trial.train(trial.shared(3), apart=True), right):
-            return Way.WHOLE, ""
+        if trial.is_correct(trial.train(trial.divided(3), by_owner=True), expected):
+            return Needs.WHOLE, ""
     except Exception as error:
-        why = f"{name} fails if it gets only some of the parameters: {class_and_line(error)}"
-    return Way.NEITHER, why
+        reason = f"{name} fails if it gets only some of the parameters: {class_and_line(error)}"
+    return Needs.NEITHER, reason
 
 
 class ShardTrial:
     """Small tensors in an optimizer's parameter groups, and their gradients for a few steps.
 
     Args:
-        make: builds the optimizer to try.
-        groups: with the real parameters; a trial has two tensors per group and number of dimensions.
+        make: builds the optimizer for the trial.
+        groups: groups of the real parameters; a trial has two tensors per group and number of dimensions.
     """
 
     def __init__(self, make: Make, groups: Sequence[dict[str, Any]]) -> None:
@@ -118,67 +120,67 @@ class ShardTrial:
         self._device = parameters[0].device
         random = torch.Generator().manual_seed(0)
 
-        def drawn(shape: Sequence[int]) -> Tensor:
+        def normal(shape: Sequence[int]) -> Tensor:
             return torch.randn(shape, generator=random)
 
         self._numbers: list[list[int]] = []  # the tensors of each group
-        self._begin: list[Tensor] = []
+        self._initial: list[Tensor] = []
         for group in groups:
             kinds = sorted({max(1, parameter.ndim) for parameter in group["params"]})
             columns = [_COLUMNS[min(dims, 4) - 1] + (1,) * (dims - 4) for dims in kinds]
-            shapes = [(rows, *of_rows) for of_rows in columns for rows in (_ROWS, 2)]
-            self._numbers.append([*range(len(self._begin), len(self._begin) + len(shapes))])
-            self._begin += [drawn(shape).to(self._device) for shape in shapes]
-        # Each step has its large gradients in other rows, so that norms over shards differ from the whole.
+            shapes = [(rows, *row_shape) for row_shape in columns for rows in (_ROWS, 2)]
+            self._numbers.append([*range(len(self._initial), len(self._initial) + len(shapes))])
+            self._initial += [normal(shape).to(self._device) for shape in shapes]
+        # Each step has large gradients in different rows, so that norms of shards and whole tensors differ.
         self._gradients = [
-            [(drawn(t.shape) * _sizes(t, step)).to(self._device) for t in self._begin]
+            [(normal(t.shape) * _sizes(t, step)).to(self._device) for t in self._initial]
             for step in range(_STEPS)
         ]
-        self.all_rows = {number: (0, len(tensor)) for number, tensor in enumerate(self._begin)}
+        self.all_rows = {number: (0, len(tensor)) for number, tensor in enumerate(self._initial)}
 
-    def cut(self, parts: int) -> list[dict[int, Rows]]:
-        """Return the rows of each rank under FSDP; a third rank has no rows of a tensor of two rows."""
+    def sharded(self, parts: int) -> list[dict[int, Rows]]:
+        """Return the rows of each rank under FSDP; a third rank gets no rows of a tensor with two rows."""
         return [
             {number: rows_of_shard(end, part, parts) for number, (_, end) in self.all_rows.items()}
             for part in range(parts)
         ]
 
-    def shared(self, parts: int) -> list[dict[int, Rows]]:
-        """Return whole tensors, assigned round-robin."""
+    def divided(self, parts: int) -> list[dict[int, Rows]]:
+        """Return all rows of each tensor, with tensors assigned to ranks round-robin."""
         return [{n: rows for n, rows in self.all_rows.items() if n % parts == part} for part in range(parts)]
 
-    def train(self, shares: Sequence[dict[int, Rows]], apart: bool = False) -> list[_Outcome]:
-        """Train each share with its own optimizer.
+    def train(self, parts: Sequence[dict[int, Rows]], by_owner: bool = False) -> list[_Outcome]:
+        """Train each part with its own optimizer.
 
         Args:
-            apart: build each optimizer on shards, then give it whole tensors, as `WholeTensors` does.
+            by_owner: build each optimizer on shards, then give it whole tensors, as `WholeTensors` does.
         """
-        return [self._trained(share, apart) for share in shares if share]
+        return [self._train_part(part, by_owner) for part in parts if part]
 
-    def _trained(self, share: dict[int, Rows], apart: bool) -> _Outcome:
-        own = self._parameters(share)
-        optimizer = self._made(self._parameters(self.cut(2)[0]) if apart else own)
-        if apart:
+    def _train_part(self, part: dict[int, Rows], by_owner: bool) -> _Outcome:
+        own = self._parameters(part)
+        optimizer = self._build(self._parameters(self.sharded(2)[0]) if by_owner else own)
+        if by_owner:
             update_only(optimizer, [[own[n] for n in numbers if n in own] for numbers in self._numbers])
         for group in optimizer.param_groups:
             if isinstance(group.get("lr"), float):
                 group["lr"] = _LR
         for gradients in self._gradients:
-            for number, (begin, end) in share.items():
-                own[number].grad = gradients[number][begin:end].clone()
+            for number, (start, end) in part.items():
+                own[number].grad = gradients[number][start:end].clone()
             with torch.compiler.set_stance("force_eager"), _Constant():
                 optimizer.step()
         return _Outcome(
-            {n: own[n].detach() - self._begin[n][begin:end] for n, (begin, end) in share.items()},
+            {n: own[n].detach() - self._initial[n][start:end] for n, (start, end) in part.items()},
             {number: optimizer.state.get(parameter, {}) for number, parameter in own.items()},
             {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)},
             [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
         )
 
-    def _parameters(self, share: dict[int, Rows]) -> dict[int, nn.Parameter]:
-        return {n: nn.Parameter(self._begin[n][begin:end].clone()) for n, (begin, end) in share.items()}
+    def _parameters(self, part: dict[int, Rows]) -> dict[int, nn.Parameter]:
+        return {n: nn.Parameter(self._initial[n][start:end].clone()) for n, (start, end) in part.items()}
 
-    def _made(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
+    def _build(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
         return self._make(
             [
                 {**group, "params": [parameters[n] for n in numbers if n in parameters]}
@@ -186,46 +188,47 @@ class ShardTrial:
             ]
         )
 
-    def is_right(self, found: Sequence[_Outcome], whole: Sequence[_Outcome]) -> bool:
-        right = whole[0]
-        for number, update in right.updates.items():
-            holders = [each for each in found if number in each.updates]
-            parts = [each.updates[number] for each in holders]
-            if not _alike(torch.cat(parts), update):
+    def is_correct(self, outcomes: Sequence[_Outcome], whole: Sequence[_Outcome]) -> bool:
+        """Return whether updates, states and options are those of one optimizer with whole tensors."""
+        expected = whole[0]
+        for number, update in expected.updates.items():
+            with_rows = [outcome for outcome in outcomes if number in outcome.updates]
+            parts = [outcome.updates[number] for outcome in with_rows]
+            if not _equal(torch.cat(parts), update):
                 return False
-            states = [leaves(each.states[number]) for each in holders]
-            if not _fits(states, parts, leaves(right.states[number]), update.shape):
+            states = [leaves(outcome.states[number]) for outcome in with_rows]
+            if not _fits(states, parts, leaves(expected.states[number]), update.shape):
                 return False
-        shared = leaves([right.of_no_parameter, right.options])
-        return all(_all_alike(leaves([each.of_no_parameter, each.options]), shared) for each in found)
+        shared = leaves([expected.shared_state, expected.options])
+        return all(_all_equal(leaves([o.shared_state, o.options]), shared) for o in outcomes)
 
 
-def _fits(states: list[list[Any]], parts: list[Tensor], right: list[Any], shape: torch.Size) -> bool:
-    """Return whether each part's state is its rows of the whole tensor's state, or equal to all of it."""
-    if any(len(state) != len(right) for state in states):
+def _fits(states: list[list[Any]], parts: list[Tensor], expected: list[Any], shape: torch.Size) -> bool:
+    """Return whether the state of each part is its rows of the whole tensor's state, or equal to it."""
+    if any(len(state) != len(expected) for state in states):
         return False
-    for values, whole in zip(zip(*states, strict=True), right, strict=True):
+    for values, whole in zip(zip(*states, strict=True), expected, strict=True):
         if isinstance(whole, Tensor) and inner_tensors(whole) and len(parts) > 1:
-            return False  # a checkpoint can't shard it
+            return False  # a checkpoint cannot shard it
         if isinstance(whole, Tensor) and whole.shape == shape and not inner_tensors(whole):
             shapes = [value.shape for value in values if isinstance(value, Tensor)]
-            if shapes != [part.shape for part in parts] or not _alike(torch.cat(values), whole):
+            if shapes != [part.shape for part in parts] or not _equal(torch.cat(values), whole):
                 return False
-        elif not all(_alike(value, whole) for value in values):
+        elif not all(_equal(value, whole) for value in values):
             return False
     return True
 
 
-def _all_alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(_alike, one, other))
+def _all_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(_equal, one, other))
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
-        if within := inner_tensors(one):
-            return _all_alike([*within.values()], [*inner_tensors(other).values()])
+        if inner := inner_tensors(one):
+            return _all_equal([*inner.values()], [*inner_tensors(other).values()])
         if not one.numel():
             return True
         one, other = (each.detach().to("cpu", torch.complex128) for each in (one, other))
@@ -242,11 +245,11 @@ def _sizes(tensor: Tensor, step: int) -> Tensor:
 
 
 class _Constant(TorchDispatchMode):
-    """Replace random numbers by 0.5, because a shard draws other noise than its rows of the whole tensor."""
+    """Replace random numbers by 0.5, because a shard would draw different noise than the whole tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            for tensor in leaves(made):
+            for tensor in leaves(result):
                 tensor.fill_(0.5)
-        return made
+        return result

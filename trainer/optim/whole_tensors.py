@@ -1,4 +1,4 @@
-"""Update sharded parameters with an optimizer that needs whole tensors, such as Muon, LAMB or Adafactor."""
+"""Updates of sharded parameters by optimizers that need whole tensors, such as Muon, LAMB or Adafactor."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,22 +18,22 @@ class _Owned(NamedTuple):
     """A sharded parameter, and the rank of `TrainableParameters.group` that updates it."""
 
     shard: nn.Parameter
-    shape: torch.Size  # of the whole parameter
+    shape: torch.Size  # shape of the whole parameter
     owner: int
     whole: nn.Parameter | None  # on the owner only; empty between steps
 
 
 class WholeTensors(Optimizer):
-    """Update each parameter as a whole tensor on one rank, the parameter's owner.
+    """An optimizer that updates each parameter as a whole tensor on one rank, the parameter's owner.
 
     In a step, the owners gather the rows of weights and gradients, call `optimizer.step()`, and send the rows
-    of the weights back, so each update is computed once. During a step an owner needs memory for the whole
-    weights and gradients of its parameters. It alone has their state, as whole tensors, and saves it. A rank
-    sends and receives three times the size of its shards.
+    of the weights back, so each update is computed once. During a step, an owner needs memory for the whole
+    weights and gradients of its parameters. Only the owner has their optimizer state, as whole tensors, and
+    saves it. A rank sends and receives three times the size of its shards.
 
     Args:
-        optimizer: a new optimizer of shards in `trainable`. This object takes over its groups; from now on,
-            `optimizer` updates the whole parameters that this rank owns.
+        optimizer: a new optimizer of the shards in `trainable`. This object takes over its groups, and
+            `optimizer` then updates the whole parameters that this rank owns.
     """
 
     def __init__(self, optimizer: Optimizer, trainable: TrainableParameters) -> None:
@@ -43,7 +43,7 @@ class WholeTensors(Optimizer):
         self._all: dict[nn.Parameter, _Owned] = {}
         loads = [0] * self._ranks.size()
         named = [(trainable.names[shard], shard) for group in self.param_groups for shard in group["params"]]
-        for name, shard in sorted(named, key=lambda each: -trainable.whole[each[0]].numel()):
+        for name, shard in sorted(named, key=lambda pair: -trainable.whole[pair[0]].numel()):
             shape = trainable.whole[name].shape
             owner = trainable.owners.setdefault(name, loads.index(min(loads)))
             loads[owner] += shape.numel()
@@ -57,7 +57,7 @@ class WholeTensors(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the shards (a collective of the ranks that hold them)."""
+        """Update the shards (a collective of the ranks over which parameters are sharded)."""
         given = [each for each in self._all.values() if each.shard.grad is not None]
         for each in given:
             if each.whole is not None:
@@ -75,18 +75,19 @@ class WholeTensors(Optimizer):
             _freed(whole)
             if whole in states:
                 self.state[shard] = states[whole]
-        self.state.update(_of_no_parameter(states))
+        self.state.update(_shared_state(states))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # the last call of torch's load_state_dict
+    def __setstate__(self, state: dict[str, Any]) -> None:  # called at the end of torch's load_state_dict
         super().__setstate__(state)
         loaded = {whole: self.state[shard] for shard, whole in self._mine.items() if shard in self.state}
-        self.optimizer.state.update(loaded | _of_no_parameter(self.state))
+        self.optimizer.state.update(loaded | _shared_state(self.state))
 
     def _move(self, moved: Sequence[tuple[_Owned, list[Any], list[Any]]], to_owners: bool) -> None:
         """Copy this rank's rows into the owners' whole tensors, or back (a collective).
 
         Args:
-            moved: for each parameter, the rows of tensors and the whole tensors, None except on the owner.
+            moved: for each parameter, the local rows of tensors, and the whole tensors (None if not the
+                owner).
         """
         num_ranks = self._ranks.size()
         by_owner: list[list[Tensor]] = [[] for _ in range(num_ranks)]
@@ -95,8 +96,8 @@ class WholeTensors(Optimizer):
             by_owner[each.owner] += rows
             for whole in wholes if each.whole is not None else []:
                 for rank in range(num_ranks):
-                    begin, end = rows_of_shard(len(whole), rank, num_ranks)
-                    by_rank[rank].append(whole[begin:end])
+                    start, end = rows_of_shard(len(whole), rank, num_ranks)
+                    by_rank[rank].append(whole[start:end])
         if moved:
             _exchange(*((by_owner, by_rank) if to_owners else (by_rank, by_owner)), self._ranks)
 
@@ -115,6 +116,7 @@ def updater(optimizer: Optimizer) -> Optimizer:
 
 
 def whole_parts(optimizer: Optimizer) -> list[WholeTensors]:
+    """Return the parts of an optimizer that update whole tensors."""
     return [part for part in getattr(optimizer, "parts", [optimizer]) if isinstance(part, WholeTensors)]
 
 
@@ -137,12 +139,12 @@ def _copy_options(groups: Sequence[dict[str, Any]], into: Sequence[dict[str, Any
         other.update({key: value for key, value in group.items() if key != "params"})
 
 
-def _of_no_parameter(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the entries of an optimizer's state that belong to no single parameter."""
+def _shared_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the entries of an optimizer's state that do not belong to a parameter."""
     return {key: state for key, state in states.items() if not isinstance(key, Tensor)}
 
 
 def _freed(parameter: nn.Parameter) -> nn.Parameter:
-    """Free the memory of `parameter` and its gradient; the object stays the key of the optimizer's state."""
+    """Free the memory of `parameter` and its gradient, but keep the object as a key of the state."""
     parameter.data, parameter.grad = parameter.new_empty(0), None
     return parameter

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer import accelerator
 from trainer.distributed.ranks import Ranks
-from trainer.exact.sum_order import AS_THEY_COME, SumOrder
+from trainer.exact.sum_order import DEFAULT_ORDER, SumOrder
 from trainer.report.loss_parts import LossParts
 from trainer.report.mfu import ModelFlops
 from trainer.state.progress import Update
@@ -45,7 +45,7 @@ class Meter:
         self,
         ranks: Ranks,
         flops: ModelFlops | None = None,
-        order: SumOrder = AS_THEY_COME,
+        order: SumOrder = DEFAULT_ORDER,
         num_replicas: int | None = None,
     ) -> None:
         """`num_replicas` ranks compute losses; None: all."""

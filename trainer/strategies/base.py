@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer.distributed.backend_flags import DTYPES
 from trainer.distributed.collectives import broadcast_buffers
 from trainer.errors import UserError
-from trainer.exact.sum_order import AS_THEY_COME, SumOrder
+from trainer.exact.sum_order import DEFAULT_ORDER, SumOrder
 from trainer.model.trainable_parameters import TrainableParameters
 from trainer.state.train_state import TrainState
 from trainer.strategies.placement import devices_of, lay_out_channels_last, refuse_shared_memory
@@ -93,7 +93,7 @@ class Strategy:
     uses = "any"
     num_dry_runs = 1
     copies_gradients = False
-    order: SumOrder = AS_THEY_COME
+    order: SumOrder = DEFAULT_ORDER
 
     def __init__(self, device: torch.device, compute: ComputeOptions) -> None:
         self.device, self.devices = device, [device]

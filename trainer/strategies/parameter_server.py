@@ -14,7 +14,7 @@ from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import broadcast_buffers, broadcast_tensors, gloo_group
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
-from trainer.model.plain_names import keepers_of_extra_state, parameter_names
+from trainer.model.plain_names import modules_with_extra_state, parameter_names
 from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.combined import has_user_part
 from trainer.state.train_state import TrainState
@@ -103,7 +103,7 @@ class ParameterServer(Strategy):
                 if value is not None:
                     optimizer_state[parameter] = value
                     borrowed.append(parameter)
-        keepers = keepers_of_extra_state(state.model).values()
+        keepers = modules_with_extra_state(state.model).values()
         states = self._to_main(self.workers[0], [keeper.get_extra_state() for keeper in keepers])
         for keeper, extra in zip(keepers, states, strict=False):
             keeper.set_extra_state(extra)
