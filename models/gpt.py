@@ -1,4 +1,4 @@
-"""A decoder-only transformer after GPT-2, with tied token embeddings."""
+"""A decoder-only transformer like GPT-2, with tied token embeddings."""
 
 from collections.abc import Sequence
 
@@ -19,20 +19,23 @@ SIZES = {  # width, depth, heads
 
 
 class GPT(nn.Module):
-    """Tokens (B, T) int64 -> logits (B, T, vocab_size), at t from the tokens 0..t alone; T <= block_size.
+    """GPT-2: tokens (B, T), int64, to logits (B, T, vocab_size), for T up to block_size.
 
     Args:
-        size: a row of SIZES; width, depth and num_heads replace its values if given.
-        dropout: after the embeddings, in the attention and on each residual branch.
-        vocab_multiple: pad the matrix product that computes the logits to a multiple of this many columns,
-            since a GPU takes longer for 50,257 than for 50,304. The padding is zeros, created for the product
-            only, and not part of the logits, the parameters or a checkpoint.
-        border: the token that ends each document. Documents of a sequence then do not attend to each other,
-            and the positions of each begin at 0: its logits are those of the document alone. See
-            `models.packed` for which kernel computes them.
+        vocab_size: number of tokens in the vocabulary.
+        block_size: maximum length of a sequence.
+        size: a key of SIZES; width, depth and num_heads override its values.
+        dropout: probability after the embeddings, in the attention, and on each residual branch.
+        vocab_multiple: pad the matrix product of the logits to a multiple of this number of columns, because
+            a GPU takes longer for 50,257 than for 50,304. The padding is zeros, created for the product only,
+            and is not part of the logits, the parameters or a checkpoint.
+        border: the token that ends each document. The documents of a sequence then do not attend to each
+            other, and the positions of each start at 0, so the logits are those of separate documents. See
+            `models.packed` for the kernels.
 
     Raises:
-        ValueError: a size unknown or below 1, a width that the heads do not divide, a sequence too long.
+        ValueError: a size is unknown or below 1, width is not divisible by num_heads, or a sequence is too
+        long.
 
     Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
@@ -51,9 +54,9 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if border is not None and not 0 <= border < vocab_size:
-            raise ValueError(f"border={border} is not one of the {vocab_size} tokens")
+            raise ValueError(f"border={border}: expected a token from 0 to {vocab_size - 1}")
         if size not in SIZES:
-            raise ValueError(f"size={size} is not one of {', '.join(SIZES)}")
+            raise ValueError(f"size={size}: expected one of {', '.join(SIZES)}")
         named_width, named_depth, named_heads = SIZES[size]
         width = named_width if width is None else width
         depth = named_depth if depth is None else depth
@@ -81,7 +84,7 @@ class GPT(nn.Module):
         return list(self.blocks)
 
     def empty_cache(self) -> list[Past]:
-        """The cache for ``forward`` on consecutive parts of a sequence: each token is computed once."""
+        """Return an empty cache for ``forward`` on consecutive parts of a sequence."""
         return [Past(self.block_size) for _ in self.blocks]
 
     def forward(
@@ -92,31 +95,35 @@ class GPT(nn.Module):
         reduction: str = "mean",
         chunks: bool = False,
     ) -> Tensor:
-        """With a ``cache``, ``tokens`` continue where the last call ended: a prompt, then one at a time.
+        """Return logits or, given ``targets`` (B, T), their cross entropy.
 
-        With ``targets`` (B, T), returns their cross entropy, so that a compiler sees all of it. With
-        ``chunks``, never holds all logits at once, using F.linear_cross_entropy if torch has it.
+        Args:
+            cache: if given, ``tokens`` continue the sequence of the previous call: first a prompt, then one
+                token at a time.
+            reduction: mean, sum or none, for the cross entropy.
+            chunks: compute the cross entropy from a few rows of logits at a time, to save memory.
         """
-        begin = cache[0].length if cache else 0
-        end = begin + tokens.shape[1]
+        start = cache[0].length if cache else 0
+        end = start + tokens.shape[1]
         if end > self.block_size:
-            raise ValueError(f"a sequence of {end} tokens is longer than block_size={self.block_size}")
+            raise ValueError(f"a sequence of {end} tokens exceeds block_size={self.block_size}")
         x, mask = self.token_embedding(tokens), None
-        positions = torch.arange(begin, end, device=tokens.device)
+        positions = torch.arange(start, end, device=tokens.device)
         if self.border is not None:
             if cache:
-                raise ValueError(f"with border={self.border} a sequence is computed whole, without a cache")
+                raise ValueError(
+                    f"a cache is not supported with border={self.border}; pass the whole sequence"
+                )
             varlen = takes_varlen(x, self._head_size, self.dropout.p if self.training else 0.0)
             positions, mask = documents(tokens, self.border, varlen)
         x = self.dropout(x + self.position_embedding(positions))
         for number, block in enumerate(self.blocks):
             x = block(x, cache[number] if cache else None, mask)
-        # Tied: the transposed embedding. Using the tensor itself, without a second module, keeps one entry in
-        # the state dict and one owner under FSDP.
+        # Tied weights without a second module: the state dict has one entry, and one unit of FSDP owns it.
         x, weight = self.norm(x), self.token_embedding.weight
         if self._padding:
             weight = F.pad(weight, (0, 0, 0, self._padding))
-        if chunks and targets is not None and not x.is_meta:  # on meta only shapes matter
+        if chunks and targets is not None and not x.is_meta:  # on meta, only shapes matter
             return chunked_cross_entropy(x, weight, targets, self.vocab_size, reduction)
         logits = F.linear(x, weight)
         if self._padding:
@@ -129,19 +136,19 @@ class GPT(nn.Module):
 def chunked_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, num_classes: int, reduction: str
 ) -> Tensor:
-    """Cross entropy of x (B, T, width) times weight (classes, width) transposed, in fp32.
+    """Return the cross entropy, in fp32, of the logits ``x @ weight.T``, for x (B, T, width).
 
-    Computes some rows of logits at a time, with their gradient, so never holds B x T x classes numbers. Rows
-    of ``weight`` from ``num_classes`` on are padding, which is never a target and gets no gradient.
+    A few rows of logits and their gradients are computed at a time, so B x T x classes numbers are never in
+    memory. Rows of ``weight`` (classes, width) from ``num_classes`` on are padding without gradients.
     """
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):  # it does not apply within this function
+    if torch.is_autocast_enabled(kind):  # autocast does not apply to linear_cross_entropy
         x, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (x, weight))
     padding = None
     if len(weight) > num_classes:
         padding = weight.new_zeros(len(weight))
         padding[num_classes:] = -torch.inf
-    if reduction == "mean":  # without labels its gradient would be NaN times 0; any divisor works
+    if reduction == "mean":  # without labels, the gradient would be NaN
         targets = targets.where((targets != -100).any(), 0)
     loss = F.linear_cross_entropy(
         x.flatten(0, 1),

@@ -8,9 +8,15 @@ from torch import nn
 
 
 class MLP(nn.Sequential):
-    """Flatten, then one linear layer and a ReLU for each entry of ``hidden``, then the classes.
+    """A multi-layer perceptron: (B, *input_shape) to logits (B, num_classes).
 
-    (B, *input_shape) -> (B, num_classes). ``hidden=()`` is a linear classifier.
+    Args:
+        input_shape: shape of a sample, which is flattened.
+        num_classes: number of outputs.
+        hidden: widths of the hidden layers, each followed by a ReLU; ``()`` is a linear classifier.
+
+    Raises:
+        ValueError: a width is below 1.
     """
 
     def __init__(
@@ -19,7 +25,7 @@ class MLP(nn.Sequential):
         widths = [math.prod(input_shape), *hidden, num_classes]
         if min(widths) < 1:
             raise ValueError(
-                f"every layer needs a width of at least 1: input_shape={list(input_shape)}, "
+                f"the width of every layer must be at least 1, got input_shape={list(input_shape)}, "
                 f"hidden={list(hidden)}, num_classes={num_classes}"
             )
         layers: list[nn.Module] = [nn.Flatten()]

@@ -1,7 +1,8 @@
-"""Packed documents that do not attend to each other: by FlashAttention if it applies, otherwise by a mask.
+"""Attention within packed documents, by FlashAttention if possible, and otherwise by a mask.
 
-FlashAttention is given where each document begins, so it computes nothing for pairs of tokens of different
-documents. It takes no mask: with one torch takes its memory-efficient kernel, which computes them all.
+FlashAttention gets the offsets of the documents, and computes nothing for pairs of tokens in different
+documents.
+It does not support masks: with a mask, torch uses its memory-efficient kernel, which computes all pairs.
 """
 
 import torch
@@ -10,11 +11,11 @@ from torch.nn import functional as F
 
 
 def takes_varlen(x: Tensor, head_size: int, dropout: float) -> bool:
-    """Whether FlashAttention computes packed documents of tokens like ``x`` (B, T, width).
+    """Return whether FlashAttention can be used for packed documents of tokens like ``x`` (B, T, width).
 
-    It needs an NVIDIA GPU since Ampere and fp16 or bf16, and it drops nothing. A compiled model keeps the
-    mask, because the number of documents would be a shape that changes in each step. So do tensors that only
-    have shapes, of which FLOPs are counted.
+    It needs an NVIDIA GPU of Ampere or newer, and fp16 or bf16, and does not support dropout. A compiled
+    model uses the mask, because the number of documents would be a shape that changes in each step. Fake
+    tensors, with which FLOPs are counted, use the mask, too.
     """
     if x.device.type != "cuda" or type(x) is not Tensor or dropout or torch.version.hip:
         return False
@@ -25,33 +26,35 @@ def takes_varlen(x: Tensor, head_size: int, dropout: float) -> bool:
 
 
 def documents(tokens: Tensor, border: int, varlen: bool) -> tuple[Tensor, Tensor]:
-    """For packed documents (B, T), each ended by ``border``: the places of tokens in their documents (B, T),
-    and which tokens attend to which, causal within each.
+    """Return positions of tokens (B, T) within their documents, and the causal structure of the attention.
 
-    That is a mask (B, 1, T, T). With ``varlen`` it is where documents begin in the B * T tokens, and their
-    end, int32, for `attend_within`. The host then waits for the GPU, to learn how many there are. An array
-    that fits any number would cost more: torch's kernel allocates 128 rows of gradients in fp32 for each
-    document, also for an empty one, and begins blocks of threads for each; it takes at most 65,535.
+    Each document in ``tokens`` (B, T) ends with ``border``. The structure is a mask (B, 1, T, T) or, with
+    ``varlen``, the offsets of the documents in the B * T tokens, and their end, int32, for `attend_within`.
+    The host then waits for the GPU, to get the number of documents. An array for the maximum number would
+    cost more: for each document, even if it is empty, torch's kernel allocates 128 rows of gradients in fp32
+    and starts blocks of threads; it supports at most 65,535 documents.
     """
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    begins = F.pad(tokens == border, (1, 0), value=True)[:, :-1]  # each sequence begins with one
-    first = torch.where(begins, places, 0).cummax(dim=1).values  # the begin of each token's document
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    starts = F.pad(tokens == border, (1, 0), value=True)[:, :-1]  # each sequence starts with a document
+    first = torch.where(starts, positions, 0).cummax(dim=1).values  # the start of each token's document
     if varlen:
-        return places - first, F.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=tokens.numel()).int()
-    query, key = places[:, None], places
-    return places - first, ((key <= query) & (key >= first[:, :, None]))[:, None]
+        return positions - first, F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=tokens.numel()).int()
+    query, key = positions[:, None], positions
+    return positions - first, ((key <= query) & (key >= first[:, :, None]))[:, None]
 
 
-def attend_within(query: Tensor, key: Tensor, value: Tensor, begins: Tensor) -> Tensor:
-    """Causal attention within the documents that ``begins`` tells, of (B, T, heads, size) each.
+def attend_within(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Tensor:
+    """Compute causal attention within documents, for query, key and value (B, T, heads, size).
 
-    As for torch's other fused kernels, the gradient's bits are the same each time only under
-    `torch.use_deterministic_algorithms`, which train.exact sets.
+    Gradients are deterministic only with `torch.use_deterministic_algorithms`, which train.exact sets.
+
+    Args:
+        offsets: from `documents` with ``varlen=True``.
     """
     from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler, which takes 3 s
 
-    longest = query.shape[1]  # at most
+    longest = query.shape[1]  # upper bound of a document's length
     flat = [part.flatten(0, 1) for part in (query, key, value)]
-    mixed = varlen_attn(flat[0], flat[1], flat[2], begins, begins, longest, longest, window_size=(-1, 0))
-    assert isinstance(mixed, Tensor), "only this was asked for"
-    return mixed.view_as(query)
+    output = varlen_attn(flat[0], flat[1], flat[2], offsets, offsets, longest, longest, window_size=(-1, 0))
+    assert isinstance(output, Tensor)
+    return output.view_as(query)

@@ -1,4 +1,4 @@
-"""The pre-norm transformer block that the GPT and the vision transformer are made of."""
+"""The pre-norm transformer block of the GPT and the vision transformer."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from models.packed import attend_within
 class Past:
     """The key-value cache of one attention layer, for at most ``size`` tokens.
 
-    The first call allocates memory for all: 2 x B x width x size numbers. Use it within `torch.no_grad`.
+    The first call allocates 2 x B x width x size numbers. Use it within `torch.no_grad`.
     """
 
     def __init__(self, size: int) -> None:
@@ -21,23 +21,25 @@ class Past:
         """Append keys and values of n tokens, (B, heads, n, width / heads) each; return all so far."""
         if self._memory is None:
             self._memory = key.new_empty(2, *key.shape[:2], self.size, key.shape[3])
-        begin, self.length = self.length, self.length + key.shape[2]
+        start, self.length = self.length, self.length + key.shape[2]
         keys, values = self._memory[:, :, :, : self.length]
-        keys[:, :, begin:], values[:, :, begin:] = key, value
+        keys[:, :, start:], values[:, :, start:] = key, value
         return keys, values
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention, (B, T, width) -> (B, T, width), by torch's fused kernels if they apply.
+    """Multi-head self-attention, (B, T, width) to (B, T, width), with torch's fused kernels where possible.
 
-    With a ``past``, x continues it: first with all T tokens, then with one at a time. A ``mask`` takes the
-    place of ``causal``: (B, 1, T, T), true where a token attends to another, or as `attend_within` takes it.
+    With ``past``, x continues the cached tokens: first a prompt of T tokens, then one token at a time.
+    ``mask``
+    replaces ``causal``: a mask (B, 1, T, T), True where a token attends to another, or the offsets for
+    `attend_within`.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float, causal: bool) -> None:
         super().__init__()
         if width % num_heads:
-            raise ValueError(f"width={width} is not a multiple of num_heads={num_heads}")
+            raise ValueError(f"width={width} is not divisible by num_heads={num_heads}")
         self.num_heads = num_heads
         self.causal = causal
         self.dropout = dropout
@@ -55,18 +57,18 @@ class SelfAttention(nn.Module):
         query, key, value = (part.transpose(1, 2) for part in parts)
         causal = self.causal and mask is None
         if past is not None:
-            assert past.length == 0 or length == 1, "several tokens after cached ones would need a mask"
-            causal = past.length == 0  # a single token attends to all before it
+            assert past.length == 0 or length == 1, "several tokens after a cache would need a mask"
+            causal = past.length == 0  # a single token attends to all cached tokens
             key, value = past.extend(key, value)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal)
-        return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
+        attended = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal)
+        return self.output(attended.transpose(1, 2).reshape(batch, length, width))
 
 
 class FeedForward(nn.Sequential):
-    """Two linear layers, four times as wide in between, at each position separately.
+    """Two linear layers with an inner width of 4 * width, applied to each position.
 
-    Uses the exact GELU: GPT-2's approximation by tanh takes three times as long on a CPU.
+    The activation is the exact GELU, because GPT-2's tanh approximation takes three times as long on a CPU.
     """
 
     def __init__(self, width: int) -> None:
@@ -74,7 +76,7 @@ class FeedForward(nn.Sequential):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); dropout on each branch."""
+    """A pre-norm block: x + attention(norm(x)), then x + feed_forward(norm(x)), each with dropout."""
 
     def __init__(self, width: int, num_heads: int, dropout: float, causal: bool) -> None:
         super().__init__()
@@ -93,13 +95,13 @@ def check_sizes(dropout: float, **sizes: int) -> None:
     """Raise ValueError for a size below 1 or a dropout outside [0, 1)."""
     for name, value in sizes.items():
         if value < 1:
-            raise ValueError(f"{name}={value} is not at least 1")
+            raise ValueError(f"{name}={value}: expected at least 1")
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout} is not within [0, 1)")
+        raise ValueError(f"dropout={dropout}: expected a number from 0 to below 1")
 
 
 def initialise(model: nn.Module, depth: int) -> None:
-    """GPT-2's initialisation: weights N(0, 0.02), biases 0, residual projections scaled by depth.
+    """Initialise like GPT-2: weights N(0, 0.02), biases 0, and residual projections scaled by depth.
 
     Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
     """

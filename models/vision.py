@@ -1,4 +1,4 @@
-"""Any classifier of torchvision by name, with its stem adapted to small and to grey images."""
+"""Classifiers of torchvision by name, adapted to small images and to any number of channels."""
 
 import difflib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Families whose stem is a convolution of stride 2, which can have stride 1, then a max-pool.
+# Families whose stem is a convolution of stride 2, which can be changed to 1, and the name of the max-pool.
 SMALL_STEMS = {
     "resnet": "maxpool",
     "resnext": "maxpool",
@@ -21,7 +21,7 @@ SMALL_STEMS = {
     "mnasnet": None,
     "regnet": None,
 }
-SMALL_BELOW = 64  # pixels on the shorter side
+SMALL_BELOW = 64  # pixels of the shorter side
 
 
 def vision(
@@ -31,32 +31,36 @@ def vision(
     weights: str | None = None,
     download: bool = False,
 ) -> nn.Module:
-    """Return torchvision's classifier ``name``, untrained: (B, *input_shape) -> (B, num_classes).
+    """Return torchvision's classifier ``name``, untrained: (B, *input_shape) to logits (B, num_classes).
 
-    With ``weights``, one of torchvision's names for them, the attribute ``pretrained`` locates their file,
-    and the trainer starts from it. No weights are read here.
+    For images of less than 64 pixels, the stem keeps the resolution: its convolution is replaced by one of
+    3x3 with stride 1, and the max-pool is removed. For other than three channels, only the convolution is
+    replaced. The names of parameters do not change.
 
-    Below 64 pixels the stem keeps the resolution: its convolution becomes 3x3 with stride 1 and the max-pool
-    is removed (K. He et al., "Deep Residual Learning for Image Recognition", 2015, section 4.2, for
-    CIFAR-10). With other than three channels only that convolution changes. Parameter names do not.
+    Args:
+        weights: one of torchvision's names of pretrained weights. The model's attribute ``pretrained`` then
+            locates their file, from which the trainer starts; this function does not read it.
+        download: whether ``pretrained`` may download the file.
 
     Raises:
-        ValueError: not a classifier of torchvision, one for larger images, or unknown weights.
+        ValueError: ``name`` or ``weights`` is unknown, or the images are too small for this classifier.
+
+    Source of the stem: K. He et al., "Deep Residual Learning for Image Recognition", 2015, section 4.2.
     """
-    import torchvision.models as zoo  # takes seconds, which other models save
+    import torchvision.models as zoo  # takes seconds
 
     names = zoo.list_models(module=zoo)
     if name not in names:
         near = difflib.get_close_matches(name, names) or names
-        raise ValueError(f"name={name} is not a classifier of torchvision; choose from {', '.join(near)}")
+        raise ValueError(f"name={name} is not a classifier of torchvision; did you mean {', '.join(near)}?")
     channels, height, width = input_shape
     family = next((prefix for prefix in SMALL_STEMS if name.startswith(prefix)), None)
     small = min(height, width) < SMALL_BELOW
     least = 75 if name == "inception_v3" else SMALL_BELOW
     if family is None and min(height, width) < least:
         raise ValueError(
-            f"name={name} needs images of at least {least} pixels, not {height}x{width}; for less use "
-            f"torchvision's {', '.join(SMALL_STEMS)}"
+            f"name={name} needs images of at least {least} pixels, got {height}x{width}; for smaller images "
+            f"use a model of {', '.join(SMALL_STEMS)}"
         )
 
     model: nn.Module = zoo.get_model(
@@ -73,28 +77,28 @@ def vision(
     if weights is not None:
         known = zoo.get_model_weights(name).__members__
         if weights not in known:
-            raise ValueError(f"weights={weights} are not known of {name}; there is {', '.join(known)}")
+            raise ValueError(f"weights={weights}: expected one of {', '.join(known)} for {name}")
         model.pretrained = partial(_pretrained, known[weights].url, download)  # type: ignore[assignment]
     return model
 
 
 def _pretrained(url: str, download: bool) -> Path:
-    """The file of weights in torch's cache, downloaded if necessary.
+    """Return the path of a file of weights in torch's cache, after downloading it if necessary.
 
     Raises:
-        ValueError: it is not there, and cannot or may not be downloaded.
+        ValueError: the file does not exist, and cannot be downloaded, or `download` is False.
     """
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     file = folder / url.rpartition("/")[2]
     if file.exists():
         return file
     if not download:
-        raise ValueError(f"{file} is not there; model.download=true fetches it from {url}")
+        raise ValueError(f"{file} does not exist; set model.download=true to download it from {url}")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         torch.hub.download_url_to_file(url, str(file), file.stem.rpartition("-")[2], progress=False)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the hash differs from the one in the name
-        raise ValueError(f"{url} cannot be downloaded: {error}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: the hash is wrong
+        raise ValueError(f"failed to download {url}: {error}") from error
     return file
 
 
@@ -103,16 +107,19 @@ def _shape(convolution: nn.Conv2d) -> dict[str, Any]:
 
 
 def _options(name: str, height: int, width: int) -> dict[str, Any]:
-    """Arguments that some constructors need."""
+    """Return additional arguments of the constructor of `name`."""
     if name in ("googlenet", "inception_v3"):
-        return {"aux_logits": False, "init_weights": True}  # one output, like the others
+        return {
+            "aux_logits": False,
+            "init_weights": True,
+        }  # with auxiliary logits there would be several outputs
     if name.startswith("maxvit"):
         return {"input_size": (height, width)}
     if name.startswith("vit"):
         patch = int(name.rsplit("_", 1)[1])
         if height != width or height % patch:
             raise ValueError(
-                f"name={name} needs square images of a multiple of {patch} pixels, not {height}x{width}"
+                f"name={name} needs square images whose side is a multiple of {patch}, got {height}x{width}"
             )
         return {"image_size": height}
     return {}

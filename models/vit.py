@@ -9,18 +9,18 @@ from models.transformer import Block, check_sizes, initialise
 
 
 class ViT(nn.Module):
-    """Images (B, *input_shape) -> logits (B, num_classes): patches as tokens, then their mean is classified.
+    """A vision transformer: images (B, *input_shape) to logits (B, num_classes), with mean pooling.
 
     Args:
-        input_shape: channels, height, width.
-        patch_size: side of a patch in pixels; must divide height and width.
-        dropout: after the embedding, in the attention and on each residual branch.
+        input_shape: channels, height and width of the images.
+        patch_size: side of a patch in pixels; height and width must be multiples of it.
+        dropout: probability after the embedding, in the attention, and on each residual branch.
 
     Raises:
-        ValueError: a size below 1, or one that another does not divide.
+        ValueError: a size is below 1, or sizes are not divisible as required.
 
-    Source: A. Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021; mean pooling in place of a
-    class token after L. Beyer et al., "Better plain ViT baselines for ImageNet-1k", 2022.
+    Source: A. Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021; for mean pooling instead of a
+    class token, L. Beyer et al., "Better plain ViT baselines for ImageNet-1k", 2022.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class ViT(nn.Module):
         channels, height, image_width = input_shape
         if height % patch_size or image_width % patch_size:
             raise ValueError(
-                f"patch_size={patch_size} does not divide images of {height}x{image_width} pixels"
+                f"images of {height}x{image_width} pixels are not divisible into patches of "
+                f"patch_size={patch_size}"
             )
         num_patches = (height // patch_size) * (image_width // patch_size)
         self.patch_embedding = nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size)

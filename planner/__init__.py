@@ -1,1 +1,1 @@
-"""Predicts communication, steps and memory on machines that are not there; trainer never imports it."""
+"""Predictions of communication, step times and memory on other machines; trainer does not import this."""

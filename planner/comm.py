@@ -1,8 +1,9 @@
 """Predict all-reduces and steps at any world size: `python -m planner.comm --hosts 512 ...`.
 
-Simulates the schedules on the links that `trainer.comm.preflight --json FILE` measured, or on given ones;
-prints time, traffic and the best choice. `--train RUN` takes computing time and buckets from a former run,
-and predicts its step on these links. `--formulas` prints the textbooks' traffic beside the schedules'.
+The schedules are simulated on the links that `trainer.comm.preflight --json FILE` measured, or on links given
+by options. The output is time, traffic and the best choice. `--train RUN` takes computing time and buckets
+from a previous run, and predicts its step on these links. `--formulas` compares the schedules' traffic with
+textbook formulas.
 """
 
 import argparse
@@ -30,19 +31,19 @@ _POSITIVE = (
 _MICROSECONDS = ("latency_us", "local_latency_us", "message_us")
 
 
-# The options of each mode; it refuses all others, which it would ignore.
+# The options of each mode; other options are errors.
 _WITH_FORMULAS = {"formulas", "hosts", "per_host", "megabytes", "servers"}
 _NOT_WITH_TRAIN = {"megabytes", "servers", "wire_dtype"}
-_MOST_RANKS = 65_536
-_MOST_MESSAGES = 1 << 18  # between workers and servers: counted one by one, 20 us of CPU time each
+_MAX_RANKS = 65_536
+_MAX_MESSAGES = 1 << 18  # between workers and servers: each takes 20 us of CPU time to count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 2 for a user error."""
+    """Run the command, and return the exit status: 0, or 2 for a user error."""
     options = parse(argv)
     try:
         _print(options)
-    except argparse.ArgumentTypeError as error:  # --plot is checked when its plot is complete
+    except argparse.ArgumentTypeError as error:  # of --plot, when the file is written
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -64,8 +65,8 @@ def _print(options: argparse.Namespace) -> None:
     reduced = world.all_reduces(num_bytes)
     print(f"\n{tables.all_reduces(what, reduced)}")
     if counts := _servers(options, world.size):
-        found = {count: world.exchange(count, num_bytes) for count in counts}
-        print(f"\n{tables.exchanges(world, found, reduced)}")
+        exchanges = {count: world.exchange(count, num_bytes) for count in counts}
+        print(f"\n{tables.exchanges(world, exchanges, reduced)}")
     if options.plot:
         curves = {other.size: other.all_reduces(num_bytes) for other in plots.worlds(world)}
         plots.times(curves, f"all-reduce of {what}", options.per_host, options.plot)
@@ -73,7 +74,7 @@ def _print(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
-    """The step of a former run, on other hosts and links."""
+    """Print the step of a previous run, predicted for other hosts and links."""
     run: step.MeasuredRun = options.run
     computed_s: float = options.computed_s
     megabytes = run.num_bytes / 1e6
@@ -84,13 +85,13 @@ def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
     print(f"{facts}\n\n{tables.steps(world.size, run.steps(world, computed_s))}")
     if options.plot:
         curves = {other.size: run.steps(other, computed_s) for other in plots.worlds(world)}
-        title = f"{megabytes:.3g} MB to move beside {tables.seconds(computed_s)} of computing"
+        title = f"{megabytes:.3g} MB of gradients, {tables.seconds(computed_s)} of computing"
         plots.efficiencies(curves, f"{title}, {options.per_host} processes on each host", options.plot)
         print(f"plot: {options.plot}")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options and derived values: `world`, and with --train `run` and `computed_s`."""
+    """Parse the options, and add derived values: `world`, and with --train `run` and `computed_s`."""
     parser = argparse.ArgumentParser(prog="python -m planner.comm", description=__doc__)
     _declare(parser)
     options = _parsed(parser, argv)
@@ -101,23 +102,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in _MICROSECONDS:
         value = getattr(options, name)
         if value is not None and not 0 <= value <= entries.MOST:
-            needed = f"must be microseconds from 0 to {entries.MOST:g}"
-            parser.error(f"{_flag(name)} {value}: {needed}")
+            parser.error(f"{_flag(name)} {value}: must be microseconds from 0 to {entries.MOST:g}")
     if not 1 <= options.oversubscription <= entries.MOST:
         parser.error(f"--oversubscription {options.oversubscription}: must be from 1 to {entries.MOST:g}")
     if options.oversubscription > 1 and options.hosts_per_switch is None:
-        parser.error("--oversubscription needs --hosts-per-switch, the hosts that share a trunk")
+        parser.error("--oversubscription needs --hosts-per-switch, the number of hosts that share a trunk")
     if options.rails > options.per_host:
-        parser.error(f"--rails {options.rails}: a process uses one; at most --per-host={options.per_host}")
+        parser.error(
+            f"--rails {options.rails}: must be at most --per-host {options.per_host}, because each process "
+            "uses one"
+        )
     world_size = options.hosts * options.per_host
-    if world_size > _MOST_RANKS:
-        asked = f"--hosts {options.hosts} --per-host {options.per_host}"
-        parser.error(f"{asked}: {world_size:,} processes, but at most {_MOST_RANKS:,} are supported")
+    if world_size > _MAX_RANKS:
+        given = f"--hosts {options.hosts} --per-host {options.per_host}"
+        parser.error(f"{given}: {world_size:,} processes, but at most {_MAX_RANKS:,} are supported")
     for word in filter(None, options.servers.split(",")):
-        if why := _refusal(word, world_size):
-            parser.error(f"--servers {word}: {why}")
+        if problem := _problem_of_servers(word, world_size):
+            parser.error(f"--servers {word}: {problem}")
         if options.formulas and word == "all":
-            parser.error("--servers all: --formulas counts servers that are not workers; give their number")
+            parser.error("--servers all is not supported with --formulas; give the number of servers")
     if options.formulas:
         return options
     try:
@@ -130,32 +133,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--from {options.results}: {error}" if options.results else str(error))
     try:
         if options.train:
-            where_it_was = Machine(**_from_file(options)) if options.results else None
+            machine_of_run = Machine(**_from_file(options)) if options.results else None
             options.run = step.read(options.train)
-            options.computed_s = options.run.computed_s(where_it_was)
+            options.computed_s = options.run.computed_s(machine_of_run)
     except (OSError, ValueError) as error:
         parser.error(f"--train {options.train}: {error}")
     return options
 
 
-def _refusal(servers: str, world_size: int) -> str:
-    """Why this number of servers cannot be predicted; "" if they can."""
+def _problem_of_servers(servers: str, world_size: int) -> str:
+    """Return why this number of servers cannot be predicted; "" if it can."""
     if world_size == 1:
-        return "needs one process or more beside the servers: raise --hosts or --per-host"
+        return "needs at least one process that is not a server; raise --hosts or --per-host"
     if servers != "all" and not (servers.isdecimal() and 0 < int(servers) < world_size):
-        return f"must be all, or from 1 to {world_size - 1}: one rank must work"
+        return f"must be all, or from 1 to {world_size - 1}, because at least one rank must be a worker"
     count = world_size if servers == "all" else int(servers)
     messages = count * (world_size - 1 if servers == "all" else world_size - count)
-    if messages <= _MOST_MESSAGES:
+    if messages <= _MAX_MESSAGES:
         return ""
     return (
-        f"has {messages:,} messages each way, but at most {_MOST_MESSAGES:,} are supported, since each is "
-        "counted; ask for fewer servers or processes"
+        f"has {messages:,} messages in each direction, but at most {_MAX_MESSAGES:,} are supported; use "
+        "fewer servers or processes"
     )
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options; exits if one is given that --formulas or --train does not use."""
+    """Parse the options; exit if --formulas or --train does not support one of them."""
     not_given = object()
     names = set(vars(parser.parse_args(["--hosts", "1"])))
     options = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, not_given)))
@@ -167,7 +170,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
     )
     if ignored:
         flags = ", ".join(sorted(map(_flag, ignored)))
-        parser.error(f"{'--formulas' if options.formulas else '--train'} takes no {flags}: leave it out")
+        parser.error(f"{'--formulas' if options.formulas else '--train'} does not support {flags}; remove it")
     return options
 
 
@@ -180,21 +183,38 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add("--hosts", type=int, required=True)
     add("--per-host", type=int, default=1, help="processes on each host (1)")
     add("--megabytes", type=float, default=25.0, help="10^6 bytes of fp32 (25)")
-    add("--wire-dtype", choices=_ITEMSIZE, default="fp32", help="the dtype in which they are sent (fp32)")
-    add("--segment-mb", type=float, default=SEGMENT_MB, help="as comm.segment_mb: 2^20 bytes a segment (2)")
-    add("--from", type=Path, dest="results", metavar="FILE", help="written by the preflight with --json")
-    add("--gbit", type=float, help="of each link of a host, in each direction")
-    add("--latency-us", type=float, help="of a message between hosts, one way")
-    add("--rails", type=int, default=1, help="links of each host, each for one of its processes (1)")
-    add("--hosts-per-switch", type=int, help="hosts on one switch, numbered consecutively (all)")
-    add("--oversubscription", type=float, default=1.0, help="links of a switch's hosts : its trunk (1)")
-    add("--local-gbit", type=float, help="from one process to another of its host")
-    add("--local-latency-us", type=float, help="of a message within a host")
+    add(
+        "--wire-dtype", choices=_ITEMSIZE, default="fp32", help="the dtype in which gradients are sent (fp32)"
+    )
+    add(
+        "--segment-mb",
+        type=float,
+        default=SEGMENT_MB,
+        help="segment size in 2^20 bytes, as comm.segment_mb (2)",
+    )
+    add("--from", type=Path, dest="results", metavar="FILE", help="output of the preflight with --json")
+    add("--gbit", type=float, help="bandwidth of each link of a host, in each direction")
+    add("--latency-us", type=float, help="latency of a message between hosts, one way")
+    add("--rails", type=int, default=1, help="links of each host, among which its processes are divided (1)")
+    add("--hosts-per-switch", type=int, help="hosts on each switch, numbered consecutively (all)")
+    add(
+        "--oversubscription",
+        type=float,
+        default=1.0,
+        help="bandwidth of a switch's links to hosts / its trunk (1)",
+    )
+    add("--local-gbit", type=float, help="bandwidth between processes of a host")
+    add("--local-latency-us", type=float, help="latency of a message within a host")
     add("--message-us", type=float, help="CPU time to send or receive a message")
-    add("--servers", default="", metavar="1,2,all", help="numbers of parameter servers to predict, too")
+    add("--servers", default="", metavar="1,2,all", help="also predict these numbers of parameter servers")
     add("--train", type=Path, metavar="RUN", help="predict the step of the run in this directory")
-    add("--formulas", action="store_true", help="print the classic traffic table; needs no link")
-    add("--plot", type=plots.file, metavar="FILE", help="draw it over world size (.png, .svg or .pdf)")
+    add("--formulas", action="store_true", help="print textbook formulas of traffic; needs no links")
+    add(
+        "--plot",
+        type=plots.file,
+        metavar="FILE",
+        help="plot the prediction over world size (.png, .svg or .pdf)",
+    )
 
 
 def _from_file(options: argparse.Namespace) -> dict[str, Any]:
@@ -202,7 +222,7 @@ def _from_file(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    """The machine as measured; values given by hand take precedence."""
+    """Return the machine of --from; values given by other options take precedence."""
     given = {
         "latency_s": (options.latency_us, 1e-6),
         "link_bytes_per_s": (options.gbit, 1 / 8e-9),
@@ -213,22 +233,24 @@ def _machine(options: argparse.Namespace) -> Machine:
         "hosts_per_switch": (options.hosts_per_switch, 1),
         "oversubscription": (options.oversubscription, 1),
     }
-    by_hand = {name: value * unit for name, (value, unit) in given.items() if value is not None}
-    by_hand = {**_from_file(options), **by_hand}
+    values = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+    values = {**_from_file(options), **values}
     needed: dict[str, str] = {}
     if options.hosts > 1:
         needed |= {"--gbit": "link_bytes_per_s", "--latency-us": "latency_s"}
     if options.per_host > 1:
         needed |= {"--local-latency-us": "local_latency_s"}
-        if "local_copy_s_per_byte" not in by_hand:
+        if "local_copy_s_per_byte" not in values:
             needed |= {"--local-gbit": "local_bytes_per_s"}
-    if missing := [option for option, name in needed.items() if name not in by_hand]:
-        raise ValueError(f"{', '.join(missing)} missing: set it, or --from a preflight with such links")
-    return Machine(**by_hand)
+    if missing := [option for option, name in needed.items() if name not in values]:
+        raise ValueError(
+            f"{', '.join(missing)} missing; set it, or use --from with a preflight of such links"
+        )
+    return Machine(**values)
 
 
 def _servers(options: argparse.Namespace, world_size: int) -> list[int]:
-    """The numbers of servers to predict; as many as ranks means all of them, which are workers too."""
+    """Return the numbers of servers to predict; `world_size` means that all ranks are servers and workers."""
     return [world_size if word == "all" else int(word) for word in options.servers.split(",") if word]
 
 

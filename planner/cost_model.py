@@ -1,10 +1,12 @@
-"""Predicts how long a collective takes, from its schedules and the capacities of links and processors.
+"""Prediction of the time of a collective, from its schedules and the capacities of links and processors.
 
-The model is LogGP (Alexandrov et al., "LogGP: incorporating long messages into the LogP model", SPAA 1995)
-with three kinds of links and one more resource. A bucket is sent in segments that overlap. Its time is that
-of the first segment through all rounds, plus, for each further segment, the time of the busiest resource: a
-host's link in either direction, the trunk of its switch, a process's own thread, or the processors that the
-processes of a host share.
+The model is LogGP with three kinds of links and one additional resource. A bucket is sent in segments that
+overlap. Its time is the time of the first segment through all rounds plus, for each further segment, the time
+of
+the busiest resource: a host's link in either direction, the trunk of its switch, a process's thread, or the
+processors that the processes of a host share.
+
+Source: A. Alexandrov et al., "LogGP: incorporating long messages into the LogP model", SPAA 1995.
 """
 
 import math
@@ -20,20 +22,20 @@ from planner.traffic import Traffic
 from trainer.comm.algorithms.pipeline import SEGMENT_MB, WIDTH, first_sweep
 from trainer.comm.algorithms.schedule import Schedule
 
-_EQUAL = 1e-9  # relative: times that differ less are equal
+_EQUAL = 1e-9  # relative difference below which times are equal
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Capacities of the hosts, all alike, and of the network between them. Seconds are of one processor."""
+    """Capacities of the hosts, which are all equal, and of the network. CPU times are of one processor."""
 
-    latency_s: float = 0.0  # of a message between hosts, one way
-    link_bytes_per_s: float = math.inf  # of each host's link, in each direction, shared by its processes
-    rails: int = 1  # links of each host, each for one of its processes
-    hosts_per_switch: int = 1 << 62  # hosts on one switch, numbered consecutively (all)
-    oversubscription: float = 1.0  # bandwidth of the links of a switch's hosts : that of its trunk
+    latency_s: float = 0.0  # one-way latency of a message between hosts
+    link_bytes_per_s: float = math.inf  # bandwidth of each link of a host, in each direction
+    rails: int = 1  # links of each host, among which its processes are divided
+    hosts_per_switch: int = 1 << 62  # hosts on each switch, numbered consecutively (default: all)
+    oversubscription: float = 1.0  # bandwidth of a switch's links to hosts / bandwidth of its trunk
     local_latency_s: float = 0.0
-    local_bytes_per_s: float = math.inf  # of one process to others of its host, in each direction
+    local_bytes_per_s: float = math.inf  # bandwidth of a process to others on its host, in each direction
     local_copy_s_per_byte: float = 0.0  # CPU time of sender and receiver each, within a host
     add_s_per_byte: float = 0.0
     network_s_per_byte: float = 0.0  # CPU time to send or receive between hosts
@@ -42,17 +44,17 @@ class Machine:
 
 
 def measured(results: Fields) -> dict[str, Any]:
-    """Fields of a Machine from the output of `trainer.comm.preflight --json`: medians over all links.
+    """Return fields of a Machine from the output of `trainer.comm.preflight --json`: medians over all links.
 
-    A preflight on one host has no links between hosts, one with a process per host none within.
+    A preflight on one host has no links between hosts; with one process per host, it has none within hosts.
 
     Raises:
-        ValueError: the preflight failed, or this is not its output.
+        ValueError: the preflight failed, or `results` are not its output.
     """
     if results.values.get("passed") is not True:
-        raise ValueError("it is not the output of a preflight that passed, so its results cannot be used")
+        raise ValueError("expected the output of a preflight that passed")
     costs, on_cpu = results.mapping("costs"), results.take("device", str) == "cpu"
-    found = {
+    fields = {
         "add_s_per_byte": number(costs, "add_s_per_byte"),
         "parallelism": number(costs, "parallelism", positive=True),
     }
@@ -66,24 +68,26 @@ def measured(results: Fields) -> dict[str, Any]:
         )
         rows[link.take("source", int) == link.take("target", int)].append(row)
     if rows[True]:
-        found["local_latency_s"], local, found["message_s"], _ = np.median(rows[True], axis=0).tolist()
-        # On CPUs the processes of a host share memory and copy; on GPUs NCCL moves data over a link.
+        fields["local_latency_s"], local, fields["message_s"], _ = np.median(rows[True], axis=0).tolist()
+        # On CPUs, processes of a host copy in shared memory; on GPUs, NCCL moves data over a link.
         if not on_cpu:
-            found["local_bytes_per_s"] = local
+            fields["local_bytes_per_s"] = local
     if on_cpu:
-        found["local_copy_s_per_byte"] = number(costs, "copy_s_per_byte")
+        fields["local_copy_s_per_byte"] = number(costs, "copy_s_per_byte")
     if rows[False]:
         names = ("latency_s", "link_bytes_per_s", "message_s", "network_s_per_byte")
-        found |= zip(names, np.median(rows[False], axis=0).tolist(), strict=True)
-    return found
+        fields |= zip(names, np.median(rows[False], axis=0).tolist(), strict=True)
+    return fields
 
 
 @dataclass(frozen=True)
 class Prediction:
+    """The predicted cost of a collective."""
+
     seconds: float
-    bottleneck: str  # the resource that segments queue for; "latency" if they do not
-    traffic: Traffic  # with all parts taken as equally long
-    processors_s: float = 0.0  # the time that a host's processors are busy with it
+    bottleneck: str  # the resource that limits the throughput of segments; "latency" if none does
+    traffic: Traffic  # assuming that all parts are equally long
+    processors_s: float = 0.0  # busy time of a host's processors
 
 
 def predict(
@@ -98,9 +102,9 @@ def predict(
     """Predict the time of one collective that starts at the same moment on all ranks.
 
     Args:
-        schedules: one per rank; a `Family` builds only those that are needed.
+        schedules: one schedule per rank; a `Family` builds only those that are needed.
         hosts: index of the host of every rank, without gaps.
-        num_bytes: of the bucket, as sent; of all blocks together if each rank has one.
+        num_bytes: size of the bucket on the wire; the total of all blocks if each rank has one.
         itemsize: bytes of an element on the wire.
         segment_bytes, width: see `trainer.comm.algorithms.pipeline`.
     """
@@ -108,7 +112,7 @@ def predict(
 
 
 class Predictor:
-    """`predict` for buckets of many lengths: computes once what they share."""
+    """As `predict`, for buckets of many sizes, which share a part of the computation."""
 
     def __init__(self, schedules: Sequence[Schedule], hosts: Sequence[int], machine: Machine) -> None:
         self._hosts, self._machine, self._num_rounds = np.asarray(hosts), machine, schedules[0].num_rounds
@@ -128,9 +132,9 @@ class Predictor:
         for round_ in self._rounds:
             tally.play(round_)
         loads = tally.loads()
-        # The last segment enters after this many rounds of the first.
-        behind = max((num_segments - 1) / width, first_sweep(num_segments - 1, self._num_rounds, width))
-        loads["latency"] = tally.slowest_round_s * behind / max(1, num_segments - 1)
+        # The number of rounds of the first segment after which the last segment starts.
+        delay = max((num_segments - 1) / width, first_sweep(num_segments - 1, self._num_rounds, width))
+        loads["latency"] = tally.slowest_round_s * delay / max(1, num_segments - 1)
         bottleneck = max(loads, key=loads.__getitem__)
         return Prediction(
             seconds=float(tally.clocks.max() + (num_segments - 1) * loads[bottleneck]),
@@ -141,7 +145,7 @@ class Predictor:
 
 
 class _Loads:
-    """One segment in flight: the clock of every rank of a block, and the work done by each resource."""
+    """A simulation of one segment: the clock of every rank of a block, and the load of each resource."""
 
     def __init__(
         self, hosts: np.ndarray, block: int, machine: Machine, segment: float, itemsize: int
@@ -157,13 +161,13 @@ class _Loads:
         )  # fmt: skip
         self.clocks = np.zeros(block)
         self.slowest_round_s = 0.0
-        self._work_s = np.zeros(block)  # of each rank's thread
+        self._work_s = np.zeros(block)  # busy time of each rank's thread
         # Bytes that each rank sends and receives inside its host, between hosts, and between switches.
         self._local, self._across, self._beyond = np.zeros((3, 2, block))
-        self._links = np.zeros((2, int(self._rails.max()) + 1))  # of each link
+        self._links = np.zeros((2, int(self._rails.max()) + 1))  # bytes over each link
 
     def loads(self) -> dict[str, float]:
-        """Seconds that the busiest resource of each kind is busy with one segment."""
+        """Return the time in seconds for which one segment occupies the busiest resource of each kind."""
         machine, hosts = self._machine, self._hosts
         by_host = np.bincount(hosts, self._work_s + self._across.sum(0) * machine.network_s_per_byte)
         return {
@@ -175,7 +179,7 @@ class _Loads:
         }
 
     def traffic(self, num_segments: int, copies: int) -> Traffic:
-        """The traffic of the whole bucket on all ranks: that of the block, repeated."""
+        """Return the traffic of the whole bucket on all ranks, which repeats the traffic of the block."""
 
         def listed(values: np.ndarray) -> list[int]:
             return np.rint(values * num_segments).astype(int).tolist() * copies
@@ -186,7 +190,10 @@ class _Loads:
         """Advance all clocks by `round_.repeat` rounds like this one."""
         machine, hosts, block = self._machine, self._hosts, len(self._hosts)
         num_bytes = round_.share * self._segment
-        source, target = round_.source, round_.target % block  # one out of the block stands for one into it
+        source, target = (
+            round_.source,
+            round_.target % block,
+        )  # a message out of the block represents one into it
         local = self._host_of[round_.source] == self._host_of[round_.target]
         beyond = self._switch_of[round_.source] != self._switch_of[round_.target]
         # A chunk of less than one element is sent only in some segments.
@@ -197,12 +204,12 @@ class _Loads:
         work_s = np.bincount(source, send_s, block) + np.bincount(target, receive_s, block)
 
         def both_ends(moved: np.ndarray) -> np.ndarray:
-            """Bytes that each rank sends and receives."""
+            """Return the bytes that each rank sends and receives."""
             weights = np.where(moved, num_bytes, 0.0)
             return np.stack([np.bincount(end, weights, block) for end in (source, target)])
 
         def transfer_s(latency_s: float, load: np.ndarray, of: np.ndarray, bytes_per_s: float) -> np.ndarray:
-            """The time of each message over a resource; `of` maps ranks to it."""
+            """Return the time of each message over a resource; `of` maps ranks to resources."""
             return latency_s + np.maximum(load[0][of[source]], load[1][of[target]]) / bytes_per_s
 
         inside, across, past = both_ends(local), both_ends(~local), both_ends(beyond)
@@ -220,7 +227,7 @@ class _Loads:
         self._links += round_.repeat * on_links
         self._beyond += round_.repeat * past
 
-        # More busy processes than processors: each is slowed down.
+        # If there are more busy processes than processors, each is slowed down.
         busy = np.bincount(hosts[work_s > 0], minlength=self._num_hosts)
         slowdown = np.maximum(1.0, busy / machine.parallelism)
         send_s *= slowdown[hosts[source]]
@@ -229,41 +236,41 @@ class _Loads:
         receipts = [(target[t], receive_s[t], t) for t in _turns(round_.receive_turn)]
         arrival = np.empty(len(source))
 
-        def one(clocks: np.ndarray) -> None:
-            for who, duration, way_s, messages in sends:
-                gone = clocks[who] + duration
-                clocks[who] = gone
-                arrival[messages] = gone + way_s
-            for who, duration, messages in receipts:
-                clocks[who] = np.maximum(clocks[who], arrival[messages]) + duration
+        def play_once(clocks: np.ndarray) -> None:
+            for rank, duration, transfer, messages in sends:
+                sent = clocks[rank] + duration
+                clocks[rank] = sent
+                arrival[messages] = sent + transfer
+            for rank, duration, messages in receipts:
+                clocks[rank] = np.maximum(clocks[rank], arrival[messages]) + duration
 
-        self._repeat(one, round_.repeat)
+        self._repeat(play_once, round_.repeat)
 
-    def _repeat(self, one: Callable[[np.ndarray], None], repeat: int) -> None:
-        """Play `one` for `repeat` rounds.
+    def _repeat(self, play_once: Callable[[np.ndarray], None], repeat: int) -> None:
+        """Play a round `repeat` times.
 
-        What a round adds to the clocks does not depend on a common offset. So if all clocks have advanced by
-        the same amount since an earlier round, the rounds between repeat and can be skipped. This happens
-        eventually, as in every system that only adds and takes maxima. The earlier round is one of
-        1, 2, 4, 8, ... as in Brent's search for a cycle.
+        The amounts that a round adds to the clocks do not depend on a common offset. So if all clocks have
+        advanced by the same amount since an earlier round, the rounds in between repeat, and can be skipped.
+        This happens eventually in every system that only adds and takes maxima. Rounds are compared with
+        round 1, 2, 4, 8, ..., as in Brent's cycle detection.
         """
-        clocks, then, then_at, done = self.clocks, self.clocks.copy(), 0, 0
+        clocks, earlier, earlier_at, done = self.clocks, self.clocks.copy(), 0, 0
         while done < repeat:
             before = clocks.max()
-            one(clocks)
+            play_once(clocks)
             done += 1
             self.slowest_round_s = max(self.slowest_round_s, clocks.max() - before)
-            gone_on = clocks - then
-            if gone_on.max() - gone_on.min() <= _EQUAL * gone_on.max():
-                turns = (repeat - done) // (done - then_at)
-                clocks += turns * gone_on.max()
-                done += turns * (done - then_at)
+            advance = clocks - earlier
+            if advance.max() - advance.min() <= _EQUAL * advance.max():
+                cycles = (repeat - done) // (done - earlier_at)
+                clocks += cycles * advance.max()
+                done += cycles * (done - earlier_at)
             elif done & (done - 1) == 0:
-                then, then_at = clocks.copy(), done
+                earlier, earlier_at = clocks.copy(), done
 
 
 def _rails(hosts: np.ndarray, rails: int) -> np.ndarray:
-    """By rank, the link that it uses: each host's links are shared among its processes in order."""
+    """Return the link that each rank uses: the links of a host are divided among its processes in order."""
     sizes, order = np.bincount(hosts), np.argsort(hosts, kind="stable")
     position = np.empty(len(hosts), np.intp)
     position[order] = np.arange(len(hosts)) - (np.cumsum(sizes) - sizes)[hosts[order]]
@@ -271,11 +278,11 @@ def _rails(hosts: np.ndarray, rails: int) -> np.ndarray:
 
 
 def _sums(of: np.ndarray, by_rank: np.ndarray) -> np.ndarray:
-    """(2, ranks) to (2, resources), where rank r uses of[r]."""
+    """Sum values (2, ranks) to (2, resources), where rank r uses resource of[r]."""
     return np.stack([np.bincount(of, row) for row in by_rank])
 
 
 def _turns(turn: np.ndarray) -> list[np.ndarray]:
-    """Indices of the messages by turn: within a turn, no rank occurs twice."""
+    """Return the indices of the messages by turn; within a turn, no rank occurs twice."""
     order = np.argsort(turn, kind="stable")
     return np.split(order, np.cumsum(np.bincount(turn))[:-1]) if len(turn) else []

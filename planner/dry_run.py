@@ -1,7 +1,7 @@
-"""Two steps of a run on tensors without memory, as one of its ranks; counts the bytes that they would take.
+"""Two steps of a run on fake tensors, as one of its ranks, to count the bytes that they would take.
 
-The model, its strategy, the loss and the optimizer are those of the run; tensors (shapes and dtypes without
-data) and the other ranks are fake. Nothing is computed.
+The model, the strategy, the loss and the optimizer are those of the run; tensors (with shapes and dtypes, but
+without data) and the other ranks are fake. Nothing is computed.
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ STATE = ("parameters", "optimizer", "averages")
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a rank's tensors.
+    """The memory of a rank's tensors, in bytes.
 
     Attributes:
-        start: the peak while the model is built, filled and sharded.
+        start: the peak while the model is built, initialised and sharded.
         peak: the peak of a step, on the device.
         parts: the bytes at the peak, by kind.
-        host: the peak in host memory beside it, for strategy.cpu_offload.
+        host: the peak in host memory, with strategy.cpu_offload.
     """
 
     start: int
@@ -56,10 +56,10 @@ class Footprint:
 
 
 class DryRun:
-    """A model and a batch of a run, to be tried with any strategy and size.
+    """The model and the data of a run, for dry runs with any strategy and batch size.
 
     Raises:
-        UserError: the run's own errors; or the dataset is a stream without a first sample.
+        UserError: as in the run; or the dataset is a stream without samples.
     """
 
     def __init__(self, config: Config) -> None:
@@ -73,10 +73,10 @@ class DryRun:
 
     @contextmanager
     def under(self, config: Config, world: DryRunWorld) -> Iterator["Stage"]:
-        """The run's model, strategy and optimizer under `config`, whose model and data must be the same.
+        """Build the model, strategy and optimizer of `config`, which must have the same model and data.
 
         Raises:
-            UserError: the run's own errors.
+            UserError: as in the run.
         """
         train = dataclasses.replace(config.train, compile=False)
         config = dataclasses.replace(config, train=train, comm=NativeCommConfig("native", "fp32", False))
@@ -86,17 +86,17 @@ class DryRun:
         with as_rank_of(world) as ranks:
             placed = simulated_strategy(config, ranks, world.per_host)
             to_device = self.to_device(placed.device)
-            numberless = without_values(model, placed)
+            fake_model = without_values(model, placed)
             fakes = fake_tensor_mode()
-            # for outputs that are views; more are with fake tensors
+            # torch warns of outputs that are views, of which there are more with fake tensors.
             quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
             with quiet, fakes, FusedAttention(), MemoryLedger() as ledger:
-                module = wrap_model(config, numberless, placed.strategy)
+                module = wrap_model(config, fake_model, placed.strategy)
                 yield Stage(config, self, placed, to_device, module, ledger)
 
 
 class Stage:
-    """Makes steps, one after another; the first is made twice, to create the optimizer's state."""
+    """Makes steps. The first is made twice, to create the optimizer's state."""
 
     def __init__(
         self,
@@ -135,14 +135,14 @@ class Stage:
         return self._strategy.replica < self._strategy.num_replicas
 
     def footprint(self, micro_batch_size: int, accumulation: int) -> Footprint:
-        """The footprint of the fullest of the rank's devices."""
-        return max(self.footprints(micro_batch_size, accumulation).values(), key=lambda found: found.peak)
+        """Return the largest footprint among the rank's devices."""
+        return max(self.footprints(micro_batch_size, accumulation).values(), key=lambda one: one.peak)
 
     def footprints(self, micro_batch_size: int, accumulation: int) -> dict[str, Footprint]:
-        """The memory of a step with this accumulation and micro-batch size, on each of the rank's devices.
+        """Return the memory of a step on each of the rank's devices, by their names.
 
         Raises:
-            UserError: the model reads the data of tensors, which have none.
+            UserError: the model reads values of tensors, which fake tensors do not have.
         """
         batch = repeated(*self._dry_run.samples, micro_batch_size)
         for _ in range(1 if self._has_state else 2):
@@ -152,9 +152,9 @@ class Stage:
         return {name: self._on(name, device, accumulation) for name, device in self._devices.items()}
 
     def _integers(self, device: torch.device, accumulation: int) -> int:
-        """The bytes of train.exact: sums of chunks, where a rank has several, and messages."""
-        trained = [p for p in self._module.parameters() if p.requires_grad]
-        own = sum(to_local(p).numel() for p in trained if to_local(p).device == device)
+        """Return the bytes of train.exact: sums of chunks, if a rank has several, and messages."""
+        trainable = [p for p in self._module.parameters() if p.requires_grad]
+        own = sum(to_local(p).numel() for p in trainable if to_local(p).device == device)
         sums, messages = own * (accumulation > 1), 0
         if self.num_replicas > 1 and isinstance(self._config.strategy, FsdpConfig):
             units = [own_parameters(unit) for _, unit in units_of(self._module)]
@@ -169,14 +169,14 @@ class Stage:
         parts, host = account.peak(), 0
         if self._config.train.exact is not None:
             parts["communication"] += self._integers(device, accumulation)
-        state = sum(parts[kind] for kind in STATE)  # it exists all the time, so it is part of any peak
+        state = sum(parts[kind] for kind in STATE)  # always in memory, so it is part of every peak
         if self._offloads:
             host = state
             parts |= dict.fromkeys(STATE, 0)
         return Footprint(self._starts[name], sum(parts.values()), parts, host)
 
     def _step(self, batch: Any, accumulation: int) -> None:
-        """The step of trainer/step.py, without communication outside the strategy and without logs."""
+        """Make the step of trainer/step.py, without logs and without communication outside the strategy."""
         module, strategy, state = self._module, self._strategy, self._state
         settings = self._config.strategy
         if isinstance(settings, DdpConfig) and settings.gradient_as_bucket_view:
@@ -193,9 +193,9 @@ class Stage:
             for micro_step in range(accumulation if self.trains else 0):
                 is_last, task = micro_step == accumulation - 1, self._dry_run.task
                 forward_backward(strategy, task, module, self._to_device(batch), scaled, is_last=is_last)
-        except (RuntimeError, ValueError) as error:  # of torch, for an operator without a fake result
+        except (RuntimeError, ValueError) as error:  # torch raises these for operators without fake results
             reason = first_line(error)
-            raise UserError(f"the model cannot be measured without its numbers: {reason}") from error
+            raise UserError(f"the model cannot be measured with fake tensors: {reason}") from error
         self._name_gradients(module)
         strategy.aggregate(module)
         self._name_gradients(self._plain)
@@ -213,11 +213,8 @@ class Stage:
 
 
 def _ddp_buckets(config: Config, module: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """DDP's buckets, which live as long as the run; gradients are views of them, or separate.
-
-    Sparse gradients have none.
-    """
+    """Return DDP's buckets, which exist for the whole run, by parameter. Sparse gradients have no buckets."""
     if not isinstance(config.strategy, DdpConfig):
         return {}
-    in_rows = sparse_weights(module)
-    return {p: torch.empty_like(p) for p in module.parameters() if p.requires_grad and p not in in_rows}
+    sparse = sparse_weights(module)
+    return {p: torch.empty_like(p) for p in module.parameters() if p.requires_grad and p not in sparse}

@@ -1,4 +1,4 @@
-"""Values in the files of results that a plan uses: of the right type, within limits, or refused by name."""
+"""Reading of values from result files, with checks of their types and limits."""
 
 from pathlib import Path
 from typing import Any, NoReturn
@@ -6,27 +6,27 @@ from typing import Any, NoReturn
 from trainer.errors import UserError
 from trainer.files.untrusted import printable, read_json
 
-MOST = 1e15  # the limit in any unit: results from larger values would overflow
-_WORDS = {str: "a text", int: "a whole number", float: "a number", list: "a list", dict: "a mapping"}
+MOST = 1e15  # the maximum in any unit, because results of larger values could overflow
+_NAMES = {str: "a string", int: "an integer", float: "a number", list: "a list", dict: "a mapping"}
 
 
 class Fields:
-    """The values in a file by name; ``origin`` names the file, and the place in it, for messages."""
+    """The values of a JSON object by name; ``origin`` is the file and the path in it, for messages."""
 
     def __init__(self, origin: str, values: Any) -> None:
         self._origin, self.values = origin, values
 
     def take(self, name: str, kind: type) -> Any:
-        """The value of ``name``. Raises UserError unless it is a ``kind``; ints are floats, too."""
+        """Return the value of ``name``. Raises UserError if it is not a ``kind``; an int is also a float."""
         value = self.values.get(name)
         if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
-            self.refuse(name, _WORDS[kind])
+            self.refuse(name, _NAMES[kind])
         return value
 
-    def refuse(self, name: str, words: str) -> NoReturn:
-        """Raise UserError: ``words`` say what the value of ``name`` must be."""
+    def refuse(self, name: str, expected: str) -> NoReturn:
+        """Raise UserError; ``expected`` describes valid values of ``name``."""
         shown = printable(repr(self.values.get(name)))
-        raise UserError(f"{printable(self._origin)}: {name} is {shown}, but must be {words}")
+        raise UserError(f"{printable(self._origin)}: {name} is {shown}, but must be {expected}")
 
     def mapping(self, name: str) -> "Fields":
         return Fields(f"{self._origin}: {name}", self.take(name, dict))
@@ -38,12 +38,12 @@ class Fields:
 
 
 def read(file: Path) -> Fields:
-    """Raises OSError, and UserError if `file` is not a JSON object."""
+    """Read a file. Raises OSError, or UserError if it is not a JSON object."""
     return Fields(file.name, read_json(Path(file.name), file.read_bytes()))
 
 
 def number(fields: Fields, name: str, positive: bool = False) -> float:
-    """The number under `name`. Raises UserError for another value, or one outside its limits."""
+    """Return the number `name`. Raises UserError if it is not a number, or out of range."""
     value = float(fields.take(name, float))
     if not 0 <= value <= MOST or (positive and value == 0):
         fields.refuse(name, f"a number {'above' if positive else 'from'} 0, at most {MOST:g}")

@@ -1,21 +1,22 @@
-"""Finds the largest micro-batch that fits, with few tries."""
+"""Search for the largest micro-batch that fits in memory, with few simulated steps."""
 
 import functools
 from collections.abc import Callable
 
-MOST = 1 << 16  # samples; an upper limit for the search
+MOST = 1 << 16  # samples; the upper limit of the search
 
 
 def largest_micro_batch_size(peak: Callable[[int], int], budget: int, first: int) -> int:
-    """The largest size whose peak is within `budget` bytes; 0 if there is none, at most MOST.
+    """Return the largest size whose peak is within `budget` bytes, at most MOST; 0 if there is none.
 
-    The peak is a maximum of straight lines, since each part of it grows linearly with the size or not at all.
-    So the line through the size `first` reaches the budget at the answer or beyond it; from there Newton's
-    method descends line by line, and never passes the answer.
+    The peak is a maximum of straight lines, because each part of it is constant or grows linearly with the
+    size. So the line through the peak at `first` reaches the budget at the answer or above it. From there,
+    Newton's method descends line by line, and cannot go below the answer.
 
     Args:
-        peak: bytes by micro-batch size; each call simulates a step.
-        first: a size to start with, at least 1.
+        peak: returns the peak in bytes for a micro-batch size; each call simulates a step.
+        budget: available memory in bytes.
+        first: the size to start with, at least 1.
     """
     peak = functools.cache(peak)
     size = first

@@ -1,4 +1,4 @@
-"""The traffic of all-reduces as textbooks give it, beside what the schedules move."""
+"""Textbook formulas for the traffic of all-reduces, compared with the schedules' traffic."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,14 @@ _ITEMSIZE = 4
 
 @dataclass(frozen=True)
 class Classic:
-    """A formula, in messages of N bytes and P ranks.
+    """A formula for messages of N bytes and P ranks.
 
     Attributes:
+        formula: the formula as text.
+        value: its value for P ranks, as a multiple of N.
         of: the ranks and the direction that the formula counts.
-        counted: the same from the schedules' traffic, in bytes; None if a schedule has no such count.
-        remark: how the formula may be misread.
+        counted: the same number of bytes from the schedules' traffic; None if it cannot be counted.
+        remark: how the formula may be misunderstood.
     """
 
     formula: str
@@ -35,48 +37,48 @@ CLASSIC = {
         lambda p: p - 1,
         "the root, received",
         lambda t: t.received[0],
-        "the root also sends as much, which the formula leaves out: 2(P-1)N in total",
+        "the root also sends (P-1)N, which the formula does not count: 2(P-1)N in total",
     ),
     "ring": Classic(
         "2N(P-1)/P",
         lambda p: 2 * (p - 1) / p,
         "each rank, sent",
         lambda t: max(t.sent),
-        "each rank receives as much at the same time; 2(P-1)N in total, like the master and its workers",
+        "each rank receives the same amount at the same time; 2(P-1)N in total, like master_worker",
     ),
     "tree": Classic(
         "N log2 P",
         log2,
-        "one way along the longest path, from leaf to root",
+        "along the longest path from a leaf to the root",
         None,
-        "a time, not a rank's traffic: a rank sends to its parent and at most two children (a host's first "
-        "rank to two more), 2(P-1)N in total",
+        "this is a time, not the traffic of a rank: a rank sends to its parent and at most two children (the "
+        "first rank of a host to two more), 2(P-1)N in total",
     ),
     "halving_doubling": Classic(
         "2N(P-1)/P",
         lambda p: 2 * (p - 1) / p,
         "each rank, sent",
         lambda t: max(t.sent),
-        "for P a power of two; else the excess ranks send N more, and some of the others, too",
+        "if P is a power of two; otherwise, the excess ranks and some other ranks send N more",
     ),
     "hierarchical": Classic(
         "2N(P-1)/P",
         lambda p: 2 * (p - 1) / p,
         "each rank, sent",
         lambda t: max(t.sent),
-        "over each host's link only 2N(H-1)/H with H hosts, in each direction",
+        "over each host's link only 2N(H-1)/H in each direction, for H hosts",
     ),
 }
 
 
 def table(hosts: Sequence[int], num_bytes: int, servers: Sequence[int]) -> str:
-    """The table as text; a parameter server is counted for each number in `servers`."""
-    hosts = Hosts.of(hosts)  # hashed once, not for each rank's schedule
+    """Return the table as text, with a row for each number of parameter servers in `servers`."""
+    hosts = Hosts.of(hosts)  # cached by its hash, which is computed once
     world_size, numel = len(hosts), num_bytes // _ITEMSIZE
     lines = [
         f"N = {num_bytes / 1e6:g} MB, P = {world_size} ranks on {max(hosts) + 1} hosts; all numbers in MB",
         "",
-        f"{'algorithm':<18}{'formula':<11}{'gives':>8}{'counted':>9}{'rank':>9}{'root':>9}{'total':>9}"
+        f"{'algorithm':<18}{'formula':<11}{'value':>8}{'counted':>9}{'rank':>9}{'root':>9}{'total':>9}"
         "  the formula counts",
     ]
     remarks = []
@@ -100,9 +102,10 @@ def table(hosts: Sequence[int], num_bytes: int, servers: Sequence[int]) -> str:
         )
     if servers:
         remarks.append(
-            "servers: each sends as much to workers, and to other servers; a server computes no gradients"
+            "servers: each sends the same amount to workers, and to other servers; servers compute no "
+            "gradients"
         )
-    lines += ["", "rank, root: the most that any rank, and rank 0, sends; total: what all ranks send."]
+    lines += ["", "rank, root: the maximum that a rank, and rank 0, sends; total: the sum over all ranks."]
     return "\n".join([*lines, *remarks])
 
 

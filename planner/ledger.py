@@ -1,4 +1,4 @@
-"""Counts the memory of tensors while code runs on them, for instance on fake tensors without memory."""
+"""Counting of the memory of tensors while code runs, for example with fake tensors."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ _REST, _COMMUNICATION = "activations", "communication"
 
 
 class _Record:
-    """One storage: its device, its present size in bytes, and its kind."""
+    """A storage: its device, its current size in bytes, and its kind."""
 
     __slots__ = ("device", "kind", "num_bytes", "storage")
 
@@ -30,13 +30,14 @@ class _Record:
 
 
 class Account:
-    """The bytes on one device.
+    """The memory of one device.
 
-    Storages may be named at any time, even after they are freed: the peak is split into kinds at the end.
+    The kind of a storage may be set at any time, even after it was freed, because the peak is split into
+    kinds at the end.
 
     Attributes:
-        peak_bytes: the largest sum so far.
-        live_bytes: the sum now.
+        peak_bytes: the maximum so far.
+        live_bytes: the current number of bytes.
     """
 
     def __init__(self) -> None:
@@ -51,31 +52,31 @@ class Account:
             self.peak_bytes, self._length_at_peak = self.live_bytes, len(self._changes)
 
     def peak(self) -> dict[str, int]:
-        """The bytes of each kind at the moment of the peak."""
-        found: Counter[str] = Counter()
+        """Return the bytes of each kind at the peak."""
+        totals: Counter[str] = Counter()
         for record, change in self._changes[: self._length_at_peak]:
-            found[record.kind] += change
-        return {kind: found[kind] for kind in KINDS}
+            totals[record.kind] += change
+        return {kind: totals[kind] for kind in KINDS}
 
     def forget_peak(self) -> None:
-        """Restart the search for a peak from the present bytes."""
+        """Restart the search for a peak from the current bytes."""
         self.peak_bytes, self._length_at_peak = self.live_bytes, len(self._changes)
 
 
 class MemoryLedger(TorchDispatchMode):
-    """Counts the bytes of every tensor created by operations within the mode, until it is freed.
+    """A mode that counts the bytes of every tensor that an operation creates, until it is freed.
 
     Enter it inside a FakeTensorMode.
 
     Attributes:
-        accounts: by device.
+        accounts: the account of each device.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.accounts: defaultdict[torch.device, Account] = defaultdict(Account)
         self._records: dict[int, _Record] = {}  # by the address of the storage
-        # Present storages that FSDP frees by resize_, which is not an operation, and fills by an operation.
+        # Storages that FSDP frees by resize_, which is not an operation, and fills again by an operation.
         self._resized: dict[int, _Record] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,7 +97,7 @@ class MemoryLedger(TorchDispatchMode):
         return result
 
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Set the kind of `tensors`, or of their local shards."""
+        """Set the kind of `tensors`, or of their local shards if they are DTensors."""
         for tensor in tensors:
             for part in parts(to_local(tensor)):
                 self._see(part).kind = kind
@@ -111,7 +112,7 @@ class MemoryLedger(TorchDispatchMode):
         record = self._records.get(address)
         if record is None or record.storage() is not storage:
             record = self._records[address] = _Record(tensor)
-            weakref.finalize(storage, self._gone, record, address).atexit = False
+            weakref.finalize(storage, self._freed, record, address).atexit = False
         self._settle(record)
         return record
 
@@ -125,7 +126,7 @@ class MemoryLedger(TorchDispatchMode):
         change, record.num_bytes = num_bytes - record.num_bytes, num_bytes
         self.accounts[record.device].add(record, change)
 
-    def _gone(self, record: _Record, address: int) -> None:
+    def _freed(self, record: _Record, address: int) -> None:
         if record.num_bytes:
             self._change(record, 0)
         if self._records.get(address) is record:
@@ -133,7 +134,7 @@ class MemoryLedger(TorchDispatchMode):
         self._resized.pop(address, None)
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Count the inputs and outputs of a collective as communication, unless they have another kind."""
+        """Set the kind of a collective's inputs and outputs to communication, if it is not set."""
         name = func.overloadpacket.__name__
         for tensor in _tensors((args, kwargs)):
             record = self._see(tensor)
@@ -151,7 +152,7 @@ class MemoryLedger(TorchDispatchMode):
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors with the data: `tensor`, or the indices and values of a sparse one, values last."""
+    """Return the tensors with the data: `tensor`, or the indices and then the values if it is sparse."""
     if tensor.layout == torch.strided:
         return [tensor]
     if tensor.layout == torch.sparse_coo:

@@ -1,15 +1,16 @@
-"""The memory that each strategy needs on a device: `python -m planner.memory [OVERRIDES] --world 64 ...`.
+"""Predict the memory of each strategy on a device: `python -m planner.memory [OVERRIDES] --world 64 ...`.
 
-Needs no GPU and none of that memory: two steps of the run are made on fake tensors, which have shapes but no
-data, as one rank of a simulated world, and every byte that they would take is counted. Without
-`strategy=` in OVERRIDES all strategies are compared, hybrid (fsdp with strategy.shard_group=host) among them,
-and `strategy.NAME=VALUE` applies to those that have it.
+The program needs neither a GPU nor the memory: it makes two steps of the run on fake tensors, which have
+shapes but no data, as one rank of a simulated world, and counts the bytes of these tensors. Without
+`strategy=` in OVERRIDES, it compares all strategies, including hybrid (fsdp with strategy.shard_group=host);
+`strategy.NAME=VALUE` then applies to the strategies that have this setting.
 
-A parameter server and a worker have a line each. nn.DataParallel on several GPUs is not predicted.
+With parameter_server, there is a line for a server and one for a worker. nn.DataParallel on several GPUs is
+not supported.
 
-Not counted, but covered by `--reserve-gb`: the CUDA context, NCCL's buffers, workspaces of kernels, and
-fragmentation of the allocator; also the messages of comm=ring and the like. The model is not compiled, even
-with train.compile=true: the savings of that are unknown here.
+`--reserve-gb` must cover what is not counted: the CUDA context, NCCL's buffers, workspaces of kernels,
+fragmentation of the allocator, and the messages of comm=ring and similar algorithms. The model is not
+compiled, even with train.compile=true.
 """
 
 import argparse
@@ -44,15 +45,16 @@ STRATEGIES = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv`; exits with status 2 for a user error."""
+    """Run the command line `argv`, and exit with status 2 for a user error."""
     extend_path()
     options = parse(argv)
     with exits():
-        found = predict(options)
-        print(json.dumps(found, indent=2) if options.json else table(options, found))
+        rows = predict(options)
+        print(json.dumps(rows, indent=2) if options.json else table(options, rows))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check the options."""
     parser = argparse.ArgumentParser(
         prog="python -m planner.memory",
         description=__doc__,
@@ -64,22 +66,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--config-dir", action="append", default=[], metavar="DIR", help="a folder like conf/ of your own")
     add("--world", type=int, default=8, help="ranks (8)")
     add("--per-host", type=int, default=8, help="ranks on each host (8)")
-    add("--rank", type=int, help="the rank to simulate (0: its shards are the largest; and the first worker)")
+    add("--rank", type=int, help="the rank to simulate (0, which has the largest shards)")
     add(
         "--gpu-gb",
         type=float,
-        help="10^9 bytes of a device: finds the largest micro-batch that fits",
+        help="memory of a device in 10^9 bytes; prints the largest micro-batch that fits",
     )
-    add("--reserve-gb", type=float, default=2.0, help="part of it for other uses than tensors (2)")
+    add("--reserve-gb", type=float, default=2.0, help="part of it that is not for tensors (2)")
     add("--json", action="store_true", help="print bytes as JSON")
     options = parser.parse_intermixed_args(argv)
     if not 0 < options.world <= 65536 or not options.per_host > 0:
-        parser.error(f"--world {options.world} --per-host {options.per_host}: must be from 1 to 65536 ranks")
+        parser.error(
+            f"--world {options.world} --per-host {options.per_host}: expected from 1 to 65536 ranks, and at "
+            "least 1 per host"
+        )
     options.per_host = min(options.per_host, options.world)
     if options.world % options.per_host:
-        parser.error(f"--per-host {options.per_host} does not divide --world {options.world}")
+        parser.error(f"--world {options.world} is not divisible by --per-host {options.per_host}")
     if not 0 <= (options.rank or 0) < options.world:
-        parser.error(f"--rank {options.rank}: the ranks are 0 to {options.world - 1}")
+        parser.error(f"--rank {options.rank}: expected a rank from 0 to {options.world - 1}")
     if options.gpu_gb is not None and not 1e6 >= options.gpu_gb > options.reserve_gb >= 0:
         parser.error(
             f"--gpu-gb {options.gpu_gb} must exceed --reserve-gb {options.reserve_gb}, and both must be from "
@@ -89,12 +94,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def predict(options: argparse.Namespace) -> dict[str, Row]:
-    """For each strategy: bytes by kind, the peak, and what fits; or why it refuses the run.
+    """Return, for each strategy, bytes by kind, the peak, and the largest micro-batch; or its error.
 
     Raises:
-        UserError: the run's own error, if the only strategy or all of them refuse it.
+        UserError: as in the run, if no strategy supports it.
     """
-    found: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     refused: dict[str, UserError] = {}
     dry_run: DryRun | None = None
     choices = _choices([*options.overrides, *searched(options.config_dir)])
@@ -102,34 +107,34 @@ def predict(options: argparse.Namespace) -> dict[str, Row]:
         try:
             config = composed(overrides)
             dry_run = dry_run or DryRun(config)
-            found |= _rows(options, name or config.strategy.name, config, dry_run)
+            rows |= _rows(options, name or config.strategy.name, config, dry_run)
         except UserError as error:
             refused[name] = error
     if len(refused) == len(choices):
         raise next(iter(refused.values()))
     assert dry_run is not None
-    about: dict[str, Row] = {"parameters": {"number": dry_run.num_parameters}}
-    words: dict[str, Row] = {"refused": {name: str(error) for name, error in refused.items()}}
-    return about | found | (words if refused else {})
+    model: dict[str, Row] = {"parameters": {"number": dry_run.num_parameters}}
+    errors: dict[str, Row] = {"refused": {name: str(error) for name, error in refused.items()}}
+    return model | rows | (errors if refused else {})
 
 
 def _rows(options: argparse.Namespace, strategy: str, config: Config, dry_run: DryRun) -> dict[str, Row]:
-    """The rows of a strategy, by its name, and by the rank's role and the device if there are several."""
-    found: dict[str, Row] = {}
+    """Return the rows of a strategy by its name, and by role and device if there are several."""
+    rows: dict[str, Row] = {}
     for part, rank in _ranks(options, config).items():
         world = DryRunWorld(1 if _is_one_process(config) else options.world, options.per_host, rank)
         with dry_run.under(config, world) as stage:
             split = _split(options, config, stage)
-            tried = functools.cache(partial(stage.footprints, accumulation=split.accumulation))
+            footprints = functools.cache(partial(stage.footprints, accumulation=split.accumulation))
             fits: Row = {}
             if options.gpu_gb is not None:
                 budget = round((options.gpu_gb - options.reserve_gb) * 1e9)
-                largest = largest_micro_batch_size(partial(_peak, tried), budget, split.micro_batch_size)
+                largest = largest_micro_batch_size(partial(_peak, footprints), budget, split.micro_batch_size)
                 fits = {"largest_micro_batch": largest}
-            for device, footprint in tried(split.micro_batch_size).items():
+            for device, footprint in footprints(split.micro_batch_size).items():
                 name = ", ".join(filter(None, (strategy, part, device)))
-                found[name] = _row(footprint, split if stage.trains else None) | fits
-    return found
+                rows[name] = _row(footprint, split if stage.trains else None) | fits
+    return rows
 
 
 def _is_one_process(config: Config) -> bool:
@@ -137,15 +142,15 @@ def _is_one_process(config: Config) -> bool:
 
 
 def _ranks(options: argparse.Namespace, config: Config) -> dict[str, int]:
-    """The ranks to simulate, by their role in the run if there are several."""
+    """Return the ranks to simulate by role; the role is "" if there is only one."""
     settings = config.strategy
     if options.rank is None and isinstance(settings, ParameterServerConfig) and settings.servers != "all":
         return {"server": 0, "worker": min(int(settings.servers), options.world - 1)}
     return {"": 0 if _is_one_process(config) else options.rank or 0}
 
 
-def _peak(tried: Callable[[int], dict[str, Footprint]], micro_batch_size: int) -> int:
-    return max(footprint.peak for footprint in tried(micro_batch_size).values())
+def _peak(footprints: Callable[[int], dict[str, Footprint]], micro_batch_size: int) -> int:
+    return max(footprint.peak for footprint in footprints(micro_batch_size).values())
 
 
 def _row(footprint: Footprint, split: BatchSplit | None) -> Row:
@@ -157,38 +162,38 @@ def _row(footprint: Footprint, split: BatchSplit | None) -> Row:
 
 
 def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSplit:
-    """The run's micro-batch on all ranks, even if one process is simulated."""
+    """Return the split of the batch over all ranks, even if the strategy runs in one process."""
     size, replicas = config.train.global_batch_size, stage.num_replicas
-    among = options.world if _is_one_process(config) else replicas
+    num_parts = options.world if _is_one_process(config) else replicas
     if config.train.exact is not None:
         chunks = config.train.exact
         return BatchSplit(size, replicas, max(1, size // chunks), -(-chunks // replicas))
-    micro = config.train.known_micro_batch_size or max(1, size // among)
+    micro = config.train.known_micro_batch_size or max(1, size // num_parts)
     return BatchSplit(size, replicas, micro, max(1, size // replicas // micro))
 
 
 def _choices(overrides: list[str]) -> dict[str, list[str]]:
-    """The overrides by name of the strategy; each gets those of strategy.* that it has."""
+    """Return the overrides of each strategy by name; it gets the strategy.* settings that it has."""
     if any(override.startswith("strategy=") for override in overrides):
         return {"": overrides}
-    own = [override for override in overrides if override.startswith("strategy.")]
-    others = [override for override in overrides if override not in own]
+    of_strategy = [override for override in overrides if override.startswith("strategy.")]
+    others = [override for override in overrides if override not in of_strategy]
     used: set[str] = set()
     choices = {}
     for name, choice in STRATEGIES.items():
         known = OmegaConf.load(CONF / "strategy" / f"{choice[0].partition('=')[2]}.yaml")
-        fitting = [each for each in own if each.partition(".")[2].partition("=")[0] in known]
+        fitting = [each for each in of_strategy if each.partition(".")[2].partition("=")[0] in known]
         used.update(fitting)
         choices[name] = [*others, *choice, *fitting]
-    if unknown := set(own) - used:
+    if unknown := set(of_strategy) - used:
         raise UserError(f"{sorted(unknown)[0]} is not a setting of {', '.join(STRATEGIES)}")
     return choices
 
 
-def table(options: argparse.Namespace, found: dict[str, Row]) -> str:
-    """The table for people: GB of one rank."""
-    number = found["parameters"]["number"]
-    rows = {name: row for name, row in found.items() if "peak" in row}
+def table(options: argparse.Namespace, prediction: dict[str, Row]) -> str:
+    """Return a table of the memory of one rank in GB."""
+    number = prediction["parameters"]["number"]
+    rows = {name: row for name, row in prediction.items() if "peak" in row}
     shown = [kind for kind in KINDS if any(row["parts"][kind] for row in rows.values())]  # type: ignore[index]
     host = ["on the host"] if any(row["host"] for row in rows.values()) else []
     heads = ["GB at the peak of a step", *shown, "sum", *host, "at start", "micro-batch"]
@@ -212,10 +217,10 @@ def table(options: argparse.Namespace, found: dict[str, Row]) -> str:
         )
         for line in lines
     ]
-    where = f"rank {options.rank or 0} of {options.world}, {options.per_host} a host"
-    kept = f"; {options.reserve_gb:g} GB kept free" if options.gpu_gb is not None else ""
-    refused = [f"{name}: {why}" for name, why in found.get("refused", {}).items()]
-    return "\n".join([f"{number:,} parameters, not compiled; {where}{kept}", *text, *refused])
+    where = f"rank {options.rank or 0} of {options.world}, {options.per_host} per host"
+    reserve = f"; {options.reserve_gb:g} GB reserved" if options.gpu_gb is not None else ""
+    refused = [f"{name}: {why}" for name, why in prediction.get("refused", {}).items()]
+    return "\n".join([f"{number:,} parameters, not compiled; {where}{reserve}", *text, *refused])
 
 
 def _gb(num_bytes: object) -> str:

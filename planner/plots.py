@@ -1,4 +1,4 @@
-"""Predictions over world size as a plot: .png, .svg or .pdf."""
+"""Plots of predictions over world size, as .png, .svg or .pdf."""
 
 import itertools
 from argparse import ArgumentTypeError
@@ -12,42 +12,42 @@ from planner.step import PredictedStep
 from planner.world import PlannedWorld
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
 
-_ENDINGS = (".png", ".svg", ".pdf")
+_EXTENSIONS = (".png", ".svg", ".pdf")
 _MARKERS = dict(zip(ALGORITHMS, itertools.cycle("os^Dv"), strict=False))
 
 
 def file(name: str) -> Path:
-    """The argument that names a plot to write, checked before anything is computed.
+    """Check the name of a plot file, before anything is computed.
 
     Raises:
-        ArgumentTypeError: the file cannot be written, or its ending is unknown.
+        ArgumentTypeError: the folder does not exist, or the file extension is not supported.
     """
     path = Path(name)
-    if path.suffix not in _ENDINGS:
-        raise ArgumentTypeError(f"{name}: the file's name must end in {', '.join(_ENDINGS)}")
+    if path.suffix not in _EXTENSIONS:
+        raise ArgumentTypeError(f"{name}: expected a file with extension {', '.join(_EXTENSIONS)}")
     if path.is_dir() or not path.parent.is_dir():
-        raise ArgumentTypeError(f"{name}: the file's folder does not exist")
+        raise ArgumentTypeError(f"{name}: the folder {path.parent} does not exist, or this is a folder")
     return path
 
 
 def worlds(world: PlannedWorld) -> list[PlannedWorld]:
-    """1, 2, 4, 8, ... hosts, up to the number of `world`."""
+    """Return worlds of 1, 2, 4, 8, ... hosts, up to the number of hosts of `world`."""
     numbers = {1 << i for i in range(world.num_hosts.bit_length())} | {world.num_hosts}
     return [world.with_hosts(number) for number in sorted(numbers)[:-1]] + [world]
 
 
 def times(curves: Mapping[int, Mapping[str, Prediction]], what: str, per_host: int, file: Path) -> None:
-    """Seconds by world size and algorithm, both axes logarithmic."""
+    """Plot seconds by world size and algorithm, with logarithmic axes."""
     with _axes(f"{what}, {per_host} processes on each host", "predicted time (s)", file) as axes:
         axes.set_yscale("log")
         for algorithm in ALGORITHMS:
-            points = [(size, found[algorithm].seconds) for size, found in curves.items()]
+            points = [(size, by_name[algorithm].seconds) for size, by_name in curves.items()]
             points = [(size, value) for size, value in points if value > 0]
             axes.plot(*zip(*points, strict=True), marker=_MARKERS[algorithm], label=algorithm)
 
 
 def efficiencies(curves: Mapping[int, Mapping[str, PredictedStep]], what: str, file: Path) -> None:
-    """The part of a step that is computing, by world size and algorithm."""
+    """Plot the fraction of a step that is computing, by world size and algorithm."""
     with _axes(what, "computing / step (%)", file) as axes:
         axes.set_ylim(0, 103)
         for algorithm in sorted(curves[max(curves)], key=list(_MARKERS).index):
@@ -57,7 +57,7 @@ def efficiencies(curves: Mapping[int, Mapping[str, PredictedStep]], what: str, f
 
 @contextmanager
 def _axes(title: str, ylabel: str, file: Path) -> Iterator[Any]:
-    from matplotlib.figure import Figure  # takes a second to import, and only plots need it
+    from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="world size (processes)", ylabel=ylabel, title=title)
@@ -68,5 +68,5 @@ def _axes(title: str, ylabel: str, file: Path) -> Iterator[Any]:
     axes.legend()
     try:
         figure.savefig(file, dpi=120)
-    except OSError as error:  # a full disk, or no permission
+    except OSError as error:  # for example, the disk is full
         raise ArgumentTypeError(f"--plot {file}: {error}") from error

@@ -1,4 +1,4 @@
-"""What a dry run puts in the place of ranks, values and kernels that it does not have."""
+"""Replacements in a dry run for other ranks, for values of tensors, and for kernels of GPUs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from trainer.torch_private import fake_store, is_fake
 class DryRunWorld:
     """The world of the run, and the rank to simulate.
 
-    `per_host` are the ranks of each host; for strategies of one process, its GPUs.
+    `per_host` is the number of ranks per host or, for strategies of one process, its number of GPUs.
     """
 
     size: int
@@ -34,6 +34,7 @@ class DryRunWorld:
 
 @contextmanager
 def as_rank_of(world: DryRunWorld) -> Iterator[Ranks]:
+    """Initialise a fake process group, and yield the ranks of `world`."""
     dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_store())
     try:
         hosts = tuple(rank // world.per_host for rank in range(world.size))
@@ -44,8 +45,8 @@ def as_rank_of(world: DryRunWorld) -> Iterator[Ranks]:
 
 
 def without_values(model: InitialModel, placed: PlacedStrategy) -> InitialModel:
-    """`model`, filled with fake tensors on their devices instead of its values."""
-    # Read before the fake mode, in which every sparse tensor is empty.
+    """Return `model`, which is filled with fake tensors instead of its initial values."""
+    # Read outside the fake mode, in which every sparse tensor is empty.
     sparse = {id(t): parts(t) for _, t in named_tensors(model.module) if t.layout != torch.strided}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -54,11 +55,11 @@ def without_values(model: InitialModel, placed: PlacedStrategy) -> InitialModel:
         device = placed.device
         if tensor.layout == torch.strided:
             return torch.empty_like(tensor, device=device)
-        held = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in sparse[id(tensor)]]
+        fakes = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in sparse[id(tensor)]]
         if tensor.layout == torch.sparse_coo:
-            indices, values = held
+            indices, values = fakes
             return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
-        outer, inner, values = held
+        outer, inner, values = fakes
         return torch.sparse_compressed_tensor(outer, inner, values, tensor.shape, layout=tensor.layout)
 
     def fill(module: nn.Module) -> None:
@@ -70,30 +71,30 @@ def without_values(model: InitialModel, placed: PlacedStrategy) -> InitialModel:
 
 
 def repeated(one: Any, two: Any, size: int) -> Any:
-    """A batch of `size` samples in fake tensors, from those of one and of two samples.
+    """Return a batch of `size` samples in fake tensors, given batches of one and of two samples.
 
-    The dimension that is twice as large for two is that of samples; the first, if they have other parts.
+    The batch dimension is the one that is twice as large in `two`, or the first if the structures differ.
     """
     pairs = {id(leaf): leaf for leaf in leaves(one)}
-    if len(pairs) == len(of_two := leaves(two)):
-        pairs = dict(zip(pairs, of_two, strict=True))
+    if len(pairs) == len(leaves_of_two := leaves(two)):
+        pairs = dict(zip(pairs, leaves_of_two, strict=True))
 
     def enlarged(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
         larger = pairs[id(value)]
-        shape, grown = list(value.shape), 0 if larger is value else None
-        if grown is None and larger.ndim == value.ndim:
-            grown = next((at for at, length in enumerate(shape) if larger.shape[at] == 2 * length), None)
-        if grown is not None:
-            shape[grown] *= size
+        shape, batch_dim = list(value.shape), 0 if larger is value else None
+        if batch_dim is None and larger.ndim == value.ndim:
+            batch_dim = next((dim for dim, n in enumerate(shape) if larger.shape[dim] == 2 * n), None)
+        if batch_dim is not None:
+            shape[batch_dim] *= size
         return torch.empty(shape, dtype=value.dtype, device=CPU)
 
     return mapped(one, enlarged)
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention as on GPUs, in one kernel even with dropout; a CPU would keep all scores for dropout."""
+    """Disables dropout in attention: with it, a CPU would keep all scores, unlike the kernels of GPUs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,8 +1,9 @@
-"""A parameter server's push and pull as schedules, counted and predicted beside the all-reduces.
+"""The push and pull of a parameter server as schedules, to count and predict them like all-reduces.
 
-One part for each server. Pulling waits for the update, and so for the last push: there are two schedules,
-one after the other. Source: Li et al., "Scaling distributed machine learning with the parameter server",
-OSDI 2014.
+There is one part per server. Pulling waits for the update, and so for the last push: there are two
+consecutive schedules.
+
+Source: M. Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
 """
 
 from collections.abc import Sequence
@@ -11,12 +12,12 @@ from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 
 
 def exchange(servers: Sequence[int], workers: Sequence[int]) -> tuple[list[Schedule], list[Schedule]]:
-    """The schedules of all ranks, (push, pull). A rank may be both, and sends itself nothing.
+    """Return the schedules of all ranks, (push, pull). A rank may be server and worker.
 
-    Servers pull from each other, too: each rank evaluates the model.
+    Servers pull from each other, too, because each rank evaluates the model.
     """
-    push, pull, everybody = [], [], sorted({*servers, *workers})
-    for rank in everybody:
+    push, pull, everyone = [], [], sorted({*servers, *workers})
+    for rank in everyone:
         from_others = [part for part in _from(servers, rank) if servers[part] != rank]
         up = [Op(Kind.SEND, servers[part], part, part + 1) for part in from_others if rank in workers]
         down = [Op(Kind.COPY, servers[part], part, part + 1) for part in from_others]
@@ -25,7 +26,7 @@ def exchange(servers: Sequence[int], workers: Sequence[int]) -> tuple[list[Sched
             part = servers.index(rank)
             owned = (part, part + 1)
             up += [Op(Kind.ADD, worker, *owned) for worker in _others(workers, rank)]
-            down += [Op(Kind.SEND, other, *owned) for other in _others(everybody, rank)]
+            down += [Op(Kind.SEND, other, *owned) for other in _others(everyone, rank)]
         push.append(Schedule(len(servers), (Phase(tuple(up)),), owned, ()))
         pull.append(Schedule(len(servers), (), owned, (Phase(tuple(down)),)))
     return push, pull
@@ -36,5 +37,5 @@ def _others(members: Sequence[int], rank: int) -> list[int]:
 
 
 def _from(members: Sequence[int], rank: int) -> list[int]:
-    """Indices into `members`, starting at another one for each rank, to spread the load."""
+    """Return indices into `members`, starting at a different index for each rank, to spread the load."""
     return [(rank + number) % len(members) for number in range(len(members))]

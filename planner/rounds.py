@@ -1,11 +1,11 @@
-"""All ranks' rounds as arrays; if the world repeats itself, those of one block of it.
+"""The rounds of all ranks as arrays or, if the world consists of equal blocks, the rounds of one block.
 
-Equal hosts with equal ranks (and hosts that share a switch, if switches count) often do the same: the ranks r
-and r + block then have the same schedule except for their peers, and their clocks always show the same time.
-So one block is enough, if a message out of it stands for one into it. This is checked, not assumed: at every
-peer of the block, and at some further ranks.
+Equal hosts (or equal groups of hosts that share a switch) often have equal schedules: the schedules of ranks
+r and r + block differ only in their peers, and their clocks always show the same time. So one block is
+enough, if a message out of the block represents one into it. This is checked for every peer of the block, and
+for some other ranks.
 
-Otherwise, as where switches divide the hosts unevenly, every rank's schedule is built.
+Otherwise, for example if switches divide the hosts unevenly, the schedule of every rank is built.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +16,11 @@ import numpy as np
 
 from trainer.comm.algorithms.schedule import Kind, Phase, Schedule
 
-_SAMPLES = 64  # ranks whose schedules are compared, beside the peers of the first block
+_SAMPLES = 64  # ranks whose schedules are compared, in addition to the peers of the first block
 
 
 class Family(Sequence[Schedule]):
-    """The schedules of all ranks, each built at its first use."""
+    """The schedules of all ranks, each of which is built when it is first used."""
 
     def __init__(self, build: Callable[[int], Schedule], world_size: int) -> None:
         self._build, self._world_size = build, world_size
@@ -37,66 +37,67 @@ class Family(Sequence[Schedule]):
 
 @dataclass(frozen=True)
 class Round:
-    """All messages of one round, one array element each, in the order of senders."""
+    """All messages of one round, as arrays in the order of senders."""
 
     repeat: int
     source: np.ndarray
     target: np.ndarray
-    share: np.ndarray  # of the bucket
-    fresh: np.ndarray  # not a chunk that its sender has just copied for another receiver
-    send_turn: np.ndarray  # this message is the sender's n-th of the round
+    share: np.ndarray  # fraction of the bucket
+    fresh: np.ndarray  # False if the sender has just copied the same chunk for another receiver
+    send_turn: np.ndarray  # number of the message among the sender's messages of the round
     adds: np.ndarray
     receive_turn: np.ndarray
 
 
 def rounds(schedules: Sequence[Schedule], hosts: Sequence[int], together: int) -> tuple[int, list[Round]]:
-    """The ranks of one block, and the rounds in which they send; targets may be in other blocks.
+    """Return the number of ranks in a block, and the rounds in which they send (also to other blocks).
 
     Args:
         hosts: index of the host of every rank.
-        together: hosts that a block must not separate: those of a switch.
+        together: number of hosts that a block must not separate, because they share a switch.
     """
-    places, size = np.asarray(hosts), len(hosts)
-    return _of_one_block(schedules, places, together) or (size, list(_rounds(schedules, size)))
+    host_of, size = np.asarray(hosts), len(hosts)
+    return _rounds_of_block(schedules, host_of, together) or (size, list(_rounds(schedules, size)))
 
 
-def _of_one_block(
-    schedules: Sequence[Schedule], places: np.ndarray, together: int
+def _rounds_of_block(
+    schedules: Sequence[Schedule], host_of: np.ndarray, together: int
 ) -> tuple[int, list[Round]] | None:
-    switches = places // together
+    """As `rounds`, or None if the world does not consist of equal blocks."""
+    switches = host_of // together
 
-    def near(rank: int, peer: int) -> tuple[bool, bool]:
-        return places[peer] == places[rank], switches[peer] == switches[rank]
+    def distance(rank: int, peer: int) -> tuple[bool, bool]:
+        return host_of[peer] == host_of[rank], switches[peer] == switches[rank]
 
-    block = _size(places, together)
-    if not _repeats(places, block) or not _alike(
-        schedules, block, lambda rank, peer, like, its: near(rank, peer) == near(like, its)
+    block = _num_ranks(host_of, together)
+    if not _repeats(host_of, block) or not _equal_blocks(
+        schedules, block, lambda rank, peer, twin, its: distance(rank, peer) == distance(twin, its)
     ):
         return None
-    found = list(_rounds(schedules, block))
-    return (block, found) if all(_closed(round_, block) for round_ in found) else None
+    of_block = list(_rounds(schedules, block))
+    return (block, of_block) if all(_closed(round_, block) for round_ in of_block) else None
 
 
-def _size(places: np.ndarray, num_hosts: int) -> int:
-    """The number of ranks on the first `num_hosts` hosts."""
-    return int(np.count_nonzero(places < places[0] + num_hosts))
+def _num_ranks(host_of: np.ndarray, num_hosts: int) -> int:
+    """Return the number of ranks on the first `num_hosts` hosts."""
+    return int(np.count_nonzero(host_of < host_of[0] + num_hosts))
 
 
-def _repeats(places: np.ndarray, block: int) -> bool:
-    """Whether blocks have equal hosts, numbered block after block."""
-    if len(places) % block or len(places) == block:
+def _repeats(host_of: np.ndarray, block: int) -> bool:
+    """Return whether blocks have equal hosts, which are numbered block after block."""
+    if len(host_of) % block or len(host_of) == block:
         return False
-    blocks = places.reshape(-1, block)
+    blocks = host_of.reshape(-1, block)
     shifted = np.arange(len(blocks))[:, None] * (blocks[0, -1] + 1)
     return blocks[0, 0] == 0 and bool((blocks == blocks[0] + shifted).all())
 
 
-def _alike(
+def _equal_blocks(
     schedules: Sequence[Schedule], block: int, corresponds: Callable[[int, int, int, int], bool]
 ) -> bool:
-    """Whether each rank does the same as the one at its position in the first block.
+    """Return whether each rank has the schedule of its twin, the rank at its position in the first block.
 
-    `corresponds` compares a rank and its peer with that one and its peer.
+    `corresponds` compares a rank and its peer with the twin and the twin's peer.
     """
 
     def moves(rank: int) -> list[tuple[tuple[object, ...], int]]:
@@ -107,14 +108,14 @@ def _alike(
             for op in phase.ops
         ]
 
-    def does_as(rank: int, like: int) -> bool:
-        both = zip_longest(moves(rank), first[like], fillvalue=((), 0))
-        return all(one == other and corresponds(rank, peer, like, its) for (one, peer), (other, its) in both)
+    def matches(rank: int, twin: int) -> bool:
+        pairs = zip_longest(moves(rank), first[twin], fillvalue=((), 0))
+        return all(a == b and corresponds(rank, peer, twin, its) for (a, peer), (b, its) in pairs)
 
-    step = max(1, len(schedules) // _SAMPLES - 1)  # rarely a multiple of a size in the world
-    looked_at = {*_peers(schedules, range(block)), *range(len(schedules) - 1, -1, -step)}
+    step = max(1, len(schedules) // _SAMPLES - 1)  # rarely a multiple of the block
+    compared = {*_peers(schedules, range(block)), *range(len(schedules) - 1, -1, -step)}
     first = [moves(rank) for rank in range(block)]
-    return all(does_as(rank, rank % block) for rank in looked_at)
+    return all(matches(rank, rank % block) for rank in compared)
 
 
 def _peers(schedules: Sequence[Schedule], ranks: Sequence[int]) -> set[int]:
@@ -122,7 +123,7 @@ def _peers(schedules: Sequence[Schedule], ranks: Sequence[int]) -> set[int]:
 
 
 def _closed(round_: Round, block: int) -> bool:
-    """Whether each rank of the block receives, by turn, as much as is sent back into the block."""
+    """Return whether each rank of the block receives, by turn, the messages that are sent into the block."""
     rank, turn = round_.target % block, round_.receive_turn
     turns = np.bincount(rank, minlength=block)
     arrivals = np.unique(rank * (turn.max(initial=0) + 1) + turn)
@@ -130,34 +131,34 @@ def _closed(round_: Round, block: int) -> bool:
 
 
 def _rounds(schedules: Sequence[Schedule], block: int) -> Iterator[Round]:
-    """Consecutive equal rounds are one Round with their number."""
+    """Yield the rounds; consecutive equal rounds are one Round with `repeat`."""
     ranks = range(block)
     if block < len(schedules):
         ranks = sorted({*ranks, *_peers(schedules, ranks)})  # type: ignore[assignment]
     phases = [(*schedules[rank].reduce, *schedules[rank].gather) for rank in ranks]
     ends = [list(accumulate(phase.repeat for phase in own)) for own in phases]
     current = [0] * len(phases)
-    parts, begin = schedules[0].parts, 0
+    parts, start = schedules[0].parts, 0
     for cut in sorted(set(chain.from_iterable(ends))):
-        now = {rank: own[i] for rank, own, i in zip(ranks, phases, current, strict=True)}
-        yield _messages(now, block, parts, cut - begin)
-        begin = cut
+        active = {rank: own[i] for rank, own, i in zip(ranks, phases, current, strict=True)}
+        yield _messages(active, block, parts, cut - start)
+        start = cut
         current = [i + (end[i] == cut) for i, end in zip(current, ends, strict=True)]
 
 
 def _messages(phases: dict[int, Phase], block: int, parts: int, repeat: int) -> Round:
-    """Join every send of the block with its receive; a pair's messages arrive in the order of sending."""
+    """Match every send of the block with its receive; messages of a pair arrive in the order of sending."""
     sends: list[tuple[int, int, float, bool, int]] = []
     receipts: dict[tuple[int, int], list[tuple[bool, int]]] = {}
     for rank, phase in phases.items():
         num_sent = num_received = 0
-        put = None
+        previous = None
         for op in phase.ops:
             if op.kind is Kind.SEND:
                 chunk = (op.begin, op.end)
                 if rank < block:
-                    sends.append((rank, op.peer, (op.end - op.begin) / parts, chunk != put, num_sent))
-                num_sent, put = num_sent + 1, chunk
+                    sends.append((rank, op.peer, (op.end - op.begin) / parts, chunk != previous, num_sent))
+                num_sent, previous = num_sent + 1, chunk
             else:
                 if op.peer < block:
                     receipts.setdefault((op.peer, rank), []).append((op.kind is Kind.ADD, num_received))

@@ -1,4 +1,4 @@
-"""The strategies of a run on a simulated device, the CPU, without other ranks."""
+"""The strategies of a run on a simulated device, without other ranks."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True)
 class PlacedStrategy:
-    """A strategy and the devices on which it keeps tensors, by names for people; the first is its own."""
+    """A strategy, and the devices of its tensors by name; the first device is the strategy's own."""
 
     strategy: Strategy
     devices: Mapping[str, torch.device]
@@ -33,10 +33,10 @@ def simulated_strategy(config: Config, ranks: Ranks, gpus: int) -> PlacedStrateg
     """Simulate the strategy of `config`; `gpus` is the number of the host's GPUs.
 
     Raises:
-        UserError: the run's own errors.
+        UserError: as in the run; or for strategy=dp on several GPUs.
     """
     settings, compute = config.strategy, ComputeOptions(config.train.precision)
-    if isinstance(settings, FsdpConfig):  # offloaded tensors are separated later: here all are on one device
+    if isinstance(settings, FsdpConfig):  # `Stage` subtracts offloaded tensors later
         settings = dataclasses.replace(settings, cpu_offload=False)
         return PlacedStrategy(
             build_strategy(dataclasses.replace(config, strategy=settings), ranks), {"": CPU}
@@ -46,7 +46,8 @@ def simulated_strategy(config: Config, ranks: Ranks, gpus: int) -> PlacedStrateg
         return PlacedStrategy(server, {"": CPU})
     if settings.name == "dp" and gpus > 1:
         raise UserError(
-            f"strategy=dp on {gpus} GPUs is not predicted; use strategy=ddp, or --per-host 1 for one GPU"
+            f"strategy=dp on {gpus} GPUs is not supported by the planner; use strategy=ddp, or --per-host 1 "
+            "for one GPU"
         )
     strategy = _Whole(CPU, compute)
     strategy.num_replicas = ranks.world_size
@@ -54,14 +55,14 @@ def simulated_strategy(config: Config, ranks: Ranks, gpus: int) -> PlacedStrateg
 
 
 class _Whole(Strategy):
-    """A whole model; for DDP without its C++ buckets, which need tensors with memory."""
+    """The whole model on one device. DDP's C++ buckets are omitted, because they need tensors with memory."""
 
     def _place(self, model: nn.Module) -> nn.Module:
         return model
 
 
 class _Unconnected(ParameterServer):
-    """One rank of a parameter server: its model, and what it sends and receives, as if it were there."""
+    """One rank of a parameter server, with simulated messages."""
 
     def _place(self, model: nn.Module) -> nn.Module:
         return model
@@ -72,7 +73,7 @@ class _Unconnected(ParameterServer):
 
     def aggregate(self, model: nn.Module) -> None:
         self.exchange.push()
-        self.exchange.pull()  # as much as after the update
+        self.exchange.pull()  # takes the same memory as after the update
 
 
 class _WithoutValues(Exchange):

@@ -1,10 +1,10 @@
-"""Predicts a training step on other hosts and links, from what a run measured.
+"""Prediction of a training step on other hosts and links, from the measurements of a run.
 
-A step is its computing time plus the communication that does not overlap with it, plus, on CPUs, what the
-processors spend on communication that is. A run with strategy=ddp stores in result.json how long a step
-takes, and how long before the last gradient of a backward pass each bucket is ready. One bucket moves at a
-time, in the order in which they are ready; what moves after the last gradient is exposed. The computing time
-is that of the run: each process has the same batch, and the same share of a processor.
+The time of a step is its computing time, plus exposed communication, plus, on CPUs, the time that processors
+spend on overlapped communication. A run with strategy=ddp stores in result.json how long a step takes, and
+how long before the last gradient of a backward pass each bucket is ready. Buckets are reduced one at a time,
+in the order in which they become ready; communication after the last gradient is exposed. The computing time
+is that of the run: each process has the same batch size, and the same fraction of a processor.
 """
 
 from collections.abc import Sequence
@@ -17,23 +17,25 @@ from planner.world import FP32, PlannedWorld
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-_LIKE = {"native": "ring"}  # gloo's and NCCL's own all-reduces of long buckets are rings
+_SIMILAR = {"native": "ring"}  # gloo and NCCL use a ring for long buckets
 
 
 @dataclass(frozen=True)
 class BucketTiming:
+    """A bucket of gradients, and when it is ready."""
+
     numel: int  # fp32 elements
-    early_s: float  # ready this much before the last gradient
+    early_s: float  # time from when it is ready to the last gradient
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """Seconds of one step: computing, exposed communication, and the slowdown of computing, added up."""
+    """The times of a step in seconds."""
 
     computed_s: float
     overlapped_s: float
     exposed_s: float
-    slowed_s: float  # by the processors that move overlapped communication
+    slowed_s: float  # slowdown of computing by overlapped communication on the same processors
 
     @property
     def seconds(self) -> float:
@@ -42,13 +44,13 @@ class PredictedStep:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run directory records of its steps."""
+    """The measurements of steps in a run directory."""
 
     step_s: float
     exposed_s: float
     buckets: Sequence[BucketTiming]
     algorithm: str
-    hosts: Sequence[int]  # of every rank
+    hosts: Sequence[int]  # the host of every rank
     itemsize: int  # bytes on the wire
     on_cpu: bool
 
@@ -61,77 +63,77 @@ class MeasuredRun:
         return FP32 * sum(bucket.numel for bucket in self.buckets)
 
     def computed_s(self, machine: Machine | None) -> float:
-        """The time of a step without communication.
+        """Return the time of a step without communication.
 
-        Of the exposed time, only as much counts as communication as the links of the run explain, if they are
-        known: the rest is waiting for late ranks, as on any hosts.
+        If the machine of the run is known, at most the time that its links explain is subtracted: the rest of
+        the exposed time is waiting for late ranks, which is expected on any hosts.
 
         Args:
-            machine: that of the run; None if unknown.
+            machine: the machine of the run; None if unknown.
 
         Raises:
-            ValueError: links and processors of this machine explain more than the whole step.
+            ValueError: the communication on this machine would take longer than the whole step.
         """
         exposed_s, slowed_s = self.exposed_s, 0.0
         if machine is not None:
             num_hosts = max(self.hosts) + 1
             world = PlannedWorld(num_hosts, len(self.hosts) // num_hosts, machine, self.itemsize)
-            like = self.step(world, self.algorithm, 0.0)
-            exposed_s, slowed_s = min(exposed_s, like.exposed_s), like.slowed_s
+            predicted = self.step(world, self.algorithm, 0.0)
+            exposed_s, slowed_s = min(exposed_s, predicted.exposed_s), predicted.slowed_s
         computed_s = self.step_s - exposed_s - slowed_s
         if computed_s <= 0:
             raise ValueError(
                 f"a step took {self.step_s * 1e3:g} ms, but its communication alone would take "
-                f"{(exposed_s + slowed_s) * 1e3:g} ms by these links: no time is left for computing; "
-                "train for longer, or give --from a preflight of the hosts of this run"
+                f"{(exposed_s + slowed_s) * 1e3:g} ms on these links, which leaves no time for computing; "
+                "train for longer, or use --from with a preflight of the hosts of this run"
             )
         return computed_s
 
     def step(self, world: PlannedWorld, algorithm: str, computed_s: float) -> PredictedStep:
         """Predict a step on these hosts, with the buckets of this run."""
-        moved = [world.all_reduce(algorithm, bucket.numel) for bucket in self.buckets]
-        total_s, processors_s = sum(one.seconds for one in moved), sum(one.processors_s for one in moved)
-        done_s = float("-inf")  # when the last one has moved, with the last gradient at 0
-        for bucket, one in zip(self.buckets, moved, strict=True):
-            done_s = max(done_s, -bucket.early_s) + one.seconds
+        costs = [world.all_reduce(algorithm, bucket.numel) for bucket in self.buckets]
+        total_s, processors_s = sum(cost.seconds for cost in costs), sum(cost.processors_s for cost in costs)
+        done_s = float("-inf")  # the end of the last all-reduce, relative to the last gradient
+        for bucket, cost in zip(self.buckets, costs, strict=True):
+            done_s = max(done_s, -bucket.early_s) + cost.seconds
         exposed_s = min(total_s, max(0.0, done_s))
         overlapped_s = total_s - exposed_s
         slowed_s = slowdown_s(world, overlapped_s, total_s, processors_s) if self.on_cpu else 0.0
         return PredictedStep(computed_s, overlapped_s, exposed_s, slowed_s)
 
     def steps(self, world: PlannedWorld, computed_s: float) -> dict[str, PredictedStep]:
-        """By algorithm, fastest first."""
-        found = {name: self.step(world, name, computed_s) for name in ALGORITHMS}
-        return dict(sorted(found.items(), key=lambda item: item[1].seconds))
+        """Predict a step for each algorithm, fastest first."""
+        by_name = {name: self.step(world, name, computed_s) for name in ALGORITHMS}
+        return dict(sorted(by_name.items(), key=lambda item: item[1].seconds))
 
 
 def slowdown_s(world: PlannedWorld, overlapped_s: float, total_s: float, processors_s: float) -> float:
-    """What overlapped communication adds to computing on the same processors.
+    """Return the time by which overlapped communication delays computing on the same processors.
 
     Args:
-        overlapped_s: how much of the communication's `total_s` is overlapped.
-        processors_s: the time that a host's processors are busy with all of it.
+        overlapped_s: the overlapped part of the communication's `total_s`.
+        processors_s: busy time of a host's processors for all of the communication.
     """
-    computing = min(1.0, world.per_host / world.machine.parallelism)  # of a host's processors
+    computing = min(1.0, world.per_host / world.machine.parallelism)  # fraction of a host's processors
     return overlapped_s * min(1.0, processors_s / total_s) * computing if total_s > 0 else 0.0
 
 
 def read(run_dir: Path) -> MeasuredRun:
-    """Raises OSError; ValueError if a plan cannot use the run in `run_dir`, with the requirements."""
+    """Read the measurements of a run. Raises OSError, or ValueError if the run has no timeline."""
     result = entries.read(run_dir / "result.json")
     if not result.values.get("timeline"):
         raise ValueError(
-            "its result.json has no timeline: train with two or more processes and strategy=ddp, "
-            "comm.timeline=true and any comm except hook (--servers, without --train, predicts the "
-            "exchange with parameter servers)"
+            "its result.json has no timeline; train with two or more processes, strategy=ddp, "
+            "comm.timeline=true, and any comm except hook (for parameter servers, use --servers without "
+            "--train)"
         )
     timeline = result.mapping("timeline")
-    algorithm = _LIKE.get(result.take("comm", str), result.take("comm", str))
+    algorithm = _SIMILAR.get(result.take("comm", str), result.take("comm", str))
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"comm={algorithm} is not one of {', '.join(ALGORITHMS)}")
+        raise ValueError(f"comm={algorithm}: expected one of {', '.join(ALGORITHMS)}")
     hosts, buckets = timeline.take("hosts", list), timeline.mappings("buckets")
     if not hosts or set(hosts) != set(range(max(hosts) + 1)):
-        raise ValueError(f"timeline.hosts is {hosts}, but must be each rank's host, from 0 without gaps")
+        raise ValueError(f"timeline.hosts is {hosts}, but must be the host of each rank, from 0 without gaps")
     if not buckets:
         timeline.refuse("buckets", "a list of at least one bucket")
     if (wire_dtype := timeline.take("wire_dtype", str)) not in _ITEMSIZE:

@@ -1,4 +1,4 @@
-"""Predictions as tables for people."""
+"""Tables of predictions."""
 
 from collections.abc import Mapping
 
@@ -7,28 +7,29 @@ from planner.step import PredictedStep
 from planner.world import PlannedWorld
 
 
-def heading(world: PlannedWorld, given: str) -> str:
+def heading(world: PlannedWorld, origin: str) -> str:
+    """Return a description of the hosts and links; `origin` says where the numbers are from."""
     machine = world.machine
     rate, latency = machine.link_bytes_per_s * 8e-9, machine.latency_s * 1e6
     lines = [f"{world.num_hosts} hosts x {world.per_host} processes"]
     if world.num_hosts == 1:
         return f"{lines[0]}, no links between hosts"
-    lines.append(f"between hosts {rate:.3g} Gbit/s and {latency:.3g} us, {given}")
+    lines.append(f"between hosts {rate:.3g} Gbit/s and {latency:.3g} us, {origin}")
     if machine.rails > 1:
-        lines.append(f"{machine.rails} such links for each host, shared by its processes")
+        lines.append(f"{machine.rails} such links per host, among which its processes are divided")
     if machine.oversubscription != 1:
         lines.append(
-            f"{machine.hosts_per_switch} hosts to a switch, whose trunk has 1/{machine.oversubscription:g} "
+            f"{machine.hosts_per_switch} hosts per switch, whose trunk has 1/{machine.oversubscription:g} "
             "of the bandwidth of their links"
         )
     return "\n".join(lines)
 
 
 def all_reduces(what: str, predictions: Mapping[str, Prediction]) -> str:
-    """Time and traffic: the most that any rank or host sends."""
+    """Return a table of times, and of traffic: the maxima over ranks and over hosts, and the total."""
     lines = [
         f"all-reduce of {what}",
-        f"{'algorithm':<18}{'time':>11}{'sent by rank':>15}{'by host':>12}{'in all':>12}  held up by",
+        f"{'algorithm':<18}{'time':>11}{'sent by rank':>15}{'by host':>12}{'total':>12}  bottleneck",
     ]
     for algorithm, prediction in predictions.items():
         traffic = prediction.traffic
@@ -43,43 +44,43 @@ def all_reduces(what: str, predictions: Mapping[str, Prediction]) -> str:
 
 def exchanges(
     world: PlannedWorld,
-    found: Mapping[int, tuple[Prediction, Prediction]],
-    beside: Mapping[str, Prediction],
+    predictions: Mapping[int, tuple[Prediction, Prediction]],
+    all_reduces: Mapping[str, Prediction],
 ) -> str:
-    """Push and pull by the number of servers, beside all-reduces."""
+    """Return a table of push and pull by the number of servers, compared with the fastest all-reduce."""
     lines = [
-        f"{'servers':<9}{'workers':<9}{'push':>11}{'pull':>11}{'both':>11}{'server sends':>14}  held up by"
+        f"{'servers':<9}{'workers':<9}{'push':>11}{'pull':>11}{'both':>11}{'server sends':>14}  bottleneck"
     ]
-    for count, (push, pull) in found.items():
-        everybody = count == world.size
-        workers = world.size if everybody else world.size - count
+    for count, (push, pull) in predictions.items():
+        is_all = count == world.size
+        workers = world.size if is_all else world.size - count
         lines.append(
-            f"{'all' if everybody else count:<9}{workers:<9}{seconds(push.seconds):>11}"
+            f"{'all' if is_all else count:<9}{workers:<9}{seconds(push.seconds):>11}"
             f"{seconds(pull.seconds):>11}{seconds(push.seconds + pull.seconds):>11}"
             f"{_bytes(pull.traffic.sent[0]):>14}  {push.bottleneck}"
         )
-    (best, first), *_ = beside.items()
-    fastest = min(found.values(), key=lambda ways: ways[0].seconds + ways[1].seconds)
+    (best, first), *_ = all_reduces.items()
+    fastest = min(predictions.values(), key=lambda pair: pair[0].seconds + pair[1].seconds)
     ratio = (fastest[0].seconds + fastest[1].seconds) / first.seconds if first.seconds else 1.0
-    lines.append(f"the fastest of them takes {ratio:.2f} x the time of comm={best}, with no overlap")
+    lines.append(f"the fastest takes {ratio:.2f} x the time of comm={best}, without overlap")
     return "\n".join(lines)
 
 
-def steps(num_processes: int, found: Mapping[str, PredictedStep]) -> str:
-    """Efficiency is the fraction of a step that is computing, at its speed without communication."""
+def steps(num_processes: int, predictions: Mapping[str, PredictedStep]) -> str:
+    """Return a table of steps; efficiency is computing time without communication / time of the step."""
     lines = [
         f"{'algorithm':<18}{'step':>11}{'computing':>11}{'overlapped':>11}{'exposed':>11}{'efficiency':>12}"
     ]
-    for algorithm, step in found.items():
+    for algorithm, step in predictions.items():
         lines.append(
             f"{algorithm:<18}{seconds(step.seconds):>11}{seconds(step.computed_s + step.slowed_s):>11}"
             f"{seconds(step.overlapped_s):>11}{seconds(step.exposed_s):>11}"
             f"{step.computed_s / step.seconds:>11.1%} "
         )
-    best, first = next(iter(found.items()))
-    times = num_processes * first.computed_s / first.seconds
-    words = f"{times:,.{0 if times >= 10 else 2}f} x the speed of one process, of {num_processes:,}"
-    return "\n".join([*lines, "", f"best: comm={best}, {words}" if len(found) > 1 else words])
+    best, first = next(iter(predictions.items()))
+    speedup = num_processes * first.computed_s / first.seconds
+    summary = f"{speedup:,.{0 if speedup >= 10 else 2}f} x the speed of one process, with {num_processes:,}"
+    return "\n".join([*lines, "", f"best: comm={best}, {summary}" if len(predictions) > 1 else summary])
 
 
 def seconds(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Counts the bytes that schedules move: per rank, and over each host's link."""
+"""Counting of the bytes that schedules move, per rank and over each host's link."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 
 @dataclass(frozen=True)
 class Traffic:
-    """Payload bytes of one collective; without the network's headers."""
+    """Payload bytes of one collective, without network headers."""
 
     sent: list[int]  # by rank
     received: list[int]  # by rank
@@ -17,7 +17,7 @@ class Traffic:
 
 
 def count_traffic(schedules: Sequence[Schedule], hosts: Sequence[int], numel: int, itemsize: int) -> Traffic:
-    """The traffic of one bucket of `numel` elements, `itemsize` bytes each on the wire.
+    """Return the traffic of one bucket of `numel` elements of `itemsize` bytes on the wire.
 
     schedules[r] and hosts[r] belong to rank r; host indices have no gaps.
     """
@@ -33,27 +33,28 @@ def count_traffic(schedules: Sequence[Schedule], hosts: Sequence[int], numel: in
 
 
 def _moves(schedule: Schedule, numel: int) -> Iterator[tuple[Op, int]]:
-    """Each op of each phase with the elements it moves over all repetitions of the phase."""
+    """Yield each op of each phase with the elements that it moves over all repetitions of the phase."""
     for phase in (*schedule.reduce, *schedule.gather):
         for op in phase.ops:
             yield op, phase_elements(schedule, phase, op, numel)
 
 
 def phase_elements(schedule: Schedule, phase: Phase, op: Op, numel: int) -> int:
-    """Elements that `op` moves in all the rounds of `phase`, without walking them.
+    """Return the number of elements that `op` moves in all rounds of `phase`, without iterating over them.
 
-    The chunk moves by its width each round, so it covers a contiguous stretch of the ring, which may wrap.
+    The chunk moves by its width in each round, so it covers a contiguous part of the ring, which may wrap
+    around.
     """
 
-    def elements(begin: int, end: int) -> int:
-        return schedule.boundary(end, numel) - schedule.boundary(begin, numel)
+    def elements(start: int, end: int) -> int:
+        return schedule.boundary(end, numel) - schedule.boundary(start, numel)
 
     low, high = phase.ring
     if phase.repeat == 1:
         return elements(op.begin, op.end)
     turns, rest = divmod(phase.repeat * (op.end - op.begin), high - low)
-    begin = low + (op.end - rest - low) % (high - low)
-    wrapped = max(0, begin + rest - high)
+    start = low + (op.end - rest - low) % (high - low)
+    wrapped = max(0, start + rest - high)
     return (
-        turns * elements(low, high) + elements(begin, begin + rest - wrapped) + elements(low, low + wrapped)
+        turns * elements(low, high) + elements(start, start + rest - wrapped) + elements(low, low + wrapped)
     )

@@ -1,4 +1,4 @@
-"""Any number of hosts and processes, and what all-reduces and parameter servers would cost there."""
+"""The costs of all-reduces and parameter servers for any number of hosts and processes."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,8 +20,8 @@ class PlannedWorld:
     """Equal hosts, each with the same number of processes.
 
     Args:
-        itemsize: bytes in which an fp32 element is sent.
-        segment_bytes: see comm.segment_mb.
+        itemsize: bytes of an element on the wire.
+        segment_bytes: see the setting comm.segment_mb.
     """
 
     num_hosts: int
@@ -37,35 +37,35 @@ class PlannedWorld:
 
     @cached_property
     def hosts(self) -> Hosts:
-        """The host of every rank; one object, so that caches need not compare thousands of numbers."""
+        """The host of every rank, as one object, for fast comparisons in caches."""
         return Hosts(rank // self.per_host for rank in range(self.size))
 
     def with_hosts(self, num_hosts: int) -> "PlannedWorld":
         return replace(self, num_hosts=num_hosts)
 
     def all_reduce(self, algorithm: str, numel: int) -> Prediction:
-        """The cost for a bucket of `numel` elements."""
+        """Predict an all-reduce of `numel` elements."""
         if algorithm not in self._predictors:
             hosts = self.hosts
 
-            def one(rank: int) -> Schedule:
+            def build_for(rank: int) -> Schedule:
                 return build(algorithm, rank, hosts)
 
-            self._predictors[algorithm] = Predictor(Family(one, self.size), hosts, self.machine)
+            self._predictors[algorithm] = Predictor(Family(build_for, self.size), hosts, self.machine)
         return self._predictors[algorithm](numel * self.itemsize, self.itemsize, self.segment_bytes)
 
     def all_reduces(self, num_bytes: float) -> dict[str, Prediction]:
-        """The cost of every algorithm for `num_bytes` of fp32, fastest first."""
+        """Predict an all-reduce of `num_bytes` of fp32 for every algorithm, fastest first."""
         numel = max(1, round(num_bytes / FP32))
-        found = {name: self.all_reduce(name, numel) for name in ALGORITHMS}
-        return dict(sorted(found.items(), key=lambda item: item[1].seconds))
+        by_name = {name: self.all_reduce(name, numel) for name in ALGORITHMS}
+        return dict(sorted(by_name.items(), key=lambda item: item[1].seconds))
 
     def exchange(self, num_servers: int, num_bytes: float) -> tuple[Prediction, Prediction]:
-        """The cost of push and pull for `num_bytes` of fp32. If all ranks serve, all work, too."""
+        """Predict push and pull of `num_bytes` of fp32. If all ranks are servers, all are workers, too."""
         workers = range(0 if num_servers == self.size else num_servers, self.size)
-        ways, segment_bytes = exchange(range(num_servers), workers), int(BUCKET_MB * 2**20)
+        schedules, segment_bytes = exchange(range(num_servers), workers), int(BUCKET_MB * 2**20)
         push, pull = (
-            predict(way, self.hosts, self.machine, round(num_bytes), segment_bytes=segment_bytes)
-            for way in ways
+            predict(each, self.hosts, self.machine, round(num_bytes), segment_bytes=segment_bytes)
+            for each in schedules
         )
         return push, pull

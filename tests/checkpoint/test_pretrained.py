@@ -73,12 +73,10 @@ def test_a_frozen_torchvision_backbone_with_a_new_head(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_missing_pretrained_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    with pytest.raises(
-        ValueError, match="weights=V9 are not known of resnet18; there is IMAGENET1K_V1, DEFAULT"
-    ):
+    with pytest.raises(ValueError, match="weights=V9: expected one of IMAGENET1K_V1, DEFAULT for resnet18"):
         vision("resnet18", (3, 64, 64), 10, weights="V9")
     pretrained: Any = vision("resnet18", (3, 64, 64), 10, weights="DEFAULT").pretrained
     with pytest.raises(
-        ValueError, match=r"resnet18-f37072fd\.pth is not there; model\.download=true fetches it"
+        ValueError, match=r"resnet18-f37072fd\.pth does not exist; set model\.download=true to download it"
     ):
         pretrained()

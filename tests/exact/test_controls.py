@@ -48,7 +48,7 @@ def test_batches_that_do_not_divide_are_refused_with_the_nearest_that_do() -> No
     ):
         split_chunks(64, None, 7, 1, range(7))
     with pytest.raises(
-        UserError, match=r"train.micro_batch_size is 4, but train.exact=8 .* set it to 8, or null"
+        UserError, match=r"train.micro_batch_size=4, but .* set train.micro_batch_size=8, or null"
     ):
         split_chunks(64, 4, 8, 1, range(8))
 

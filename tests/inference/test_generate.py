@@ -35,7 +35,7 @@ def test_logits_in_parts_equal_those_in_one_pass() -> None:
     cache = model.empty_cache()
     parts = [model(tokens[:, :5], cache), *(model(tokens[:, k : k + 1], cache) for k in range(5, 16))]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens))
-    with pytest.raises(ValueError, match="a sequence of 17 tokens is longer than block_size=16"):
+    with pytest.raises(ValueError, match="a sequence of 17 tokens exceeds block_size=16"):
         model(tokens[:, :1], cache)
 
 

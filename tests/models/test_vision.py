@@ -55,11 +55,11 @@ def test_large_images_keep_torchvision_s_own_stem() -> None:
 @pytest.mark.parametrize(
     ("name", "side", "message"),
     [
-        ("resnet19", 32, "name=resnet19 is not a classifier of torchvision; choose from resnet"),
+        ("resnet19", 32, "name=resnet19 is not a classifier of torchvision; did you mean resnet"),
         ("fasterrcnn_resnet50_fpn", 224, "is not a classifier"),
-        ("vgg16", 32, "name=vgg16 needs images of at least 64 pixels, not 32x32"),
-        ("inception_v3", 64, "name=inception_v3 needs images of at least 75 pixels, not 64x64"),
-        ("vit_b_16", 100, "name=vit_b_16 needs square images of a multiple of 16 pixels, not 100x100"),
+        ("vgg16", 32, "name=vgg16 needs images of at least 64 pixels, got 32x32"),
+        ("inception_v3", 64, "name=inception_v3 needs images of at least 75 pixels, got 64x64"),
+        ("vit_b_16", 100, "name=vit_b_16 needs square images whose side is a multiple of 16, got 100x100"),
     ],
 )
 def test_mistakes_are_named(name: str, side: int, message: str) -> None:

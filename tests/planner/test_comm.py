@@ -170,7 +170,7 @@ def test_a_preflight_makes_a_machine() -> None:
         ("--hosts 2", "--gbit, --latency-us missing"),
         ("--hosts 2 --from nowhere.json", "nowhere.json"),
         ("--hosts 70000 --gbit 1 --latency-us 1", "70,000 processes, but at most 65,536"),
-        ("--hosts 2 --train . --servers 1 --megabytes 25", "--train takes no --megabytes, --servers"),
+        ("--hosts 2 --train . --servers 1 --megabytes 25", "--train does not support --megabytes, --servers"),
     ],
 )
 def test_mistakes_are_told(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,13 +252,13 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert plan.main(asked) == 0
     out = capsys.readouterr().out
     assert "comm=ring: a step of 30.00 ms, 25.00 ms of it computing; 3 buckets, 4 MB" in out
-    assert all(name in out for name in ALGORITHMS) and "of 512" in out
+    assert all(name in out for name in ALGORITHMS) and "with 512" in out
     known = json.loads((_run_in(tmp_path) / "result.json").read_text())["timeline"]
     for changes, message in (
         ({"timeline": None}, "has no timeline"),
         ({"timeline": known | {"hosts": []}}, "timeline.hosts is []"),
         ({"ms_per_step": 4}, "a step took 4 ms, but its communication alone would take 5 ms"),
-        ({"comm": "hook"}, "comm=hook is not one of ring"),
+        ({"comm": "hook"}, "comm=hook: expected one of ring"),
     ):
         with pytest.raises(SystemExit):
             plan.main([*asked[:-1], str(_run_in(tmp_path, **changes))])

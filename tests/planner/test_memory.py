@@ -115,7 +115,7 @@ def test_several_gpus_of_dp_are_refused_in_a_line() -> None:
     config = settings(*MLP, "strategy=dp")
     dry_run = DryRun(config)
     several = dry_run.under(config, DryRunWorld(1, 4))
-    with pytest.raises(UserError, match="strategy=dp on 4 GPUs is not predicted"), several:
+    with pytest.raises(UserError, match="strategy=dp on 4 GPUs is not supported"), several:
         pass
 
 
