@@ -190,10 +190,8 @@ class _Loads:
         """Advance all clocks by `round_.repeat` rounds like this one."""
         machine, hosts, block = self._machine, self._hosts, len(self._hosts)
         num_bytes = round_.share * self._segment
-        source, target = (
-            round_.source,
-            round_.target % block,
-        )  # a message out of the block represents one into it
+        # A message out of the block represents one into it.
+        source, target = round_.source, round_.target % block
         local = self._host_of[round_.source] == self._host_of[round_.target]
         beyond = self._switch_of[round_.source] != self._switch_of[round_.target]
         # A chunk of less than one element is sent only in some segments.

@@ -186,9 +186,7 @@ class _IndexLoader(TrainLoader):
         """Return the micro-batches of an epoch; samples before ``first_sample`` are not read."""
         requests = self._requests
         requests.epoch, requests.first_sample = epoch, first_sample
-        self._train_reader.start_epoch(
-            epoch
-        )  # even if workers read: the order may use the dataset in this process
+        self._train_reader.start_epoch(epoch)  # in this process, too: the order may use the dataset
         return Batches(iter(self._answers), requests.batch.accumulation, left=len(requests))
 
     def not_finite(self, epoch: int, first_sample: int) -> str | None:
