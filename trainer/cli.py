@@ -1,4 +1,4 @@
-"""From a command line to a run: composes the settings, then launches the run or takes part in it."""
+"""The command line: compose the settings, then launch the run or join it as a rank."""
 
 import contextlib
 import functools
@@ -53,9 +53,9 @@ def main() -> None:
 
 
 def compose() -> list[DictConfig]:
-    """The settings of the command line's run; [] for --help and the like, and for a sweep.
+    """Return the settings of the command line; [] for a sweep and for options such as --help.
 
-    They are only collected: Hydra would report errors of code inside it, and cut their tracebacks.
+    The run starts after Hydra's main function has returned, because Hydra would shorten tracebacks within it.
     """
     composed: list[DictConfig] = []
     shown: list[Any] = []
@@ -64,12 +64,12 @@ def compose() -> list[DictConfig]:
         composed.append(settings)
         shown.append(HydraConfig.instance().cfg)
 
-    # Hydra's parser takes settings in one row alone: options between them, as --config-dir, come last.
+    # Hydra's parser requires overrides to be contiguous: move options such as --config-dir to the end.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: not re.match(r"~|\+*[\w$][\w./@$-]*=", word))
     wanted = os.environ.get("HYDRA_FULL_ERROR")
     if any(re.match(r"--(help|hydra-help|cfg|info|version)|-[hci]", word) for word in sys.argv[1:]):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough: no message of that
-    # Hydra would otherwise print errors itself, on every rank, and hide their traceback from torchrun.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently when `| head` closes the pipe
+    # Otherwise, Hydra would print errors itself, on every rank, and hide their tracebacks from torchrun.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(ringmaster)()
@@ -79,7 +79,7 @@ def compose() -> list[DictConfig]:
         groups = [each for each in sys.argv[1:] if "=" in each and (CONF / each.partition("=")[0]).is_dir()]
         what = " ".join(groups) or "the command line"
         raise UserError(f"{what} cannot be composed: {explain(error)}") from error
-    finally:  # launched processes would inherit it, and end with a traceback instead of a message
+    finally:  # launched processes would inherit the variable, and print tracebacks instead of messages
         os.environ.pop("HYDRA_FULL_ERROR")
         if wanted is not None:
             os.environ["HYDRA_FULL_ERROR"] = wanted
@@ -89,24 +89,24 @@ def compose() -> list[DictConfig]:
 
 
 def _is_of_hydra(error: Exception) -> bool:
-    """Whether Hydra or YAML raised it, as for model=null or a tab: a mistake on the command line."""
+    """Return whether Hydra or YAML raised the error, as for model=null or a tab in a file."""
     *_, last = traceback.walk_tb(error.__traceback__)
     return str(last[0].f_globals.get("__name__")).startswith(("hydra.", "yaml."))
 
 
 def launcher(settings: config.LaunchConfig) -> Launch | None:
-    """Starts the run with a command line; returns its exit status, and why it ended, if that is known.
+    """Return the function that launches the run; None to run in this process.
 
-    None to run in this process: a process that a launcher started is one of the run's, and starts none.
+    A process that was started by a launcher of this project runs in this process.
     """
     return None if launched_by() else LAUNCHERS.get(settings.name)
 
 
 def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
-    """Run here, or through the launcher in the settings, with the same command line.
+    """Run in this process, or through the launcher in the settings with the same command line.
 
     Returns:
-        The contents of result.json, if the run was in this process.
+        The contents of result.json after a run in this process, otherwise None.
 
     Raises:
         SystemExit: with the status of the launched processes, unless it is 0.
@@ -124,27 +124,27 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
 
 
 def banner(num_processes: int) -> str:
-    """Return the first line of a run's output: versions, and the number of processes."""
+    """Return the first line of a run's output: versions and number of processes."""
     version = ""
-    with contextlib.suppress(metadata.PackageNotFoundError):  # a clone that is on the path, not installed
+    with contextlib.suppress(metadata.PackageNotFoundError):  # a clone that is not installed
         version = f" {metadata.version('ringmaster-trainer')}"
     processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
     return f"Ringmaster{version}, torch {metadata.version('torch')}, {processes}"
 
 
-@functools.cache  # a second gc.freeze would also freeze what was made since the first
+@functools.cache  # a second gc.freeze would also freeze objects created since the first
 def loaded_run() -> Callable[[config.Config], dict[str, Any]]:
-    """`trainer.run.run`, after the import of all that any first step needs.
+    """Import the modules that a first step needs, and return `trainer.run.run`.
 
-    Imported objects stay: searching them for garbage repeatedly is a fifth of the start-up.
+    Garbage collection is off during the imports, whose objects stay; it would take a fifth of the start-up.
     """
     gc.disable()
     from trainer.run import run
     from trainer.torch_private import load_compiler
 
     gc.freeze()
-    # As an optimizer, DDP and DTensor would later: as many objects as torch itself. They are not frozen:
-    # Triton is among them, and would report leaks at the end.
+    # An optimizer, DDP or DTensor would import it later. Its objects, as numerous as those of the rest of
+    # torch, are not frozen, because Triton, which is among them, would report leaks at exit.
     load_compiler()
     gc.enable()
     return run

@@ -1,7 +1,7 @@
-"""Every private name of torch that is used here, with the reason, looked for when this module is loaded.
+"""All uses of private names of torch, with their reasons.
 
-If a later torch renames one, the program ends at its start. Some are only assigned, so that a wrong name
-would change a result without an error.
+The names are checked when this module is loaded, so that a version of torch that renames one fails at the
+start. Some names are only assigned: a wrong name would change results without an error.
 """
 
 import functools
@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 _WORKERS = "torch.utils.data._utils.worker"
 
 
-# None may create a tensor: CUDA's sanitizer, if it is on, then wants a GPU.
+# These functions must not create tensors, because CUDA's sanitizer would then require a GPU.
 _PRIVATE: dict[str, Callable[[], Any]] = {
     "torch.nn.Module._buffers": lambda: nn.Module()._buffers,
     "torch.nn.Module._parameters": lambda: nn.Module()._parameters,
@@ -41,7 +41,7 @@ _PRIVATE: dict[str, Callable[[], Any]] = {
 
 
 def missing() -> list[str]:
-    """The private names that this torch lacks."""
+    """Return the private names that this version of torch lacks."""
     found = []
     for name, get in _PRIVATE.items():
         try:
@@ -53,91 +53,91 @@ def missing() -> list[str]:
 
 if _missing := missing():
     raise ImportError(
-        f"torch {torch.__version__} lacks {', '.join(_missing)}, which Ringmaster uses; install a torch from "
-        "2.11 to 2.14, or a later Ringmaster"
+        f"torch {torch.__version__} lacks {', '.join(_missing)}, which Ringmaster uses; install torch 2.11 "
+        "to 2.14, or a newer Ringmaster"
     )
 
 OpOverload = import_module("torch._ops").OpOverload
-"""The type of torch.ops.aten's operations: selective activation checkpointing is told of them by it."""
+"""The type of the operators in torch.ops.aten, which selective activation checkpointing requires."""
 
 TorchDispatchMode: Any = import_module("torch.utils._python_dispatch").TorchDispatchMode
-"""A base class for what sees each operation of torch, also within autograd."""
+"""The base class of context managers that intercept each operator, also within autograd."""
 
 profiler_enabled = torch.autograd._profiler_enabled
-"""Whether a profiler watches: a range in its trace costs 30 us."""
+"""Return whether a profiler is active: without one, a range in its trace would waste 30 us."""
 
 foreach_norm, foreach_copy = torch._foreach_norm, torch._foreach_copy_
-"""One kernel for many tensors; torch's public get_total_norm takes three times as long for a small model."""
+"""One kernel for many tensors; for a small model, the public get_total_norm takes three times as long."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was changed in place, as autograd counts."""
+"""Return the number of in-place changes of a tensor, as counted by autograd."""
 
 
 def load_compiler() -> None:
-    """Import what an optimizer, DDP and DTensor import at their first use; `torch.compiler` loads less."""
+    """Import the modules that an optimizer, DDP and DTensor import at their first use."""
     import_module("torch._dynamo")
 
 
 def fake_tensor_mode() -> Any:
-    """A context in which tensors have shapes but no memory, on any device; the meta device has no devices."""
+    """Return a context in which tensors have a shape and a device, but no memory."""
     return import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether `tensor` was made in a `fake_tensor_mode`."""
+    """Return whether `tensor` was created in a `fake_tensor_mode`."""
     return isinstance(tensor, import_module("torch._subclasses.fake_tensor").FakeTensor)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
-    """Parameters and buffers of `module` itself; named_parameters() leaves out what is registered twice."""
+    """Return the parameters and buffers of `module` itself; named_parameters() would skip duplicates."""
     return {**module._parameters, **module._buffers}
 
 
 def with_versions(saved: dict[str, Any], model: nn.Module) -> Any:
-    """A state dict that tells each module its present version, as `Module.state_dict` does."""
+    """Return a state dict with the version of each module, like that of `Module.state_dict`."""
     versioned: Any = type(model.state_dict())(saved)
     versioned._metadata = {name: {"version": module._version} for name, module in model.named_modules()}
     return versioned
 
 
 def set_last_lr(schedule: LRScheduler, rates: list[Any]) -> None:
-    """Set what `schedule.get_last_lr()` returns; torch's own schedules do it in `step`."""
+    """Set the value of `schedule.get_last_lr()`, which torch's schedulers set in `step`."""
     if not hasattr(schedule, "_last_lr"):
         raise AttributeError(f"torch {torch.__version__} has no LRScheduler._last_lr; use a torch up to 2.14")
     schedule._last_lr = rates
 
 
 def flight_recorder() -> bytes | None:
-    """torch's record of the last collectives, as JSON; None before torch 2.14, which has NCCL's alone."""
+    """Return torch's record of the last collectives as JSON; None before torch 2.14."""
     dump = getattr(import_module("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
     return None if dump is None else bytes(dump())
 
 
 def record_memory_history(max_entries: int | None) -> None:
-    """Note each allocation on CUDA, or, with None, none any more; torch documents it, underscore and all."""
+    """Start to record CUDA memory allocations, or stop with None. torch documents this private function."""
     options: dict[str, Any] = {"enabled": None} if max_entries is None else {"max_entries": max_entries}
     torch.cuda.memory._record_memory_history(**options)
 
 
 def write_memory_history(file: Path) -> None:
-    """Write what was noted, for https://docs.pytorch.org/memory_viz."""
+    """Write the recorded allocations, for https://docs.pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(file))
 
 
 def fake_store() -> dist.Store:
-    """The store of the backend "fake", whose collectives do nothing: one process is a rank of many."""
+    """Return a store for the backend "fake", whose collectives do nothing, to simulate one of many ranks."""
     store: dist.Store = import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
     return store
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:
-    """How many collectives of `group` this process has begun."""
+    """Return the number of collectives of `group` that this process has started."""
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 @contextmanager
 def outside_data_worker() -> Iterator[None]:
-    """Within, torch.utils.data.get_worker_info() returns None: a stream that sees a worker splits itself."""
+    """Make get_worker_info() return None in the block, because some streams split themselves by worker."""
     worker: Any = import_module(_WORKERS)
     worker._worker_info, info = None, worker._worker_info
     try:
@@ -147,23 +147,23 @@ def outside_data_worker() -> Iterator[None]:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether each step of `optimizer` can read on the GPU whether to change anything: see below."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and _obeys(cast(Any, type(optimizer)))
+    """Return whether `skipped_on_device` works for `optimizer`."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and _can_skip(cast(Any, type(optimizer)))
 
 
 @contextmanager
 def skipped_on_device(optimizer: Any, found: Tensor) -> Iterator[None]:
-    """Within, steps of `optimizer` change nothing if `found`, fp32 on its device, is 1."""
+    """Make steps of `optimizer` in the block change nothing if `found`, fp32 on its device, is 1."""
     optimizer.found_inf, optimizer.grad_scale = found, None
     yield
     del optimizer.found_inf, optimizer.grad_scale
 
 
 @functools.cache
-def _obeys(kind: Any) -> bool:
-    """Whether a fused step of `kind`, a class of torch, does what `skipped_on_device` says: tried on a CPU.
+def _can_skip(kind: Any) -> bool:
+    """Return whether fused steps of the class `kind` can be skipped on the device, by a trial on the CPU.
 
-    A user's own class may change parameters beside torch's step: the host waits for the norm before.
+    False for classes outside torch, which may change parameters in addition to torch's step.
     """
     if not kind.__module__.startswith("torch.optim."):
         return False

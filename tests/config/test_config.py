@@ -1,4 +1,4 @@
-"""The check of the settings: what it accepts, what it refuses, and its messages."""
+"""Validation of the settings: valid and invalid values, and the messages."""
 
 import copy
 import dataclasses
@@ -29,7 +29,7 @@ OPTIONS = sorted(
 GROUPS = [list(options) for _, options in groupby(OPTIONS, lambda option: option.partition("=")[0])]
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 _slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-# Settings without which an option means nothing.
+# Settings that an option requires.
 NEEDS = {
     "comm=hook": ["comm.hook._target_=mine.hook"],
     "model=vision": ["model.name=resnet18"],
@@ -51,13 +51,13 @@ NEEDS = {
     ids=lambda options: "-".join(filter(None, options)),
 )
 def test_every_option_composes(options: tuple[str | None, ...]) -> None:
-    """One of each group at a time, since composing takes its time; each is then alone among the defaults."""
+    """One option of each group at a time, because composing is slow; each is combined with the defaults once."""
     taken = [option for option in options if option is not None]
     together = composed(*taken, *(word for option in taken for word in NEEDS.get(option, [])))
     for option in taken:
         group, alone = option.partition("=")[0], copy.deepcopy(_defaults())
         alone[group] = together[group]
-        if option == "strategy=fsdp":  # it chooses the checkpoint, too
+        if option == "strategy=fsdp":  # it also chooses the checkpoint
             alone["checkpoint"] = composed(option)["checkpoint"]
         assert load(alone), option
 
@@ -73,7 +73,7 @@ def test_every_experiment_composes(experiment: str) -> None:
     assert settings(option, *NEEDS.get(option, []))
 
 
-def test_null_means_never_where_it_can_mean_nothing_else() -> None:
+def test_null_means_never_for_counts() -> None:
     names = ("train.eval_every_epochs", "train.log_every_steps", "train.skip_nonfinite")
     train = settings(*(f"{name}=null" for name in names)).train
     assert (train.eval_every_epochs, train.skip_nonfinite, train.evaluates) == (0, 0, False)
@@ -160,7 +160,7 @@ def test_refuses(override: str, words: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_time_limit_of_slurm_leaves_a_minute_to_train() -> None:
+def test_a_slurm_time_limit_must_allow_a_minute_of_training() -> None:
     config = settings("launch=slurm")
     times = {"5": 300, "5:30": 330, "1:00:00": 3600, "1-0": 86400, "1-2:03": 93780, "0-0:03:20": 200}
     for time, limit_s in times.items():
@@ -217,7 +217,7 @@ def test_a_time_limit_of_slurm_leaves_a_minute_to_train() -> None:
         ),
     ],
 )
-def test_what_hydra_refuses_before_us_is_told_with_what_was_meant(override: str, words: str) -> None:
+def test_errors_of_hydra_suggest_what_was_meant(override: str, words: str) -> None:
     with pytest.raises(HydraException) as refused:
         composed(override)
     message = explain(refused.value)
@@ -225,13 +225,13 @@ def test_what_hydra_refuses_before_us_is_told_with_what_was_meant(override: str,
     assert "\n" not in message
 
 
-def test_what_hydra_trips_over_is_a_mistake_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceptions_inside_hydra_become_user_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "model=null"])
     with pytest.raises(UserError, match=r"^model=null cannot be composed: .+$"):
         compose()
 
 
-def test_a_tab_in_a_file_of_settings_is_told_with_its_place(
+def test_the_location_of_a_tab_in_a_settings_file_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "model").mkdir()
@@ -241,7 +241,7 @@ def test_a_tab_in_a_file_of_settings_is_told_with_its_place(
         compose()
 
 
-def test_own_values_are_shared_and_those_of_hydra_resolved(tmp_path: Path) -> None:
+def test_the_users_own_values_and_hydras_values_are_resolved(tmp_path: Path) -> None:
     own = ["+vars.width=24", "model.hidden=['${vars.width}']", "+vars.cwd=${hydra:runtime.cwd}"]
     own += [
         "+vars.job=${hydra:job.name}",
@@ -267,7 +267,7 @@ def test_own_values_are_shared_and_those_of_hydra_resolved(tmp_path: Path) -> No
         _slow("run_dir=${hydra:runtime.output_dir}", "is run_dir, but run_dir is null and is chosen later"),
     ],
 )
-def test_what_hydra_would_do_for_others_raises_here(override: str, words: str) -> None:
+def test_hydra_settings_without_effect_raise(override: str, words: str) -> None:
     with pytest.raises(UserError) as refused:
         api.composed([override])
     assert words in str(refused.value)
@@ -305,16 +305,16 @@ def test_zero_and_null_are_values() -> None:
 
 
 @pytest.mark.parametrize("ask", [["--help"], _slow(["--cfg", "job"])])
-def test_a_reader_that_has_read_enough_is_no_mistake(ask: list[str]) -> None:
+def test_a_closed_pipe_is_not_an_error(ask: list[str]) -> None:
     reader, writer = os.pipe()
-    os.close(reader)  # as `| head` does
+    os.close(reader)  # like `| head`
     command = [sys.executable, str(CONF.parent / "train.py"), *ask]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
-def test_fsdp_saves_shards_and_runs_from_before_that_are_still_read(tmp_path: Path) -> None:
+def test_fsdp_saves_shards_and_older_runs_can_still_be_read(tmp_path: Path) -> None:
     assert settings("strategy=ddp").checkpoint.format == "full"
     sharded = settings("strategy=fsdp")
     assert sharded.checkpoint.format == "sharded"

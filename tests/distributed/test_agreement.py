@@ -1,4 +1,4 @@
-"""One rank acts, or all do, and each rank learns how it ended."""
+"""Actions on one or all ranks, whose results and errors reach every rank."""
 
 import pickle
 
@@ -46,7 +46,7 @@ def heard() -> dict[str, object]:
     }
 
 
-def test_every_rank_hears_how_an_action_ended() -> None:
+def test_every_rank_gets_the_result_or_the_error() -> None:
     first, second = run_ranks(heard, 2)
     assert (first.pop("all act"), second.pop("all act")) == ("rank 0", "rank 1")
     assert (
@@ -69,13 +69,13 @@ def raises_a_fault() -> None:
     on_main(lambda: fail(ZeroDivisionError("of the user's code")), ranks_here())
 
 
-def test_a_fault_of_rank_0_keeps_its_traceback() -> None:
+def test_an_unexpected_error_of_rank_0_keeps_its_traceback() -> None:
     with pytest.raises(RankFailure, match="ZeroDivisionError: of the user's code"):
         run_ranks(raises_a_fault, 1)
 
 
 def sent_if_equal() -> int:
-    """How many bytes of a rank travel to all if each has the same megabyte of facts."""
+    """Return the number of bytes that a rank sends if all ranks have the same megabyte of facts."""
     sent, gather = list[int](), dist.all_gather_object
 
     def counted(gathered: list[object], value: object, group: object = None) -> None:
@@ -90,5 +90,5 @@ def sent_if_equal() -> int:
     return sum(sent)
 
 
-def test_what_is_equal_on_all_ranks_travels_as_a_hash() -> None:
+def test_only_a_hash_of_equal_facts_is_sent() -> None:
     assert max(run_ranks(sent_if_equal, 2)) < 100

@@ -1,4 +1,4 @@
-"""Memory that the C library keeps."""
+"""Freed memory that the C library does not return."""
 
 import ctypes
 from pathlib import Path
@@ -28,7 +28,7 @@ def _kept() -> int:
 
 
 def _both(rank: int) -> tuple[int, int]:
-    ctypes.CDLL(None).mallopt(-3, 32 << 20)  # where glibc's own limit goes
+    ctypes.CDLL(None).mallopt(-3, 32 << 20)  # glibc's maximum threshold
     by_itself = _kept()
     return_large_blocks(torch.device("cpu"))
     return by_itself, _kept()

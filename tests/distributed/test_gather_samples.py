@@ -1,4 +1,4 @@
-"""Rows are gathered on rank 0, each sample once and in the dataset's order, at any world size; differences are named."""
+"""Gathering of rows on rank 0: each sample once, in the dataset's order, at any world size."""
 
 import re
 
@@ -13,7 +13,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 
 COLUMNS = {"label": torch.int64, "right": torch.bool, "score": torch.bfloat16, "nothing": torch.float32}
-COLUMNS |= {"number": torch.uint16, "wave": torch.complex64}  # which pickle lacks; conjugated
+COLUMNS |= {"number": torch.uint16, "wave": torch.complex64}  # not supported by pickle; conjugated
 
 
 class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -65,7 +65,7 @@ def _differing() -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_each_sample_comes_once_and_in_order(world_size: int) -> None:
+def test_each_sample_is_gathered_once_and_in_order(world_size: int) -> None:
     (indices, rows), *others = run_ranks(_gathered, world_size)
     expected = [index for index in range(19) if index != 7]
     assert others == [None] * (world_size - 1)
@@ -76,7 +76,7 @@ def test_each_sample_comes_once_and_in_order(world_size: int) -> None:
     assert {name: column.dtype for name, column in rows.items()} == COLUMNS
 
 
-def test_rows_that_differ_are_named() -> None:
+def test_rows_with_different_layouts_raise() -> None:
     for said in run_ranks(_differing, 2):
         for message, words in zip(
             said,

@@ -1,4 +1,4 @@
-"""A sharded tensor is sent to rank 0 shard by shard, for the final hash. Nothing is sent for a checkpoint."""
+"""Gathering of a sharded tensor on rank 0 for the final hash. Checkpoints need no communication."""
 
 import resource
 from pathlib import Path
@@ -37,14 +37,14 @@ def _pieces_of_every_layout() -> dict[str, list[Tensor]]:
         "copied": distribute_tensor(uneven, flat, [Replicate()]),
     }
     wholes = {"bf16": half, "fewer rows than ranks": few}
-    for name, tensor in tensors.items():  # the way back, in which nothing is sent
+    for name, tensor in tensors.items():  # loading, which needs no communication
         if isinstance(tensor, DTensor):
             assert wholes.get(name, uneven)[slice(*own_rows(tensor))].equal(tensor.to_local()), name
     return {name: list(gather_shards_to_rank0(tensor)) for name, tensor in tensors.items()}
 
 
 def _memory_of_a_save(run_dir: Path) -> tuple[float, float]:
-    """The size of a whole state, and the additional memory for a checkpoint and a hash of it, in MB."""
+    """Return the size of a whole state, and the additional memory for a checkpoint and a hash, in MB."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     mesh = init_device_mesh("cpu", (4,))

@@ -1,4 +1,4 @@
-"""Hosts find each other even if their names resolve to 127.0.1.1, as in Debian's /etc/hosts."""
+"""Hosts can connect even if their names resolve to 127.0.1.1, as in Debian's /etc/hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
 
 def own_hosts_file(path: Path, text: str) -> None:
-    """Give only this process `text` as /etc/hosts."""
+    """Make this process see `text` as /etc/hosts."""
     path.write_text(text)
     libc = ctypes.CDLL(None, use_errno=True)
     for failed in (
@@ -33,7 +33,7 @@ def own_hosts_file(path: Path, text: str) -> None:
 
 
 def summed(folder: Path, first: str) -> tuple[float, str | None]:
-    """The sum of ranks + 1, and the chosen interface; gloo was given none."""
+    """Return the sum of ranks + 1, and the chosen interface; the environment sets none."""
     rank = int(os.environ["RANK"])
     del os.environ["GLOO_SOCKET_IFNAME"]
     of_first = "127.0.1.1" if rank == 0 else first
@@ -49,7 +49,7 @@ def summed(folder: Path, first: str) -> tuple[float, str | None]:
 
 @pytest.mark.slow
 @pytest.mark.netns
-def test_names_that_lead_to_loopback_are_in_nobodys_way(tmp_path: Path) -> None:
+def test_host_names_may_resolve_to_loopback(tmp_path: Path) -> None:
     with hosts(2) as members:
         found = run_ranks(
             summed, 3, tmp_path, members[0].address, hosts=[members[0], members[1], members[1]], init=False

@@ -1,4 +1,4 @@
-"""Which errors another rank may have caused: the one that gets them is not the one that failed."""
+"""Detection of communication errors, which another rank may have caused."""
 
 import pytest
 import torch.distributed as dist
@@ -14,11 +14,11 @@ OF_OTHERS = (
 
 
 @pytest.mark.parametrize("error", OF_OTHERS, ids=str)
-def test_an_error_of_communication_is_known_also_as_a_cause(error: RuntimeError) -> None:
+def test_communication_errors_are_detected_also_as_a_cause(error: RuntimeError) -> None:
     wrapped = ValueError("the loss failed")
     wrapped.__cause__ = error
     assert _is_communication_error(error) and _is_communication_error(wrapped)
 
 
-def test_an_error_of_this_rank_is_its_own() -> None:
+def test_other_errors_are_not_communication_errors() -> None:
     assert not _is_communication_error(RuntimeError("CUDA error: an illegal memory access was encountered"))

@@ -1,4 +1,4 @@
-"""`trainer.gather`: the loss and the gradients of one process, on several; and what it refuses."""
+"""`trainer.gather`: the same loss and gradients on several ranks as in one process, and its errors."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def contrast(z: Tensor, others: Tensor, first: int) -> Tensor:
 
 
 def gradients(inputs: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The loss of this rank's rows, and their gradient of the sum of all ranks' losses."""
+    """Return the loss of this rank's rows, and the gradient of all ranks' losses for these rows."""
     own = inputs.split(lengths)[dist.get_rank()].clone().requires_grad_()
     with gathering(None):
         loss = contrast(own, *trainer.gather(own * 2))
@@ -57,7 +57,7 @@ def test_rows_of_unequal_shape_are_an_error_on_each_rank() -> None:
 
 
 class TwoViews(Digits):
-    """Digits, each with a second view: shifted by a pixel."""
+    """Digits with a second view each, shifted by a pixel."""
 
     def __getitems__(self, indices: Any) -> tuple[Tensor, Tensor]:
         images, _ = super().__getitems__(indices)
@@ -65,7 +65,7 @@ class TwoViews(Digits):
 
 
 class Pairs:
-    """SimCLR: each view shall find the other one among all views of the batch."""
+    """SimCLR: identify the other view of the same sample among all views of the batch."""
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         z = F.normalize(model(torch.cat(batch)), dim=1)
@@ -117,7 +117,7 @@ def refused(run_dir: Path) -> list[str]:
     return [losses(run_dir / str(number), *way)[1] for number, way in enumerate(ways)]
 
 
-def test_what_would_be_another_loss_is_one_line(tmp_path: Path) -> None:
+def test_settings_that_would_change_the_loss_raise_one_line(tmp_path: Path) -> None:
     parts, exact, evaluated = run_ranks(refused, 1, tmp_path, init=False)[0]
     assert "has 4 micro-batches on each rank" in parts and "train.exact=4 computes" in exact
     assert "return the embeddings from the task's rows" in evaluated

@@ -1,4 +1,4 @@
-"""Launches by torchrun, forked, in place of real ones."""
+"""Forked launches that replace torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank stopped first, from made-up records: no process, no clock."""
+"""Diagnosis of the rank that failed first, from synthetic observations without processes or a clock."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ T = 10.0
 
 
 def rank(number: int, **facts: object) -> Observed:
-    """One of four ranks on two hosts, in the forward pass of step 7 a moment ago, unless `facts` change that."""
+    """Return one of four ranks on two hosts, in the forward pass of step 7, changed by `facts`."""
     usual = {"phase": "forward", "step": 7, "position": 40, "silent_s": 0.1, "asleep_s": 0.1}
     return Observed(number, number // 2, f"node{number // 2}", 100 + number, **{**usual, **facts})  # type: ignore[arg-type]
 
@@ -115,8 +115,8 @@ CASES = {
 }  # fmt: skip
 
 
-def test_a_rank_that_was_kept_waiting_is_given_time_to_wake() -> None:
-    """Rank 0 is back from a slow disk and continues first, by many micro-batches."""
+def test_a_rank_that_waited_gets_time_to_wake_up() -> None:
+    """Rank 0 returns from a slow disk first, and is ahead by many micro-batches."""
     kept = silent({"phase": "checkpoint", "position": 50}, 3 * T)
     gone_on = {"phase": "backward", "step": 8, "position": 74, "buckets": 9}
     assert diagnose([rank(0, **gone_on), rank(1, **kept)], T, pressing=False) is None
@@ -126,7 +126,7 @@ def test_a_rank_that_was_kept_waiting_is_given_time_to_wake() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_to_stop_is_named(case: str) -> None:
+def test_the_rank_that_failed_first_is_reported(case: str) -> None:
     ranks, pressing, (culprit, kind, words) = CASES[case]
     for order in (ranks, ranks[::-1]):
         report = diagnose(order, T, pressing)
@@ -157,11 +157,11 @@ NO_REASON = {
 
 
 @pytest.mark.parametrize("case", NO_REASON)
-def test_without_a_reason_there_is_no_verdict(case: str) -> None:
+def test_without_a_reason_there_is_no_failure(case: str) -> None:
     assert diagnose(NO_REASON[case], T, pressing=False) is None
 
 
-def test_a_slow_rank_is_named_while_it_is_slow() -> None:
+def test_a_slow_rank_is_reported_while_it_is_slow() -> None:
     late = four({1: silent({}, 3.0)}, **silent(WAITING, 2.9))
     assert stand_still(late, 1.0)
     assert not stand_still(late, 2.95), "the others wait for less"
@@ -176,7 +176,7 @@ def test_a_slow_rank_is_named_while_it_is_slow() -> None:
     assert slow(level) == level[2], "the disk holds it"
 
 
-def test_an_orderly_end_passes_its_status_on() -> None:
+def test_an_orderly_end_keeps_its_status() -> None:
     report = diagnose(
         four({3: {"status": 2, "orderly": True, "error": "no such file", "ended_s": 6.0}}), T, False
     )
@@ -184,8 +184,8 @@ def test_an_orderly_end_passes_its_status_on() -> None:
     assert (report.kind, report.status, report.ranks) == ("orderly", 2, (3,))
 
 
-def test_who_hangs_elsewhere_is_named_when_that_host_has_reported_since() -> None:
-    """A report of ranks in the set-up may be read when all have long left it."""
+def test_a_hang_on_another_host_is_reported_after_a_new_report_of_it() -> None:
+    """A report from the set-up may be read long after all ranks have finished it."""
     waiting = four({3: silent({"position": 1, "step": 0, "phase": "set_up"}, 10.1)}, **silent(WAITING, T))
     hangs = diagnose(waiting, T, pressing=False)
     assert hangs is not None and hangs.kind == "hangs" and hangs.ranks == (3,)
@@ -193,6 +193,6 @@ def test_who_hangs_elsewhere_is_named_when_that_host_has_reported_since() -> Non
     for count, is_confirmed in ((7, False), (8, False), (9, True)):
         there.counts[1] = count
         assert there.confirmed(hangs.ranks, 1) is is_confirmed
-    there.suspicion = None  # all have continued meanwhile
+    there.suspicion = None  # all ranks have continued in the meantime
     assert not there.confirmed(hangs.ranks, 1)
     assert there.confirmed(hangs.ranks, 0), "a rank of this host is seen as it is"

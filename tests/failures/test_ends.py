@@ -1,4 +1,4 @@
-"""How failed runs end: which rank is named, what is printed, and that no process is left."""
+"""Ends of failed runs: the reported rank, the output, and no remaining process."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ TINY = (
     "train.global_batch_size=24",
     "train.epochs=2",
 )
-PATIENCE_S = 4  # a busy machine needs seconds for what takes a tenth of one
+PATIENCE_S = 4  # on a busy machine, a tenth of a second becomes seconds
 
 
 def failing(rank: int, call: int, how: str) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def failing(rank: int, call: int, how: str) -> tuple[str, ...]:
 
 
 def really(*argv: str) -> tuple[int, str]:
-    """Exit code and output of `python ARGV`, not forked: for what the interpreter or torchrun does."""
+    """Return exit code and output of `python ARGV`, not forked, to test the interpreter or torchrun."""
     done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr
 
@@ -58,7 +58,7 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
             train("run_dir=/nowhere/that/exists", *mistake)
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error}")
-            if dist.is_initialized():  # an error leaves it to the end of the process, which is not now
+            if dist.is_initialized():  # after an error, only the end of the process would destroy it
                 dist.destroy_process_group()
         else:
             messages.append("accepted")
@@ -107,7 +107,7 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
     ],
     ids=["one process", "two ranks"],
 )
-def test_mistakes_are_refused_with_a_way_out(
+def test_mistakes_raise_errors_with_a_way_out(
     world_size: int, mistakes: dict[tuple[str, ...], str], tmp_path: Path
 ) -> None:
     if torch.cuda.is_available():
@@ -128,10 +128,10 @@ def test_a_mistake_is_printed_once_under_torchrun(tmp_path: Path) -> None:
     assert "train.global_batch_size is 2001, which is not divisible by the 2 replicas" in table, ended.output
 
 
-def test_what_another_rank_has_said_is_not_repeated(
+def test_a_message_of_another_rank_is_not_repeated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As when rank 0 loads torch for longer than the others wait for it, or takes long to exit."""
+    """Rank 0 may load torch for longer than the other ranks wait, or take long to exit."""
     from trainer.launch import exits
 
     monkeypatch.setattr(exits, "_said", [])
@@ -147,7 +147,7 @@ def test_what_another_rank_has_said_is_not_repeated(
 
 
 @pytest.mark.slow
-def test_an_unknown_setting_is_refused_before_torch_is_loaded() -> None:
+def test_an_unknown_setting_raises_before_torch_is_loaded() -> None:
     code, output = really("-X", "importtime", "train.py", "train.epoch=1")
     said = [line for line in output.splitlines() if not line.startswith("import time:")]
     assert (code, len(said), said[1]) == (2, 2, "  see docs/howto/troubleshooting.md#unknown-setting"), said
@@ -158,7 +158,7 @@ def test_an_unknown_setting_is_refused_before_torch_is_loaded() -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_inside_ranks_is_refused() -> None:
+def test_a_sweep_inside_ranks_raises() -> None:
     env = {**place(0, [0, 0]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # no rank connects there
     ended = finish("train.py", "-m", "optim.lr=0.1,0.2", env=env)
     assert (ended.code, ended.output.count("-m (multirun) inside ranks")) == (2, 1), ended
@@ -171,7 +171,7 @@ def with_own_overrides(run_dir: Path, *by_rank: str) -> None:
     train(f"run_dir={run_dir}", *TINY, by_rank[int(os.environ["RANK"])])
 
 
-def test_disagreeing_settings_are_refused(tmp_path: Path) -> None:
+def test_different_settings_raise(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(with_own_overrides, 2, tmp_path, "seed=0", "seed=5", init=False)
     assert len(failure.value.reports) == 2
@@ -198,14 +198,14 @@ def with_other(part: str, run_dir: Path) -> None:
         pytest.param("data", "the length of the evaluation data: 120 instead of 128", marks=pytest.mark.slow),
     ],
 )
-def test_disagreeing_parts_are_refused(part: str, named: str, tmp_path: Path) -> None:
+def test_different_data_or_models_raise(part: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(with_other, 2, part, tmp_path, init=False)
     assert len(failure.value.reports) == 2
     assert all(f"differs from rank 0 in {named}" in report for report in failure.value.reports.values())
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         by_hand = ("distributed.rank=0", "distributed.world_size=2", f"distributed.init_method={address}")
@@ -216,7 +216,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     )
 
 
-# ---- threads that are left
+# ---- remaining threads
 
 
 LEAVES = """
@@ -234,7 +234,7 @@ THREAD = 'threading.Thread(target=threading.Event().wait, name="uploader").start
 POOL = '(pool := ThreadPoolExecutor(thread_name_prefix="uploader")).submit(time.sleep, 300); time.sleep(0.5)'
 
 
-def test_an_idle_pool_is_left_to_python() -> None:
+def test_python_ends_an_idle_pool() -> None:
     assert really("-c", LEAVES.format(start="", end="")) == (0, "begun\nworked\nat exit\n")
 
 
@@ -242,7 +242,7 @@ def test_an_idle_pool_is_left_to_python() -> None:
     ("start", "end", "code", "said"),
     [(THREAD, "pass", 0, ""), (POOL, "sys.exit(75)", 75, ""), (THREAD, "1 / 0", 1, "ZeroDivisionError")],
 )
-def test_a_thread_that_a_program_leaves_ends_with_it(start: str, end: str, code: int, said: str) -> None:
+def test_a_remaining_thread_of_a_program_ends_with_it(start: str, end: str, code: int, said: str) -> None:
     status, output = really("-c", LEAVES.format(start=start, end=end))
     assert (status, output.splitlines()[:3]) == (code, ["begun", "worked", "at exit"])
     assert said in output and re.search(
@@ -251,14 +251,14 @@ def test_a_thread_that_a_program_leaves_ends_with_it(start: str, end: str, code:
 
 
 @pytest.mark.slow
-def test_a_thread_that_a_run_leaves_ends_with_it(tmp_path: Path) -> None:
+def test_a_remaining_thread_of_a_run_ends_with_it(tmp_path: Path) -> None:
     leaves = ("data.task._target_=tests.user_parts.LeavesAThread", "~data.task.label_smoothing")
     ended = finish("train.py", *TINY, *leaves, f"run_dir={tmp_path}", "train.max_steps=1")
     assert ended.code == 0 and "thread uploader is still running" in ended.stderr, ended
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 1
 
 
-# ---- losses that are not finite
+# ---- non-finite losses
 
 
 def up_to_nan(run_dir: Path) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def up_to_nan(run_dir: Path) -> dict[str, Any]:
         return {"updates": len(history), "unchanged": all(torch.equal(a, b) for a, b in weights)}
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path: Path) -> None:
+def test_a_non_finite_loss_stops_all_ranks_before_the_update(tmp_path: Path) -> None:
     found = run_ranks(up_to_nan, 2, tmp_path, init=False)
     assert found == [{"updates": 4, "unchanged": True}] * 2
 
@@ -294,13 +294,13 @@ ENDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ENDS)
-def test_all_ranks_end_with_the_status_of_the_fault_and_name_its_rank(kind: str, tmp_path: Path) -> None:
+def test_all_ranks_exit_with_the_status_of_the_failure_and_report_its_rank(kind: str, tmp_path: Path) -> None:
     status, step, words = ENDS[kind]
     options = (f"distributed.timeout_s={PATIENCE_S}", f"run_dir={tmp_path}")
     ranks = finish_ranks(3, "train.py", *TINY, *options, *fault(kind, step=3))
     assert [rank.code for rank in ranks] == [status] * 3, ranks
     failure = json.loads((tmp_path / "failure.json").read_text())
-    known = None if kind == "nan_gradient" else 1  # the gradients that ranks have are averaged
+    known = None if kind == "nan_gradient" else 1  # gradients are already averaged
     assert (failure["status"], failure["rank"], failure["step"]) == (status, known, step), failure
     assert words in failure["message"]
 
@@ -308,11 +308,13 @@ def test_all_ranks_end_with_the_status_of_the_fault_and_name_its_rank(kind: str,
 # ---- ranks that fail, die or hang
 
 
-def test_what_a_rank_raises_is_written_for_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torchrun forks ranks within code that writes it as well; those that it executes do so themselves."""
+def test_an_exception_of_a_rank_is_written_for_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun writes it for forked ranks; ranks started as programs write it themselves."""
     from trainer.launch import exits
 
-    monkeypatch.setattr(exits, "signal_at_parents_death", lambda: None)  # it would be for this process
+    monkeypatch.setattr(exits, "signal_at_parents_death", lambda: None)  # it would apply to this process
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(RuntimeError), exits.exits():
         raise RuntimeError("the answer was 41")
@@ -331,7 +333,7 @@ def stuck_at(index: int, how: str) -> tuple[str, ...]:
 
 
 def ends_of(*runs: tuple[str, ...]) -> None:
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # how long a loader waits for its workers: 5 s
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # a loader waits 5 s for its workers by default
     for overrides in runs:
         with contextlib.suppress(Exception):
             train(*TINY, *overrides)
@@ -340,7 +342,7 @@ def ends_of(*runs: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_data_worker_does_is_told_with_its_line_and_its_sample(tmp_path: Path) -> None:
+def test_the_line_and_sample_of_a_stuck_data_worker_are_reported(tmp_path: Path) -> None:
     runs = {"loop": stuck_at(7, "loop"), "killed": stuck_at(7, "SIGKILL")}
     options = [(*overrides, f"run_dir={tmp_path}/{name}") for name, overrides in runs.items()]
     run_ranks(ends_of, 1, *options, init=False)
@@ -356,7 +358,7 @@ HANGS = {"SIGKILL": "died", "SIGSTOP": "stopped", "loop in C": "hangs", "exit": 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HANGS)
-def test_the_rank_that_others_wait_for_is_named(how: str, tmp_path: Path) -> None:
+def test_the_rank_that_others_wait_for_is_reported(how: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(quiet, 3, tmp_path, f"distributed.timeout_s={PATIENCE_S}", *failing(1, 3, how), init=False)
     assert [failure.value.reports[rank] for rank in (0, 2)] == ["died with exit code 1"] * 2
@@ -369,17 +371,17 @@ def test_the_rank_that_others_wait_for_is_named(how: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_torchrun_s_root_cause_is_the_verdict(tmp_path: Path) -> None:
+def test_the_root_cause_of_torchrun_is_the_failure(tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
     _, output = really(*launch, *TINY, *failing(1, 3, "SIGKILL"), f"run_dir={tmp_path}")
     cause = output.partition("Root Cause")[2]
-    # Where torchrun has collected the process already, nobody knows its signal.
+    # If torchrun has already collected the process, its signal is unknown.
     assert re.search(r"traceback : rank 1 .* (died of SIGKILL|died without a message)", cause), output
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_in_the_set_up_is_named(tmp_path: Path) -> None:
-    """Not after checkpoint.timeout_s, the hour for which its group waits for a disk."""
+def test_a_rank_that_hangs_in_the_set_up_is_reported(tmp_path: Path) -> None:
+    """Before checkpoint.timeout_s, the hour for which its group would wait for a disk."""
     made = "data.dataset._target_=tests.user_parts.StuckWhenMade"
     with pytest.raises(RankFailure) as failure:
         run_ranks(quiet, 3, tmp_path, made, f"distributed.timeout_s={PATIENCE_S}", init=False)
@@ -390,7 +392,7 @@ def test_a_rank_that_hangs_in_the_set_up_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_named_and_waited_for(tmp_path: Path) -> None:
+def test_a_slow_rank_is_reported_and_the_run_continues(tmp_path: Path) -> None:
     slow = ("distributed.timeout_s=10", f"run_dir={tmp_path}", *fault("slow", step=4, seconds=3))
     ranks = finish_ranks(2, "train.py", *TINY, *slow)
     assert [rank.code for rank in ranks] == [0, 0], ranks

@@ -1,4 +1,4 @@
-"""Other processes of the host read a heartbeat while its process lives, and after its death."""
+"""A heartbeat can be read by other processes of the host, before and after its process dies."""
 
 import dataclasses
 import os
@@ -17,7 +17,7 @@ from trainer.failures.neighbour import Neighbour, RankIdentity, introduction
 from trainer.failures.stacks import Stacks
 
 
-def test_what_was_entered_is_read() -> None:
+def test_records_can_be_read() -> None:
     heartbeat = Heartbeat()
     records = Records.of(os.getpid(), heartbeat.fd)
     assert (records.main().phase, records.main().position, records.notes()) == ("set_up", 0, {})
@@ -32,7 +32,7 @@ def test_what_was_entered_is_read() -> None:
     assert (records.main().bucket, records.main().position) == (None, 2)
 
 
-def test_a_word_of_any_letters_fits() -> None:
+def test_notes_may_contain_any_characters() -> None:
     heartbeat, error = Heartbeat(), "\U0001f4a5\udc80" * 500
     heartbeat.note(status=1, error=error)
     heartbeat.note(saver=3, status=2)
@@ -42,8 +42,8 @@ def test_a_word_of_any_letters_fits() -> None:
 @pytest.mark.parametrize(
     ("phase", "is_silent"), [("forward", True), ("evaluate", True), ("checkpoint", False)]
 )
-def test_the_disk_makes_progress_for_a_rank_that_waits_for_it(phase: str, is_silent: bool) -> None:
-    """While a checkpoint is written beside the steps, a rank that hangs in one is silent."""
+def test_a_disk_operation_is_progress_of_a_rank_that_waits_for_it(phase: str, is_silent: bool) -> None:
+    """During an asynchronous save, a rank that hangs in a step is silent."""
     heartbeat, stacks = Heartbeat(), Stacks()
     neighbour = Neighbour(
         RankIdentity(host=0, address=None, rendezvous_port=0, **introduction(0, heartbeat, stacks))
@@ -64,7 +64,7 @@ def in_child(action: Callable[[], Any]) -> int:
     return pid
 
 
-def test_the_dead_and_their_workers_can_still_be_read() -> None:
+def test_records_of_dead_processes_can_still_be_read() -> None:
     heartbeat = Heartbeat()
     first = heartbeat.reserve(2)
 
@@ -87,7 +87,7 @@ def test_the_dead_and_their_workers_can_still_be_read() -> None:
 
 
 class Played(Heartbeat):
-    """Records its calls; writes the memory of another, which ranks have opened."""
+    """Records its calls, and writes to the memory of another heartbeat, which ranks have opened."""
 
     def __init__(self, other: Heartbeat) -> None:
         self.__dict__.update(other.__dict__)
@@ -95,7 +95,7 @@ class Played(Heartbeat):
         self.told: list[tuple[int, str]] = []
 
     def __del__(self) -> None:
-        """The other closes the memory."""
+        """Do nothing: the other heartbeat closes the memory."""
 
     def enter(self, phase: str, bucket: int = -1) -> None:
         self.told.append((self.step, phase if bucket == -1 else f"{phase} {bucket}"))
@@ -122,17 +122,17 @@ def told(run_dir: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_a_run_tells_what_it_does(tmp_path: Path) -> None:
-    """The same on all ranks: the number of phases entered shows which rank is behind."""
+def test_a_run_records_its_phases(tmp_path: Path) -> None:
+    """The phases are the same on all ranks, so that their number shows which rank is behind."""
     first, second = run_ranks(told, 2, tmp_path, init=False)
     assert [line for line in first if "reduce" not in line[1]] == [
         line for line in second if "reduce" not in line[1]
     ]
-    # After the dry runs ranks compare what a checkpoint would hold.
+    # After the dry run, ranks compare the contents of a checkpoint.
     dry_run = ["forward", "backward", "all_reduce 0", "evaluate", "evaluate", "checkpoint"]
     step = ["data", "forward", "backward", "all_reduce 0", "data", "optimizer", "log"]
     assert first == [
-        (0, "data"),  # whether there is any in this epoch
+        (0, "data"),  # whether this epoch has any data
         *((1, phase) for phase in (*dry_run, *step)),
         (1, "evaluate"),
         (1, "evaluate"),

@@ -1,4 +1,4 @@
-"""The reports of hosts: their age, and the last report, before a host can be taken for lost."""
+"""Reports of hosts: their age, and the last report, which shows that a host is not lost."""
 
 import json
 import os
@@ -34,7 +34,7 @@ MISTAKE = Observed(1, 1, "there", 7, status=2, orderly=True, error="UserError: n
 
 
 class Held:
-    """The part of a store that is needed, perhaps with a report of host 1."""
+    """The part of a store that is needed, optionally with a report of host 1."""
 
     def __init__(self, report: bytes | None = None) -> None:
         self.held: dict[str, bytes] = {} if report is None else {"report/1": report}
@@ -64,7 +64,7 @@ def wait_until(said: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_host_leaves_its_last_report_and_stays_while_the_others_read_it(
+def test_a_host_sends_a_last_report_and_waits_until_others_have_read_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_reports, "_HEARD_S", 100.0)
@@ -76,19 +76,19 @@ def test_a_host_leaves_its_last_report_and_stays_while_the_others_read_it(
     one.tell([HERE], eager=True)
     wait_until(lambda: 1 in one.ended)
     assert leaving.is_alive()
-    one._heard_at[1] -= 6000.0  # since long, as is true of those that are lost
+    one._heard_at[1] -= 6000.0  # long ago, as for a lost host
     (heard,) = one.others()
     assert (heard.status, heard.error) == (2, "UserError: no such file")
     report = diagnose([HERE, heard], T, pressing=True)
     assert report is not None and (report.kind, report.status, report.ranks) == ("orderly", 2, (1,))
     one.close()
     well = HostReports(lambda: store, 1, [HERE])  # type: ignore[arg-type, return-value]
-    well.close([Observed(1, 1, "there", 7, status=0)])  # at once: nobody misses it
+    well.close([Observed(1, 1, "there", 7, status=0)])  # immediately, because no other host needs it
     assert host_reports._opened(store.held["ended/1"])[1][0].status == 0
 
 
 def raised_on_rank_0(run_dir: Path, port: int) -> None:
-    """Started by hand on two hosts: rank 0's process holds the store; rank 1 is on its host, rank 2 on the other."""
+    """Ranks started by hand on two hosts: rank 0 serves the store; rank 1 is on its host, rank 2 is not."""
     rank = os.environ["RANK"]
     for name in [
         name for name in os.environ if re.match(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|TORCHEL", name)
@@ -101,7 +101,7 @@ def raised_on_rank_0(run_dir: Path, port: int) -> None:
 
 
 @pytest.mark.slow
-def test_who_holds_the_store_leaves_its_last_report_before_it_goes(tmp_path: Path) -> None:
+def test_the_rank_with_the_store_sends_a_last_report_before_it_exits(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(raised_on_rank_0, 3, tmp_path, free_port(), init=False)
     assert "InjectedError" in failure.value.reports[0]
@@ -110,7 +110,7 @@ def test_who_holds_the_store_leaves_its_last_report_before_it_goes(tmp_path: Pat
     assert (told["kind"], told["rank"], told["phase"], told["step"]) == ("raised", 0, "forward", 2)
 
 
-def test_a_fault_of_one_rank_costs_no_step_and_torchrun_explains_any_end_that_it_sees(
+def test_an_error_of_one_rank_loses_no_step_and_torchrun_shows_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exit_report, "leave", lambda status: None)
@@ -131,8 +131,8 @@ def test_a_fault_of_one_rank_costs_no_step_and_torchrun_explains_any_end_that_it
     assert json.loads((tmp_path / "ringmaster_end.json").read_text())["status"] == 2, "a restart ends at once"
 
 
-def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hosts read each other's reports only on a suspicion: then all of them are old."""
+def test_unread_reports_do_not_count_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts read reports only on a suspicion, at which time all reports are old."""
     then = Observed(1, 1, "there", 7)
     store = Held(host_reports._report("7/3", [then]))
     there = HostReports(lambda: store, 0, [then])  # type: ignore[arg-type, return-value]
@@ -142,17 +142,17 @@ def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -
     wait_until(lambda: there.counts[1] == 1)
     (before,) = there.others()
     assert before.heard_s < 500
-    there._eager_since -= 6000.0  # an hour and a half of asking without an answer
+    there._eager_since -= 6000.0  # an hour and a half of requests without an answer
     there._heard_at[1] -= 6000.0
     (after,) = there.others()
     assert after.heard_s > 5000
-    there.resumed()  # nor is the time of a suspension
+    there.resumed()  # the time of a suspension does not count either
     assert there.others()[0].heard_s < 500
     there.close()
 
 
-def test_a_healthy_host_asks_for_a_number_and_reads_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it reports at once when another asks."""
+def test_a_healthy_host_reads_a_counter_and_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reports immediately when another host requests it."""
     monkeypatch.setattr(host_reports, "_EVERY_S", 0.01)
     store, calls = Held(), list[str]()
 

@@ -1,4 +1,4 @@
-"""Ranks end soon after their launcher is killed, saved if possible; and an end that no restart can help."""
+"""Ranks save and exit soon after their launcher is killed; errors that a restart cannot fix."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def killed_at_step_ten(run_dir: Path, *argv: str) -> None:
         ranks = launcher.ranks()
         assert len(ranks) == 2, launcher.stderr
         launcher.send_signal(signal.SIGKILL)
-        # 5 s on a quiet machine; without an end of their own they would stay forever.
+        # 5 s on an idle machine; without this mechanism, they would never exit.
         wait_for(lambda: not any(map(lives, ranks)), lambda: (run_dir / "train.log").read_text(), 100)
 
 
@@ -77,19 +77,19 @@ def test_ranks_that_cannot_save_end_too_when_their_launcher_is_killed(tmp_path: 
     assert "the launcher of this host died" in json.loads((run_dir / "failure.json").read_text())["message"]
 
 
-# ---- an end that a restart cannot help
+# ---- errors that a restart cannot fix
 
 
 def attempt(number: int, folder: Path, *argv: str) -> Ended:
-    """The attempt of this number in one launch by torchrun, with the variables that a rank sees."""
+    """Run the attempt with this number of a launch by torchrun, with the variables of a rank."""
     error_file = folder / f"attempt_{number}" / "0" / "error.json"
     error_file.parent.mkdir(parents=True, exist_ok=True)
     told = {"TORCHELASTIC_ERROR_FILE": str(error_file), "TORCHELASTIC_RESTART_COUNT": str(number)}
     return finish("train.py", *argv, env=told)
 
 
-def test_an_end_that_a_restart_cannot_help_comes_again_at_once(tmp_path: Path) -> None:
-    """Here before any run directory is known; --cfg only prints, where it is reached."""
+def test_an_error_that_a_restart_cannot_fix_is_raised_again_immediately(tmp_path: Path) -> None:
+    """Here before the run directory is known; --cfg would only print."""
     first = attempt(0, tmp_path, "optim.lr=-1")
     assert (first.code, "optim.lr is -1" in first.stderr) == (2, True), first.output
     assert attempt(0, tmp_path, "--cfg", "job").code == 0
@@ -98,20 +98,20 @@ def test_an_end_that_a_restart_cannot_help_comes_again_at_once(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_an_end_that_a_restart_may_help_is_tried_again(tmp_path: Path) -> None:
+def test_an_error_that_a_restart_may_fix_is_retried(tmp_path: Path) -> None:
     raises = fault("raise", rank=0, step=1)
     assert attempt(0, tmp_path, *FOR_EVER, *raises, f"run_dir={tmp_path}/run").code == 1
     assert attempt(1, tmp_path, "--cfg", "job").code == 0
 
 
-def test_a_stop_that_was_torchruns_own_ends_no_later_attempt(
+def test_a_stop_by_torchrun_does_not_end_later_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stops the living ranks before it restarts all: after a death, or when hosts join or leave."""
+    """torchrun stops all ranks before a restart: after a failure, or when hosts join or leave."""
 
     def attempt(number: int, end: Exception | None = None) -> None:
         folder = tmp_path / f"attempt_{number}"
-        if end is not None:  # torchrun creates it at each start
+        if end is not None:  # torchrun creates the folder at each start
             shutil.rmtree(folder, ignore_errors=True)
             (folder / "0").mkdir(parents=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "0" / "error.json"))
@@ -122,8 +122,8 @@ def test_a_stop_that_was_torchruns_own_ends_no_later_attempt(
 
     attempt(0, StoppedBySignal(None))
     attempt(1)
-    attempt(0, StoppedBySignal(7))  # hosts came
-    shutil.rmtree(tmp_path / "attempt_0")  # as it starts them again
+    attempt(0, StoppedBySignal(7))  # hosts joined
+    shutil.rmtree(tmp_path / "attempt_0")  # as torchrun does before it restarts
     attempt(1)
     attempt(1, StoppedBySignal(7))
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""Observing a rank from outside: here its data workers, simulated by processes without a loader."""
+"""Observation of the data workers of a rank, simulated by processes without a loader."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def worker(heartbeat: Heartbeat, number: int, busy: bool) -> Iterator[int]:
             os.waitpid(pid, 0)
 
 
-def test_workers_in_the_middle_of_a_batch_are_blamed_and_ended() -> None:
+def test_workers_in_the_middle_of_a_batch_are_reported_and_killed() -> None:
     heartbeat, stacks = Heartbeat(), Stacks()
     first = heartbeat.reserve(2)
     neighbour = Neighbour(RankIdentity(0, 0, "here", os.getpid(), heartbeat.fd, stacks.fd, 0))

@@ -1,4 +1,4 @@
-"""Long waits that are not faults: a disk, and the end of a rank that others do not wait for."""
+"""Long waits that are not failures: a disk, and the end of a rank for which others do not wait."""
 
 import json
 import os
@@ -42,8 +42,8 @@ def slow_to_save_and_to_end(run_dir: Path, lines: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_slow_disk_is_named_and_a_slow_end_is_waited_for(tmp_path: Path) -> None:
-    """On two hosts: the second has ended, and sends no reports, long before the first."""
+def test_a_slow_disk_is_reported_and_a_slow_end_is_no_failure(tmp_path: Path) -> None:
+    """Two hosts, of which the second ends, and stops reporting, long before the first."""
     said, _ = run_ranks(
         slow_to_save_and_to_end, 2, tmp_path / "run", tmp_path / "x", hosts=[0, 1], init=False
     )

@@ -1,4 +1,4 @@
-"""What the system reports about other processes."""
+"""States and deaths of other processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from trainer.failures import processes
 
 
-def test_how_a_child_is_and_how_it_ended() -> None:
+def test_the_state_and_the_death_of_a_child() -> None:
     pid = os.fork()
     if not pid:
         signal.pause()
@@ -25,6 +25,6 @@ def test_how_a_child_is_and_how_it_ended() -> None:
         os.kill(pid, signal.SIGKILL)
     while processes.state(pid) != "dead":
         assert time.monotonic() < deadline
-    assert processes.death_of(pid) == "died of SIGKILL"  # its parent has not asked yet
+    assert processes.death_of(pid) == "died of SIGKILL"  # its parent has not collected its status yet
     os.waitpid(pid, 0)
     assert (processes.state(pid), processes.death_of(pid)) == ("dead", None)

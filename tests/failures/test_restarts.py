@@ -1,5 +1,7 @@
-"""torchrun --max-restarts with resume=auto: the run ends as if nothing had happened. Many more kills: see
-benchmarks/restarts.py."""
+"""torchrun --max-restarts with resume=auto: the run ends like an uninterrupted run.
+
+benchmarks/restarts.py tests many more kills.
+"""
 
 import json
 import random
@@ -24,14 +26,14 @@ def _saves_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The hash of the same run on two ranks that are not killed; it needs no torchrun."""
+    """Return the hash of the same run on two ranks that are not killed, without torchrun."""
     run_dir = tmp_path_factory.mktemp("undisturbed")
     ranks = finish_ranks(2, "train.py", *overrides(run_dir, STEPS, timeout_s=10.0))
     assert [rank.code for rank in ranks] == [0, 0], ranks
     return str(json.loads((run_dir / "result.json").read_text())["param_sha256"])
 
 
-def test_a_run_whose_rank_is_killed_ends_with_the_same_model_and_whole_logs(
+def test_a_run_with_a_killed_rank_ends_with_the_same_model_and_complete_logs(
     tmp_path: Path, forked: Forked, undisturbed: str
 ) -> None:
     start = forked.torchrun(2, "--max-restarts=1")
@@ -41,8 +43,10 @@ def test_a_run_whose_rank_is_killed_ends_with_the_same_model_and_whole_logs(
 
 
 @pytest.mark.netns
-def test_a_lost_host_leaves_the_rest_to_finish_with_the_same_batches(tmp_path: Path, forked: Forked) -> None:
-    steps = 10 * STEPS  # the cable takes a moment to pull, on a busy machine 5 s
+def test_after_the_loss_of_a_host_the_run_finishes_with_the_same_batches(
+    tmp_path: Path, forked: Forked
+) -> None:
+    steps = 10 * STEPS  # cutting the link takes up to 5 s on a busy machine
     with hosts(2) as pair:
         result, _ = lose(pair, tmp_path / "lost", "cut", steps=steps)
     assert (result["world_size"], result["steps"], result["samples_seen"]) == (2, steps, 64 * steps)

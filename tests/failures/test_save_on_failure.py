@@ -66,18 +66,18 @@ def undisturbed(world_size: int, folder: Path, *overrides: str) -> str:
     ],
 )
 def test_no_step_is_lost(world_size: int, how: tuple[str, ...], saver: int, tmp_path: Path) -> None:
-    """The only rank has a model with extra state."""
+    """With one rank, the model has extra state."""
     run_dir, model = tmp_path / "run", MODELS[world_size]
     deadline = ("distributed.timeout_s=4",) if "'stop'" in str(how) else ()
     ended = start(world_size, run_dir, *model, *how, *deadline)
     assert 0 not in [rank.code for rank in ended], ended
-    # A survivor may have made the step of the fault, or be about to make it.
+    # A survivor may or may not have finished the step of the failure.
     wanted = {"step_00000007", "step_00000008"}
     found = checkpoints(run_dir)
     assert len(found) == 1 and found[0] in wanted, (found, ended)
     words = f"step {int(found[0][5:])} was saved by rank {saver}"
     assert words in message(run_dir)
-    # A rank that is alone says so after its traceback, at its interpreter's end, which a forked one lacks.
+    # A single rank prints it when its interpreter exits, which a forked process does not do.
     assert world_size == 1 or any(words in rank.output for rank in ended), ended
     again = start(world_size, run_dir, *model)
     assert [rank.code for rank in again] == [0] * world_size, again
@@ -94,9 +94,9 @@ def test_weights_that_a_forward_pass_changes_are_not_saved(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch._C._distributed_c10d, "FlightRecorderHook"), reason="needs torch 2.14")
-def test_the_last_collectives_are_kept_beside_the_stacks(tmp_path: Path) -> None:
+def test_the_last_collectives_are_written_next_to_the_stacks(tmp_path: Path) -> None:
     start(3, tmp_path, "comm=native", *fault("kill", 1, 8, "backward"), TORCH_FR_BUFFER_SIZE="50")
-    for rank in (0, 2):  # one of them writes the report
+    for rank in (0, 2):  # either of them may write the report
         kept = json.loads((tmp_path / f"stacks/rank{rank}.collectives.json").read_text())["entries"]
         assert len(kept) > 8 and "reduce" in kept[-1]["profiling_name"], kept
 
@@ -104,7 +104,7 @@ def test_the_last_collectives_are_kept_beside_the_stacks(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "phase"), [(1, "optimizer"), (0, "data")])
 def test_running_statistics_are_those_of_rank_0(rank: int, phase: str, tmp_path: Path) -> None:
-    """Of step 7: rank 0 has made the forward pass of step 8, or has died before it."""
+    """From step 7: rank 0 has finished the forward pass of step 8, or has died before it."""
     normed = ("model._target_=tests.user_parts.Normed",)
     run_dir = tmp_path / "run"
     start(2, run_dir, *normed, *fault("kill", rank, 8, phase))
@@ -145,7 +145,7 @@ def on_a_full_disk(run_dir: Path) -> str:
 
 
 @pytest.mark.slow
-def test_on_a_full_disk_the_older_checkpoint_stays(tmp_path: Path) -> None:
+def test_on_a_full_disk_the_previous_checkpoint_is_kept(tmp_path: Path) -> None:
     (said,) = run_ranks(on_a_full_disk, 1, tmp_path, init=False)
     assert said.endswith("no step was saved: OSError: [Errno 28] No space left on device")
     assert checkpoints(tmp_path) == ["step_00000003", "step_00000006"]
@@ -159,7 +159,7 @@ def of(ranks: list[Observed], blamed: list[int], own: int | None = None) -> list
     return [rank.rank for rank in savers(ranks, blamed, own)]
 
 
-def test_who_has_the_largest_step_saves_and_near_rank_0_first() -> None:
+def test_the_largest_step_is_saved_preferably_on_the_host_of_rank_0() -> None:
     four = [rank(0, 7), rank(1, 8), rank(2, 8), rank(3, 8)]
     assert (of(four, [3]), saving_host(four, [3])) == ([1, 2, 0, 3], 0)
     assert of([rank(0, 8, state="dead"), rank(1, 8)], [0]) == [1]
@@ -170,14 +170,14 @@ def test_who_has_the_largest_step_saves_and_near_rank_0_first() -> None:
     assert saving_host([rank(0, 8, state="dead")], []) is None
 
 
-def test_a_host_whose_last_report_is_of_the_set_up_may_save() -> None:
-    """Hosts report every 10 s while all is well: what they have finished since is known only there."""
+def test_a_host_whose_last_report_is_from_the_set_up_may_save() -> None:
+    """Hosts report every 10 s while all is well, so other hosts do not know the steps finished since."""
     ranks = [rank(0, 8, state="dead"), rank(1, 8, status=1), rank(2, 0), rank(3, 0)]
     assert saving_host(ranks, [0]) == 1
 
 
 class Here:
-    """A neighbour, of rank `number`, that said `said`."""
+    """A stand-in for the `Neighbour` of rank `number`, with the notes `said`."""
 
     def __init__(self, number: int, **said: Any) -> None:
         self.records: Any = self
@@ -196,7 +196,7 @@ class Here:
 
 
 class Kept:
-    """A last step, 8, that can be saved at once."""
+    """A stand-in for a last step, 8, that can be saved immediately."""
 
     def freeze(self, failed: bool) -> int:
         return 8
@@ -206,7 +206,7 @@ class Kept:
 
 
 @pytest.mark.parametrize("said", [{}, {"outcome": "no step was saved: it may not", "is_saved": False}])
-def test_if_a_saver_that_does_not_lead_dies_or_may_not_the_leader_saves(said: dict[str, Any]) -> None:
+def test_if_the_chosen_rank_dies_or_cannot_save_the_leader_saves(said: dict[str, Any]) -> None:
     heartbeat, own, other = Heartbeat(), Here(0), Here(1, **said)
     own.records = Records(heartbeat._memory)
     own.seen = rank(0, 7)
@@ -218,7 +218,7 @@ def test_if_a_saver_that_does_not_lead_dies_or_may_not_the_leader_saves(said: di
     assert words.startswith("step 8 was saved by rank 0")
 
 
-def test_a_host_saves_if_it_is_the_one_to_save() -> None:
+def test_only_the_saving_host_saves() -> None:
     heartbeat, own = Heartbeat(), Here(2)
     own.records = Records(heartbeat._memory)
     heartbeat.step = 9
@@ -238,7 +238,7 @@ class Masked(nn.Module):
         self.register_buffer("mask", torch.zeros(1 << 19))
 
 
-def test_buffers_are_kept_as_they_were_after_the_last_step() -> None:
+def test_buffers_are_saved_as_they_were_after_the_last_step() -> None:
     model = Masked()
     kept = KeptBuffers(model)
     model.norm(torch.randn(4, 3))

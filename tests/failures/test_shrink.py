@@ -1,4 +1,4 @@
-"""distributed.shrink: when ranks die or hang, the others go on in their processes, to the bits of any run."""
+"""distributed.shrink: when ranks die or hang, the survivors continue in their processes, with equal bits."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def died(*ranks: int, kind: str = "died") -> Failure:
     return Failure(ranks, kind, 1, "")
 
 
-def test_all_that_are_at_work_go_on() -> None:
+def test_all_usable_ranks_survive() -> None:
     four = [rank(0), rank(1), rank(2), rank(3, state="dead")]
     assert find_survivors(four, died(3), by_host=False) == (0, 1, 2)
-    four[1] = rank(1, state="dead")  # at the same moment
+    four[1] = rank(1, state="dead")  # at the same time
     assert find_survivors(four, died(3), by_host=False) == (0, 2)
-    four[0] = rank(0, status=1, symptom=True)  # it has an error of communication, which another has caused
+    four[0] = rank(0, status=1, symptom=True)  # a communication error that another rank has caused
     assert find_survivors(four, died(3), by_host=False) == (0, 2)
     four[0] = rank(0, status=1)
     assert find_survivors(four, died(3), by_host=False) == (2,)
 
 
-def test_who_dies_while_the_step_is_saved_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_during_the_save_is_no_survivor(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [rank(0), rank(1), rank(2), rank(3, state="dead")]
     here: Any = {
         each: SimpleNamespace(look_for_death=lambda: None, observe=lambda each=each: seen[each])
@@ -82,7 +82,7 @@ def test_who_dies_while_the_step_is_saved_is_left_out(monkeypatch: pytest.Monkey
     assert [report.survivors for report in goes_on] == [(0, 1)]
 
 
-def test_torchrun_takes_the_whole_host() -> None:
+def test_under_torchrun_a_whole_host_is_lost() -> None:
     four = [rank(0), rank(1), rank(2), rank(3, state="dead")]
     assert find_survivors(four, died(3), by_host=True) == (0, 1)
 
@@ -92,12 +92,12 @@ def test_torchrun_takes_the_whole_host() -> None:
     [((2, 3), (0, 1)), ((0, 1), ()), ((3,), (0, 1, 2)), ((1, 2, 3), ())],
     ids=["half", "half, with rank 0", "fewer", "more"],
 )
-def test_behind_a_cut_link_one_side_goes_on(lost: tuple[int, ...], left: tuple[int, ...]) -> None:
+def test_in_a_partitioned_network_one_side_continues(lost: tuple[int, ...], left: tuple[int, ...]) -> None:
     four = [rank(number, heard_s=9.0 if number in lost else 0.0) for number in range(4)]
     assert find_survivors(four, died(*lost, kind="lost"), by_host=False) == left
 
 
-def test_none_goes_on_after_an_exception_or_an_exit_in_the_set_up_and_at_the_end() -> None:
+def test_no_survivors_after_an_exception_or_an_exit_in_the_set_up_and_at_the_end() -> None:
     three = [rank(0), rank(1), rank(2, status=1)]
     assert find_survivors(three, died(2, kind="raised"), by_host=False) == ()
     child = subprocess.Popen(["false"])
@@ -114,7 +114,9 @@ def test_only_the_connections_of_groups_are_cut() -> None:
     other = socket.socketpair()
     with shrink.connecting():
         of_group = socket.socketpair()
-        listener = socket.create_server(("127.0.0.1", 0))  # as gloo's, whose thread would abort the process
+        listener = socket.create_server(
+            ("127.0.0.1", 0)
+        )  # like that of gloo, whose thread would abort the process
     shrink.cut()
     assert of_group[0].recv(1) == b""
     other[0].send(b"x")
@@ -126,13 +128,13 @@ def test_only_the_connections_of_groups_are_cut() -> None:
 
 
 class Part:
-    """In place of a run's parts, none of which can be closed."""
+    """A stand-in for the parts of a run, which cannot be closed."""
 
     strategy = SimpleNamespace(close=lambda: 1 / 0)
     report = SimpleNamespace(profile=strategy, run_log=strategy)
 
 
-def test_nothing_of_the_run_before_is_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_previous_run_is_not_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     before: list[weakref.ref[Part]] = []
 
     def shrinks_once(
@@ -150,14 +152,14 @@ def test_nothing_of_the_run_before_is_kept_in_memory(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("launcher", "hosts"), [("torchrun", (0, 0)), ("mpirun", (0, 1))])
-def test_a_launcher_that_ends_the_others_is_refused(launcher: str, hosts: tuple[int, ...]) -> None:
+def test_a_launcher_that_kills_the_other_ranks_raises(launcher: str, hosts: tuple[int, ...]) -> None:
     with pytest.raises(UserError, match=rf"shrink=true is not supported under {launcher}, .* launch=local"):
         shrink.check_launcher(RankInfo(0, 2, 0, 2, 0, launcher, "env://"), hosts)
     shrink.check_launcher(RankInfo(0, 2, 0, 1, 0, "torchrun", "env://"), (0, 1))
     shrink.check_launcher(RankInfo(0, 2, 0, 2, 0, "srun", "tcp://here:1"), (0, 0))
 
 
-def test_where_it_has_no_effect_it_says_why() -> None:
+def test_the_reason_is_given_where_it_is_not_supported() -> None:
     cpu = torch.device("cpu")
     assert shrink.unsupported(cpu, "gloo", ["10.0.0.1", "10.0.0.2"]) is None
     assert shrink.unsupported(cpu, "gloo", ["127.0.0.1", "127.0.0.1"]) is None
@@ -208,17 +210,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.param(("stop", 2, 6, "forward"), "native", id="rank 2 is stopped"),
     ],
 )
-def test_the_others_go_on_to_the_same_bits(
+def test_the_survivors_end_with_the_same_bits(
     how: tuple[str, int, int, str], comm: str, undisturbed: str, tmp_path: Path
 ) -> None:
-    once = fault(*how, mark=tmp_path / "mark")  # not of the next rank 0 again
+    once = fault(*how, mark=tmp_path / "mark")  # not again on the new rank 0
     ended = launched(3, tmp_path / "run", f"comm={comm}", *once)
     assert ended.code == 0, ended.output
     assert re.search(r"step \d+ was saved by rank \d.*; continuing without a restart on rank", ended.output)
     facts = result(tmp_path / "run")
     assert (facts["world_size"], facts["param_sha256"]) == (2, undisturbed), ended.output
     assert not (tmp_path / "run" / "failure.json").exists()
-    assert not saved_settings(tmp_path / "run").distributed.shrink  # nothing of an evaluation could go on
+    assert not saved_settings(tmp_path / "run").distributed.shrink  # an evaluation cannot continue
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert steps == sorted(steps)
 
@@ -234,8 +236,8 @@ def kill_first_after(words: str, launcher: Program, run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_death_while_the_others_begin_again(undisturbed: str, tmp_path: Path) -> None:
-    """The set-up is then repeated, too: rank 0 of those that are left dies right after it has resumed."""
+def test_a_second_death_while_the_survivors_restart(undisturbed: str, tmp_path: Path) -> None:
+    """The set-up is repeated again: the new rank 0 dies right after it has resumed."""
     words = (*RUN, *EXACT, f"run_dir={tmp_path}", "launch=local", "launch.processes=4", *fault("kill", 3, 6))
     with started("train.py", *words, forks=True) as launcher:
         kill_first_after("dry run of one step: ok", launcher, tmp_path)

@@ -1,4 +1,4 @@
-"""The signal that asks a process for its stacks is answered while it is watched, and harmless before and after."""
+"""The signals that request stacks are answered while a process is watched, and harmless before and after."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from trainer.failures import stacks as watched
 from trainer.failures.stacks import STACK_SIGNAL, StackReader, Stacks, ask, frames_of, waits
 
 
-def test_a_process_that_comes_or_goes_is_not_killed_by_the_question() -> None:
+def test_a_process_that_starts_or_exits_is_not_killed_by_a_request() -> None:
     signal.signal(STACK_SIGNAL, signal.SIG_DFL)
     stacks = Stacks()
     pid = os.fork()
@@ -36,8 +36,8 @@ def test_a_process_that_comes_or_goes_is_not_killed_by_the_question() -> None:
     reader.close()
 
 
-def test_the_question_is_answered_by_the_main_thread_alone() -> None:
-    """Others continue while the signal is answered: one in a thousand walks through their frames was a SIGSEGV."""
+def test_only_the_main_thread_answers() -> None:
+    """Other threads keep running: one in a thousand walks of their frames crashed."""
     stacks, over = Stacks(), threading.Event()
     stacks.open(crashes=False)
     other = threading.Thread(target=over.wait, name="other")
@@ -70,7 +70,7 @@ def test_a_crash_is_found_after_thousands_of_answers() -> None:
 
 @pytest.mark.parametrize("is_in_python", [True, False])
 def test_only_a_process_that_is_in_c_code_gets_the_signal_that_c_code_answers(is_in_python: bool) -> None:
-    """In a main thread that executes Python, the handler may walk a frame that is being freed: SIGSEGV."""
+    """If the main thread executes Python, the handler may walk a frame that is being freed, and crash."""
     stacks, (is_open, opened) = Stacks(), os.pipe()
     pid = os.fork()
     if not pid:
@@ -86,7 +86,7 @@ def test_only_a_process_that_is_in_c_code_gets_the_signal_that_c_code_answers(is
     reader = StackReader(pid, stacks.fd)
     try:
         deadline, text = time.monotonic() + 100, ""
-        while not text or waits(frames_of(text)) == is_in_python:  # it may not wait yet
+        while not text or waits(frames_of(text)) == is_in_python:  # it may not be waiting yet
             assert time.monotonic() < deadline
             (text,) = ask([(pid, reader)], timeout_s=100 if is_in_python else 0.4)
         assert "test_only_a_process_that" in text
@@ -98,8 +98,8 @@ def test_only_a_process_that_is_in_c_code_gets_the_signal_that_c_code_answers(is
     reader.close()
 
 
-def test_who_waits_for_what_a_thread_moves_waits_for_others() -> None:
-    """Otherwise all ranks that wait in a schedule of FSDP count as busy, like the one that hangs."""
+def test_a_wait_for_a_communication_thread_is_a_wait_for_other_ranks() -> None:
+    """Otherwise, all ranks that wait in a schedule of FSDP would count as busy, like the rank that hangs."""
     moved: Future[None] = Future()
     thread = threading.Thread(target=moved.wait)
     thread.start()
@@ -122,17 +122,15 @@ SEAM = (accelerator.__file__, "130", "read")
     "inner",
     [[], [(threading.__file__, "7", "wait")], [(torch.cuda.streams.__file__, "7", "synchronize")], [SEAM]],
 )
-def test_who_waits_in_a_step_for_all_ranks_waits_for_others(
-    file: str, inner: list[tuple[str, str, str]]
-) -> None:
-    """On CPUs for torch's C++ code, which has no frame; on a GPU for an event that all have to reach."""
+def test_a_wait_for_all_ranks_in_a_step_is_detected(file: str, inner: list[tuple[str, str, str]]) -> None:
+    """On CPUs in torch's C++ code, which has no frame; on a GPU for an event that all ranks must reach."""
     caller = [(step.__file__, "63", "train_step")]
     assert waits([*inner, (file, "85", "finish"), *caller])
     assert not waits([*inner, *caller])
 
 
-def test_what_waits_exists() -> None:
-    """A module that moved would count as busy."""
+def test_the_waiting_modules_exist() -> None:
+    """A module that was renamed would count as busy."""
     homes = {"torch": Path(torch.__file__).parents[1], "trainer": Path(watched.__file__).parents[2]}
     for name in (*watched._WAITS, *watched._CALLED):
         path = homes[name.split("/")[1]] / name[1:]

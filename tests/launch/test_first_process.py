@@ -1,4 +1,4 @@
-"""As the first process of a container, which the kernel spares signals and gives orphans: torchrun."""
+"""torchrun as the first process of a container, which gets orphans and ignores signals by default."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG += ("checkpoint.every_epochs=null", "distributed.device=cpu")
 
 
 def _entrypoint() -> list[str]:
-    """That of the Dockerfile, with this interpreter's torchrun."""
+    """Return the command of the Dockerfile, with this interpreter's torchrun."""
     lines = re.findall(r"^ENTRYPOINT (.*)$", (ROOT / "Dockerfile").read_text(), re.M)
     (program, *options), module = json.loads(lines[-1]), [sys.executable, "-m", "torch.distributed.run"]
     assert program == "torchrun"
@@ -52,14 +52,14 @@ def test_it_saves_at_sigterm_and_leaves_no_process(tmp_path: Path) -> None:
             outside.kill()
             outside.wait()
     said = (tmp_path / "output").read_text()
-    assert status == 1, said  # torchrun has one status for all
+    assert status == 1, said  # torchrun has a single status for failures
     assert said.count("stopped by a signal after step") == 1, said
     verify(max((tmp_path / "run" / "checkpoints").iterdir()))
     assert not any(str(tmp_path).encode() in _command(pid) for pid in Path("/proc").glob("[0-9]*"))
 
 
 def _children(pid: int) -> list[int]:
-    """The processes that `pid` has started and that live."""
+    """Return the child processes of `pid` that are alive."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 

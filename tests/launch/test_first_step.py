@@ -1,4 +1,4 @@
-"""What a run's processes load before their first step."""
+"""Modules that the processes of a run load before their first step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.ranks import ROOT
 
-# Only some runs need these; each costs processor time in every process of every start.
+# Only some runs need these modules, and each costs CPU time in every process at every start.
 NOT_AT_THE_START = (
     *("matplotlib", "optuna", "torchvision", "transformers", "datasets", "wandb", "pandas"),
     *("torch.distributed.checkpoint", "torch.distributed.elastic", "torch._inductor.compile_fx"),
@@ -23,7 +23,7 @@ DDP = ("strategy=ddp", "launch=local", "launch.processes=1", "comm.timeline=fals
 
 
 @pytest.mark.slow
-def test_a_run_loads_nothing_that_only_others_need(tmp_path: Path) -> None:
+def test_a_run_loads_only_modules_that_it_needs(tmp_path: Path) -> None:
     """A launcher and its rank, under ddp, which loads what a single process does, too.
 
     The interpreters print each module that they import; those of the other tests have loaded all before.

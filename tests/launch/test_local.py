@@ -1,4 +1,4 @@
-"""launch=local: its processes, its messages about their ends, when it retries, and that none is left."""
+"""launch=local: processes, messages about their ends, restarts, and clean-up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.launch import fresh, local
 
 ROOT = Path(__file__).parents[2]
 
-# In place of train.py where only the ends of ranks matter: torch takes seconds to load.
+# Replaces train.py where only the ends of ranks matter, because torch takes seconds to load.
 ACTOR = """
 import json, os, signal, sys, time
 sys.path.insert(0, os.environ["HOUSE"])
@@ -32,7 +32,7 @@ with open(f"{run_dir}/new-{rank}", "w") as file:
     json.dump({"argv": sys.argv[1:], "env": dict(os.environ), "sid": os.getsid(0), "pid": os.getpid()}, file)
 os.rename(file.name, f"{run_dir}/{rank}-{attempt}")
 while not all(os.path.exists(f"{run_dir}/{other}-{attempt}") for other in range(int(os.environ["WORLD_SIZE"]))):
-    time.sleep(0.01)  # or the end of one would keep another from its beginning
+    time.sleep(0.01)  # otherwise, the end of a rank could prevent the start of another
 script = json.loads(os.environ["ACT"])
 act = script[min(attempt, len(script) - 1)].get(rank, "hang")
 print("out of", rank)
@@ -55,7 +55,7 @@ Launch = Callable[..., int]
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """Launch ranks with given acts: for each attempt, the act of each rank."""
+    """Launches ranks with given actions: for each attempt, the action of each rank."""
     actor = tmp_path / "actor.py"
     actor.write_text(ACTOR)
     monkeypatch.setattr(fresh, "program", lambda: [sys.executable, str(actor)])
@@ -73,7 +73,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
 
 
 def seen(tmp_path: Path) -> dict[str, dict]:  # type: ignore[type-arg]
-    """What each rank found in each attempt, by `rank-attempt`."""
+    """Return what each rank saw in each attempt, by `rank-attempt`."""
     return {file.name: json.loads(file.read_text()) for file in (tmp_path / "run").glob("[0-9]-[0-9]")}
 
 
@@ -90,10 +90,10 @@ def test_the_status_of_the_run_arrives(launch: Launch, acts: dict[str, str], sta
     assert launch(acts) == status
 
 
-def test_each_rank_is_told_its_place_and_who_is_not_rank_0_is_named(
+def test_each_rank_gets_its_rank_info_and_output_has_the_rank(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "0")  # sent to the launcher, not to them
+    monkeypatch.setenv("SLURM_PROCID", "0")  # set for the launcher, not for its ranks
     assert launch({"0": "0", "1": "0", "2": "kill"}) == 1
     for rank in range(3):
         found = seen(tmp_path)[f"{rank}-0"]
@@ -116,7 +116,7 @@ def test_under_shrink_a_killed_rank_is_no_failure(launch: Launch) -> None:
     assert launch({"0": "kill", "1": "75", "2": "75"}, max_restarts=1, more=more) == 75
 
 
-def test_a_rank_that_a_verdict_may_have_ended_is_told_as_such(
+def test_a_rank_that_another_rank_may_have_killed_is_reported_as_such(
     launch: Launch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launch({"0": "kill", "1": "0", "2": "1"}) == 1
@@ -142,10 +142,10 @@ def test_restarts_only_what_a_restart_can_help(
         pytest.param(("resume=/a/checkpoint",), "resume=/a/checkpoint", marks=pytest.mark.slow),
     ],
 )
-def test_what_has_not_saved_yet_begins_again_where_it_began(
+def test_a_run_without_a_checkpoint_restarts_with_the_users_resume(
     launch: Launch, tmp_path: Path, more: Sequence[str], expected: str
 ) -> None:
-    """Without resume it would be refused: its directory has files of the first attempt."""
+    """Without resume, it would fail, because its directory contains files of the first attempt."""
     assert launch({"0": "fault 7"}, {"0": "0"}, max_restarts=1, more=more) == 0
     said = [word for word in seen(tmp_path)["0-1"]["argv"] if word.startswith("resume=")]
     assert said[-1:] == [expected]
@@ -156,10 +156,10 @@ def test_what_has_not_saved_yet_begins_again_where_it_began(
     ("attempts", "expected"),
     [
         ([{"0": "3"}], 1),
-        ([{"0": "fault 7"}], 3),  # a disk may fail twice at the same place, and then no more
+        ([{"0": "fault 7"}], 3),  # a disk may fail twice, and then work again
     ],
 )
-def test_a_final_end_is_not_tried_again_and_a_fault_is(
+def test_a_final_error_is_not_retried_and_a_failure_is(
     launch: Launch, tmp_path: Path, attempts: list[dict[str, str]], expected: int
 ) -> None:
     assert launch(*attempts, max_restarts=2) != 0
@@ -167,7 +167,7 @@ def test_a_final_end_is_not_tried_again_and_a_fault_is(
 
 
 def interrupted(how: str, tmp_path: Path, number: int) -> int:
-    """The exit code of a launch in a separate process, signalled once both ranks are ready."""
+    """Return the exit code of a launch in a separate process that gets a signal once both ranks are ready."""
     actor = tmp_path / "actor.py"
     actor.write_text(ACTOR)
     overrides = ["launch=local", "launch.processes=2", f"run_dir={tmp_path}/run", "launch.max_restarts=3"]
@@ -198,10 +198,10 @@ sys.exit(local.launch(settings(*{overrides}), {overrides})[0])
         ("save", signal.SIGKILL, -signal.SIGKILL),
     ],
 )
-def test_a_signal_stops_all_ranks_and_nothing_is_tried_again(
+def test_a_signal_stops_all_ranks_without_a_restart(
     how: str, number: int, status: int, tmp_path: Path
 ) -> None:
-    """The guard of tests.conftest fails this one if a rank outlives its launcher, even a killed one."""
+    """The guard in tests.conftest fails this test if a rank outlives its launcher, even if that was killed."""
     assert interrupted(how, tmp_path, number) == status
     assert len(seen(tmp_path)) == 2
 

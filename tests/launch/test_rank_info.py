@@ -1,4 +1,4 @@
-"""Each launcher's variables give a process its rank; contradicting variables are refused."""
+"""The rank of a process from the variables of each launcher; contradicting variables raise an error."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ Told = Callable[..., RankInfo]
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    """What `rank_info` returns for these variables, and no others, and these overrides."""
+    """Return the result of `rank_info` for exactly these variables, and these overrides."""
 
     def told(variables: dict[str, str], *overrides: str) -> RankInfo:
         for name in [name for name in os.environ if LAUNCHERS.match(name)]:
@@ -90,7 +90,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         (OPEN_MPI, RankInfo(1, 2, 1, 2, None, "mpirun", f"tcp://127.0.0.1:{derived_port('156762113')}")),
         (PMI | {"MASTER_PORT": "9"}, RankInfo(1, 4, 0, 2, None, "mpirun", "tcp://a:9")),
         (BY_HAND, RankInfo(1, 2, None, None, None, None, "tcp://[::1]:29500")),
-        # The export RANK=$SLURM_PROCID of many a job script, an srun for each rank, torchrun in an srun of hosts.
+        # Job scripts with export RANK=$SLURM_PROCID; one srun per rank; torchrun started by srun on each host.
         (
             SRUN | {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "b", "MASTER_PORT": "9"},
             RankInfo(2, 4, None, None, None, None, "tcp://b:9"),
@@ -99,7 +99,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         (ALONE_IN_SRUN | BY_HAND, RankInfo(1, 2, None, None, None, None, "tcp://[::1]:29500")),
         (ALONE_IN_SRUN, RankInfo(0, 1, 0, 1, 0, "srun", None)),
         (SRUN | TORCHRUN, RankInfo(3, 8, 1, 2, 1, "torchrun", "env://")),
-        # mpirun starts its own servants by srun, one for each host, and the ranks inherit their variables.
+        # mpirun starts a daemon on each host by srun, and the ranks inherit its variables.
         (
             ALONE_IN_SRUN | OPEN_MPI,
             RankInfo(1, 2, 1, 2, None, "mpirun", f"tcp://127.0.0.1:{derived_port('156762113')}"),
@@ -113,7 +113,7 @@ def test_the_variables_of_each_launcher(told: Told, variables: dict[str, str], e
 
 @pytest.mark.parametrize(("shell", "world_size"), [(["-i"], 1), (["-c", "read wait; true"], 4)])
 def test_an_interactive_shell_is_not_a_task(told: Told, shell: list[str], world_size: int) -> None:
-    """Nor is what is started in the shell of `srun -n4 --pty bash`, unlike in a script."""
+    """A program started in the shell of `srun -n4 --pty bash` is not a task either, unlike in a script."""
     terminal, its_end = pty.openpty()
     command = ["setsid", "--ctty", "bash", "--norc", *shell]
     process = subprocess.Popen(command, stdin=its_end, stdout=its_end, stderr=its_end)
@@ -124,7 +124,7 @@ def test_an_interactive_shell_is_not_a_task(told: Told, shell: list[str], world_
             assert time.monotonic() < deadline
             time.sleep(0.02)
         while world_size == 1 and told(task).world_size > 1 and time.monotonic() < deadline:
-            time.sleep(0.02)  # it still starts
+            time.sleep(0.02)  # still starting
         assert told(task).world_size == world_size
         if world_size == 1:
             assert told(task | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}).under_torchrun
@@ -166,9 +166,7 @@ def test_contradictions_are_refused_by_name(
         told(variables, *overrides)
 
 
-def test_what_is_published_is_what_torchrun_would_have_told(
-    told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publish_sets_the_variables_of_torchrun(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     for variables in (SRUN, OPEN_MPI, PMI | {"MASTER_PORT": "9"}):
         here = told(variables)
         monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -183,16 +181,16 @@ def test_the_first_node_of_a_list() -> None:
     assert {nodes: first_node(nodes) for nodes in lists} == lists
 
 
-def test_finding_ones_place_takes_no_torch() -> None:
+def test_rank_info_does_not_import_torch() -> None:
     script = "import sys, trainer.launch.rank_info, trainer.launch.exits; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=200).returncode == 0
 
 
-# ---- meeting
+# ---- rendezvous
 
 
 def met(init_method: str, times: int = 1, patience_s: float = 30) -> tuple[int, int, int, tuple[int, ...]]:
-    """Join as the rank in RANK, but with settings given by hand, and leave again."""
+    """Join as the rank in RANK, but with explicit settings, and leave again."""
     from trainer.distributed.process_group import process_group
 
     rank = os.environ["RANK"]
@@ -204,7 +202,7 @@ def met(init_method: str, times: int = 1, patience_s: float = 30) -> tuple[int, 
         "distributed.world_size=2",
     )
     told = settings(*by_hand, f"distributed.timeout_s={patience_s}").distributed
-    for _ in range(times):  # a run leaves nothing that the next one would trip over
+    for _ in range(times):  # a run must leave nothing that disturbs the next run
         with process_group(told) as here:
             total = [0, 0]
             dist.all_gather_object(total, here.rank + 1)
@@ -218,7 +216,7 @@ def none_comes(init_method: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_by_hand_meet_in_a_file_also_after_one_to_which_none_came(tmp_path: Path) -> None:
+def test_ranks_started_by_hand_join_in_a_file_after_a_failed_rendezvous(tmp_path: Path) -> None:
     file = tmp_path / "new" / "meeting place"
     with pytest.raises(RankFailure) as failure:
         run_ranks(none_comes, 1, file.as_uri(), init=False)
@@ -246,7 +244,7 @@ def test_a_rank_that_was_started_twice_is_named(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankInfo]:
-    """Rank 0 of 2, and the agent's store in which it waits for rank 1."""
+    """Return rank 0 of 2, and the agent's store in which it waits for rank 1."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "2"}
     for name, value in (told | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
@@ -255,10 +253,10 @@ def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankInfo]:
     del store
 
 
-def test_a_meeting_that_is_given_up_leaves_no_thread_in_the_store(
+def test_a_failed_rendezvous_leaves_no_thread_in_the_store(
     of_torchrun: RankInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would end the process with SIGABRT when Python exits, in place of the message."""
+    """It would abort the process when Python exits, and hide the message."""
     monkeypatch.setattr(rendezvous, "AT_LEAST_S", 0.1)
     before = set(threading.enumerate())
     with pytest.raises(RetryableError, match=r"for all 2 ranks; missing: \[1\]"):
@@ -270,10 +268,10 @@ def test_a_meeting_that_is_given_up_leaves_no_thread_in_the_store(
 
 
 @pytest.mark.slow
-def test_ranks_meet_though_one_comes_later_than_timeout_s(
+def test_ranks_may_arrive_later_than_timeout_s(
     of_torchrun: RankInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine their imports end that far apart; afterwards timeout_s applies."""
+    """On a busy machine, imports may take that long; afterwards, timeout_s applies."""
     first, late = [], threading.Event()
 
     def come() -> None:
@@ -296,7 +294,7 @@ def test_a_rank_that_waits_for_the_others_ends_on_a_signal(tmp_path: Path) -> No
         while not (file.exists() and file.stat().st_size):
             assert time.monotonic() < deadline, "rank 0 does not open the file"
             time.sleep(0.05)
-        time.sleep(0.5)  # into its wait
+        time.sleep(0.5)  # until it waits
         program.send_signal(signal.SIGTERM)
         ended = program.wait(60)
     assert ended.code == 75, ended.output
@@ -306,14 +304,14 @@ def test_a_rank_that_waits_for_the_others_ends_on_a_signal(tmp_path: Path) -> No
     assert "Traceback" not in ended.output
 
 
-def test_a_stop_before_it_looks_for_the_others_is_one_too(tmp_path: Path) -> None:
-    """Otherwise it would wait a minute for a rank that the same signal has ended."""
+def test_a_stop_before_the_rendezvous_ends_it(tmp_path: Path) -> None:
+    """Otherwise, it would wait a minute for a rank that the same signal has ended."""
     alone = RankInfo(0, 2, None, None, None, None, f"file://{tmp_path}/store")
     with pytest.raises(StoppedBySignal, match="before all ranks had arrived"):
         rendezvous.join(alone, {}, timedelta(seconds=60), lambda: True)
 
 
-def test_as_many_files_may_be_open_as_are_allowed() -> None:
+def test_the_limit_of_open_files_is_raised() -> None:
     program = (
         "import resource, trainer.launch.fresh as f; f.raise_file_limit(); print(*resource.getrlimit(7))"
     )

@@ -1,4 +1,4 @@
-"""A signal stops a run at a step boundary, saved; a second one stops it at once."""
+"""A signal stops a run at a step boundary with a save; a second signal stops it immediately."""
 
 import json
 import os
@@ -19,17 +19,17 @@ from trainer.launch.signals import STOP_SIGNALS, StopRequest
 
 
 def _raise_flags() -> list[str]:
-    """Each signal sets the flag, and the former handlers are restored."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would stay ignored
+    """Each signal sets the flag, and the previous handlers are restored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, it would be ignored
     problems = []
-    signals.time.monotonic = lambda: 1000.0  # both in one moment, however busy the machine
+    signals.time.monotonic = lambda: 1000.0  # both at the same time, even on a busy machine
     for number in STOP_SIGNALS:
         before = signal.getsignal(number)
         with StopRequest() as request:
             if request.is_set:
                 problems.append(f"{number} is set too early")
             os.kill(os.getpid(), number)
-            os.kill(os.getpid(), number)  # the same request, passed on by torchrun
+            os.kill(os.getpid(), number)  # the same request, forwarded by torchrun
             if not request.is_set or request.signal != number:
                 problems.append(f"{number} does not set it")
         if signal.getsignal(number) is not before:
@@ -56,7 +56,7 @@ def test_a_signal_that_arrives_ignored_stays_ignored(number: signal.Signals) -> 
 def _ask_twice() -> None:
     with StopRequest():
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.6)  # within half a second it would pass for an echo of the first
+        time.sleep(0.6)  # within half a second, it would count as the same request
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("it outlived the second signal")
 

@@ -1,4 +1,4 @@
-"""Every way to start the same run of two processes ends with the same bits."""
+"""All ways to start the same run with two processes give the same bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def ended(*commands: list[str], env: dict[str, str] | None = None, cwd: Path = ROOT) -> list[int]:
-    """Run these at the same time, to the end."""
+    """Run these commands at the same time until they end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     started = [subprocess.Popen(command, cwd=cwd, env=environment) for command in commands]
     return [process.wait(200) for process in started]
@@ -57,7 +57,7 @@ def test_by_hand(expected: str, tmp_path: Path) -> None:
 
 
 def started_by(launcher: list[str], folder: Path, env: dict[str, str]) -> str:
-    """The hash of a run whose ranks have the environment of those that `launcher` starts, and are forked."""
+    """Return the hash of a run with forked ranks that have the environment of `launcher`."""
     folder.mkdir()
     assert ended([*launcher, "sh", "-c", f"env -0 > {folder}/$$"], env=env) == [0]
     with contextlib.ExitStack() as stack:
@@ -83,7 +83,7 @@ def test_srun_and_launch_slurm(expected: str, tmp_path: Path) -> None:
         return finish("train.py", *launch, *RUN, *words, env=env).code
 
     with cluster(tmp_path / "slurm") as env:
-        env["MASTER_ADDR"] = "127.0.0.1"  # nobody else knows the names of its nodes
+        env["MASTER_ADDR"] = "127.0.0.1"  # the names of its nodes do not resolve
         assert started_by(["srun", "-N2", "-n2"], tmp_path / "ranks", env) == expected
         assert launched() == 0
         assert sha(tmp_path / "sbatch") == expected

@@ -25,7 +25,7 @@ from trainer.errors import UserError
 from trainer.run_dir import claim as run_dir_module
 from trainer.run_dir.claim import LOCK, RUN, RunDir, claim
 
-TINY = test_ends.TINY[1:]  # TensorBoard writes into the directory, too
+TINY = test_ends.TINY[1:]  # TensorBoard also writes into the directory
 small_disk = conftest.small_disk
 
 
@@ -58,13 +58,13 @@ def test_two_runs_that_start_in_the_same_second_get_two_directories(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.files.writing.datetime", Stopped)
-    monkeypatch.setattr(Path, "exists", lambda path: False)  # found a moment before
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # checked before another run created it
     names = [str(claimed(None).path) for _ in range(3)]
     assert names == [f"runs/2026-01-02/03-04-05{end}" for end in ("", "-2", "-3")]
 
 
 @pytest.mark.parametrize("trace", ["checkpoints/step_00000010/state.json", "metrics.jsonl"])
-def test_a_used_run_directory_is_refused_without_resume(tmp_path: Path, trace: str) -> None:
+def test_a_used_run_directory_raises_without_resume(tmp_path: Path, trace: str) -> None:
     run_dir = tmp_path / "run"
     (run_dir / trace).parent.mkdir(parents=True)
     (run_dir / trace).write_text("")
@@ -73,21 +73,21 @@ def test_a_used_run_directory_is_refused_without_resume(tmp_path: Path, trace: s
         UserError, match=f"already contains a run .*resume=auto .*run_dir={run_dir}-3 starts a new"
     ):
         claimed(run_dir)
-    if not trace.startswith("checkpoints"):  # their run is unknown, and there is nothing to resume from
+    if not trace.startswith("checkpoints"):  # their run is unknown, and there is no checkpoint
         with pytest.raises(UserError, match=f"{trace.split('/')[0]}.* no checkpoint .*run_dir={run_dir}-3 "):
             claimed(run_dir, "auto")
         (run_dir / RUN).write_text('{"run_id": "ours"}')
     assert claimed(run_dir, "auto").path == run_dir
 
 
-def test_what_a_mistake_leaves_is_no_run(tmp_path: Path) -> None:
+def test_files_of_a_failed_start_are_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text("it was refused")
     (tmp_path / "config.yaml").write_text("")
     (tmp_path / "events.out.tfevents.1795939877.host.18.2.hparams").write_text("of a sweep")
     assert claimed(tmp_path).run_id != claimed(tmp_path).run_id
 
 
-def test_a_run_keeps_its_id_and_another_gets_one_of_its_own(tmp_path: Path) -> None:
+def test_a_run_keeps_its_id_and_a_new_run_gets_a_new_id(tmp_path: Path) -> None:
     run_dir, other = tmp_path / "run", tmp_path / "other"
     run_id = claimed(run_dir, "auto").run_id
     assert claimed(run_dir, "auto").run_id == run_id == json.loads((run_dir / RUN).read_text())["run_id"]
@@ -98,7 +98,7 @@ def test_a_run_keeps_its_id_and_another_gets_one_of_its_own(tmp_path: Path) -> N
     assert claimed(run_dir, "auto").run_id == run_id, "as its newest checkpoint says"
 
 
-def test_a_used_run_directory_goes_on_with_no_other_run(tmp_path: Path) -> None:
+def test_a_used_run_directory_cannot_resume_another_run(tmp_path: Path) -> None:
     run_id = claimed(tmp_path / "run").run_id
     save(tmp_path / "run", 5, run_id)
     elsewhere, theirs = save(tmp_path / "copies", 5, run_id), save(tmp_path / "other", 5, "theirs")
@@ -114,7 +114,7 @@ def test_a_used_run_directory_goes_on_with_no_other_run(tmp_path: Path) -> None:
 
 @contextmanager
 def alive_in(run_dir: Path) -> Iterator[int]:
-    """Another process that has the lock, and a forked worker that does not end with it."""
+    """Start another process that holds the lock, and a forked worker that outlives it."""
     pipe, sign = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -153,12 +153,12 @@ def a_second_run(run_dir: Path) -> dict[str, tuple[str, float]]:
             found["elsewhere"] = refused(lambda: claimed(run_dir, "auto", wait_s=0.4))
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        found["dead"] = refused(lambda: claimed(run_dir, "auto"))  # while its worker lives on
+        found["dead"] = refused(lambda: claimed(run_dir, "auto"))  # while its worker is still alive
     return found
 
 
 @pytest.mark.slow
-def test_a_second_live_run_is_refused_by_name_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+def test_a_second_active_run_raises_and_a_dead_run_holds_no_lock(tmp_path: Path) -> None:
     (found,) = run_ranks(a_second_run, 1, tmp_path, init=False)
     pid, here = found["pid"][0], socket.gethostname()
     for case in ("alive", "elsewhere"):
@@ -168,7 +168,9 @@ def test_a_second_live_run_is_refused_by_name_and_a_dead_one_holds_nothing(tmp_p
     assert found["dead"][0] == "accepted"
 
 
-def test_a_file_system_without_locks_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
 
     def no_locks(*args: object) -> None:
@@ -195,8 +197,8 @@ def test_an_impossible_run_directory_is_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_in_mid_run_ends_it_in_a_line(small_disk: Path, tmp_path: Path) -> None:
-    """As a fault, which torchrun may try again: somebody may make room."""
+def test_a_full_disk_ends_the_run_with_one_line(small_disk: Path, tmp_path: Path) -> None:
+    """As a retryable error, because somebody may free space before torchrun restarts."""
     subprocess.run(["mount", "-o", "remount,size=200k", str(small_disk)], check=True)
     launch = tmp_path / "launch"
     for_long = ("train.epochs=100000", "train.log_every_steps=1", "train.eval_every_epochs=0")

@@ -1,4 +1,4 @@
-"""The output during a run: not too many lines, in letters that the terminal has."""
+"""Output during a run: the number of lines, and their encoding."""
 
 import logging
 import signal
@@ -24,7 +24,7 @@ def printed() -> Iterator[list[logging.LogRecord]]:
     console.log.removeHandler(handler)
 
 
-def test_without_a_terminal_lines_are_few_and_carry_the_time_left(
+def test_without_a_terminal_lines_are_few_and_contain_the_time_left(
     printed: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]

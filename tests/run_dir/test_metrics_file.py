@@ -11,7 +11,7 @@ def lines(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / FILE).read_text().splitlines()]
 
 
-def test_one_line_a_step_also_where_it_is_written_in_two_parts(tmp_path: Path) -> None:
+def test_one_line_per_step_also_if_written_in_two_parts(tmp_path: Path) -> None:
     scalars = MetricsFile(tmp_path, steps_before=0)
     scalars.write({"train/loss": 0.5}, 10)
     scalars.write({"train/loss": 0.25}, 20)
@@ -28,13 +28,13 @@ def test_one_line_a_step_also_where_it_is_written_in_two_parts(tmp_path: Path) -
     scalars.close()
 
 
-def test_a_resumed_run_makes_the_steps_after_it_again(tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_later_steps(tmp_path: Path) -> None:
     before = MetricsFile(tmp_path, steps_before=0)
     for step in (10, 20, 30):
         before.write({"train/loss": 1.0}, step)
     before.close()
     with (tmp_path / FILE).open("a") as file:
-        file.write('{"step": 40, "train/lo')  # killed while it wrote
+        file.write('{"step": 40, "train/lo')  # killed during a write
     assert read_metrics(tmp_path) == {"train/loss": {10: 1.0, 20: 1.0, 30: 1.0}}
     for steps, is_kept in ((20, True), (30, False)):  # 30: of the steps that are about to be repeated
         (tmp_path / "result.json").write_text(json.dumps({"steps": steps}))

@@ -1,4 +1,4 @@
-"""A resume that is refused leaves a sound run as it was."""
+"""A resume that fails does not change an intact run."""
 
 import hashlib
 import json
@@ -36,13 +36,13 @@ REFUSED = {
 
 
 def files_of(run_dir: Path) -> dict[str, str]:
-    """The contents of each file except the lock, which names its owner."""
+    """Return the contents of each file except the lock, which contains its owner."""
     files = [path for path in run_dir.rglob("*") if path.is_file() and path.name != LOCK]
     return {str(path.relative_to(run_dir)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def refusals(run_dir: Path) -> dict[str, tuple[str, set[str]]]:
-    """By case the message, and the changed files."""
+    """Return by case the message and the changed files."""
     train(*TINY, "train.max_steps=4", f"run_dir={run_dir}")
     if os.environ["RANK"] == "0":
         (run_dir / "checkpoints" / "step_00000003" / "state.json").write_text("{}")
@@ -53,13 +53,13 @@ def refusals(run_dir: Path) -> dict[str, tuple[str, set[str]]]:
             train(*TINY, "train.max_steps=6", f"run_dir={run_dir}", "resume=auto", *words)
         except UserError as error:
             found[name] = str(error), {path for path, _ in was.items() ^ files_of(run_dir).items()}
-            if dist.is_initialized():  # an error leaves it to the end of the process, which is not now
+            if dist.is_initialized():  # after an error, only the end of the process would destroy it
                 dist.destroy_process_group()
     return found
 
 
 @pytest.mark.slow
-def test_a_refused_resume_changes_no_file_of_a_sound_run(tmp_path: Path) -> None:
+def test_a_failed_resume_changes_no_file_of_an_intact_run(tmp_path: Path) -> None:
     found = run_ranks(refusals, 2, tmp_path, init=False)[0]
     assert {name: changed for name, (_, changed) in found.items()} == {name: set() for name in REFUSED}
     assert [name for name, (said, _) in found.items() if REFUSED[name][1] not in said] == [], found
@@ -84,8 +84,8 @@ def broken(*overrides: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_fault_of_the_set_up_is_written_down_in_a_used_directory_too(tmp_path: Path) -> None:
-    """failure.json and train.log say why, also if this attempt never owned the directory."""
+def test_an_error_in_the_set_up_is_also_written_to_a_used_directory(tmp_path: Path) -> None:
+    """failure.json and train.log have the reason, even if this attempt never owned the directory."""
     run_ranks(train, 1, *TINY, "train.max_steps=4", f"run_dir={tmp_path}", init=False)
     settings = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(RankFailure, match="the set-up is broken"):
@@ -95,7 +95,7 @@ def test_a_fault_of_the_set_up_is_written_down_in_a_used_directory_too(tmp_path:
     assert (tmp_path / "config.yaml").read_bytes() == settings
 
 
-def test_a_refusal_is_not_told_in_the_words_of_an_earlier_end(
+def test_an_error_is_not_reported_with_a_previous_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failure_file.write(tmp_path, {"status": 2, "message": "of an earlier run"})

@@ -149,7 +149,7 @@ def mapping_settings(kind: type, prefix: str = "") -> Iterator[tuple[str, list[s
 
 
 def _for_a_class(key: str, known: Iterable[str]) -> str:
-    """Return a hint how to pass ``key`` to the class of its node; "" if the node has no class."""
+    """Return a hint on how to pass ``key`` to the class of its node; "" if the node has no class."""
     node = key.rpartition(".")[0]
     if f"{node}._target_" not in known or node.startswith("hydra."):
         return ""

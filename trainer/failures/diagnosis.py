@@ -120,8 +120,8 @@ class Failure:
     saving_host: int | None = None
     survivors: tuple[int, ...] = ()
 
-    def followed_by(self, words: str) -> "Failure":
-        return replace(self, message=f"{self.message}; {words}") if words else self
+    def followed_by(self, text: str) -> "Failure":
+        return replace(self, message=f"{self.message}; {text}") if text else self
 
 
 def is_usable(rank: Observed) -> bool:

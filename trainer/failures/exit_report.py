@@ -66,7 +66,7 @@ def write_collectives(run_dir: Path | None, rank: int) -> None:
 
 
 def exit_now(status: int) -> None:
-    """Exit without the clean-up of torch and Python, which could wait for a rank that is gone."""
+    """Exit without the clean-up of torch and Python, which could wait for a rank that has died."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

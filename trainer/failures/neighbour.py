@@ -155,9 +155,9 @@ class Neighbour:
         worker = min(busy, key=lambda beat: beat.progress_ns)
         (text,) = stacks.ask([(worker.pid, self.stacks)])
         seconds = (time.monotonic_ns() - worker.progress_ns) / 1e9
-        words = f"its data worker {worker.pid} has been reading sample {worker.index} for {seconds:.1f} s"
+        state = f"its data worker {worker.pid} has been reading sample {worker.index} for {seconds:.1f} s"
         where = stacks.where(stacks.frames_of(text, of_worker=True)) if text else None
-        return f"{words}, at {where}" if where else words
+        return f"{state}, at {where}" if where else state
 
     def end_workers(self, idle: bool) -> None:
         """Kill the data workers that are in the middle of a batch, and also `idle` workers, after a failure.

@@ -60,7 +60,7 @@ def saving_host(ranks: Sequence[Observed], blamed: Sequence[int]) -> int | None:
 
 
 def find_survivors(ranks: Sequence[Observed], failure: Failure, by_host: bool) -> tuple[int, ...]:
-    """Return the ranks that can continue without the failed ranks and without other ranks that are gone.
+    """Return the ranks that can continue without the failed ranks and other unusable ranks.
 
     There are no survivors after an exception of user code or an exit, which may occur again; during the
     set-up; or at the end. If the network is partitioned, each side takes the other for lost: only the larger

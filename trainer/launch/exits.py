@@ -31,7 +31,7 @@ from trainer.troubleshooting import see
 
 PAUSES_S = (2, 10, 30)  # before the first restart after a failure, the second, and each further restart
 _FINAL = {error.exit_code for error in (UserError, NonFiniteError, StoppedBySignal)}
-_printed: list[socket.socket] = []  # a socket for each message that this process has printed; see _print_once
+_printed: list[socket.socket] = []  # one per message that this process has printed; see _print_once
 
 
 @contextmanager

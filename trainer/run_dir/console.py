@@ -22,13 +22,14 @@ _LINE_EVERY_S = 10.0
 
 
 class ProgressBar:
-    """The bar at the foot of a terminal (steps, rate, time left), and the lines that scroll above it.
+    """The progress bar at the bottom of a terminal (steps, rate, time left), and lines that scroll above it.
 
-    Without a terminal, lines contain the time left, and step lines come at most every ten seconds;
-    train.log has them all. Both numbers are means since this process began, including evaluation and saves.
+    Without a terminal, lines contain the time left, and step lines are printed at most every ten seconds;
+    train.log contains all of them. Rate and time left are based on the mean since this process started,
+    including evaluations and saves.
 
     Args:
-        is_main: whether this is rank 0; others show nothing (see `terminal`).
+        is_main: whether this is rank 0; other ranks show no bar (see `terminal`).
     """
 
     def __init__(self, total_steps: int, steps_before: int, is_main: bool) -> None:
@@ -51,7 +52,7 @@ class ProgressBar:
         self._bar.update()
 
     def step_line(self, text: str) -> None:
-        """Print a line about the steps; the first and the last are always printed."""
+        """Print a line about a step; the first and the last line are always printed."""
         if not self._bar.disable:
             log.info("%s", text)
             return
@@ -72,7 +73,7 @@ class ProgressBar:
 
     def _time_left(self, now: float) -> str:
         done = self._step - self._first
-        if done < 2:  # the first step is longer than the others: it compiles, and opens connections
+        if done < 2:  # the first step takes longer, because it compiles and opens connections
             return ""
         left_s = (now - self._began) / done * (self._total - self._step)
         return f"  {tqdm.format_interval(round(left_s))} left"
@@ -84,17 +85,17 @@ def table(rows: Mapping[str, str]) -> str:
 
 
 class _Console(logging.StreamHandler):
-    """Writes above the bar, if there is one."""
+    """A log handler that writes above the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        # The launcher that reads the output may have died; a notebook's stream may lack a character.
+        # The reader of the output may be dead, and a notebook's stream may not support a character.
         with contextlib.suppress(OSError, UnicodeError):
             tqdm.write(self.format(record), file=self.stream)
 
 
 @contextmanager
 def terminal(ranks: Ranks, stream: TextIO) -> Iterator[None]:
-    """Print the trainer's messages to `stream`; of ranks other than 0 only warnings, with their rank."""
+    """Print log messages to `stream`; on ranks other than 0 only warnings, prefixed with the rank."""
     console = _Console(stream)
     console.setLevel(logging.INFO if ranks.is_main else logging.WARNING)
     if not ranks.is_main:
@@ -113,46 +114,47 @@ def terminal(ranks: Ranks, stream: TextIO) -> Iterator[None]:
 
 @contextmanager
 def messages(ranks: Ranks, run_dir: Path) -> Iterator[Callable[[], None]]:
-    """Send the trainer's messages to the terminal and, on rank 0, to run_dir/train.log.
+    """Send log messages to the terminal and, on rank 0, to run_dir/train.log.
 
     Yields:
-        A function that opens train.log, with the earlier messages, too; it does nothing on other ranks, or
-        when called again. Raises UserError if run_dir cannot be written. A fault opens train.log itself.
+        A function that opens train.log and writes the previous messages to it. It does nothing on other
+        ranks, or if called again, and raises UserError if run_dir cannot be written. An exception other than
+        RunEndError also opens train.log.
     """
-    said = logging.handlers.MemoryHandler(sys.maxsize, sys.maxsize, flushOnClose=False)
+    buffer = logging.handlers.MemoryHandler(sys.maxsize, sys.maxsize, flushOnClose=False)
 
     def open_file() -> None:
-        if said not in log.handlers:
+        if buffer not in log.handlers:
             return
         with writing(run_dir):
             to_file = logging.FileHandler(run_dir / "train.log", encoding="utf-8", errors="backslashreplace")
-        # logging would print a traceback for each line that a full disk refuses; metrics.jsonl ends that run
+        # On a full disk, logging would print a traceback for each line; the error of metrics.jsonl is enough.
         to_file.handleError = lambda record: None  # type: ignore[method-assign]
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.handlers = [*(handler for handler in log.handlers if handler is not said), to_file]
-        said.setTarget(to_file)
-        said.flush()
+        log.handlers = [*(handler for handler in log.handlers if handler is not buffer), to_file]
+        buffer.setTarget(to_file)
+        buffer.flush()
 
-    say_thread_ended, threading.excepthook = threading.excepthook, _leave_to_the_main_thread
+    previous_hook, threading.excepthook = threading.excepthook, _ignore_tensorboard_thread
     with terminal(ranks, sys.stdout if ranks.is_main else sys.stderr):
         if ranks.is_main:
-            log.addHandler(said)
+            log.addHandler(buffer)
         try:
             yield open_file
         except StoppedBySignal as stopped:
             log.debug("%s", stopped)
             raise
         except Exception as error:
-            log.debug("the run ends here", exc_info=True)
+            log.debug("the run failed", exc_info=True)
             if not isinstance(error, RunEndError):
                 with contextlib.suppress(UserError):
                     open_file()
             raise
         finally:
-            threading.excepthook = say_thread_ended
+            threading.excepthook = previous_hook
 
 
-def _leave_to_the_main_thread(ended: threading.ExceptHookArgs) -> None:
-    """TensorBoard's writer thread passes its error on to the next flush: one message is enough."""
-    if not type(ended.thread).__module__.startswith("tensorboard."):
-        threading.__excepthook__(ended)
+def _ignore_tensorboard_thread(error: threading.ExceptHookArgs) -> None:
+    """Print the error of a thread, except for TensorBoard's writer, whose next flush raises it again."""
+    if not type(error.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(error)
