@@ -60,7 +60,7 @@ def main() -> None:
         while time.monotonic() < began + seconds:
             eager = time.monotonic() % options.step > options.after
             for leader, own in zip(leaders, ranks, strict=True):
-                leader.tell([own], eager=eager)
+                leader.set_own([own], eager=eager)
             time.sleep(0.2)
 
     live(5)

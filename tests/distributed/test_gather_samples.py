@@ -81,7 +81,7 @@ def test_rows_with_different_layouts_raise() -> None:
         for message, words in zip(
             said,
             (
-                r"rank 1 .* differs from rank 0 in the rows of Mine\.rows: .*\(2,\).*; rows must have .*: pad them",
+                r"rank 1 .* differs from rank 0 in the rows of Mine\.rows: .*\(2,\).*; rows must have .*; pad them",
                 r"Mine\.rows returned a as \(3,\), but must return a tensor with one row for each of the 2 samples",
                 r"returned .*float64.*, but .*float32.* in the batch before",
             ),

@@ -134,7 +134,7 @@ def test_a_message_of_another_rank_is_not_repeated(
     """Rank 0 may load torch for longer than the other ranks wait, or take long to exit."""
     from trainer.launch import exits
 
-    monkeypatch.setattr(exits, "_said", [])
+    monkeypatch.setattr(exits, "_printed", [])
     monkeypatch.setattr(exits.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("MASTER_PORT", f"of {os.getpid()}")
     monkeypatch.setenv("WORLD_SIZE", "3")

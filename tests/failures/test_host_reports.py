@@ -73,7 +73,7 @@ def test_a_host_sends_a_last_report_and_waits_until_others_have_read_it(
     leaving = threading.Thread(target=other.close, args=([MISTAKE],), daemon=True)
     leaving.start()
     wait_until(lambda: "ended/1" in store.held)
-    one.tell([HERE], eager=True)
+    one.set_own([HERE], eager=True)
     wait_until(lambda: 1 in one.ended)
     assert leaving.is_alive()
     one._heard_at[1] -= 6000.0  # long ago, as for a lost host
@@ -113,7 +113,7 @@ def test_the_rank_with_the_store_sends_a_last_report_before_it_exits(tmp_path: P
 def test_an_error_of_one_rank_loses_no_step_and_torchrun_shows_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exit_report, "leave", lambda status: None)
+    monkeypatch.setattr(exit_report, "exit_now", lambda status: None)
     heartbeat, stacks = Heartbeat(), Stacks()
     heartbeat.step = heartbeat.finished = 7
     members = [RankIdentity(**introduction(rank, heartbeat, stacks), host=0) for rank in (0, 1)]
@@ -136,9 +136,9 @@ def test_unread_reports_do_not_count_as_silence(monkeypatch: pytest.MonkeyPatch)
     then = Observed(1, 1, "there", 7)
     store = Held(host_reports._report("7/3", [then]))
     there = HostReports(lambda: store, 0, [then])  # type: ignore[arg-type, return-value]
-    there.tell([then], eager=False)
+    there.set_own([then], eager=False)
     there._heard_at[1] -= 6000.0
-    there.tell([then], eager=True)
+    there.set_own([then], eager=True)
     wait_until(lambda: there.counts[1] == 1)
     (before,) = there.others()
     assert before.heard_s < 500
@@ -163,7 +163,7 @@ def test_a_healthy_host_reads_a_counter_and_no_report(monkeypatch: pytest.Monkey
     for name in ("set", "get", "check", "add"):
         monkeypatch.setattr(store, name, counted(name))
     one = HostReports(lambda: store, 0, [THERE])  # type: ignore[arg-type, return-value]
-    one.tell([HERE], eager=False)
+    one.set_own([HERE], eager=False)
     wait_until(lambda: calls.count("add") > 50)
     assert calls.count("set") <= 1 and not {"get", "check"} & set(calls)
     first = store.held.get("report/0")

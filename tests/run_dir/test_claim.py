@@ -181,7 +181,7 @@ def test_a_file_system_without_locks_is_reported_once(
     assert claimed(tmp_path).path == tmp_path
     assert told == [
         f"the file system of run_dir={tmp_path} does not support locks (No locks available), "
-        "a second run in it is not noticed"
+        "so a second run in the same directory would not be detected"
     ]
     assert (tmp_path / LOCK).exists()
 

@@ -93,7 +93,7 @@ def _of_workers() -> None:
 @pytest.mark.parametrize(
     ("fail", "words"),
     [
-        (_of_batch_norm, "train.global_batch_size is 64, and train.micro_batch_size null"),
+        (_of_batch_norm, "train.global_batch_size is 64, and train.micro_batch_size is null"),
         (_of_inductor, "train.compile=true requires a C++ compiler"),
         (_of_workers, "/dev/shm, through which data workers return batches, may be full"),
     ],
