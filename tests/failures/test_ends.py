@@ -140,8 +140,8 @@ def test_a_message_of_another_rank_is_not_repeated(
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in ("1", "2", "0"):
         monkeypatch.setenv("RANK", rank)
-        exits._say_once("the same")
-        exits._say_once(f"{rank} alone")
+        exits._print_once("the same")
+        exits._print_once(f"{rank} alone")
     said = capsys.readouterr().err.splitlines()
     assert said == ["[rank 1] the same", "[rank 1] 1 alone", "[rank 2] 2 alone", "0 alone"]
 
