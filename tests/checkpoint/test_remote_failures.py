@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoint.failing_store import FailingStore
 from tests.checkpoint.test_remote import _claimed, _save, _steps_there, _wait, remote_of
-from trainer.checkpoint.listing import all_found
+from trainer.checkpoint.listing import all_checkpoints
 from trainer.checkpoint.manifest import verify, write_text
 from trainer.checkpoint.open_checkpoint import first_intact
 from trainer.checkpoint.remote import Remote
@@ -59,7 +59,7 @@ def test_the_newest_is_found_though_a_call_fails_three_times(
     elsewhere, remote = _run(tmp_path, "elsewhere")
     FailingStore.failures[call] = 3
     monkeypatch.setattr(FailingStore, "error", error)
-    newest = all_found(elsewhere, str(remote._address))[0].path
+    newest = all_checkpoints(elsewhere, str(remote._address))[0].path
     verify(newest)
     assert newest.name == "step_00000020"
     if call != ("info", "20/manifest.json"):  # what is listed is not asked for
@@ -77,8 +77,8 @@ def test_an_unreachable_store_is_not_taken_for_an_empty_one(
     elsewhere, remote = _run(tmp_path, "elsewhere")
     FailingStore.failures[call] = 1000
     with pytest.raises(UnreachableError, match="cannot be reached: OSError: 500"):
-        all_found(elsewhere, str(remote._address))
-    assert [each.path.name[-2:] for each in all_found(here, str(remote._address))] == ["20", "10"]
+        all_checkpoints(elsewhere, str(remote._address))
+    assert [each.path.name[-2:] for each in all_checkpoints(here, str(remote._address))] == ["20", "10"]
     assert "500 Internal Server Error; using only the checkpoints in" in caplog.text
 
 
@@ -94,7 +94,7 @@ def test_denied_access_is_not_taken_for_damage(
     monkeypatch.setattr(FailingStore, "error", FORBIDDEN)
     FailingStore.failures[call] = 1000
     with pytest.raises(NoAccessError, match="cannot be reached: PermissionError: 403"):
-        first_intact([each.path for each in all_found(elsewhere, str(remote._address))], Agreement())
+        first_intact([each.path for each in all_checkpoints(elsewhere, str(remote._address))], Agreement())
 
 
 def test_a_store_that_does_not_answer_loses_no_checkpoint(tmp_path: Path) -> None:
@@ -166,5 +166,5 @@ def test_an_interrupted_upload_is_not_a_checkpoint(tmp_path: Path, caplog: pytes
     _copied(tmp_path, 10)
     (tmp_path / "there/checkpoints/step_00000010/manifest.json").unlink()
     elsewhere, remote = _run(tmp_path, "elsewhere")
-    assert all_found(elsewhere, str(remote._address)) == []
+    assert all_checkpoints(elsewhere, str(remote._address)) == []
     assert "step_00000010: its upload was never completed" in caplog.text

@@ -65,11 +65,11 @@ def _checkpoints(directory: Location) -> Iterator[Location]:
     if (directory / MANIFEST).exists() or not directory.is_dir():
         yield directory
         return
-    if not (found := _listing(directory).directories()):
+    if not (directories := _listing(directory).directories()):
         raise UserError(
             f"{printable(directory)} is neither a checkpoint (it has no {MANIFEST}) nor contains checkpoints"
         )
-    yield from found
+    yield from directories
 
 
 def _newest(directory: Location) -> Location:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.evaluations import Evaluations, State
-from trainer.checkpoint.finding import check_data, log_changed_settings, opened_for
+from trainer.checkpoint.finding import check_data, log_changed_settings, open_for_resume
 from trainer.checkpoint.layout import Plan, plan_save
-from trainer.checkpoint.listing import all_found, best_of
+from trainer.checkpoint.listing import all_checkpoints, best_of
 from trainer.checkpoint.open_checkpoint import ADAPTERS, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
 from trainer.checkpoint.remote import Copier, NoRemote, Remote
 from trainer.checkpoint.restoring import load_model, restore
@@ -117,7 +117,7 @@ class Checkpointer:
         self._agreement.on_main(self._store.recover)
         if resume is None:
             return None
-        source = opened_for(resume, self._store, self._settings.remote, self._agreement)
+        source = open_for_resume(resume, self._store, self._settings.remote, self._agreement)
         if source is not None:
             self._agreement.everywhere(lambda: check_data(source, self._facts["num_samples"]))
         self._opened = source
@@ -176,7 +176,7 @@ class Checkpointer:
             if (origin := source.directory.parent.parent) != run_dir:  # in another run, or at an address
                 evaluations.merge(Evaluations.read(origin))
         if source is not None and self._settings.keep_best is not None:
-            checkpoints = all_found(self._store, self._settings.remote)
+            checkpoints = all_checkpoints(self._store, self._settings.remote)
             saved = {each.manifest.state for each in checkpoints if each.manifest is not None}
         return secrets.token_hex(4), evaluations, saved
 
@@ -302,8 +302,8 @@ class Checkpointer:
             return self._planner.report(draft, state, data_state or {})
 
         def decide(reports: list[SaveReport]) -> tuple[Path, bool]:
-            hosts = [self._ranks.describe(rank) for rank in range(len(reports))]
-            refuse_not_finite([of_rank.not_finite for of_rank in reports], step, hosts)
+            descriptions = [self._ranks.describe(rank) for rank in range(len(reports))]
+            refuse_not_finite([each.not_finite for each in reports], step, descriptions)
             return self._store.new_directory(step), draft.add(reports)
 
         directory, alike = self._agreement.decide_on_rank0(report, decide)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.evaluations import Evaluations
-from trainer.checkpoint.listing import Listing, all_found, best_of
+from trainer.checkpoint.listing import Listing, all_checkpoints, best_of
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, no_averages, verified_by_all
 from trainer.checkpoint.restoring import check_left_out, load_model
 from trainer.config import CheckpointConfig
@@ -46,18 +46,20 @@ def candidates(
             )
         evaluations = Evaluations.read(run_dir)
         if remote is not None:
-            with contextlib.suppress(UserError, RetryableError):  # `all_found` reports the error
+            with contextlib.suppress(UserError, RetryableError):  # `all_checkpoints` reports the error
                 evaluations.merge(Evaluations.read(Address(remote)))
-        own = {each.path: each.manifest for each in all_found(listing, remote) if each.manifest is not None}
+        own = {
+            each.path: each.manifest for each in all_checkpoints(listing, remote) if each.manifest is not None
+        }
         if not (chosen := best_of(own, best, evaluations)):
             raise UserError(f"{run_dir} has no checkpoint with a finite {best.metric}")
         return chosen
     if which == "newest":
-        if not (found := listing.found() or all_found(listing, remote)):
+        if not (listed := listing.checkpoints() or all_checkpoints(listing, remote)):
             raise UserError(
                 f"{run_dir} has no checkpoint: {run_dir / 'checkpoints'} contains no checkpoint of this run"
             )
-        return [each.path for each in found]
+        return [each.path for each in listed]
     below = run_dir / "checkpoints" / which
     named = below if below.is_dir() else location(which)
     return [_named(f"the checkpoint {which}", named, "use newest, best or the path of a checkpoint")]
@@ -87,9 +89,9 @@ def read_model(
         UserError: on every rank, if there is no checkpoint, or it is damaged or from a different model.
     """
 
-    found = agreement.on_main(lambda: candidates(run_dir, run_id, which, settings))
-    is_only = len(found) == 1
-    source = verified_by_all(found[0], agreement) if is_only else first_intact(found, agreement)
+    paths = agreement.on_main(lambda: candidates(run_dir, run_id, which, settings))
+    is_only = len(paths) == 1
+    source = verified_by_all(paths[0], agreement) if is_only else first_intact(paths, agreement)
 
     def load() -> None:
         check_left_out(source, frozen)
@@ -116,7 +118,7 @@ def read_averages(model: nn.Module, source: OpenCheckpoint, agreement: Agreement
         agreement.everywhere(lambda: source.read_into(targets))
 
 
-def opened_for(
+def open_for_resume(
     resume: str, own: Listing[Path], remote: str | None, agreement: Agreement
 ) -> OpenCheckpoint | None:
     """Return the checkpoint that ``resume`` names, verified by all ranks together (a collective).
@@ -127,13 +129,13 @@ def opened_for(
         way_out = "give the path of a checkpoint, or run_dir=DIR resume=auto"
         named = agreement.on_main(lambda: _named(f"resume={resume}", Path(resume), way_out))
         return verified_by_all(named, agreement)
-    found = agreement.on_main(lambda: [each.path for each in all_found(own, remote)])
-    if not found:
+    paths = agreement.on_main(lambda: [each.path for each in all_checkpoints(own, remote)])
+    if not paths:
         log.info("resume=auto: no checkpoint in %s, starting a new run", own.root)
         return None
-    where = printable(found[0].parent)
+    where = printable(paths[0].parent)
     more = f"; see `python -m trainer.checkpoint verify {where}`, or set another run_dir to start a new run"
-    return first_intact(found, agreement, more)
+    return first_intact(paths, agreement, more)
 
 
 def _named(what: str, directory: Location, way_out: str) -> Location:
@@ -180,7 +182,7 @@ def saved_settings_of(
     candidates: list[Location] = [Path(resume or "")]
     if resume == "auto":
         own = Listing(run_dir / "checkpoints", run_id)
-        candidates = [each.path for each in all_found(own, remote)]
+        candidates = [each.path for each in all_checkpoints(own, remote)]
     for directory in candidates:
         with contextlib.suppress(UserError):
             return OpenCheckpoint.open(directory).config

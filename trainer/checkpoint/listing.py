@@ -22,7 +22,7 @@ P = TypeVar("P", Path, Address)
 
 
 @dataclass(frozen=True)
-class Found(Generic[P]):
+class ListedCheckpoint(Generic[P]):
     """A checkpoint in a listing; ``manifest`` is None if it is damaged."""
 
     saved_at: float  # in seconds since 1970
@@ -65,7 +65,7 @@ class Listing(Generic[P]):
                         f"{printable(self.root)} is a file or a broken link: is its disk mounted?"
                     )
                 return []
-            found = [
+            entries = [
                 (step, entry.name, entry)
                 for entry in self.root.iterdir()
                 if (step := step_of(entry.name)) is not None and entry.is_dir() and not entry.is_symlink()
@@ -73,9 +73,9 @@ class Listing(Generic[P]):
         except OSError as error:
             message = f"{printable(self.root)} cannot be read ({error.strerror or error})"
             raise kind_of(error)(message) from error
-        return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
+        return [entry for _, _, entry in sorted(entries, key=lambda each: each[:2])]
 
-    def found(self) -> list[Found[P]]:
+    def checkpoints(self) -> list[ListedCheckpoint[P]]:
         """Return the checkpoints of this run and all damaged ones, which may belong to it, newest first.
 
         Checkpoints are ordered by the time of the save, not by step: after a run was resumed from step 5,
@@ -85,7 +85,7 @@ class Listing(Generic[P]):
             RetryableError, NoAccessError: if the disk or the address does not answer or denies access, so
                 that the newest checkpoint is unknown.
         """
-        found: list[Found[P]] = []
+        checkpoints: list[ListedCheckpoint[P]] = []
         paths = self.directories()
         self._known = {path: self._known[path] for path in paths if path in self._known}
         for path in paths:
@@ -95,15 +95,17 @@ class Listing(Generic[P]):
                 raise
             except UserError:
                 with contextlib.suppress(FileNotFoundError):  # the run may just have deleted it
-                    found.append(Found(path.stat().st_mtime if isinstance(path, Path) else 0.0, path, None))
+                    checkpoints.append(
+                        ListedCheckpoint(path.stat().st_mtime if isinstance(path, Path) else 0.0, path, None)
+                    )
             else:
                 if self.run_id in (manifest.run_id, None):
-                    found.append(Found(manifest.saved_at, path, manifest))
-        return sorted(found, key=attrgetter("saved_at"), reverse=True)
+                    checkpoints.append(ListedCheckpoint(manifest.saved_at, path, manifest))
+        return sorted(checkpoints, key=attrgetter("saved_at"), reverse=True)
 
     def own(self) -> dict[P, Manifest]:
         """Return the manifests of the undamaged checkpoints of this run, newest first."""
-        return {each.path: each.manifest for each in self.found() if each.manifest is not None}
+        return {each.path: each.manifest for each in self.checkpoints() if each.manifest is not None}
 
     def to_prune(self, settings: CheckpointConfig, evaluations: Evaluations) -> list[P]:
         """Return the checkpoints of this run that no ``keep_...`` setting retains.
@@ -122,7 +124,7 @@ class Listing(Generic[P]):
         return [path for path in own if path not in keep]
 
 
-def all_found(own: Listing[Any], remote: str | None) -> list[Found[Any]]:
+def all_checkpoints(own: Listing[Any], remote: str | None) -> list[ListedCheckpoint[Any]]:
     """Return the checkpoints of ``own`` and of ``remote`` (`checkpoint.remote`), newest first.
 
     If both have a checkpoint, the one in ``own`` comes first. Folders without a manifest at an address are
@@ -131,20 +133,20 @@ def all_found(own: Listing[Any], remote: str | None) -> list[Found[Any]]:
     Raises:
         UserError, RetryableError: if ``remote`` cannot be reached and ``own`` has no checkpoint.
     """
-    found: list[Found[Any]] = list(own.found())
+    checkpoints: list[ListedCheckpoint[Any]] = list(own.checkpoints())
     if remote is None:
-        return found
+        return checkpoints
     try:
-        for each in Listing(Address(remote) / "checkpoints", own.run_id).found():
+        for each in Listing(Address(remote) / "checkpoints", own.run_id).checkpoints():
             if each.manifest is None and not (each.path / MANIFEST).exists():
                 log.warning("skipping %s: its upload was never completed", printable(each.path))
             else:
-                found.append(each)
+                checkpoints.append(each)
     except (UserError, RetryableError) as error:
-        if not found:
+        if not checkpoints:
             raise
         log.warning("%s; using only the checkpoints in %s", error, own.root)
-    return sorted(found, key=attrgetter("saved_at"), reverse=True)
+    return sorted(checkpoints, key=attrgetter("saved_at"), reverse=True)
 
 
 def newest_run_id(run_dir: Location) -> str | None:

@@ -248,8 +248,8 @@ def verified_by_all(directory: Location, agreement: Agreement) -> OpenCheckpoint
     return agreement.everywhere(lambda: verified(directory, agreement.rank, agreement.world_size))
 
 
-def first_intact(found: Sequence[Location], agreement: Agreement, more: str = "") -> OpenCheckpoint:
-    """Return the first intact checkpoint of ``found``; skip damaged ones (a collective).
+def first_intact(paths: Sequence[Location], agreement: Agreement, more: str = "") -> OpenCheckpoint:
+    """Return the first intact checkpoint of ``paths``; skip damaged ones (a collective).
 
     Args:
         more: the end of the message if none is intact.
@@ -259,7 +259,7 @@ def first_intact(found: Sequence[Location], agreement: Agreement, more: str = ""
         NoAccessError, RetryableError: if a checkpoint cannot be read now.
     """
     reasons: list[str] = []
-    for directory in found:
+    for directory in paths:
         try:
             return verified_by_all(directory, agreement)
         except NoAccessError:  # it may be intact, so an older one would be the wrong choice
@@ -268,5 +268,5 @@ def first_intact(found: Sequence[Location], agreement: Agreement, more: str = ""
             reasons.append(str(error))
             if agreement.rank == 0:
                 log.warning("skipping %s: %s", directory.name, error)
-    where = printable(found[0].parent)
-    raise UserError(f"none of the {len(found)} checkpoints in {where} is intact: {reasons[0]}{more}")
+    where = printable(paths[0].parent)
+    raise UserError(f"none of the {len(paths)} checkpoints in {where} is intact: {reasons[0]}{more}")

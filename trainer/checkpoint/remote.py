@@ -238,7 +238,7 @@ class Remote(Copier):
 
     def _copy(self) -> None:
         try:
-            alone = not self._has_saved  # read first, because a save may finish at any moment
+            only_rank0 = not self._has_saved  # read first, because a save may finish at any moment
             newest = self.copying = next(iter(self._local.own()), None)
             if not self._has_started:
                 self._start()
@@ -251,12 +251,12 @@ class Remote(Copier):
                         self._metrics_upload = start, time.monotonic()
             if newest is None:
                 return
-            self._safe_step = self._upload_checkpoint(newest, alone).step
+            self._safe_step = self._upload_checkpoint(newest, only_rank0).step
             # The best may have been saved while an older one was uploaded, or before there was an address.
             if (keep_best := self._settings.keep_best) is not None:
                 for best in best_of(self._local.own(), keep_best, self._evaluations)[:1]:
                     self.copying = best
-                    self._upload_checkpoint(best, alone=True)
+                    self._upload_checkpoint(best, only_rank0=True)
         finally:
             self.copying = None
 
@@ -298,7 +298,12 @@ class Remote(Copier):
         file = self._address / OWNER
         file.write(json.dumps(owner).encode(), create=not file.exists())
 
-    def _upload_checkpoint(self, path: Path, alone: bool) -> Manifest:
+    def _upload_checkpoint(self, path: Path, only_rank0: bool) -> Manifest:
+        """Upload the checkpoint at `path`, unless it is uploaded already; return its manifest.
+
+        Args:
+            only_rank0: upload the files of all ranks from here, without the other hosts.
+        """
         manifest = read_manifest(path)
         self._newest_step = self._newest_step or manifest.step  # saved before this launch
         folder = self._free_folder(manifest)
@@ -306,7 +311,7 @@ class Remote(Copier):
             return manifest
         folder.make()
         others = set[str]()
-        if not alone:
+        if not only_rank0:
             others = {name for name in manifest.files if "-of-" in name and not self._is_from_writers(name)}
             self._attempt += 1
             self._write_owner(path.name, folder.name)

@@ -119,20 +119,20 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, part in local.items() if not part.isfinite().all()]
 
 
-def refuse_not_finite(found: Sequence[Sequence[str]], step: int, hosts: Sequence[str]) -> None:
+def refuse_not_finite(not_finite: Sequence[Sequence[str]], step: int, descriptions: Sequence[str]) -> None:
     """Raise NonFiniteError if a rank reports tensors with NaN or Inf.
 
     Args:
-        found: the names of such tensors, for each rank.
-        hosts: the description of each rank for the message.
+        not_finite: the names of such tensors, for each rank.
+        descriptions: the description of each rank for the message.
     """
-    for rank, names in enumerate(found):
+    for rank, names in enumerate(not_finite):
         if names:
             shown = first_few((name.removeprefix("model.") for name in names), 1)
             raise NonFiniteError(
-                f"{shown} contains NaN or Inf after step {step} on {hosts[rank]}, so that step is not saved. "
-                "Lower optim.lr, or set train.clip_grad_norm; the same run_dir with resume=auto continues "
-                "from the previous checkpoint",
+                f"{shown} contains NaN or Inf after step {step} on {descriptions[rank]}, so that step is not "
+                "saved. Lower optim.lr, or set train.clip_grad_norm; the same run_dir with resume=auto "
+                "continues from the previous checkpoint",
                 ranks=(rank,),
             )
 

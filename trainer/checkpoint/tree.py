@@ -93,8 +93,8 @@ def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
     kind, value = next(iter(plain.items()), ("", ""))
     match kind:
         case "$tensor":
-            found, stride = tensors[value], plain.get("stride")
-            return found.new_empty_strided(found.shape, stride).copy_(found) if stride else found
+            tensor, stride = tensors[value], plain.get("stride")
+            return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor) if stride else tensor
         case "$tuple":
             return tuple(put_together(value, tensors))
         case "$dict":

@@ -209,12 +209,12 @@ def _refuse_untied(path: Location, common: Mapping[str, Tensor], wanted: Mapping
 
 
 def _refuse_frozen(
-    path: Location, left: Mapping[str, Tensor], ignore: Sequence[str], freeze: Sequence[str]
+    path: Location, missing: Mapping[str, Tensor], ignore: Sequence[str], freeze: Sequence[str]
 ) -> None:
     """Raise UserError if a parameter that is left as initialised is frozen."""
     names = [
         name
-        for name, tensor in left.items()
+        for name, tensor in missing.items()
         if isinstance(tensor, nn.Parameter)
         and (
             any(re.search(pattern, name) for pattern in freeze)
@@ -303,9 +303,9 @@ def _checkpoint_in(directory: Location) -> OpenCheckpoint:
     """Return the checkpoint in ``directory``, or the newest intact one if it is a run directory."""
     inner = directory / "checkpoints"
     listing: Listing[Any] = Listing(inner if inner.is_dir() else directory)
-    found = [] if (directory / MANIFEST).exists() else [each.path for each in listing.found()]
-    if not found:
+    paths = [] if (directory / MANIFEST).exists() else [each.path for each in listing.checkpoints()]
+    if not paths:
         return verified(directory.resolve())
-    source = first_intact(found, Agreement())
+    source = first_intact(paths, Agreement())
     log.info("model.init_from=%s: using %s", directory, source.directory.name)
     return source

@@ -38,7 +38,10 @@ def atomic_file(path: Path, on_disk: bool = False) -> Iterator[BinaryIO]:
 
 @contextmanager
 def output_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
-    """Open an `atomic_file` at a path given by the user; an existing file is only replaced if `replace`.
+    """Open an `atomic_file` at a path given by the user.
+
+    Args:
+        replace: whether to replace an existing file.
 
     Raises:
         UserError, RetryableError: if the file exists, or in place of an OSError.

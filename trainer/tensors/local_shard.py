@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
-    """Return whether `value` is a DTensor, without the slow import of that class."""
+    """Return whether `value` is a DTensor, without importing that class, which is slow."""
     module = sys.modules.get("torch.distributed.tensor")  # if not imported, there are no DTensors
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(value, kind)
