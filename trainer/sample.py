@@ -111,7 +111,7 @@ def _print(tokens: Iterator[int], prompt: Sequence[int], tokenizer: Any, cache: 
     print(text[length:], flush=True)
     rate = f", then {(len(at_s) - 1) / (at_s[-1] - at_s[0]):.1f} tokens/s" if len(at_s) > 1 else ""
     print(
-        f"{len(at_s)} tokens {cache} key-value cache: first token after {at_s[0] * 1e3:.1f} ms{rate}",
+        f"{len(at_s)} tokens {cache} a key-value cache: first token after {at_s[0] * 1e3:.1f} ms{rate}",
         file=sys.stderr,
     )
 

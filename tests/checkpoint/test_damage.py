@@ -98,7 +98,10 @@ def test_every_damage_is_found(tmp_path: Path) -> None:
     damages += [partial(flip_in_manifest, position) for position in range(0, 700, 25)]
     messages = run_ranks(_refusals, 1, tmp_path / "checkpoints" / "step_00000002", damages)[0]
     assert [index for index, message in enumerate(messages) if message is None] == []
-    assert "has format version 1; 4 to 5 are read here" in messages[0] and "\n" not in messages[0]
+    assert (
+        "has format version 1, but this version of Ringmaster reads 4 to 5" in messages[0]
+        and "\n" not in messages[0]
+    )
     assert "no manifest.json" in messages[1]
 
 
