@@ -50,7 +50,8 @@ def main() -> None:
 
 def files() -> list[Path]:
     """Pages, pictures and the style, relative to the repository."""
-    found = [*ROOT.glob("*.md"), *(ROOT / "examples").glob("**/*.md"), *(ROOT / "examples").glob("*.ipynb")]
+    found = [*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    found += [file for ending in ("md", "ipynb") for file in (ROOT / "examples").rglob(f"*.{ending}")]
     found += [file for ending in ("md", "svg", "png", "css") for file in (ROOT / "docs").rglob(f"*.{ending}")]
     found += (ROOT / "benchmarks/results").glob("*.json")
     return sorted(file.relative_to(ROOT) for file in found)

@@ -26,7 +26,8 @@ from trainer import config, troubleshooting
 from trainer.config.overrides import leaves
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+FOLDERS = ("docs", "examples", "benchmarks")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for name in FOLDERS for page in (ROOT / name).rglob("*.md"))])
 _BLOCK = re.compile(
     r"(?:<!-- (?:skip: (?P<skip>[^>]+)|needs: (?P<needs>\w+)) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$",
     re.M | re.S,
