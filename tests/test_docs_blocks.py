@@ -29,9 +29,9 @@ _SMALL_GPT = ("model.width=32", "model.depth=1", "data.dataset.block_size=32")
 
 
 def _own_files(page: Path) -> dict[str, str]:
-    """The files that README.md and then `page` have the reader write; the blocks of a page add up to one file."""
+    """The files that the tutorial and then `page` have the reader write; the blocks of a page add up to one file."""
     files: dict[str, str] = {}
-    for source in (README, page):
+    for source in (TUTORIAL, page):
         written: dict[str, str] = {}
         for block in _blocks("python", "yaml"):
             named = re.match(r"# (mine\.py|conf/\S+/mine\.yaml)\n", block.text)
