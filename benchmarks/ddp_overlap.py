@@ -110,7 +110,8 @@ def main() -> None:
     print(f"{'':26} {'ms/step':>8} {'x plain':>8} {'comm ms':>8} {'overlapped':>10} {'exposed':>8}")
     for name, row in found.items():
         comm = [
-            f"{row.get(f'comm/{key}_ms', float('nan')):8.1f}" for key in ("total", "overlapped", "exposed")
+            f"{row.get(f'usage/comm/{key}_ms', float('nan')):8.1f}"
+            for key in ("total", "overlapped", "exposed")
         ]
         print(f"{name:26} {row['ms']:8.1f} {row['ratio']:8.2f} {' '.join(comm)}")
 

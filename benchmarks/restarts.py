@@ -103,7 +103,7 @@ def problems_of_logs(run_dir: Path, steps: int) -> list[str]:
     found = []
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
     events.Reload()
-    for tag in ("train/loss", "train/lr", "speed/samples_per_second"):
+    for tag in ("train/loss", "train/lr", "usage/samples_per_second"):
         if (seen := [event.step for event in events.Scalars(tag)]) != expected:
             found.append(f"{tag}: {_difference(seen, expected)}")
     if logged != expected:

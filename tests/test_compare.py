@@ -38,8 +38,12 @@ def write(
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(10, 10 * windows + 10, 10):
             values = {"train/loss": 1 / step + gap * (step >= 30), "train/grad_norm": 1.0}
-            values |= {"speed/ms_per_step/step": ms * (9 if step == 10 else 1 + step / 1000)}
-            values |= {"comm/total_ms": 3.0, "comm/overlapped_ms": 2.0, "comm/exposed_ms": 1.0}
+            values |= {"usage/ms_per_step/step": ms * (9 if step == 10 else 1 + step / 1000)}
+            values |= {
+                "usage/comm/total_ms": 3.0,
+                "usage/comm/overlapped_ms": 2.0,
+                "usage/comm/exposed_ms": 1.0,
+            }
             file.write(json.dumps({"step": step, **values}) + "\n")
         for step, loss in (evaluations or {}).items():
             file.write(json.dumps({"step": step, "eval/loss": loss}) + "\n")

@@ -52,8 +52,8 @@ def test_run_directory(world_size: int, strategy: str, tmp_path: Path) -> None:
     tags = set(page.Tags()["scalars"])
     assert tags >= {"train/loss", "eval/loss", "eval/accuracy", "train/lr", "train/grad_norm"}
     assert tags >= {
-        "speed/samples_per_second",
-        *(f"speed/ms_per_step/{p}" for p in ("step", "data", "compute", "rest")),
+        "usage/samples_per_second",
+        *(f"usage/ms_per_step/{p}" for p in ("step", "data", "compute", "rest")),
     }
     assert [event.step for event in page.Scalars("train/loss")] == list(range(5, 45, 5))
     assert "config/text_summary" in page.Tags()["tensors"]

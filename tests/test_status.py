@@ -35,7 +35,7 @@ def begin(folder: Path, pid: int = 0, host: str = "", silent_s: float = 0.0, ste
     folder.mkdir(parents=True)
     best = {"metric": "eval/accuracy", "mode": "max"}
     write(folder, "run.json", run_id="a" * 16, first_step=0, total_steps=100, best=best)
-    metrics = {"train/loss": 0.5, "speed/samples_per_second": 1234.0}
+    metrics = {"train/loss": 0.5, "usage/samples_per_second": 1234.0}
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": each, **metrics}) + "\n" for each in range(10, step + 1, 10))
     )

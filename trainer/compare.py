@@ -23,7 +23,10 @@ from trainer.sweep.trials import DONE, RunFiles, read_trials
 # Losses, or models, can only be compared if these settings are equal.
 _ALIKE = ["data.dataset", "data.task", "train.global_batch_size", "train.precision", "seed"]
 _ALIKE += ["train.max_steps", "train.epochs"]
-_MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/overlapped_ms", "comm/exposed_ms")
+_MS, _COMM = (
+    "usage/ms_per_step/step",
+    ("usage/comm/total_ms", "usage/comm/overlapped_ms", "usage/comm/exposed_ms"),
+)
 _FEWEST = 5  # log windows that a run needs for a ratio of speeds
 _MOST_SETTINGS = 6  # columns of settings; the names of more are listed below the table
 _OF_A_RUN = ("run_dir", "resume")  # settings that always differ

@@ -22,7 +22,7 @@ def log_step(run: Run, grad_norm: Tensor) -> None:
         "train/grad_norm": grad_norm.item(),
         "train/epoch": progress.epochs(data.train_loader.num_samples),
         "train/update_to_weight": weight_statistics.update_to_weight(),
-        **{f"memory/peak_mib/{device}": size / 2**20 for device, size in peak_memory_bytes(devices).items()},
+        **{f"usage/peak_mib/{device}": size / 2**20 for device, size in peak_memory_bytes(devices).items()},
         **run.strategy.report.metrics(),
         **run.checkpointer.metrics(),
     }
@@ -32,7 +32,7 @@ def log_step(run: Run, grad_norm: Tensor) -> None:
         values["train/skipped_steps"] = progress.skipped_steps
     num_skipped = data.train_loader.num_skipped + (data.eval_loader.num_skipped if data.eval_loader else 0)
     if num_skipped:
-        values["data/skipped_samples"] = num_skipped  # of this rank
+        values["usage/skipped_samples"] = num_skipped  # of this rank
     run_log.scalars(values, progress.step)
     run_log.histograms(weight_statistics.histograms, progress.step)
     run_log.plots(run.strategy.report.plots, progress.step)
@@ -44,7 +44,7 @@ def log_step(run: Run, grad_norm: Tensor) -> None:
     run_log.progress.step_line(
         f"step {progress.step}/{run.plan.total_steps}  {done}  "
         f"loss {values['train/loss']:.4f}{f' ({words})' if words else ''}  lr {values['train/lr']:.2e}  "
-        f"{values['speed/samples_per_second']:.0f} samples/s"
+        f"{values['usage/samples_per_second']:.0f} samples/s"
     )
 
 

@@ -89,7 +89,7 @@ def look(folder: Path, pruned: Collection[Path] = ()) -> dict[str, Any]:
         "train/loss": (metrics | result).get("train/loss"),
         **{name: _numbers(evaluated).get(name) for name in ("eval/loss", "best", "best_step")},
         "best_metric": evaluated.get("best_metric"),
-        "samples_per_second": result.get("samples_per_second", metrics.get("speed/samples_per_second")),
+        "samples_per_second": result.get("samples_per_second", metrics.get("usage/samples_per_second")),
         "host": owner.get("host"),
         "silent_s": time.time() - max(renewed_at, ended_at),
         "failure": end or None,

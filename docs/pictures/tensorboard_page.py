@@ -18,7 +18,11 @@ CHROMIUM = "/usr/bin/chromium"
 PORT = 6106
 
 
-PAGES = {"tensorboard": "", "tensorboard-speed": "^speed", "tensorboard-comm": "^comm"}  # tags of each
+PAGES = {
+    "tensorboard": "",
+    "tensorboard-speed": "^usage/(ms|samples)",
+    "tensorboard-comm": "^usage/comm",
+}  # tags of each
 
 
 def photograph(address: str) -> None:

@@ -82,7 +82,7 @@ def test_the_newest_is_uploaded_and_the_same_number_is_kept(tmp_path: Path) -> N
         _save(store, step)
         remote.follow(step)
         remote.finish(10)
-        assert remote.metrics() == {"checkpoint/remote_behind": 0.0}
+        assert remote.metrics() == {"usage/remote_behind": 0.0}
     assert _steps_there(tmp_path) == ["step_00000010", "step_00000040", "step_00000050"]
     there = Listing(_address(tmp_path) / "checkpoints", "one")
     for directory in there.directories():
@@ -143,7 +143,7 @@ def test_the_end_of_a_run_waits_for_the_upload_and_reports_what_is_safe(
     path = _save(store, 20)
     remote.follow(20)
     _wait(lambda: remote.copying)
-    assert remote.metrics() == {"checkpoint/remote_behind": 10.0}
+    assert remote.metrics() == {"usage/remote_behind": 10.0}
     for step in (30, 40):
         _save(store, step)
         store.prune(tiny.settings(keep_last=1), Evaluations(tmp_path), spared=remote.copying)

@@ -65,7 +65,7 @@ def compare(hosts: list[int], batch_norm: bool, accumulate: int) -> dict[str, tu
             float((plain - start).abs().max()),
             hook.timeline.num_passes,
         )
-        assert hook.timeline.metrics()["comm/total_ms"] > 0
+        assert hook.timeline.metrics()["usage/comm/total_ms"] > 0
         hook.close()
     return found
 

@@ -69,19 +69,22 @@ def test_a_rank_that_sleeps_before_its_backward_is_named(algorithm: str) -> None
     results = run_ranks(sleep_before_backward, 3, algorithm, [0, 0, 1], sleeper)
     for rank, found in enumerate(results):
         late = found["late"]
-        assert late["comm/last_rank"] == sleeper
+        assert late["usage/comm/last_rank"] == sleeper
         # It started to sleep after the other ranks had arrived.
-        assert 100 < late["comm/arrival_skew_ms"] < 2 * max(result["pass_ms"] for result in results)
+        assert 100 < late["usage/comm/arrival_skew_ms"] < 2 * max(result["pass_ms"] for result in results)
         assert (
-            min(before["comm/arrival_skew_ms"] for before in found["before"]) < late["comm/arrival_skew_ms"]
+            min(before["usage/comm/arrival_skew_ms"] for before in found["before"])
+            < late["usage/comm/arrival_skew_ms"]
         )
-        assert late["comm/overlapped_ms"] + late["comm/exposed_ms"] == pytest.approx(late["comm/total_ms"])
+        assert late["usage/comm/overlapped_ms"] + late["usage/comm/exposed_ms"] == pytest.approx(
+            late["usage/comm/total_ms"]
+        )
         early = [bucket["early_ms"] for bucket in found["typical"]]
         assert early == sorted(early, reverse=True) and early[0] > early[-1] == 0
         num_bytes = sum(bucket["bytes"] for bucket in found["typical"])
-        assert num_bytes / 1e6 == pytest.approx(late["comm/megabytes"])
+        assert num_bytes / 1e6 == pytest.approx(late["usage/comm/megabytes"])
         if rank != sleeper:  # the all-reduce looks long on the other ranks, which are not to blame
-            assert late["comm/total_ms"] > 100
+            assert late["usage/comm/total_ms"] > 100
         assert any(f"rank {sleeper} ready, " in label for label in found["labels"])
         assert re.search(r"\nslowest rank: \d \(in \d of 4 samples\)$", found["summary"])
 

@@ -126,7 +126,7 @@ def test_what_a_task_says_of_its_batches() -> None:
         of_both = {name: (ranks[0][name] + ranks[1][name]) / 2 for name in ("expected", "minimised")}
         assert metrics["train/plain_loss"] == pytest.approx(of_both["expected"])
         assert metrics["train/loss"] == pytest.approx(of_both["minimised"]) != of_both["expected"]
-        per_sample = metrics["speed/tokens_per_second"] / metrics["speed/samples_per_second"]
+        per_sample = metrics["usage/tokens_per_second"] / metrics["usage/samples_per_second"]
         assert per_sample == pytest.approx((7 + 2) / 2)
 
 
@@ -169,4 +169,4 @@ def test_profile_of_each_rank(tmp_path: Path) -> None:
         assert steps == {"ProfilerStep#3", "ProfilerStep#4"}
         assert any("all-reduce bucket" in str(event.get("name")) for event in events)
     assert len(list((tmp_path / "profile").iterdir())) == 2
-    assert all(0 < value < 1 for value in read_metrics(tmp_path)["speed/mfu"].values())
+    assert all(0 < value < 1 for value in read_metrics(tmp_path)["usage/mfu"].values())

@@ -111,8 +111,8 @@ def test_evaluates_weights_and_their_averages(tmp_path: Path) -> None:
     logged = read_metrics(tmp_path / "ps")
     weights = 4 * 8_970  # the bytes of the model
     traffic = 2 * (weights + 4 * 6) + 2 * weights
-    assert list(logged["ps/megabytes/server_0"].values()) == pytest.approx([traffic / 1e6] * 5)
-    assert all(logged[f"ps/waited_ms/worker_{rank}"] for rank in (1, 2))
+    assert list(logged["usage/ps/megabytes/server_0"].values()) == pytest.approx([traffic / 1e6] * 5)
+    assert all(logged[f"usage/ps/waited_ms/worker_{rank}"] for rank in (1, 2))
     for name in ("train/loss", "eval/loss", "eval/ema/loss", "eval/accuracy"):
         assert ps[name] == pytest.approx(ddp[name], rel=1e-4), name
     assert abs(ps["eval/loss"] - ps["eval/ema/loss"]) > 1e-2

@@ -223,7 +223,7 @@ class Remote(Copier):
         self._metrics_upload = 0.0, 0.0  # start and end time of the last upload of metrics.jsonl
 
     def metrics(self) -> dict[str, float]:
-        return {"checkpoint/remote_behind": float(max(0, self._newest_step - self._safe_step))}
+        return {"usage/remote_behind": float(max(0, self._newest_step - self._safe_step))}
 
     def finish(self, timeout_s: float) -> None:
         if self._safe_step < self._newest_step and not self._is_taken:

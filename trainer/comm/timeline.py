@@ -158,10 +158,10 @@ class Timeline:
         last_rank, skew_s = self._latest(self._waits)
         self._times_last[last_rank] += 1
         return {
-            "comm/arrival_skew_ms": 1e3 * skew_s,
-            "comm/last_rank": float(last_rank),
-            **{f"comm/{name}": value for name, value in recent.means_ms().items()},
-            "comm/megabytes": sum(record.num_bytes for record in self.last_pass) / 1e6,
+            "usage/comm/arrival_skew_ms": 1e3 * skew_s,
+            "usage/comm/last_rank": float(last_rank),
+            **{f"usage/comm/{name}": value for name, value in recent.means_ms().items()},
+            "usage/comm/megabytes": sum(record.num_bytes for record in self.last_pass) / 1e6,
         }
 
     def _latest(self, waits: torch.Tensor) -> tuple[int, float]:
@@ -227,7 +227,7 @@ class Timeline:
         axes.spines[:].set_color(_INK)
         axes.invert_yaxis()
         if not records:
-            return {"comm/buckets": figure}
+            return {"usage/comm/buckets": figure}
         origin, last_ready = records[0].ready, max(record.ready for record in records)
         moments = [(r.ready, r.start, min(r.end, max(r.start, last_ready)), r.end) for r in records]
         for number, (name, colour) in enumerate(_COLOURS.items()):
@@ -241,7 +241,7 @@ class Timeline:
             label = f"rank {rank} ready, {1e3 * skew_s:.3g} ms late"
             axes.scatter(last, range(len(records)), marker="|", s=160, color=_INK, zorder=3, label=label)
         figure.legend(loc="outside lower left", ncols=2, frameon=False, labelcolor=_INK)
-        return {"comm/buckets": figure}
+        return {"usage/comm/buckets": figure}
 
     def _sum_up(self, wait: bool) -> None:
         """Add the complete passes whose times are known; with `wait`, wait for the GPU and add all."""

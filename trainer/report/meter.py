@@ -161,14 +161,14 @@ class Meter:
         ms = self.ms_per_step(since)
         step_s = ms["step"] / 1e3
         values = {"train/loss": loss / self._mean_over}
-        values["speed/samples_per_second"] = global_batch_size / step_s
+        values["usage/samples_per_second"] = global_batch_size / step_s
         if self._has_plain:
             values["train/plain_loss"] = plain / self._mean_over
         if tokens > 0:
-            values["speed/tokens_per_second"] = tokens / step_s
+            values["usage/tokens_per_second"] = tokens / step_s
         if self._flops is not None and (mfu := self._flops.utilisation(step_s)) is not None:
-            values["speed/mfu"] = mfu
-        return values | {f"speed/ms_per_step/{part}": value for part, value in ms.items()}
+            values["usage/mfu"] = mfu
+        return values | {f"usage/ms_per_step/{part}": value for part, value in ms.items()}
 
     def _per_step(self, since: Mark) -> list[float]:
         """Loss, plain loss and tokens, each the sum over all ranks; NaN when no step was made."""

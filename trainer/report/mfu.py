@@ -123,7 +123,7 @@ class ModelFlops:
             self._per_step = counter.get_total_flops() * self._micro_batches
         except Exception as error:  # a forward pass that needs values may raise anything
             reason = first_line(error)
-            log.info("no speed/mfu: failed to count the model's FLOPs without its values: %s", reason)
+            log.info("no usage/mfu: failed to count the model's FLOPs without its values: %s", reason)
 
     def _faked(self, value: Any) -> Any:
         return torch.empty_like(value, device=self._device) if isinstance(value, Tensor) else value

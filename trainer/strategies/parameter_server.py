@@ -140,8 +140,10 @@ class TrafficReport(Report):
         self._counted = (exchange.steps, exchange.moved, exchange.waited_s)
         own = [now - then for now, then in zip(self._counted, before, strict=True)]
         means = [(moved / max(1, n), waited_s / max(1, n)) for n, moved, waited_s in gather_objects(own)]
-        moved = {f"ps/megabytes/server_{server}": means[server][0] / 1e6 for server in self._servers}
-        return moved | {f"ps/waited_ms/worker_{worker}": 1e3 * means[worker][1] for worker in self._workers}
+        moved = {f"usage/ps/megabytes/server_{server}": means[server][0] / 1e6 for server in self._servers}
+        return moved | {
+            f"usage/ps/waited_ms/worker_{worker}": 1e3 * means[worker][1] for worker in self._workers
+        }
 
     def summary(self) -> str:
         self._counted = (0, 0, 0.0)

@@ -100,7 +100,7 @@ class Task(Protocol):
         """Compile the computations of `loss` outside the model; called once if `train.compile=true`."""
 
     def num_tokens(self, batch: Any) -> int | Tensor:
-        """Return the number of counted tokens, for speed/tokens_per_second."""
+        """Return the number of counted tokens, for usage/tokens_per_second."""
 
     def eval_sums(self, model: nn.Module, batch: Any) -> Tensor:
         """Return float64 sums over the batch, on the model's device, of the same length for every batch."""
