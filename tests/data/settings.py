@@ -1,4 +1,4 @@
-"""Loader settings for tests, and a loader built with few words."""
+"""Loader settings for tests, and a function that builds a loader."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def reading(**settings: Any) -> DataConfig:
-    """Settings of data.*, by default those of conf/train.yaml."""
+    """Return settings of data.*, by default those of conf/train.yaml."""
     usual = {"num_workers": 0, "prefetch_factor": 2, "pin_memory": None, "persistent_workers": True}
     return DataConfig(**{**usual, "on_bad_sample": "raise", "sharded": False, **settings})
 
@@ -46,7 +46,7 @@ def train_loader(
 
 
 def message_of(batches: Iterable[Any]) -> str:
-    """What reading them raises. (A test that kept the exception would keep its frames and their workers.)"""
+    """Return the text of the exception of reading. The exception itself would keep its frames and their workers."""
     try:
         list(batches)
     except UserError as error:

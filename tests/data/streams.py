@@ -42,7 +42,7 @@ class Numbers(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Dividing(Numbers):
-    """Takes every so many samples on each rank, and says so."""
+    """Takes every n-th sample on each rank, and has `divides_itself`."""
 
     divides_itself = True
 
@@ -51,7 +51,7 @@ class Dividing(Numbers):
 
 
 class Stateful(Numbers):
-    """The same samples, from a stream with the methods of Hugging Face's, shards included."""
+    """The same samples, from a stream with the methods of Hugging Face's streams, including shards."""
 
     num_shards = 4
 

@@ -1,4 +1,4 @@
-"""Batches that `data.collate` makes, of samples of unequal sizes too."""
+"""Batches of `data.collate`, including samples of unequal sizes."""
 
 from collections import Counter
 from typing import Any
@@ -14,7 +14,7 @@ from trainer.errors import UserError
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
-    """Sentence i has i % 5 + 1 words, and as many labels; of every third sentence none counts."""
+    """Sentence i has i % 5 + 1 words and labels; the labels of every third sentence are ignored."""
 
     num_classes = 7
 

@@ -1,4 +1,4 @@
-"""The embedded data: 1,797 digits, every fifth held out; and random images."""
+"""The embedded digits, of which every fifth is held out; and random images."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Hugging Face's streaming datasets, of a local folder: their order, their state, their shards."""
+"""Hugging Face's streaming datasets from a local folder: order, state and shards."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_rows_are_read_once_in_one_order_resumed_or_not(options: dict, sharded: 
 
 
 def tokenize(row: dict[str, Any]) -> dict[str, Any]:
-    """As many tokens as its number says, and one at its end."""
+    """Row n has n tokens and an end token."""
     number = int(row["row"][0])
     return {"input_ids": [number] * (number % 5) + [99], "name": str(number)}
 

@@ -1,4 +1,4 @@
-"""A folder of images for each class: real PNG and JPEG files, some of them broken."""
+"""Images in one folder per class: real PNG and JPEG files, some of them broken."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ COLOURS = {"blue": (0, 0, 255), "red": (255, 0, 0)}
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Four images in each class to train on, one to evaluate on; of odd sizes, modes and formats."""
+    """Per class, four training images and one evaluation image, of various sizes, modes and formats."""
     for split, count in (("train", 4), ("val", 1)):
         for name, colour in COLOURS.items():
             folder = tmp_path / split / name
@@ -40,7 +40,7 @@ def test_images_come_as_bytes_with_the_number_of_their_class(root: Path) -> None
 
 
 def test_training_crops_at_random_and_evaluation_takes_the_centre(root: Path) -> None:
-    """On an image in which red increases from left to right."""
+    """The image has red that increases from left to right."""
     ramp = Image.frombytes("L", (64, 64), bytes(range(0, 256, 4)) * 64)
     Image.merge("RGB", (ramp, ramp, ramp)).save(root / "train/blue/0.png")
     Image.merge("RGB", (ramp, ramp, ramp)).save(root / "val/blue/0.png")

@@ -1,4 +1,4 @@
-"""Batches are the same for any number of workers, ranks and stops; broken samples are named or skipped."""
+"""Batches are the same for any number of workers, ranks and resumes; broken samples are named or skipped."""
 
 import errno
 import logging
@@ -32,7 +32,7 @@ from trainer.errors import UserError
 
 
 class KeepsGenerator(Dataset[float]):
-    """Draws from a generator of its own, or from one for each index."""
+    """Uses its own generator, or a generator per index."""
 
     def __init__(self, draws: bool) -> None:
         self.draws, self.rng, self.shared = draws, np.random.default_rng(0), torch.default_generator
@@ -47,7 +47,7 @@ class KeepsGenerator(Dataset[float]):
 
 
 class Told(Dataset[int]):
-    """Each sample is the number of the epoch, as the dataset was told it."""
+    """Each sample is the number of the epoch that was set."""
 
     epoch = -1
 
@@ -137,7 +137,7 @@ def test_reading_leaves_the_generators_of_the_process_alone(dataset: Any) -> Non
 
 @contextmanager
 def what_is_told() -> Iterator[None]:
-    """Write warnings to stderr, as data workers do, too."""
+    """Write warnings to stderr, also in data workers."""
     with os.fdopen(os.dup(2), "w") as stream:  # which data workers inherit
         handler = logging.StreamHandler(stream)
         logging.getLogger("trainer").addHandler(handler)
@@ -233,7 +233,7 @@ def test_a_mistake_in_code_is_not_taken_for_a_broken_sample() -> None:
 
 
 class OwnError(Exception):
-    """Cannot be pickled."""
+    """An exception that cannot be pickled."""
 
     def __init__(self, first: str, second: Any) -> None:
         super().__init__(first)
@@ -252,7 +252,7 @@ class Ends(Noisy):
 
 
 def test_what_ends_a_worker_is_told_in_its_own_words_with_its_line() -> None:
-    """Faults by which torch loses a worker or its message."""
+    """Errors for which torch loses a worker or its message."""
     for end, words in (
         (SystemExit(7), "SystemExit: 7"),
         (OwnError("alas", threading.Lock()), "OwnError: alas"),
@@ -263,7 +263,7 @@ def test_what_ends_a_worker_is_told_in_its_own_words_with_its_line() -> None:
 
 
 def _error_of(loader: Any) -> tuple[str, str]:
-    """What is raised. (A test that kept the exception would keep its frames and their workers.)"""
+    """Return the text of the exception. The exception itself would keep its frames and their workers."""
     try:
         epoch(loader)
     except WorkerError as error:
@@ -292,7 +292,7 @@ def test_an_empty_evaluation_set_is_refused() -> None:
 
 
 def started_workers() -> Iterator[Any]:
-    """The rest of an epoch of ten batches after the first from each of the two workers."""
+    """Return the rest of an epoch of ten batches, after the first batch of each of two workers."""
     batches = train_loader(Noisy(80), 8, num_workers=2).epoch(0)
     batches.take()
     batches.take()
@@ -300,7 +300,7 @@ def started_workers() -> Iterator[Any]:
 
 
 def _interrupted_epoch() -> tuple[int, int]:
-    """Stop the workers' session as a launcher would; return how many still live, and the remaining batches."""
+    """Signal the workers' session as a launcher would; return how many workers live, and the other batches."""
     batches = started_workers()
     pids = " ".join(str(worker.pid) for worker in active_children())
     subprocess.run(
@@ -336,7 +336,7 @@ class Stuck(Noisy):
 
 
 def _once_workers_live(count: int, action: Callable[[], object]) -> None:
-    """Act in another thread, half a second after that many workers exist."""
+    """Act in another thread, half a second after the given number of workers exist."""
 
     def wait() -> None:
         while len(active_children()) < count:

@@ -1,4 +1,4 @@
-"""Orders of an epoch: by length, by weight, of a mixture; the same on any number of ranks and after a resume."""
+"""Orders by length, by weight and of a mixture; they are the same on any number of ranks and after a resume."""
 
 import itertools
 from collections import Counter
@@ -67,7 +67,7 @@ def mixture(
 
 
 def batches(dataset: Any, order: Order, replicas: int = 1, epoch: int = 0, first: int = 0) -> list[list[int]]:
-    """The samples of each global batch of 8."""
+    """Return the samples of each global batch of 8."""
     loaders = [
         train_loader(dataset, 8, replicas, r, order=order).epoch(epoch, first) for r in range(replicas)
     ]

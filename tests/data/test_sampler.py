@@ -1,4 +1,4 @@
-"""Which samples a step sees, at any world size; evaluation counts each sample once."""
+"""The samples of a step at any world size; an evaluation counts each sample once."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def requests(
 def steps(
     num_samples: int, batch: int, replicas: int, epoch: int, micro: int | None = None
 ) -> list[list[int]]:
-    """The global batch of each step, its items in the order of the permutation."""
+    """Return the global batch of each step, in the order of the permutation."""
     local, per_replica = batch // replicas, []
     for replica in range(replicas):
         drawn = requests(num_samples, batch, replicas, replica, micro)
@@ -47,7 +47,7 @@ def test_the_batch_of_a_step_is_a_slice_of_one_permutation(num_samples: int, rep
 def test_another_batch_size_goes_on_at_the_very_next_sample(
     first_sample: int, batch: int, replicas: int
 ) -> None:
-    """Also if it is not a multiple of the batch or of the replicas."""
+    """The number of samples may not be a multiple of the batch or of the replicas."""
     permutation = torch.randperm(43, generator=torch.Generator().manual_seed(3)).tolist()
     parts = []
     for replica in range(replicas):

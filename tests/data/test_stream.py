@@ -1,4 +1,4 @@
-"""A stream's global batches are slices of its own order, for any number of ranks, workers and stops."""
+"""A stream's global batches are slices of its order, for any number of ranks, workers and resumes."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ def read(loader: TrainLoader, epoch: int = 0, first: int = 0) -> list[torch.Tens
 
 
 def global_batches(ranks: list[list[torch.Tensor]], micro_batches: int = 1) -> list[torch.Tensor]:
-    """Rows of each step in the order of the stream; ranks may have one step more than others."""
+    """Return the rows of each step in the order of the stream; some ranks may have one step more."""
     steps = min(len(batches) for batches in ranks) // micro_batches
     joined = [
         [torch.cat(batches[s * micro_batches : (s + 1) * micro_batches]) for batches in ranks]
@@ -39,7 +39,7 @@ def global_batches(ranks: list[list[torch.Tensor]], micro_batches: int = 1) -> l
 def test_batches_are_slices_of_the_stream_at_any_world_size_resumed_or_not(
     stream: type, workers: int
 ) -> None:
-    """Epoch, ids and noise: the whole sample."""
+    """Compare whole samples: epoch, ids and noise."""
     whole = global_batches([read(train_loader(stream(), 8, seed=4), 3)])
     assert numbers_of(torch.cat(whole)) == list(range(48))  # 2 remain
     assert (torch.cat(whole)[:, 1] * 64 == 3).all()
@@ -59,7 +59,7 @@ def test_batches_are_slices_of_the_stream_at_any_world_size_resumed_or_not(
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_state_spares_the_reading_of_what_came_before(workers: int, sharded: bool) -> None:
-    """Saved at two ranks, resumed at one and at four: from a state, at most a batch is read again."""
+    """Save on two ranks, resume on one and on four: with a state, at most one batch is read again."""
 
     def loader(world: int, rank: int, stream: Stateful) -> TrainLoader:
         return train_loader(stream, 8, world, rank, num_workers=workers, sharded=sharded)
@@ -125,14 +125,14 @@ def test_a_stream_that_divides_itself_is_taken_whole_on_each_rank() -> None:
 
 
 class ByRank(Numbers):
-    """Divides itself by the environment, and does not say so."""
+    """Divides itself by environment variables, without `divides_itself`."""
 
     def __init__(self, split: str) -> None:
         super().__init__(split, 64, first=int(os.environ.get("RANK", 0)), step=2)
 
 
 class Shorter(ByRank):
-    """Says that it divides itself: 32 samples on rank 0, 16 on rank 1."""
+    """Has `divides_itself`: 32 samples on rank 0, 16 on rank 1."""
 
     divides_itself = True
 
@@ -142,7 +142,7 @@ class Shorter(ByRank):
 
 
 class PartByRank(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The same, read by index."""
+    """The same data, read by index."""
 
     num_classes = 4
 
@@ -158,7 +158,7 @@ class PartByRank(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 @pytest.mark.slow
 def test_data_that_divides_itself_unsaid_is_told_before_the_first_step(tmp_path: Path) -> None:
-    """A stream is refused; of data by index, which may only draw by itself, that is a warning."""
+    """For a stream this is an error; for data read by index, which may use its own generator, a warning."""
     words = ["model.input_shape=[10]", "logger=jsonl", "strategy=ddp", "train.eval_every_epochs=0"]
     words += ["train.max_steps=2", "train.global_batch_size=8"]
     stream, by_index = (f"data.dataset._target_={__name__}.{kind.__name__}" for kind in (ByRank, PartByRank))
@@ -197,7 +197,7 @@ def test_samples_that_only_some_ranks_have_left_are_told_once(tmp_path: Path) ->
 
 
 def test_more_says_whether_another_step_follows() -> None:
-    """7 samples on two ranks in batches of 2: rank 0 alone has a fourth sample."""
+    """7 samples on two ranks in batches of 2: only rank 0 has a fourth sample."""
     for rank, left in ((0, [True, True, True, False]), (1, [True, True, False])):
         batches = train_loader(Numbers(num_samples=7), 2, 2, rank).epoch(0)
         assert ids(batches.ahead()[0]) == ids(batches.take()[0]) == [rank]

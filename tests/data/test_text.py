@@ -1,4 +1,4 @@
-"""Windows of bytes: where they begin, what they predict, and which are held out."""
+"""Windows of bytes: their starts, their targets, and which windows are held out."""
 
 from pathlib import Path
 

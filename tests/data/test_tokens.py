@@ -1,4 +1,4 @@
-"""Token files: the command's output and refusals, and the windows drawn from them."""
+"""Token files: the command's output and errors, and the windows of the dataset."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from trainer.errors import UserError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A text of lines, JSON lines, and a hidden file."""
+    """A text file, a JSON lines file, and a hidden file."""
     path = tmp_path / "texts"
     path.mkdir()
     (path / "a.txt").write_text("".join(f"line {number}\n" for number in range(500)))
@@ -72,7 +72,7 @@ def test_mistakes_are_one_message_and_leave_nothing(
 
 
 def test_gpt2_by_tiktoken(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a small vocabulary in the place of the one that is downloaded."""
+    """Uses a small vocabulary instead of a download."""
     tiktoken = pytest.importorskip("tiktoken")
     from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -90,7 +90,7 @@ def test_gpt2_by_tiktoken(tmp_path: Path, folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])
 def test_a_tokenizer_of_hugging_face_goes_with_its_tokens(tmp_path: Path, folder: Path, kind: str) -> None:
-    """Byte by byte, or with a sign for a space; the text comes back, also where a character is cut in two."""
+    """Tokens are bytes, or have a character for a space; decoding works even if a character is split."""
     tokenizers = pytest.importorskip("tokenizers")
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -125,7 +125,7 @@ def test_a_tokenizer_of_hugging_face_goes_with_its_tokens(tmp_path: Path, folder
 
 
 def test_windows_of_nanogpts_files(tmp_path: Path) -> None:
-    """No tokens.json: uint16, and the size of the vocabulary must be set."""
+    """Without tokens.json, tokens are uint16, and the vocabulary size must be set."""
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "train.bin")
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "val.bin")
     with pytest.raises(UserError, match=r"no tokens.json .* set data.dataset.vocab_size"):

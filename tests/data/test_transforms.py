@@ -58,7 +58,7 @@ def test_bytes_become_floats_on_the_device(channels_last: bool) -> None:
 
 
 class MovesInPlace:
-    """As many write `to`: it returns nothing."""
+    """A common implementation of `to`, which returns None."""
 
     def __init__(self) -> None:
         self.rows = torch.ones(2)

@@ -1,4 +1,4 @@
-"""Runs with `train.exact=8` under any strategy, and the hashes that they end with."""
+"""Runs with `train.exact=8` and any strategy, and their final hashes."""
 
 import contextlib
 import io
@@ -43,14 +43,14 @@ FIGURES = ("param_sha256", "train/loss", "eval/loss", "eval/accuracy")
 
 
 def trained_each(*all_overrides: tuple[str, ...]) -> list[tuple[Any, ...]]:
-    """The figures that must be equal, of one run after another in these ranks."""
+    """Return the results that must be equal, of consecutive runs in these ranks."""
     with contextlib.redirect_stdout(io.StringIO()):
         results = [runs.train(*overrides) for overrides in all_overrides]
     return [tuple(result.get(name) for name in FIGURES) for result in results]
 
 
 def figures(root: Path, world: int, *cases: tuple[str, ...], **options: Any) -> list[tuple[Any, ...]]:
-    """Those of `cases`, each a run of `world` ranks with these settings beside COMMON."""
+    """Return the results of `cases`, each a run of `world` ranks with these settings in addition to COMMON."""
     each = [(*COMMON, f"run_dir={root / str(number)}", *case) for number, case in enumerate(cases)]
     return run_ranks(trained_each, world, *each, init=False, **options)[0]
 
@@ -58,7 +58,7 @@ def figures(root: Path, world: int, *cases: tuple[str, ...], **options: Any) -> 
 def matrix(
     root: Path, model: str, optimizer: str, comms: Mapping[int, Sequence[str]], steps: int = 20
 ) -> dict[str, tuple[Any, ...]]:
-    """The figures of a model alone, under ddp with `comms` of each world size, and under fsdp."""
+    """Return the results of a model with single, with ddp and `comms` for each world size, and with fsdp."""
     words = (*MODELS[model], *OPTIMIZERS[optimizer], f"train.max_steps={steps}")
     found = {"single": figures(root / "1", 1, (*words, "strategy=single"))[0]}
     for world, names in comms.items():
@@ -72,5 +72,5 @@ def matrix(
 
 
 def refused_each(*all_overrides: tuple[str, ...]) -> list[str]:
-    """What runs say that are not allowed."""
+    """Return the errors of runs that are not allowed."""
     return refusals(*((*COMMON, *overrides) for overrides in all_overrides))

@@ -1,4 +1,4 @@
-"""Models that change buffers, and draw random numbers, in ways that are easily missed."""
+"""Models that change buffers or use random numbers in unusual ways."""
 
 import random
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class _Two(nn.Module):
-    """Two layers; a subclass changes what is between them."""
+    """Two layers; a subclass changes the code between them."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class _Two(nn.Module):
 
 
 class Codebook(_Two):
-    """Its buffer is changed through `.data`, of which torch counts no version."""
+    """Changes its buffer through `.data`, which torch does not count as a new version."""
 
     code: Tensor
 
@@ -36,7 +36,7 @@ class Codebook(_Two):
 
 
 class SkipsLayers(_Two):
-    """Each pass draws which layers it uses."""
+    """Uses random layers in each pass."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes)

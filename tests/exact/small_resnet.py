@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 
 class SmallResNet(nn.Module):
-    """Of images of 8 x 8 and one channel."""
+    """A residual network for images of 8 x 8 with one channel."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What train.exact refuses, tells and notices."""
+"""Errors, warnings and checks of train.exact."""
 
 import dataclasses
 import logging
@@ -100,7 +100,7 @@ def test_a_rank_in_another_environment_is_refused_at_the_start_and_named(tmp_pat
 
 
 class _Scaled:
-    """A task whose 3rd loss on rank 1, after the four of the dry run, has a factor."""
+    """A task whose third loss on rank 1, after the four losses of the dry run, is multiplied by a factor."""
 
     def __init__(self, task: Any, factor: float) -> None:
         self._task, self._factor, self._calls = task, factor, 0
@@ -115,7 +115,7 @@ class _Scaled:
 
 
 def _not_applied(factors: tuple[float, ...], *overrides: str) -> list[tuple[str, bool]]:
-    """How the run ends with each factor, and whether its parameters are as they were."""
+    """Return how the run ends with each factor, and whether its parameters are unchanged."""
     ends = []
     for factor in factors:
         with runs.context_of(*COMMON, *overrides) as context:

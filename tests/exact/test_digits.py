@@ -1,4 +1,4 @@
-"""Sums of numbers of any size as digits."""
+"""Sums of numbers of any magnitude, as digits."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""What goes with train.exact: one hash under single, ddp and fsdp."""
+"""Features that work with train.exact: single, ddp and fsdp end with the same hash."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ FEATURES = (
 
 
 def _found(tmp_path: Path, *words: str) -> tuple[list[Any], list[Any]]:
-    """Figures of single and of fsdp on one rank, and of ddp and of fsdp on two."""
+    """Return the results of single and fsdp on one rank, and of ddp and fsdp on two."""
     one, two = (
         figures(tmp_path / str(world), world, *((*MLP, *words, f"strategy={name}") for name in names))
         for world, names in ((1, ("single", "fsdp")), (2, ("ddp", "fsdp")))
@@ -43,7 +43,7 @@ def test_in_bf16_shards_have_one_hash_and_whole_models_another(tmp_path: Path) -
 
 
 class Following(nn.Module):
-    """Two classes of rows (B, 6); a mean follows the data, written as `how` says."""
+    """Classifies rows (B, 6); a running mean is updated as `how` specifies."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_what_has_no_mean_over_leaves_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_easily_missed_has_one_hash(tmp_path: Path) -> None:
-    """A buffer that is written through `.data`."""
+    """The buffer is changed through `.data`."""
     words = (*NOISY, *OPTIMIZERS["sgd"], "train.max_steps=8", "model._target_=tests.exact.odd_parts.Codebook")
     alone = figures(tmp_path / "1", 1, (*words, "strategy=single"))
     assert figures(tmp_path / "2", 2, (*words, "strategy=ddp")) == alone
@@ -98,7 +98,7 @@ def test_what_is_easily_missed_has_one_hash(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_layers_that_some_leaves_skip_have_one_hash(tmp_path: Path) -> None:
-    """Also one that only an earlier chunk than the last of each rank has used."""
+    """Also a parameter that only chunks before the last one of each rank have used."""
     words = (*NOISY, *OPTIMIZERS["adamw"], "model._target_=tests.exact.odd_parts.SkipsLayers")
     ddp = (*words, "strategy=ddp", "comm=ring", "strategy.find_unused_parameters=true")
     found = figures(tmp_path / "1", 1, (*words, "strategy=single"))

@@ -19,7 +19,7 @@ def test_two_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_strategies_and_all_reduces_give_one_hash(tmp_path: Path) -> None:
-    """Also a number of ranks that does not divide the chunks, and evaluation."""
+    """Also for a number of ranks that does not divide the number of chunks, and for evaluations."""
     alone = figures(tmp_path / "1", 1, (*NORM, "strategy=single"), (*NORM, "strategy=fsdp"))
     three = figures(tmp_path / "3", 3, (*NORM, "strategy=ddp", "comm=ring"))
     two = figures(tmp_path / "2", 2, (*NORM, "strategy=fsdp"), (*NORM, "strategy=ddp"))
@@ -38,6 +38,6 @@ def test_ranks_strategies_and_all_reduces_give_one_hash(tmp_path: Path) -> None:
 def test_each_model_has_one_hash(
     tmp_path: Path, model: str, optimizer: str, comms: dict[int, tuple[str, ...]]
 ) -> None:
-    """Of the matrix each model, world and all-reduce once; `python -m benchmarks.exact --matrix` runs the whole."""
+    """Each model, world size and all-reduce once; `python -m benchmarks.exact --matrix` runs all combinations."""
     found = matrix(tmp_path, model, optimizer, comms, steps=4)
     assert len(set(found.values())) == 1, found

@@ -1,4 +1,4 @@
-"""model.adapters: those of peft, in models of transformers; and what is said where they cannot be."""
+"""model.adapters: adapters of peft in models of transformers, and the errors if they cannot be added."""
 
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ TOKENS = torch.arange(24).reshape(4, 6) % 64
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Sequences, with themselves as labels or, if there are `classes`, one of these."""
+    """Sequences, whose labels are themselves or, with `classes`, a class."""
 
     def __init__(self, split: str, classes: bool) -> None:
         rows = torch.arange(16)[:, None] * 3 + torch.arange(6)
@@ -44,7 +44,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 def short_llama(config: Any) -> Any:
-    """In bf16: its adapters are fp32."""
+    """A model in bf16, whose adapters are fp32."""
     return pytest.importorskip("transformers").LlamaForCausalLM(config).bfloat16()
 
 
@@ -78,7 +78,7 @@ def size_of(checkpoint: Path) -> int:
 
 
 def runs(root: Path, kind: str, strategy: tuple[str, ...]) -> list[str]:
-    """The hashes of a whole run, and of one resumed."""
+    """Return the hashes of an uninterrupted run, and of a resumed run."""
     given = (*words(root, kind), *strategy)
     hashes = [str(train(*given, f"run_dir={root / 'whole'}")["param_sha256"])]
     train(*given, f"run_dir={root / 'halves'}", "train.max_steps=2")
@@ -136,7 +136,7 @@ WRONG = {
 
 
 def said(root: Path, calls: list[tuple[str, ...]]) -> list[str]:
-    """What the runs said at their end: nothing if they were trained."""
+    """Return the errors of the runs; empty for runs that trained."""
     found = []
     for number, call in enumerate(calls):
         try:

@@ -1,4 +1,4 @@
-"""Models with Hugging Face's interface, by YAML alone, under each strategy: a simulated one, and a real one."""
+"""Models with Hugging Face's interface, built from YAML, under each strategy: a simulated and a real model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,14 @@ STRATEGIES = {"single": 1, "fsdp": 2}
 
 @dataclass
 class Output:
-    """The output of such a model: an object, not a tensor."""
+    """The output of a model of Hugging Face: an object, not a tensor."""
 
     logits: Tensor
     loss: Tensor | None = None
 
 
 class Played(nn.Module):
-    """input_ids (B, T), labels (B, T) or None; as theirs, it shifts the labels itself, and ties its head."""
+    """Takes input_ids (B, T) and labels (B, T) or None; like the original, it shifts labels and ties its head."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Played(nn.Module):
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Rows of tokens as dicts, as their datasets yield them."""
+    """Rows of tokens as dicts, as in Hugging Face's datasets."""
 
     vocab_size = 16
 

@@ -1,4 +1,4 @@
-"""Packed documents whose borders are kept: each is computed as if it were alone."""
+"""Packed documents with `border`: each has the same outputs as a separate sequence."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def test_logits_of_a_packed_document_are_those_of_the_document_alone() -> None:
 
 
 def twin(query: Tensor, key: Tensor, value: Tensor, *rest: Any, window_size: tuple[int, int]) -> Tensor:
-    """What FlashAttention computes, document by document. Torch's own function is called on `meta`, too."""
+    """Compute attention document by document, like FlashAttention, and also call torch's function on `meta`."""
     begins, same, longest, longest_key = rest
     shapes = [part.detach().to("meta", torch.bfloat16).requires_grad_() for part in (query, key, value)]
     begun = begins.to("meta")
@@ -85,7 +85,7 @@ def test_documents_by_flash_attention_have_the_masks_logits_and_gradients(monkey
 
 
 def test_flash_attention_is_taken_where_torchs_kernel_takes_it(monkeypatch: MonkeyPatch) -> None:
-    """On an imagined GPU; `benchmarks/gpu.sh packed` compares the two on a real one."""
+    """On a simulated GPU; `benchmarks/gpu.sh packed` compares both on a real one."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not takes_varlen(torch.ones(1, dtype=torch.bfloat16), 64, 0.0)
     with FakeTensorMode():

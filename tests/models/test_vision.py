@@ -1,4 +1,4 @@
-"""Each family's stem on small and on grey images, forward and backward."""
+"""The stem of each family with small and with grey images, forward and backward."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ FAMILIES = {
 
 
 def stem_resolution(model: nn.Module, side: int, channels: int) -> int:
-    """The side of the images that the second convolution sees."""
+    """Return the side of the images in the second convolution."""
     sides: list[int] = []
     convolutions = [part for part in model.modules() if isinstance(part, nn.Conv2d)]
     handle = convolutions[1].register_forward_pre_hook(lambda _, inputs: sides.append(inputs[0].shape[-1]))

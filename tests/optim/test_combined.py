@@ -1,4 +1,4 @@
-"""A group with its own optimizer: Muon for matrices beside AdamW, sharded or not, in steps, saves and memory."""
+"""A group with its own optimizer: Muon for matrices and AdamW for the rest, sharded or not."""
 
 import copy
 from pathlib import Path
@@ -143,7 +143,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def end_of(run_dir: Path, *overrides: str) -> dict[str, Tensor]:
-    """Weights, and the state of both optimizers, after the last step."""
+    """Return weights, and the state of both optimizers, after the last step."""
     with runs.context_of(*SMALL, *overrides, f"run_dir={run_dir}") as context:
         fit(context)
         assert parts_of(context.state.optimizer)[0].__class__ is AdamW
@@ -159,7 +159,7 @@ def end_of(run_dir: Path, *overrides: str) -> dict[str, Tensor]:
 
 
 def trained(root: Path, cases: dict[str, tuple[str, ...]], foreign: str) -> dict[str, dict[str, Any]]:
-    """Each case to its end, resumed from the middle, and from another strategy's checkpoint."""
+    """Run each case to its end, resume it from the middle, and from another strategy's checkpoint."""
     found: dict[str, dict[str, Any]] = {}
     for name, overrides in cases.items():
         saved = root / name / "checkpoints" / "step_00000003"

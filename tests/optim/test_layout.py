@@ -1,4 +1,4 @@
-"""A fused step on a CPU, whose kernel takes a parameter, its gradient and its state to be laid out alike."""
+"""Fused steps on a CPU, whose kernel assumes one layout for a parameter, its gradient and its state."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def state_of(target: str, fused: bool, memory_format: torch.memory_format = LAST
 
 
 def step(state: TrainState, memory_format: torch.memory_format = LAST) -> torch.Tensor:
-    """The weight after a step whose gradient user code has laid out by itself."""
+    """Return the weight after a step in which user code has chosen the layout of the gradient."""
     weight: Any = state.model.weight
     weight.grad = weight.detach().square().contiguous(memory_format=memory_format)
     state.optimizer.step()
@@ -34,7 +34,7 @@ def step(state: TrainState, memory_format: torch.memory_format = LAST) -> torch.
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_restored_state_is_laid_out_as_the_parameter(fused: bool) -> None:
-    """A checkpoint has rows in order, whatever the layout of the run that saved it."""
+    """The layout of a checkpoint does not depend on the layout in the run."""
     first = state_of("AdamW", fused)
     step(first)
     saved = first.state_dict()

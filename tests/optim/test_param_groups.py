@@ -1,4 +1,4 @@
-"""Parameter groups and frozen parameters: their members, and that each trains, saves and resumes."""
+"""Parameter groups and frozen parameters: members, training, saving and resuming."""
 
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2}
 
 
 def _rates(run_dir: Path, strategy: str, *overrides: str) -> tuple[list[float], dict[int, float]]:
-    """The rates that each update used, and the logged ones."""
+    """Return the rates that each update used, and the logged rates."""
     options = (f"strategy={strategy}", *overrides, "train.max_steps=6", "train.log_every_steps=2")
     options += ("schedule=cosine", "train.eval_every_epochs=0", "checkpoint.every_epochs=null")
     used: list[float] = []
@@ -246,7 +246,7 @@ def _train_and_resume(root: Path, strategy: str, foreign: str | None) -> dict[st
 
 @pytest.mark.slow
 def test_groups_and_frozen_parameters_under_each_strategy(tmp_path: Path) -> None:
-    """Each also resumes from the checkpoint of the one before."""
+    """Each run also resumes from the checkpoint of the previous one."""
     ends = {}
     foreign = None
     for strategy, world in STRATEGIES.items():

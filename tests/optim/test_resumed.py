@@ -1,4 +1,4 @@
-"""Optimizer and schedule after a resume: what was saved, and what follows from settings that are others now."""
+"""Optimizer and schedule after a resume: saved options, and options whose settings have changed."""
 
 import copy
 from typing import Any
@@ -18,7 +18,7 @@ TORCH = "torch.optim.lr_scheduler."
 
 
 class Doubling(LRScheduler):
-    """Moves the momentum, too, as a user's may."""
+    """Also changes the momentum, as a user's schedule may."""
 
     def __init__(self, optimizer: Any, every: int = 3) -> None:
         self.every = every
@@ -32,7 +32,7 @@ class Doubling(LRScheduler):
 
 
 class Adapting(torch.optim.SGD):
-    """Moves its own options as it trains."""
+    """Changes its own options during training."""
 
     def step(self, closure: Any = None) -> None:
         super().step()
@@ -89,7 +89,7 @@ def _state(node: dict[str, Any], total: int = 20, **optim: Any) -> TrainState:
 
 
 def _train(state: TrainState, steps: int) -> list[Any]:
-    """The options of the first group at each update."""
+    """Return the options of the first group at each update."""
     seen = []
     for _ in range(steps):
         for parameter in state.model.parameters():

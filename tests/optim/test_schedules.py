@@ -1,4 +1,4 @@
-"""Which of torch's optimizers and schedules fit: ReduceLROnPlateau does, others are refused before a step."""
+"""torch's optimizers and schedules: ReduceLROnPlateau is supported, and others fail before a step."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def _by_accuracy(run_dir: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_plateau_follows_the_metric_that_the_settings_name(tmp_path: Path) -> None:
-    """No accuracy is nine times the one before it, so that each evaluation but the first lowers the rate."""
+    """No accuracy is nine times the previous one, so each evaluation except the first lowers the rate."""
     rate, unknown, falls = run_ranks(_by_accuracy, 1, tmp_path, init=False)[0]
     assert rate == pytest.approx(0.05)
     assert (

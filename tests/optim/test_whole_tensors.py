@@ -1,4 +1,4 @@
-"""Under FSDP an optimizer that doesn't update each number by itself gets whole tensors, or is refused."""
+"""Under FSDP, an optimizer that does not update elementwise gets whole tensors, or is an error."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ OURS = "benchmarks.fsdp_optimizers."
 
 
 class Noisy(torch.optim.SGD):
-    """Adds noise to gradients: other numbers in shards than in the whole, but each of its own."""
+    """Adds noise to gradients: shards get different numbers than whole tensors, but updates are elementwise."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -32,7 +32,7 @@ class Noisy(torch.optim.SGD):
 
 
 class ByRows(torch.optim.SGD):
-    """Keeps a number for each row, which no checkpoint can tell from one for each of other rows."""
+    """Has a number per row, which a checkpoint cannot distinguish from that of other rows."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -91,7 +91,7 @@ def test_sparse_adam_with_dense_gradients_is_refused() -> None:
 
 
 def _continued(root: Path, strategy: str, chain: dict[str, tuple[str, int, str]]) -> dict[str, list[Tensor]]:
-    """Each optimizer's weights after a part of its run, from a checkpoint to a step, at which it is saved."""
+    """Return each optimizer's weights after a part of its run, from a checkpoint to a step with a save."""
     found = {}
     for target, (resume, until, name) in chain.items():
         chosen = ("optim=own", f"optim._target_={target}", "optim.lr=0.01", "schedule=constant")

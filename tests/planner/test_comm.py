@@ -1,4 +1,4 @@
-"""The cost model: its traffic is the textbook's, its times follow from the links; wrong input is named."""
+"""The cost model: traffic as in textbooks, times that follow from the links, and errors for wrong input."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _LAYOUTS = [
 def test_the_short_way_gives_the_same_as_all_ranks_and_all_rounds(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Repetitions, over ranks or rounds, are skipped; here at sizes that do not need it."""
+    """Repetitions over ranks or rounds are skipped; here also at small sizes."""
 
     def found() -> list[Prediction]:
         predictions = []
@@ -115,7 +115,7 @@ def test_the_short_way_gives_the_same_as_all_ranks_and_all_rounds(
 
 @pytest.mark.slow
 def test_time_for_16384_ranks_is_not_that_of_their_pairs() -> None:
-    """Only a few ranks' schedules are built, unless all ranks differ."""
+    """The schedules of only a few ranks are built, unless all ranks differ."""
     hosts = Hosts(rank // 8 for rank in range(16_384))
     for name in ("ring", "halving_doubling", "hierarchical"):
         family = rounds.Family(partial(build, name, hosts=hosts), len(hosts))

@@ -1,4 +1,4 @@
-"""The memory that a run would need, counted on tensors without memory."""
+"""The memory of a run, counted with fake tensors."""
 
 import json
 from collections.abc import Callable

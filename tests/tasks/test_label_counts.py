@@ -1,4 +1,4 @@
-"""Labels that do not count: the same model at any world size, with means over the counted labels only."""
+"""Ignored labels: the same model at any world size, with means over the counted labels."""
 
 import copy
 import functools
@@ -32,7 +32,7 @@ STEPS, SAMPLES = 10, 8  # in these there are micro-batches, ranks and steps in w
 
 
 class Blanked(Digits):
-    """Digits; one in ten has a label."""
+    """Digits, of which one in ten has a label."""
 
     def __init__(self, split: str) -> None:
         super().__init__(split)
@@ -41,7 +41,7 @@ class Blanked(Digits):
 
 
 class Padded(Text):
-    """Windows of text; most are all padding, the others are padded from different positions on."""
+    """Windows of text; most are only padding, the others are padded from different positions on."""
 
     def __init__(self, split: str, **options: Any) -> None:
         super().__init__(split, **options)
@@ -91,7 +91,7 @@ ALL_DATA = ("single, accumulated", "ddp, accumulated", "fsdp")
 
 
 def fitted(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """The metrics of a run, and its model."""
+    """Return the metrics of a run, and its model."""
     from trainer.loop import fit
 
     with context_of(*overrides) as context:
@@ -102,7 +102,7 @@ def fitted(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
 
 
 def by_hand(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """As `fitted` on one process, in plain torch: sums over the whole batch, divided by the counted labels."""
+    """As `fitted` in one process, with plain torch: sums over the batch, divided by the counted labels."""
     with context_of(*overrides) as context:
         model, lr = copy.deepcopy(context.state.model), context.state.optimizer.param_groups[0]["lr"]
         smoothing = getattr(context.task, "label_smoothing", 0.0)
@@ -131,7 +131,7 @@ def by_hand(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
 
 @torch.no_grad()
 def held_out(model: nn.Module, loader: Any) -> dict[str, float]:
-    """Means over all counted held-out labels, computed sample by sample."""
+    """Return means over all counted held-out labels, computed sample by sample."""
     losses: list[Tensor] = []
     hits = count = 0
     for (inputs, labels), indices in loader:
@@ -149,7 +149,7 @@ def held_out(model: nn.Module, loader: Any) -> dict[str, float]:
 def made_by_hand(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[dict[str, float], dict[str, Tensor]]]:
-    """Of each kind of data, once."""
+    """Once for each kind of data."""
 
     @functools.cache
     def make(data: str) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -191,7 +191,7 @@ def test_the_model_and_its_metrics_are_those_made_by_hand(
 
 
 def of(samples: int, parts: int = 2) -> Any:
-    """A split into micro-batches of `samples`, of which a step has `parts`."""
+    """Return a split with `parts` micro-batches of `samples` samples."""
     return SimpleNamespace(micro_batch_size=samples, num_micro_batches=parts)
 
 
@@ -200,7 +200,7 @@ HEADS = ("logits", "loss", *(["chunks"] if hasattr(F, "linear_cross_entropy") el
 
 @pytest.mark.parametrize("head", HEADS)
 def test_no_label_leaves_gradients_of_zero(head: str) -> None:
-    """And the others' as they are."""
+    """With labels, the gradients are unchanged."""
     torch.manual_seed(0)
     model = GPT(vocab_size=50, block_size=8, width=16, depth=1, num_heads=2)
     task = LanguageModelling(head=head)
@@ -237,7 +237,7 @@ def _task(name: str, **option: str) -> tuple[str, ...]:
 
 
 class Differentiates(Classification):
-    """Calls backward() itself."""
+    """A task that calls backward() itself."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         super().loss(model, batch).backward()
@@ -251,7 +251,7 @@ def test_a_loss_that_is_differentiated_already_is_refused(tmp_path: Path) -> Non
 
 
 class Reaches(Classification):
-    """Its loss depends on no parameter, or it makes parameters of its own in its first pass."""
+    """A task whose loss depends on no parameter, or that creates its own parameters in the first pass."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def test_a_loss_of_0_by_0_is_0_for_a_model_that_returns_an_object() -> None:
 
 
 class Unweighted:
-    """A mean over the samples, and no `weight`."""
+    """A mean over the samples, without `weight`."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
@@ -318,7 +318,7 @@ def test_how_many_samples_a_batch_has_is_known_or_refused() -> None:
 
 
 def test_a_task_without_a_weight_gets_no_uncounted_labels() -> None:
-    """Cross-entropy leaves them out of its mean, and the share of a micro-batch would be a wrong one."""
+    """Cross-entropy ignores these labels, so the weight of a micro-batch would be wrong."""
 
     @dataclass
     class Parts:

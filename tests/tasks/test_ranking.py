@@ -1,4 +1,4 @@
-"""AUC, average precision and F1 equal their definitions, written out."""
+"""AUC, average precision and F1 are equal to their definitions."""
 
 import math
 

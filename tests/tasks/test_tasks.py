@@ -16,7 +16,7 @@ from trainer.tasks.cross_entropy import logits_of
 
 
 class Given(nn.Module):
-    """Returns its input as logits."""
+    """A model that returns its input as logits."""
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
@@ -88,7 +88,7 @@ def test_labels_that_are_no_class_are_named() -> None:
 @pytest.mark.parametrize("classes", [10, 4])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
 def test_labels_that_do_not_count(classes: int, dtype: torch.dtype) -> None:
-    """All bytes count: 156 is not torch's -100."""
+    """All bytes count: 156 is not ignored, although it is -100 as a byte."""
     torch.manual_seed(0)
     logits, labels = torch.randn(17, classes), torch.randint(classes, (17,), dtype=dtype)
     if dtype == torch.int64:
@@ -147,7 +147,7 @@ def test_padding_of_sequences_does_not_count() -> None:
 
 
 class Loses(nn.Module):
-    """Its own loss, a mean over the labels that count; as a causal language model's if `shifted`."""
+    """A model with its own loss, a mean over the counted labels; like a causal language model if `shifted`."""
 
     def __init__(self, shifted: bool) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def test_a_loss_of_the_models_own_is_over_the_labels_that_count(shifted: bool) -
 
 @pytest.mark.parametrize("form", ["object", "dict"])
 def test_the_accuracy_of_a_model_with_a_loss_of_its_own(form: str) -> None:
-    """Where it also returns logits (B, classes)."""
+    """If the model also returns logits (B, classes)."""
     torch.manual_seed(0)
     logits, labels = torch.randn(9, 4), torch.tensor([0, 1, 2, 3, 0, -100, 1, 2, 3])
 

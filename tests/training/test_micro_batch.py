@@ -1,4 +1,4 @@
-"""train.micro_batch_size=auto: what fits is found by trying, agreed on, and kept; it leaves no trace."""
+"""train.micro_batch_size=auto: trials find a size that fits on all ranks, and have no side effects."""
 
 import logging
 import os
@@ -35,8 +35,8 @@ def num_sockets() -> int:
 def ran(free: list[int], *overrides: str) -> dict[str, Any]:
     """Train where each rank may take `free` bytes.
 
-    Returns the hash, the size in config.yaml, what was logged about sizes, and how many sockets finding the
-    size has left open.
+    Returns the hash, the size in config.yaml, the log lines about sizes, and the number of sockets that the
+    trials left open.
     """
     told: list[str] = []
     opened = 0

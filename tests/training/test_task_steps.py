@@ -1,4 +1,4 @@
-"""`begin_step` and `end_step` of a task: the step is known to it, also after a resume, and a teacher follows."""
+"""`begin_step` and `end_step` of a task: step numbers, also after a resume, and a teacher network."""
 
 import time
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_alternating_updates_go_on_where_they_stopped(way: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_one_that_is_killed_ends_with_the_same_hash(tmp_path: Path) -> None:
-    """In the middle of a step; what it saves then is a step of the critic's."""
+    """In the middle of a step; the save that follows is a step of the critic."""
     gan = [word for word in GAN if "task._target_" not in word]
     killed = fault("kill", 0, 8, "backward", mark=tmp_path / "mark", task="examples.recipes.gan.Turns")
     hashes = []
@@ -62,7 +62,7 @@ def test_one_that_is_killed_ends_with_the_same_hash(tmp_path: Path) -> None:
 
 
 class Student(nn.Module):
-    """Beside it is a frozen teacher, each a unit under fsdp."""
+    """A student and a frozen teacher, each of which is a unit under fsdp."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Student(nn.Module):
 
 
 class Follows:
-    """The teacher follows its student after each step, by a part that the step says, with some noise."""
+    """Moves the teacher towards its student after each step, by a step-dependent fraction, with noise."""
 
     rate = 1.0
 
@@ -100,7 +100,7 @@ class Follows:
 
 
 def followed(folder: Path, *overrides: str) -> list[Any]:
-    """What the task was told in a resumed run, and by how much the teacher differs from one moved by hand."""
+    """Return the calls in a resumed run, and the difference between the teacher and one moved by hand."""
     run = (
         *("logger=jsonl", "data=own", "data.dataset._target_=trainer.data.digits.Digits", "model=own"),
         *("data.task._target_=tests.training.test_task_steps.Follows", "train.max_steps=4"),
@@ -137,7 +137,7 @@ def test_a_teacher_follows_and_the_step_is_counted_on(way: str, tmp_path: Path) 
 
 
 class Jolts(Follows):
-    """Before step 3 it moves the student's weights."""
+    """Moves the student's weights before step 3."""
 
     def begin_step(self, step: int, last_step: int, model: Any = None) -> None:
         super().begin_step(step, last_step)

@@ -1,4 +1,4 @@
-"""Layers that `begin_step` freezes and makes trainable are trained as by plain torch, and resume to the same bits."""
+"""Layers that `begin_step` freezes and unfreezes train as in plain torch, and resume with the same bits."""
 
 import json
 import re
@@ -21,7 +21,7 @@ STEPS = 9
 
 
 class Points(Dataset):
-    """16 points, which are one step."""
+    """16 points, which make one step."""
 
     num_classes, input_shape = 3, (8,)
 
@@ -49,7 +49,7 @@ class Layers(nn.Module):
 
 
 class Unfreezes:
-    """Trains the middle in steps 2 to 6 and from 8 on, the first layer from 5 on."""
+    """Trains the middle layer in steps 2 to 6 and from 8 on, and the first layer from 5 on."""
 
     def begin_step(self, step: int, last_step: int, model: Any) -> None:
         model.first.requires_grad_(step >= 5)
@@ -60,7 +60,7 @@ class Unfreezes:
 
 
 class InLoss(Unfreezes):
-    """Finds only in the loss what to train."""
+    """Changes requires_grad in the loss."""
 
     def begin_step(self, step: int, last_step: int, model: Any) -> None:
         self.model, self.step = model, step
@@ -71,14 +71,14 @@ class InLoss(Unfreezes):
 
 
 class Freezes(Unfreezes):
-    """Leaves nothing to train in step 3."""
+    """Freezes all parameters in step 3."""
 
     def begin_step(self, step: int, last_step: int, model: Any) -> None:
         model.requires_grad_(step != 3)
 
 
 class Unlike(Unfreezes):
-    """Rank 1 makes a layer trainable one step later."""
+    """Makes a layer trainable one step later on rank 1."""
 
     def begin_step(self, step: int, last_step: int, model: Any) -> None:
         super().begin_step(step - torch.distributed.get_rank(), last_step, model)
@@ -96,7 +96,7 @@ CONSTRUCTOR, FREEZE, BEGIN_STEP = "+model.frozen=true", "model.freeze=[first,mid
 
 
 def plain(options: tuple[str, ...]) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """The losses, the last weights and their averages, of an optimizer that has all parameters from the start."""
+    """Return losses, final weights and their averages, with an optimizer that has all parameters from the start."""
     model, task, data = Layers(), Unfreezes(), Points("train")
     groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
     if options == ADAMW:
@@ -134,7 +134,7 @@ def overrides(task: str, *words: str) -> tuple[str, ...]:
 
 
 def run_and_resume(folder: Path, at: list[int], *words: str) -> list[Any]:
-    """The losses and the hash of a run, and the hashes of those resumed from its checkpoints."""
+    """Return the losses and the hash of a run, and the hashes of runs resumed from its checkpoints."""
     whole = train(*overrides("Unfreezes", *words, f"run_dir={folder / 'whole'}"))
     lines = map(json.loads, (folder / "whole/metrics.jsonl").read_text().splitlines())
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
