@@ -49,10 +49,13 @@ class WholeTensors(Optimizer):
             loads[owner] += shape.numel()
             whole = _freed(nn.Parameter(shard)) if owner == self._ranks.rank() else None
             self._all[shard] = _Owned(shard, shape, owner, whole)
-        self._mine = {e.shard: e.whole for e in self._all.values() if e.whole is not None}
+        self._own_whole = {e.shard: e.whole for e in self._all.values() if e.whole is not None}
         update_only(
             optimizer,
-            [[self._mine[p] for p in group["params"] if p in self._mine] for group in self.param_groups],
+            [
+                [self._own_whole[p] for p in group["params"] if p in self._own_whole]
+                for group in self.param_groups
+            ],
         )
 
     @torch.no_grad()
@@ -66,12 +69,12 @@ class WholeTensors(Optimizer):
         both = [(e, [e.shard, e.shard.grad], [e.whole, getattr(e.whole, "grad", None)]) for e in given]
         self._move(both, to_owners=True)
         _copy_options(self.param_groups, self.optimizer.param_groups)
-        if self._mine:
+        if self._own_whole:
             self.optimizer.step()
             _copy_options(self.optimizer.param_groups, self.param_groups)
         self._move([(each, [each.shard], [each.whole]) for each in given], to_owners=False)
         states = self.optimizer.state
-        for shard, whole in self._mine.items():
+        for shard, whole in self._own_whole.items():
             _freed(whole)
             if whole in states:
                 self.state[shard] = states[whole]
@@ -79,7 +82,7 @@ class WholeTensors(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # called at the end of torch's load_state_dict
         super().__setstate__(state)
-        loaded = {whole: self.state[shard] for shard, whole in self._mine.items() if shard in self.state}
+        loaded = {whole: self.state[shard] for shard, whole in self._own_whole.items() if shard in self.state}
         self.optimizer.state.update(loaded | _shared_state(self.state))
 
     def _move(self, moved: Sequence[tuple[_Owned, list[Any], list[Any]]], to_owners: bool) -> None:
