@@ -57,7 +57,7 @@ def test_batches_that_do_not_divide_are_refused_with_the_nearest_that_do() -> No
 def test_ranks_and_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     adagrad = ("optim._target_=torch.optim.Adagrad", "~optim.momentum")
     expected = {
-        ("strategy=fsdp",): "does not divide over 3 ranks",
+        ("strategy=fsdp",): "is not divisible by the 3 ranks",
         ("strategy=ddp", "train.exact=2"): "fewer chunks than the 3 ranks; set train.exact=3",
         ("strategy=ddp", "+optim.fused=true"): "train.exact is not supported with optim.fused=true on a CPU",
         (
@@ -96,7 +96,7 @@ def _in_another_environment(*overrides: str) -> str:
 
 def test_a_rank_in_another_environment_is_refused_at_the_start_and_named(tmp_path: Path) -> None:
     for words in run_ranks(_in_another_environment, 2, *MLP, f"run_dir={tmp_path}", init=False):
-        assert "rank 1" in words and "differs from rank 0 in the CPU: 'an abacus' against" in words
+        assert "rank 1" in words and "differs from rank 0 in the CPU: 'an abacus' instead of" in words
 
 
 class _Scaled:
