@@ -107,7 +107,7 @@ def test_a_step_that_is_left_out_has_no_part_in_a_mean() -> None:
     ("given", "words"),
     [
         ({"lr/head": 1.0}, "train/lr/head is another metric"),
-        ({"a": torch.ones(2)}, "the part a of the loss gives a tensor of shape (2,)"),
+        ({"a": torch.ones(2)}, "the part a of the loss returned a tensor of shape (2,)"),
     ],
 )
 def test_what_is_no_part_is_named(given: dict[str, Tensor], words: str) -> None:
