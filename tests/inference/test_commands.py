@@ -255,7 +255,7 @@ def test_renamed_settings_of_an_older_run_are_read(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("manifest.json", "is a checkpoint: pass its run"),
-        ("trials.jsonl", "is a sweep: give one"),
+        ("trials.jsonl", "is a sweep: pass one"),
         ("a", "is not a run"),
     ],
 )
