@@ -94,7 +94,7 @@ def test_a_saved_state_goes_on_and_a_schedule_scales_all() -> None:
         ),
         (
             {"dims": 2, "lr_scale": 2, "optimizer": MUON | {"lr": 0.1}},
-            r"optimizer\.lr is 0\.1, but optim\.groups\.0 sets lr_scale, a factor of optim\.lr, to 2\.0; leave",
+            r"optimizer\.lr is 0\.1, but optim\.groups\.0 sets lr_scale, a factor of optim\.lr, to 2\.0; remove",
         ),
     ],
 )
