@@ -20,7 +20,7 @@ TRAIN = "torchrun --standalone --nproc_per_node=2 train.py"
 COMMANDS = [
     f"{TRAIN} \\\n    run_dir=runs/whole",
     f"{TRAIN} \\\n    run_dir=runs/killed &\n"
-    "  tail -F runs/killed/train.log | grep -qm1 'step 400/'\n"
+    "  tail -F runs/killed/train.log | grep -qm1 'step 4[0-9]*/'\n"
     "  pkill -KILL --newest -f run_dir=runs/killed; wait",
     f"{TRAIN} \\\n    run_dir=runs/killed resume=auto",
     "grep -o 'sha256\": \"[0-9a-f]\\{16\\}' runs/*/result.json",
