@@ -179,7 +179,9 @@ class _Loads:
         }
 
     def traffic(self, num_segments: int, copies: int) -> Traffic:
-        """Return the traffic of the whole bucket on all ranks, which repeats the traffic of the block."""
+        """Return the traffic of the bucket on all ranks: that of the simulated block of ranks, `copies`
+        times.
+        """
 
         def listed(values: np.ndarray) -> list[int]:
             return np.rint(values * num_segments).astype(int).tolist() * copies

@@ -152,7 +152,9 @@ class Stage:
         return {name: self._on(name, device, accumulation) for name, device in self._devices.items()}
 
     def _integers(self, device: torch.device, accumulation: int) -> int:
-        """Return the bytes of train.exact: sums of chunks, if a rank has several, and messages."""
+        """Return the bytes that train.exact adds: integer sums, if a rank has several chunks, and
+        messages.
+        """
         trainable = [p for p in self._module.parameters() if p.requires_grad]
         own = sum(to_local(p).numel() for p in trainable if to_local(p).device == device)
         sums, messages = own * (accumulation > 1), 0
@@ -176,7 +178,7 @@ class Stage:
         return Footprint(self._starts[name], sum(parts.values()), parts, host)
 
     def _step(self, batch: Any, accumulation: int) -> None:
-        """Make the step of trainer/step.py, without logs and without communication outside the strategy."""
+        """Run a step as trainer/step.py does, without logging or communication outside the strategy."""
         module, strategy, state = self._module, self._strategy, self._state
         settings = self._config.strategy
         if isinstance(settings, DdpConfig) and settings.gradient_as_bucket_view:

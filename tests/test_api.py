@@ -54,7 +54,7 @@ def failures_in_between(run_dir: str) -> list[str]:
         with pytest.raises((UserError, NonFiniteError)) as error:
             trainer.train([*TINY, wrong, "train.max_steps=40", f"run_dir={run_dir}/wrong-{number}"])
         told.append("".join(traceback.format_exception(error.value)))
-    with pytest.raises(UserError, match=r"already contains a run \(.*; resume=auto continues it"):
+    with pytest.raises(UserError, match=r"already contains a run \(.*; set resume=auto to continue it"):
         trainer.train([*TINY, f"run_dir={run_dir}/0"], processes=1)
     return [*told, trainer.train([*TINY, f"run_dir={run_dir}/1"], processes=1)["param_sha256"]]
 

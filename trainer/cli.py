@@ -53,9 +53,10 @@ def main() -> None:
 
 
 def compose() -> list[DictConfig]:
-    """Return the settings of the command line; [] for a sweep and for options such as --help.
+    """Return a list with the composed settings; an empty list for a sweep or an option such as --help.
 
-    The run starts after Hydra's main function has returned, because Hydra would shorten tracebacks within it.
+    The run starts after Hydra's main function has returned, because Hydra shortens the tracebacks of errors
+    that are raised inside it.
     """
     composed: list[DictConfig] = []
     shown: list[Any] = []
@@ -136,7 +137,8 @@ def banner(num_processes: int) -> str:
 def loaded_run() -> Callable[[config.Config], dict[str, Any]]:
     """Import the modules that a first step needs, and return `trainer.run.run`.
 
-    Garbage collection is off during the imports, whose objects stay; it would take a fifth of the start-up.
+    Garbage collection is disabled during the imports: their objects are never freed, and collecting would
+    take a fifth of the start-up time.
     """
     gc.disable()
     from trainer.run import run

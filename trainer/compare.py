@@ -52,7 +52,7 @@ def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
         if not run.result:
             raise UserError(f"{name} cannot be compared: its result.json is damaged")
     if len(runs) < 2:
-        raise UserError(f"{' '.join(named)}: {len(runs)} finished run, but two are needed to compare")
+        raise UserError(f"{' '.join(named)}: found {len(runs)} finished, but comparing needs at least two")
     return runs
 
 

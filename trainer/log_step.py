@@ -1,4 +1,4 @@
-"""Logs the steps since the last time: metrics, histograms and a line."""
+"""Log the steps since the previous log point: metrics, histograms and one line of output."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from trainer.context import Run
 
 
 def log_step(run: Run, grad_norm: Tensor) -> None:
-    """Log the steps since the last time (a collective)."""
+    """Log the steps since the previous log point (a collective)."""
     progress, devices, data = run.state.progress, run.strategy.devices, run.data
     train, steps_before = run.config.train, run.plan.steps_before
     report = run.report

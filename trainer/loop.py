@@ -157,9 +157,9 @@ def open_epoch(run: Run) -> Batches | None:
     if not progress.samples_in_epoch:
         where = f" on rank {first_few(ended)}" if run.data.train_loader.is_divided else ""
         raise UserError(
-            f"the training data of epoch {progress.epoch} ends within its first global batch of "
-            f"{run.config.train.global_batch_size} samples{where}; lower train.global_batch_size, or give "
-            "the stream more samples (with data.sharded, in its shortest shard)"
+            f"epoch {progress.epoch} has less training data than one global batch of "
+            f"{run.config.train.global_batch_size} samples{where}; lower train.global_batch_size, or add "
+            "samples to the stream (with data.sharded, to its shortest shard)"
         )
     with run.guards.snapshot.change():
         progress.end_epoch()

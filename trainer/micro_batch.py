@@ -125,8 +125,9 @@ def _first_without_memory(
     failed = next((rank for rank, (has_room, _) in enumerate(results) if not has_room), None)
     if failed is not None and any(started != results[0][1] for _, started in results):
         raise UserError(
-            f"{_AUTO}: {ranks.describe(failed)} ran out of memory with {size} samples and other ranks did "
-            f"not, after which fsdp cannot try a smaller size; set train.micro_batch_size={smaller} or less"
+            f"{_AUTO}: {ranks.describe(failed)} ran out of memory with {size} samples but other ranks did "
+            "not, and fsdp cannot recover from that to try a smaller size; set "
+            f"train.micro_batch_size={smaller} or less"
         )
     _destroy(groups)
     return failed

@@ -53,8 +53,8 @@ def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
     with restored_run(config, checkpoint) as restored, ExitStack() as stack:
         if not offers(restored.task, "predict"):
             raise UserError(
-                f"data.task={config.data.task['_target_']} cannot make predictions, because it has no method "
-                "predict (see trainer.tasks.Task)"
+                f"data.task={config.data.task['_target_']} cannot make predictions, because it has no "
+                "predict method (see trainer.tasks.Task)"
             )
         dataset, loader = held_out(restored, by_chunks=False)
         file = stack.enter_context(output_file(out)) if restored.ranks.is_main else None

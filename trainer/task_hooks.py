@@ -62,7 +62,7 @@ def follow_begin_step(run: Run) -> bool:
     run.guards.unsaved.optimizer = run.state.optimizer
     follow_frozen_statistics(run.state.model)
     if new:
-        log.info("newly trainable from step %d: %s", step, first_few(new))
+        log.info("parameters that become trainable at step %d: %s", step, first_few(new))
     return run.strategy.follow_trainable(run.model)
 
 

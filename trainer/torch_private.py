@@ -103,7 +103,9 @@ def with_versions(saved: dict[str, Any], model: nn.Module) -> Any:
 def set_last_lr(schedule: LRScheduler, rates: list[Any]) -> None:
     """Set the value of `schedule.get_last_lr()`, which torch's schedulers set in `step`."""
     if not hasattr(schedule, "_last_lr"):
-        raise AttributeError(f"torch {torch.__version__} has no LRScheduler._last_lr; use a torch up to 2.14")
+        raise AttributeError(
+            f"torch {torch.__version__} has no LRScheduler._last_lr; use torch 2.14 or older"
+        )
     schedule._last_lr = rates
 
 

@@ -173,7 +173,7 @@ def test_a_suspended_launch_stops_uploading_after_another_has_resumed_its_run(
     _save(store, 20)
     first.follow(20)
     first.finish(10)
-    assert "this run uploads nothing more" in caplog.text
+    assert "this run uploads no more files" in caplog.text
     assert _steps_there(tmp_path) == ["step_00000010"]
     second.follow(20)
     second.finish(10)
@@ -214,7 +214,7 @@ def test_a_new_run_dir_continues_the_run_at_the_address(
     for run_dir, resume in ((tmp_path / "third", None), (tmp_path / "third", "auto")):
         if resume:
             _save(Store(run_dir / "checkpoints", "three"), 1)
-        with pytest.raises(UserError, match="contains another run, one; use another address"):
+        with pytest.raises(UserError, match="already contains a different run, one; use another address"):
             _claimed(run_dir, resume, address)
     assert _claimed(tmp_path / "fourth", None, f"file://{tmp_path / 'elsewhere'}").run_id != "one"
     monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.0)

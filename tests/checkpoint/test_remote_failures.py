@@ -119,7 +119,7 @@ def test_an_address_whose_run_json_is_lost_or_damaged_still_belongs_to_its_run(
     owner = tmp_path / "there" / "run.json"
     owner.unlink() if content is None else owner.write_bytes(content)
     assert _claimed(tmp_path / "new", "auto", str(_address(tmp_path))).run_id == "one"
-    with pytest.raises(UserError, match="contains another run, one"):
+    with pytest.raises(UserError, match="already contains a different run, one"):
         _claimed(tmp_path / "another", None, str(_address(tmp_path)))
     restarted = remote_of(_address(tmp_path), here)
     _save(here, 20)

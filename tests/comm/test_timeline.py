@@ -86,7 +86,7 @@ def test_a_rank_that_sleeps_before_its_backward_is_named(algorithm: str) -> None
         if rank != sleeper:  # the all-reduce looks long on the other ranks, which are not to blame
             assert late["usage/comm/total_ms"] > 100
         assert any(f"rank {sleeper} ready, " in label for label in found["labels"])
-        assert re.search(r"\nslowest rank: \d \(in \d of 4 samples\)$", found["summary"])
+        assert re.search(r"\nslowest rank: \d \(last in \d of 4 measured steps\)$", found["summary"])
 
 
 def profile() -> list[str]:

@@ -100,7 +100,7 @@ def test_null_means_never_for_counts() -> None:
         _slow("train.precision=fp8", "train.precision is fp8, but must be one of fp32, bf16, fp16"),
         _slow("seed=-1", "seed is -1, but must be from 0 to 2**64 - 1"),
         _slow("run_dir=", "run_dir is empty, but must be a path ('.'"),
-        _slow("train=5", "train is 5, but must be a mapping: train.NAME=VALUE"),
+        _slow("train=5", "train is 5, but must be a mapping; set its entries with train.NAME=VALUE"),
         _slow("train.epochs=???", "train.epochs has no value"),
         _slow("~model._target_", "model has no _target_"),
         _slow(

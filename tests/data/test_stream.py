@@ -193,7 +193,7 @@ def test_samples_that_only_some_ranks_have_left_are_told_once(tmp_path: Path) ->
     assert "epoch 0 ended after 32 samples, because the stream ended on rank 1. At least 4 more" in told
     too_large = (*words, "train.global_batch_size=64", f"run_dir={tmp_path / 'other'}")
     for (message,) in run_ranks(refusals, 2, too_large, init=False):
-        assert "ends within its first global batch of 64 samples on rank 1; lower" in message
+        assert "has less training data than one global batch of 64 samples on rank 1; lower" in message
 
 
 def test_more_says_whether_another_step_follows() -> None:

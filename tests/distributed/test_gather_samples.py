@@ -82,8 +82,8 @@ def test_rows_with_different_layouts_raise() -> None:
             said,
             (
                 r"rank 1 .* differs from rank 0 in the rows of Mine\.rows: .*\(2,\).*; rows must have .*; pad them",
-                r"Mine\.rows returned a as \(3,\), but must return a tensor with one row for each of the 2 samples",
-                r"returned .*float64.*, but .*float32.* in the batch before",
+                r"Mine\.rows returned a as a tensor of shape \(3,\), but must return a tensor with one row for each of the 2 samples",
+                r"returned .*float64.*, but .*float32.* in the previous batch",
             ),
             strict=True,
         ):

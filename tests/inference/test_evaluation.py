@@ -83,7 +83,7 @@ def test_multi_label_metrics_skip_labels_without_a_ranking() -> None:
         task.loss(Given(), (scores[:, :2], labels))
     for act in (task.weight, partial(task.rows, Given())):
         for unknown in (-100, math.nan):
-            with pytest.raises(UserError, match="but MultiLabel expects 0 to 1, and ignores no label value"):
+            with pytest.raises(UserError, match="but MultiLabel expects 0 to 1 and has no ignored value"):
                 act((scores, labels.where(labels > 0, unknown)))
 
 

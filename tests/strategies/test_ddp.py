@@ -57,8 +57,8 @@ def idle(*options: str) -> tuple[str, ...]:
 
 @pytest.mark.slow
 def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
-    spare = "used no spare.weight, spare.bias, but " + WAY_OUT
-    layer = r"used (no layers\.0\.weight, layers\.0\.bias|not all parameters), but " + WAY_OUT
+    spare = "did not use spare.weight, spare.bias, but " + WAY_OUT
+    layer = r"did not use (layers\.0\.weight, layers\.0\.bias|all parameters), but " + WAY_OUT
     expected = {
         # The last step, for which DDP raises no error, and the second of two micro-batches.
         idle("+model.spare=true", "train.max_steps=1"): spare,
@@ -89,4 +89,6 @@ def test_where_one_rank_alone_leaves_it_out_all_end(tmp_path: Path) -> None:
     ended = finish_ranks(2, "train.py", *idle("train.max_steps=5", "+model.ranks='1'", f"run_dir={tmp_path}"))
     assert [rank.code for rank in ended] == [2, 2]
     output = "".join(rank.output for rank in ended)
-    assert re.search(r"the loss of rank 1 used no layers\.0\.weight, layers\.0\.bias, but " + WAY_OUT, output)
+    assert re.search(
+        r"the loss of rank 1 did not use layers\.0\.weight, layers\.0\.bias, but " + WAY_OUT, output
+    )

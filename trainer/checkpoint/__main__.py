@@ -1,4 +1,4 @@
-"""Inspect, verify and convert checkpoints: ``python -m trainer.checkpoint show|verify|convert``.
+"""Inspect, verify and convert checkpoints.
 
 Needs neither a GPU nor a process group, and never runs code from a checkpoint.
 """
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help in (
-        ("show", "print the contents of a checkpoint, or of each checkpoint of a run, and verify it"),
+        ("show", "print and verify a checkpoint, or every checkpoint of a run"),
         ("verify", "compare every file with its sha256; the exit status is 0 if all are intact"),
         ("convert", "export the weights of a checkpoint, or of the newest one of a run, for other programs"),
     ):

@@ -241,10 +241,11 @@ class Checkpointer:
         return every is not None and time.monotonic() - self._last_save_s >= 60 * every
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Record the metrics of the state after ``step``, which are equal on all ranks; rank 0 writes them.
+        """Record the metrics, equal on all ranks, of the state after ``step``; rank 0 writes them.
 
         Returns:
-            Whether ``keep_best`` asks to save this state, because no ancestor with a checkpoint was better.
+            Whether ``keep_best`` asks to save this state, because no earlier checkpoint on its branch was
+            better.
 
         Raises:
             UserError, RetryableError: on rank 0, if writing fails.

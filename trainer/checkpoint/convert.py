@@ -88,8 +88,8 @@ def _write_hf(folder: Path, source: OpenCheckpoint, weights: Sequence[ToStore]) 
     if "model_type" not in config:
         raise UserError(
             f"--to hf needs an unmodified transformers model, but {printable(source.directory)} contains a "
-            "model that from_pretrained could not load; use --to peft for adapters, which peft merges into "
-            "their base model (merge_and_unload()), or --to safetensors for all weights"
+            "model that from_pretrained could not load; use --to peft for adapters, which you can merge "
+            "into their base model with peft's merge_and_unload(), or --to safetensors for all weights"
         )
     if config.get("tie_word_embeddings"):  # from_pretrained ties them again, so one name is enough
         weights = list({id(each.tensor): each for each in reversed(weights)}.values())

@@ -57,7 +57,7 @@ def candidates(
     if which == "newest":
         if not (listed := listing.checkpoints() or all_checkpoints(listing, remote)):
             raise UserError(
-                f"{run_dir} has no checkpoint: {run_dir / 'checkpoints'} contains no checkpoint of this run"
+                f"{run_dir} has no checkpoint: none of this run was found in {run_dir / 'checkpoints'}"
             )
         return [each.path for each in listed]
     below = run_dir / "checkpoints" / which

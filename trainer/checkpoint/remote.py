@@ -114,7 +114,7 @@ class Copier(NoRemote):
             try:
                 self._copy()
             except TakenError as error:
-                log.warning("checkpoint.remote: %s; this run uploads nothing more", error)
+                log.warning("checkpoint.remote: %s; this run uploads no more files", error)
                 self._problem, self._is_taken = str(error), True
             except Exception as error:  # a store's library may raise any error
                 self._note_failure(error)
@@ -227,7 +227,10 @@ class Remote(Copier):
 
     def finish(self, timeout_s: float) -> None:
         if self._safe_step < self._newest_step and not self._is_taken:
-            log.info("%s: waiting up to %.0f s for step %d", self._address, timeout_s, self._newest_step)
+            log.info(
+                "%s: waiting up to %.0f s for the upload of step %d",
+                *(self._address, timeout_s, self._newest_step),
+            )
         super().finish(timeout_s)
         contents = f"{self._address} contains step {self._safe_step}"
         if self._done == self._requested:

@@ -69,8 +69,9 @@ class Savable:
         replaced = [name for name, parameter in self._parameters.items() if now.get(name) is not parameter]
         if replaced:
             raise UserError(
-                f"{first_five(replaced)} of the model was replaced since the first step, but the optimizer "
-                "still updates the old parameter. Do not replace parameters in a forward pass; create them "
+                f"parameters of the model were replaced after the first step: {first_five(replaced)}. The "
+                "optimizer still updates the old ones. Do not replace parameters in a forward pass; "
+                "create them "
                 "in __init__, and change their values in place under torch.no_grad()"
             )
         tree, left_out_tensors = self._split(state)
@@ -199,8 +200,9 @@ def _check_model(model: nn.Module) -> None:
         problem = on_one_line(error)
     if problem:
         raise UserError(
-            "the model's load_state_dict() does not restore its state_dict(), so checkpoints could not be "
-            f"resumed: {printable(problem)}; check hooks that rename, drop or convert tensors"
+            "the model's load_state_dict() does not restore its state_dict(), so a run could not be "
+            f"resumed from its checkpoints: {printable(problem)}; check hooks that rename, drop or convert "
+            "tensors"
         )
 
 

@@ -73,7 +73,7 @@ def check(operation: str, me: GroupRank) -> str:
 
 
 def _made(operation: str, me: GroupRank) -> tuple[Tensor, Tensor]:
-    """Return what this rank has after the operation, and what it should have; the last rank is the root."""
+    """Run the operation; return this rank's result and the expected one. The last rank is the root."""
     mine, everyones = me.data(me.rank), torch.stack([me.data(rank) for rank in range(me.world_size)])
     left, right, root = (me.rank - 1) % me.world_size, (me.rank + 1) % me.world_size, me.world_size - 1
     is_root, group, got, nothing = me.rank == root, me.group, me.blank(_LENGTH), (mine[:0], mine[:0])

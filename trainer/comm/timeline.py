@@ -77,7 +77,9 @@ class BucketRecord:
         return f"bucket {self.index}, {self.num_bytes / 2**20:.3g} MiB"
 
     def fetch_times(self, wait: bool) -> bool:
-        """Fetch the times from the GPU, if any; return False if they are unknown and `wait` is false."""
+        """Fetch the times from the GPU, if there is one; return False if they are not ready and `wait` is
+        false.
+        """
         if self.read_gpu is not None:
             times = self.read_gpu(wait)
             if times is None:
@@ -143,7 +145,8 @@ class Timeline:
         return record
 
     def metrics(self) -> dict[str, float]:
-        """Return means per backward pass since the last call, and the last rank of the last pass.
+        """Return the mean times per backward pass since the previous call, and the slowest rank of the last
+        pass.
 
         Call between backward passes (a collective of the model's ranks). Returns {} if there was no pass.
         """
@@ -201,10 +204,10 @@ class Timeline:
         self._sum_up(wait=True)
         if self._passes.count == 0:
             return ""
-        means = "{total_ms:.2f} ms, {overlapped_ms:.2f} overlapped, {exposed_ms:.2f} exposed"
+        means = "{total_ms:.2f} ms ({overlapped_ms:.2f} ms overlapped, {exposed_ms:.2f} ms exposed)"
         text = f"communication per backward pass: {means.format(**self._passes.means_ms())}"
         for rank, times in self._times_last.most_common(1):
-            text += f"\nslowest rank: {rank} (in {times} of {self._times_last.total()} samples)"
+            text += f"\nslowest rank: {rank} (last in {times} of {self._times_last.total()} measured steps)"
         return text
 
     def plots(self) -> dict[str, Figure]:

@@ -32,7 +32,10 @@ def load(composed: DictConfig) -> Config:
     try:
         for name in GROUPS:
             if not OmegaConf.is_dict(composed[name]):
-                raise UserError(f"{name} is {composed[name]}, but must be a mapping: {name}.NAME=VALUE")
+                raise UserError(
+                    f"{name} is {composed[name]}, but must be a mapping; set its entries with "
+                    f"{name}.NAME=VALUE"
+                )
         for old in RENAMED:  # an unknown setting of `optim` would be passed to the optimizer's class
             if OmegaConf.select(composed, old, default=...) is not ...:
                 raise UserError(not_a_setting(old))

@@ -50,7 +50,8 @@ class Mixture(Dataset[Any]):
             name = f"data.dataset.datasets[{number}] is a {type(dataset).__name__}"
             if is_stream(dataset):
                 raise UserError(
-                    f"{name}, which is a stream, but a mixture needs data read by index; combine streams "
+                    f"{name}, which is a stream, but a mixture needs datasets that are read by index; "
+                    "combine streams "
                     "with, for example, interleave_datasets of Hugging Face's datasets"
                 )
             if hasattr(dataset, "epoch_order"):

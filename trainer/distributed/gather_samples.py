@@ -81,7 +81,11 @@ class SampleGather:
         for name, column in rows.items():
             is_tensor = isinstance(column, Tensor) and column.ndim > 0
             if not is_tensor or (num_samples and len(column) != num_samples):
-                got = type(column).__name__ if not isinstance(column, Tensor) else tuple(column.shape)
+                got = (
+                    type(column).__name__
+                    if not isinstance(column, Tensor)
+                    else f"a tensor of shape {tuple(column.shape)}"
+                )
                 raise UserError(
                     f"{self._source} returned {name} as {got}, but must return a tensor with one row for "
                     f"each of the {num_samples} samples"
@@ -92,7 +96,7 @@ class SampleGather:
             self._layout = layout
         if layout != self._layout:
             raise UserError(
-                f"{self._source} returned {layout}, but {self._layout} in the batch before; {_SAME_LAYOUT}"
+                f"{self._source} returned {layout}, but {self._layout} in the previous batch; {_SAME_LAYOUT}"
             )
 
 

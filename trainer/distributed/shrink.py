@@ -44,7 +44,7 @@ def check_launcher(here: RankInfo, hosts: Sequence[int]) -> None:
 
 
 def unsupported(device: torch.device, backend: str, addresses: Sequence[str | None]) -> str | None:
-    """Return why ranks cannot continue without others on this device and network; None if they can."""
+    """Return why ranks cannot continue here after others have failed; None if they can."""
     if device.type != "cpu" or backend != "gloo":
         return f"only gloo on CPUs can drop a dead rank, but this run uses {backend} on {device.type}"
     if len({is_loopback(address) for address in addresses}) > 1:

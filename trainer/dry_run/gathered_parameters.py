@@ -55,8 +55,8 @@ class GatheredParameters:
         if changed := sorted(self._changed):
             raise UserError(
                 f"strategy=fsdp: the forward pass or the loss changes {first_few(changed)} (values or "
-                "requires_grad) in a gathered copy, where the change is lost. Compute with another tensor "
-                "(weight.clamp(-c, c)), or use strategy=ddp"
+                "requires_grad) in a gathered copy, where the change is lost. Use an out-of-place "
+                "operation (weight.clamp(-c, c)), or use strategy=ddp"
             )
         for parameter in self.names:
             parameter.grad = None

@@ -27,7 +27,7 @@ from trainer.dry_run.gathered_parameters import GatheredParameters
 from trainer.errors import UserError, first_few
 from trainer.forward_backward import forward_backward
 from trainer.model.plain_names import modules_with_extra_state, named_buffers
-from trainer.strategies.placement import not_all_parameters
+from trainer.strategies.placement import unused_parameters
 from trainer.task_hooks import begin_step_of_task, follow_begin_step, refuse_changed_by_loss
 from trainer.tasks import Task
 from trainer.tasks.base import refuse_own_parameters
@@ -93,7 +93,7 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
                 _refuse_changed_weights(changed)
             unused = [name for name, parameter in trainable.items() if parameter.grad is None]
             if strategy.uses == "all" and own and unused and not is_exact:
-                raise UserError(f"strategy=ddp: the loss used {not_all_parameters(unused)}")
+                raise UserError(f"strategy=ddp: the loss did not use {unused_parameters(unused)}")
             strategy.aggregate(run.model)
             run.guards.buffers.compare(buffers)
     has_gradients = any(p.grad is not None for p in trainable.values())
@@ -176,7 +176,9 @@ def state_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _check_loss(run: Run, loss: Any, gathered: "GatheredParameters | None") -> None:
-    """Raise UserError for a loss that can't be differentiated, or differs between ranks (a collective)."""
+    """Raise UserError for a loss without gradients, or one that uses other parameters on other ranks (a
+    collective).
+    """
     refuse_changed_by_loss(run)
     names: dict[Tensor, str] = {p: name for name, p in run.state.model.named_parameters()}
     if gathered is not None:
@@ -203,10 +205,11 @@ def _check_type(task: Task, loss: Any, names: Mapping[Tensor, str]) -> None:
 
 
 def _compare_use(run: Run, loss: Tensor, names: dict[Tensor, str]) -> None:
-    """Raise UserError if ranks use different parameters, before gradients are reduced (a collective).
+    """Raise UserError if ranks use different parameters (a collective); called before gradients are reduced.
 
-    The graph shows which parameters a backward pass will reach. Otherwise DDP would wait for a gradient
-    forever, and FSDP, which reduces all gradients of a unit as one tensor, would add unrelated gradients.
+    The graph shows which parameters a backward pass will reach. Without this check, DDP would wait for
+    a gradient forever, and FSDP, which reduces all gradients of a unit as one tensor, would add unrelated
+    gradients.
     """
     strategy = run.strategy
     own = {names[leaf] for leaf in _leaves(loss) if leaf in names}

@@ -1,6 +1,6 @@
-"""Averaging, over the chunks of a step, of buffers that a forward pass changes, such as running statistics.
+"""Average buffers that a forward pass changes, such as running statistics, over the chunks of a step.
 
-Buffers of integers, such as a count of batches, are not averaged: they must be equal after every chunk.
+Integer buffers, such as a count of batches, are not averaged: they must be equal after every chunk.
 """
 
 import torch

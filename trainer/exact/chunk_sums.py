@@ -29,7 +29,7 @@ _SMALL = 1 << 17  # elements of a parameter, up to which copying costs less than
 
 
 def limit(num_chunks: int) -> float:
-    """Return the bound of a chunk's gradient at which the sum of all chunks still fits in 64 bits."""
+    """Return the bound for a chunk's gradient up to which the sum over all chunks fits in 64 bits."""
     return min(512.0, 2.0**63 / _SCALE / num_chunks)
 
 

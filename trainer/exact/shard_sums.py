@@ -19,8 +19,8 @@ def add_by_chunks(model: nn.Module, num_chunks: int) -> list["ShardSums"]:
     """Make FSDP add the gradients of each unit of `model` as integers.
 
     Args:
-        model: sharded by `fully_shard` over several ranks, with all its units; hybrid sharding is not
-            supported.
+        model: `fully_shard` must have been applied to it and to each of its units, over several ranks;
+            hybrid sharding is not supported.
     """
     encoder, all_sums = Encoder(num_chunks), []
     for name, unit in units_of(model):

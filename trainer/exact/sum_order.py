@@ -58,7 +58,7 @@ class SumOrder:
         """Sum the gradients of the parameters that now require gradients, from the next step on."""
 
     def check(self, optimizer: Optimizer, sharded: bool) -> None:
-        """Called once, before the first step.
+        """Check that the optimizer gives the same bits on shards; called once, before the first step.
 
         Args:
             sharded: whether ranks update shards of the parameters.

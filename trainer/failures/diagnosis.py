@@ -186,7 +186,9 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
 
 
 def _first_that_waits(ranks: Sequence[Observed]) -> Failure:
-    """Return the failure, using the most reliable indication available."""
+    """Return the failure to report if no rank has ended by itself: that of the rank that the others wait
+    for.
+    """
     silent = [rank for rank in ranks if rank.status is None or rank.symptom]
     if unheard := [rank for rank in silent if rank.heard_s >= UNHEARD_S]:
         return _lost(unheard)

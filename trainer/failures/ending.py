@@ -105,8 +105,10 @@ class Ending:
     def _agreed(self, failure: Failure) -> Failure:
         """Return the failure that a host declared first, or `failure` if the store does not respond.
 
-        In that case, the store's host may be lost, so the next host saves. If the network is partitioned,
-        both sides may save, which does no harm: run_dir has a lock, and the later rank finds the step saved.
+        In that case, the store's host may be lost, so the host after it saves, too. If the network is
+        partitioned, both sides may save, which does no harm: run_dir has a lock, and the rank that comes
+        second
+        finds the step already saved.
         """
         if (agreed := self.reports.agree(failure, timeout_s=1.0)) is not None:
             return agreed
@@ -202,7 +204,9 @@ class Ending:
         time.sleep(seconds)
 
     def exit(self, status: int) -> None:
-        """Write this rank's last collectives, and exit with the status that the leader of the host noted."""
+        """Write the log of this rank's last collectives, and exit with `status`, as the host's leader
+        decided.
+        """
         _with_deadline(exit_report.write_collectives, self.run_dir, self._rank)
         exit_report.exit_now(status)
 

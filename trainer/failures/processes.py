@@ -71,7 +71,7 @@ def path_of_fd(pid: int, fd: int) -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the state on (on macOS, two); None without the process."""
+    """Return the fields of /proc/PID/stat from the state on (on macOS: state, parent); None if it is gone."""
     if sys.platform != "linux":
         ps = ["ps", "-o", "state=", "-o", "ppid=", "-p", str(pid)]
         state, *more = subprocess.run(ps, capture_output=True, text=True).stdout.split() or [""]

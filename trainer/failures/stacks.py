@@ -111,7 +111,8 @@ def ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float = 0.4) -> l
 
     Args:
         readers: the pid of each process, and the reader of its stacks.
-        timeout_s: the timeout of the answers in Python, and again of the answers in C.
+        timeout_s: seconds to wait for Python stacks, and again for the C stacks of processes that did not
+            answer.
     """
     with _asking:
         texts = _ask(readers, _PYTHON_SIGNAL, timeout_s)

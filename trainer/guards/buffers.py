@@ -74,8 +74,8 @@ class BufferCheck:
         if (new := [name for name in different if name not in self._warned]) and self._ranks.is_main:
             where, consequence = _BETWEEN_PASSES if self._is_exact else _BETWEEN_RANKS
             log.warning(
-                "forward writes different values %s to buffers of the model: %s. Before the next step, %s. "
-                "The difference is harmless if forward in training doesn't use values from earlier steps. "
+                "forward() writes different values %s to these model buffers: %s. Before the next step, %s. "
+                "This is harmless if forward() in training mode doesn't read values from earlier steps. "
                 "See docs/howto/buffers.md",
                 *(where, first_few(new), consequence),
             )

@@ -69,7 +69,7 @@ def _numbers(tensor: Tensor) -> np.ndarray:
 
 
 def _plain(numbers: np.ndarray) -> list[Any]:
-    """Return a list; floats below 64 bits become those that print alike: 0.1, not 0.10000000149011612."""
+    """Return a list; a narrow float becomes the float that prints the same: 0.1, not 0.10000000149011612."""
     is_short = numbers.dtype in (np.float16, np.float32)
     plain: list[Any] = (numbers.astype(str).astype(np.float64) if is_short else numbers).tolist()
     return plain

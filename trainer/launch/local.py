@@ -49,8 +49,8 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tu
     assert isinstance(config.launch, LocalLaunchConfig)
     if rank_info().among_ranks:
         raise UserError(
-            f"launch=local inside {rank_info().launcher or 'ranks'} would start "
-            f"{rank_info().world_size} runs; use only one of the two"
+            f"launch=local inside {rank_info().launcher or 'a process that is already a rank'} would start "
+            f"{rank_info().world_size} separate runs; use one of the two launchers"
         )
     on_gpus = config.distributed.device != "cpu"
     processes = config.launch.processes or (fresh.num_gpus() if on_gpus else 0) or 1

@@ -248,7 +248,8 @@ def _rendezvous_address(variables: Mapping[str, str], source: _LauncherVariables
         )
     if port is None and job is None:
         raise UserError(
-            f"MASTER_ADDR={address} is set, but MASTER_PORT is not; set it to a free port of that host"
+            f"MASTER_ADDR={address} is set, but MASTER_PORT is not; set MASTER_PORT to a free port on that "
+            "host"
         )
     number = _number(variables, "MASTER_PORT") if port is not None else derived_port(str(job))
     return f"tcp://{f'[{address}]' if ':' in address else address}:{number}"

@@ -152,7 +152,7 @@ def _logger(name: str, node: dict[str, Any], told: dict[str, Any]) -> Logger:
     logger: Logger = instantiate(name, node, **told)
     if lacking := [method for method in METHODS if not callable(getattr(logger, method, None))]:
         raise UserError(
-            f"{name}: {node['_target_']} creates a {type(logger).__name__} without {', '.join(lacking)}; it "
-            "must have the methods of trainer.loggers.Logger"
+            f"{name}: {node['_target_']} creates a {type(logger).__name__} that lacks the methods "
+            f"{', '.join(lacking)} of trainer.loggers.Logger"
         )
     return logger

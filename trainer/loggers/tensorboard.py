@@ -1,4 +1,4 @@
-"""TensorBoard's events."""
+"""Writes TensorBoard event files."""
 
 import shlex
 from collections.abc import Mapping

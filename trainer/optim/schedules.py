@@ -196,7 +196,9 @@ def after_step(schedule: LRScheduler) -> None:
     try:
         schedule.step()
     except ValueError as error:
-        raise UserError(f"schedule: {type(schedule).__name__} has ended before the run: {error}") from error
+        raise UserError(
+            f"schedule: {type(schedule).__name__} ended before the last step of the run: {error}"
+        ) from error
 
 
 def after_evaluation(schedule: LRScheduler, metrics: Mapping[str, float]) -> None:

@@ -78,14 +78,14 @@ class Meter:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around waiting for batches."""
+        """Measure the time spent waiting for batches within the context."""
         begin = time.perf_counter()
         yield
         self.data_s += time.perf_counter() - begin
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Around what is no part of a step, such as logging."""
+        """Measure time that is not part of a step, such as logging, within the context."""
         begin = time.perf_counter()
         yield
         self.rest_s += time.perf_counter() - begin
@@ -107,7 +107,9 @@ class Meter:
             self._flops.see(batch)
 
     def count_step(self, losses: Sequence[Tensor], update: Update) -> None:
-        """Add a step of `losses`, scalars, detached and on the device, of this rank's micro-batches.
+        """Add a step to the totals.
+
+        `losses` are the losses of this rank's micro-batches, as detached scalars on the device.
 
         The losses of a skipped step are not counted: a NaN would stay in the sums.
         """
@@ -179,7 +181,7 @@ class Meter:
         return [value / count if count else float("nan") for value, count in zip(total, counts, strict=True)]
 
     def ms_per_step(self, since: Mark) -> dict[str, float]:
-        """Milliseconds per step, and its parts; NaN when no step was made."""
+        """Return milliseconds per step, in total and by part; NaN before the first step."""
         steps = self.steps - since.steps
         scale = 1e3 / steps if steps else float("nan")
         step = (self._now_s() - since.total_s) * scale

@@ -40,7 +40,10 @@ class Profile:
                 f"{total_steps}; lower train.profile.start or train.profile.steps, or train longer"
             )
         if begin <= steps_before:  # a restarted run must continue without a trace
-            log.info("train.profile: step %d has passed; this run resumes after step %d", begin, steps_before)
+            log.info(
+                "train.profile: no trace, because it starts at step %d and this run resumes after step %d",
+                *(begin, steps_before),
+            )
             return
         self._begin = begin
         self._steps = range(max(begin - 1, steps_before + 1), end + 1)

@@ -74,13 +74,13 @@ def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
     if used := _run_files(path):
         if resume is None:
             raise UserError(
-                f"run_dir={path} already contains a run ({', '.join(used)}); resume=auto continues it, "
-                f"run_dir={_unused_sibling(path)} starts a new run"
+                f"run_dir={path} already contains a run ({', '.join(used)}); set resume=auto to "
+                f"continue it, or run_dir={_unused_sibling(path)} to start a new run"
             )
         if resume == "auto" and known is None and not used[0].startswith("checkpoints"):
             raise UserError(
-                f"run_dir={path} contains files of another run ({', '.join(used)}), but no checkpoint for "
-                f"resume=auto; run_dir={_unused_sibling(path)} starts a new run"
+                f"run_dir={path} contains files of another run ({', '.join(used)}), but no checkpoint "
+                f"to resume from; set run_dir={_unused_sibling(path)} to start a new run"
             )
         if not _is_checkpoint_of(path, known, resume):
             raise UserError(
@@ -93,13 +93,14 @@ def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
     run_id = (remote_id if adopts else known if resumes else None) or secrets.token_hex(8)
     if remote_id not in (None, run_id):
         raise UserError(
-            f"checkpoint.remote={remote} contains another run, {remote_id}; use another address, or continue "
+            f"checkpoint.remote={remote} already contains a different run, {remote_id}; use another "
+            "address, or continue "
             "that run with resume=auto in a new run_dir"
         )
     if run_id != known:
         write_facts(path, run_id)
     if adopts and remote is not None:
-        log.info("continuing run %s of checkpoint.remote=%s", run_id, remote)
+        log.info("continuing run %s from checkpoint.remote=%s", run_id, remote)
         fetch_history(remote, path)
     return RunDir(path, run_id, bool(used))
 

@@ -38,7 +38,7 @@ class EarlyEnd:
         return self._max_hours is not None and self.hours() >= self._max_hours
 
     def end(self) -> None:
-        """End the run; called on every rank at the same step, when `time_is_up` on rank 0."""
+        """End the run; called on every rank at the same step, once `time_is_up` is true on rank 0."""
         self._out_of_time = True
 
     @property

@@ -1,4 +1,4 @@
-"""The progress of a run, and the number of steps to its end."""
+"""The progress of a run, and its total number of steps."""
 
 from dataclasses import dataclass, replace
 from enum import Enum

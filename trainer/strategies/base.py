@@ -186,7 +186,9 @@ class Strategy:
         """Give every rank the parameters that other ranks updated in this step (a collective)."""
 
     def gathered(self, state: TrainState) -> AbstractContextManager:
-        """Return the context of a save, in which rank 0 has the state of all ranks (a collective)."""
+        """Return a context manager for a save, inside which rank 0 has the state of all ranks (a
+        collective).
+        """
         return nullcontext()
 
     def weights_changed(self, model: nn.Module) -> None:
@@ -197,7 +199,9 @@ class Strategy:
         return []
 
     def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of the state that is the same on all ranks of a replica group, not copied."""
+        """Yield the name and the tensor, not copied, of all state that is equal on the ranks of a replica
+        group.
+        """
         return state.replicated()
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager:

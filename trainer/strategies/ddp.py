@@ -19,7 +19,7 @@ from trainer.errors import UserError, first_few
 from trainer.optim.optimizers import sparse_weights
 from trainer.strategies.base import ComputeOptions, Fill, Phase, Strategy
 from trainer.strategies.ddp_comm import auto_choice, hook_options, users_hook
-from trainer.strategies.placement import not_all_parameters
+from trainer.strategies.placement import unused_parameters
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {
@@ -149,7 +149,8 @@ class Ddp(Strategy):
         if self.settings.static_graph and not enabled:
             raise UserError(
                 "strategy.static_graph=true is not supported with several micro-batches in a step, because "
-                "DDP cannot accumulate them; set strategy.static_graph=false, or train.micro_batch_size=null"
+                "DDP cannot accumulate gradients with a static graph; set strategy.static_graph=false, or "
+                "train.micro_batch_size=null"
             )
         return self._pass(model, enabled)
 
@@ -176,7 +177,7 @@ class Ddp(Strategy):
         if self.uses == "all" and not (timeline.is_complete and timeline.num_passes > before):
             unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
             raise UserError(
-                f"strategy=ddp: the loss of rank {self.replica} used {not_all_parameters(unused)}"
+                f"strategy=ddp: the loss of rank {self.replica} did not use {unused_parameters(unused)}"
             )
 
     def replica_groups(self) -> list[tuple[int, ...]]:

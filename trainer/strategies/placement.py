@@ -29,7 +29,8 @@ def refuse_several_devices(model: nn.Module, strategy: str) -> None:
     if len(placed := devices_of(model)) > 1:
         raise UserError(
             f"{strategy} places the model itself, but the model's constructor has placed it on "
-            f"{', '.join(map(str, placed))}; remove that, or use strategy=ddp or single"
+            f"{', '.join(map(str, placed))}; remove the placement from the constructor, or use "
+            "strategy=ddp or single"
         )
 
 
@@ -51,11 +52,11 @@ def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
                 )
 
 
-def not_all_parameters(unused: Sequence[str]) -> str:
+def unused_parameters(unused: Sequence[str]) -> str:
     """Return the end of an error message about unused parameters, whose names may be unknown ([])."""
     return (
-        f"{'no ' + first_few(unused, 3) if unused else 'not all parameters'}, but DDP waits for the gradient "
-        "of every parameter; set strategy.find_unused_parameters=true, or remove unused parameters from the "
-        "model, or freeze them (model.freeze). torch.utils.checkpoint also uses no parameters if its inputs "
-        "need no gradients, unless you pass use_reentrant=False"
+        f"{first_few(unused, 3) if unused else 'all parameters'}, but DDP waits for the gradient of every "
+        "parameter; set strategy.find_unused_parameters=true, remove unused parameters from the model, or "
+        "freeze them (model.freeze). With torch.utils.checkpoint, parameters also get no gradients if its "
+        "inputs need none, unless you pass use_reentrant=False"
     )

@@ -162,7 +162,7 @@ def explained(error: Exception, phase: str, param_dtype: torch.dtype) -> UserErr
     if is_mixed and phase == "evaluation":
         return UserError(
             f"strategy=fsdp: {_user_line(error)} uses parameters outside the model's forward pass, for "
-            "example in generate() or encode(), where they are sharded; set "
+            "example in generate() or encode(). There they are sharded; set "
             "strategy.gather_for_evaluation=true to gather the whole model on each rank during evaluations. "
             "If it doesn't fit in memory, use the parameters in forward(), or use strategy=ddp"
         )

@@ -57,7 +57,7 @@ def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bo
     if not units:
         raise UserError(
             f"strategy.activation_checkpointing: {type(model).__name__} has no fsdp_units, and none of its "
-            f"modules has strategy.unit_min_params={settings.unit_min_params} parameters; lower that number"
+            f"modules has at least strategy.unit_min_params={settings.unit_min_params} parameters; lower it"
         )
     kept = settings.activation_checkpointing_keep
     selective = functools.partial(create_selective_checkpoint_contexts, _operations(kept)) if kept else None

@@ -83,8 +83,8 @@ def sweep(
         loaded = config.load(separate_hydra_settings(trial))
         if not loaded.launch.returns_result:
             raise UserError(
-                "a sweep waits for each trial: launch.dry_run=true and launch.wait=false are for single "
-                "runs, without -m"
+                "launch.dry_run=true and launch.wait=false cannot be used with -m, because a sweep waits for "
+                "each trial"
             )
         config.check_processes(loaded)
         return combination, loaded

@@ -88,7 +88,9 @@ class Runner:
             self._loop()
         say(results.write(self._log, self._wanted))
         if self._mistake is not None:
-            raise UserError(f"{self._mistake}; the sweep stops here; the same command continues it")
+            raise UserError(
+                f"{self._mistake}. The sweep stops here; correct this, and repeat the command to continue"
+            )
         invalid = [trial for trial in self._trials if trial.state == trials.INVALID]
         if invalid:
             say(f"{len(invalid)} of {len(self._trials)} trials are invalid; to retry one, delete its folder")

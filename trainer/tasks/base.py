@@ -68,7 +68,8 @@ class Task(Protocol):
         Args:
             step: number of the step, counted from 1.
             last_step: number of the last step, unless the data or `train.early_stopping` end the run earlier.
-            model: the unwrapped model; under fsdp, its parameters are sharded. The parameter may be omitted.
+            model: the unwrapped model; under fsdp, its parameters are sharded. The method may omit this
+            argument.
         """
 
     def end_step(self, model: nn.Module, step: int) -> None:

@@ -48,7 +48,7 @@ def num_counted(labels: Tensor) -> int:
 
 
 def counted(labels: Tensor) -> Tensor:
-    """Return a mask of the integer labels that count."""
+    """Return a mask that is true where an integer label contributes to the loss."""
     return labels.long() != IGNORED  # as bytes, IGNORED is 156
 
 
@@ -97,9 +97,10 @@ class CrossEntropy:
         num_classes, class_shape = logits.shape[1], logits.shape[:1] + logits.shape[2:]
         if labels.shape != (logits.shape if labels.is_floating_point() else class_shape):
             raise UserError(
-                f"the labels are {labels.dtype} {tuple(labels.shape)}, but for logits {tuple(logits.shape)} "
-                f"they must be classes, integers {tuple(class_shape)}, or class probabilities, floats "
-                f"{tuple(logits.shape)}; check the data, or set {self._setting}"
+                f"the labels are {labels.dtype} of shape {tuple(labels.shape)}, but with logits of shape "
+                f"{tuple(logits.shape)} they must be class indices (integers of shape {tuple(class_shape)}) "
+                f"or class probabilities (floats of shape {tuple(logits.shape)}); check the data, or set "
+                f"{self._setting}"
             )
         if labels.is_floating_point():
             if len(labels) and (smallest := float(labels.min())) < 0:

@@ -61,7 +61,9 @@ class MultiLabel:
         }
 
     def predict(self, model: nn.Module, batch: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return labels, if given, predictions (0 or 1) and probabilities, (B, L) each."""
+        """Return the labels (if given), the predictions (0 or 1) and the probabilities, each of shape (B,
+        L).
+        """
         if isinstance(batch, Tensor):
             scores, known = logits_of(model(batch)), {}
         else:
@@ -87,8 +89,8 @@ def _refuse_out_of_range(labels: Tensor) -> None:
     least, largest = (extreme.item() for extreme in labels.float().aminmax())
     if not 0 <= least <= largest <= 1:
         raise UserError(
-            f"the labels are from {least:g} to {largest:g}, but MultiLabel expects 0 to 1, and ignores no "
-            "label value; check the data, or set data.task to your own task"
+            f"the labels are from {least:g} to {largest:g}, but MultiLabel expects 0 to 1 and has no ignored "
+            "value such as -100; check the data, or set data.task to your own task"
         )
 
 

@@ -90,7 +90,8 @@ class OwnLoss:
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise UserError(
                 f"expected the model's loss to be one number, got a {type(loss).__name__}{shape} from an "
-                f"output of type {type(output).__name__}; return it as attribute or key `loss`, as the first "
+                f"output of type {type(output).__name__}; return it as an attribute or a key `loss`, as "
+                "the first "
                 "item of a tuple, or as the only output. For other outputs, set data.task to your own task"
             )
         return loss

@@ -40,7 +40,9 @@ class Regression:
         return len(batch[1])
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return sums: [loss, squared error, absolute error, samples, K of targets, K of squared targets]."""
+        """Return the sums of loss, squared error, absolute error, samples, K targets and K squared
+        targets.
+        """
         outputs, targets = (values.double() for values in self._outputs(model, batch))
         error = outputs - targets
         samples = torch.full_like(error[0, :1], len(error))
@@ -59,7 +61,7 @@ class Regression:
         }
 
     def predict(self, model: nn.Module, batch: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return target, if given, and prediction, (B, K) each."""
+        """Return the prediction and, if given, the target, each of shape (B, K)."""
         if isinstance(batch, Tensor):
             return {"prediction": logits_of(model(batch)).float().reshape(len(batch), -1)}
         outputs, targets = self._outputs(model, batch)

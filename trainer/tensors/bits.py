@@ -91,7 +91,7 @@ def words_of(tensor: Tensor) -> Tensor:
 
 
 def _numbers(named: Named, number: Callable[[Tensor], Tensor]) -> dict[str, int]:
-    """Return the `number` of each tensor, a scalar on its device, with one synchronization per device."""
+    """Return `number(tensor)`, a scalar, for each tensor as an int, with one synchronization per device."""
     scalars = {name: number(tensor.detach()) for name, tensor in named}
     numbers = dict.fromkeys(scalars, 0)
     for device in {scalar.device for scalar in scalars.values()}:

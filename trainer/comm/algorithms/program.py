@@ -50,7 +50,7 @@ class Visit:
 def lay_out(
     schedule: Schedule, numel: int, itemsize: int, segment_bytes: int, width: int
 ) -> list[list[Visit]]:
-    """Return the visits of one bucket, by sweep; each sweep receives what the previous sweep sent.
+    """Return, for each sweep over a bucket's segments, its visits; they receive what the previous sweep sent.
 
     Args:
         itemsize: bytes per element on the wire.

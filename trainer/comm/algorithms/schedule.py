@@ -25,7 +25,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One message to or from a peer, whose chunk is the parts [begin, end) of the bucket."""
+    """One message to or from a peer. It carries the parts [begin, end) of the bucket."""
 
     kind: Kind
     peer: int
@@ -45,7 +45,7 @@ class Phase:
     ring: tuple[int, int] = (0, 1)  # the parts [low, high) within which chunks move
 
     def round(self, index: int) -> tuple[Op, ...]:
-        """Return the ops of repetition `index`."""
+        """Return the ops of the round at its repetition `index`."""
         if index == 0:
             return self.ops
         low, high = self.ring

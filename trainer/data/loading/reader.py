@@ -247,7 +247,7 @@ class TrainReader(IndexReader):
 
 
 class EvalReader(IndexReader):
-    """Reads batches and their indices, without skipped samples.
+    """Reads batches and the indices of their samples, leaving out samples that could not be read.
 
     If no sample is left, the batch contains one filler sample, and the indices are empty.
     """
