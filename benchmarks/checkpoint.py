@@ -110,7 +110,7 @@ def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]
         ),
         "verify full": lambda: timed(lambda: verify(max((root / "full" / "checkpoints").iterdir()))),
         "async stall": async_stall,
-        "rest of async save": lambda: timed(in_background.saving.done),
+        "rest of async save": lambda: timed(in_background.saving.wait),
     }
     times: dict[str, list[float]] = {}
     for number in range(rounds + 1):

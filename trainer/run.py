@@ -153,7 +153,9 @@ def _log_end(run_: Run, metrics: Mapping[str, float]) -> None:
     if not run_.ranks.is_main:
         return
     shown = [
-        f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith(("train/loss", "eval/"))
+        f"{name} {value:.4f}"
+        for name, value in metrics.items()
+        if (name == "train/loss" or name.startswith("eval/")) and not math.isnan(value)
     ]
     rows = {"finished": f"{metrics['steps']:,} steps, {', '.join(shown)}"}
     if best := run_.checkpointer.best_so_far(run_.state.progress.step):

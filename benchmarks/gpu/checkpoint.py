@@ -32,7 +32,7 @@ def measure(day: Day) -> Iterator[Row]:
                 called = _seconds(lambda made=made: save(made))
                 copied = _seconds(made.checkpointer.saving.wait_until_copied)
                 waited.append(called + copied)
-                written = _seconds(made.checkpointer.saving.done)
+                written = _seconds(made.checkpointer.saving.wait)
             note = f"the first {waited[0]:.2f} s; then {written:.2f} s more in the background" * in_background
             yield Row(what, min(waited), "s waited for", note=note)
             loaded = _seconds(lambda context=context, options=options: context(*options, "resume=auto"))

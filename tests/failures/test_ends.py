@@ -397,4 +397,7 @@ def test_a_slow_rank_is_reported_and_the_run_continues(tmp_path: Path) -> None:
     ranks = finish_ranks(2, "train.py", *TINY, *slow)
     assert [rank.code for rank in ranks] == [0, 0], ranks
     output = "".join(rank.output for rank in ranks)
-    assert re.search(r"rank 1 \(.*\) has been in forward of step 4 for [\d.]+ s.*; the others wait", output)
+    assert re.search(
+        r"rank 1 \(.*\) has been in forward of step 4 for [\d.]+ s.*; the other ranks are waiting for it",
+        output,
+    )

@@ -229,7 +229,7 @@ def readings(folder: Path) -> dict[str, Any]:
         part = torch.ones((), device=device)
         run.report.meter.parts.add({"part": part}, 1, 1)
         part.add_(1)  # as the replay of a CUDA graph
-        found["part"] = run.report.meter.parts._of_step.pop()[1].item()
+        found["part"] = run.report.meter.parts._step_parts.pop()[1].item()
         norms = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(5))).to(device)
         buffers, rows = ChunkBuffers(norms, 1), torch.ones(3, 4, device=device)
 
