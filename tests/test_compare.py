@@ -67,7 +67,7 @@ def test_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert row["c"][1:] == ["bbbbbbbbbbbb", "step", "30", "0.25"]
     assert summary.splitlines() == [
         "fastest: b, 2.00 times (1.96 to 2.04) as fast as a",
-        "same weights, bit for bit: a, b",
+        "same weights as a, bit for bit: b",
     ]
 
 

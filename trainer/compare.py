@@ -187,8 +187,8 @@ def _summary(runs: Mapping[str, RunFiles]) -> list[str]:
         )
     first, *_ = hashes = {name: run.result.get("param_sha256") for name, run in runs.items()}
     same = [name for name in hashes if hashes[first] and hashes[name] == hashes[first]]
-    equal = ", ".join(same) if len(same) > 1 else f"no other run as {first}"
-    return [*lines, f"same weights, bit for bit: {equal}"]
+    equal = ", ".join(same[1:]) if len(same) > 1 else "no other run"
+    return [*lines, f"same weights as {first}, bit for bit: {equal}"]
 
 
 def _ms_per_step(run: RunFiles) -> list[float]:
