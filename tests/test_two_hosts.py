@@ -27,7 +27,7 @@ def test_torchrun_on_two_hosts_makes_one_run(tmp_path: Path) -> None:
     assert ended == [0, 0], first.read_text() + second.read_text()
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["world_size"], result["steps"]) == (4, 11)
-    assert "2 x 2 processes" in first.read_text()
+    assert "processes  4 on 2 hosts" in first.read_text()
     said = second.read_text()
     assert said.count("\n") == 0 or "strategy" not in said, "one voice, that of rank 0"
     assert len(list((tmp_path / "run").glob("events.*"))) == 1

@@ -232,7 +232,7 @@ def test_a_new_run_dir_continues_the_run_at_the_address(
 )
 def test_an_address_has_no_password_and_no_pattern(url: str) -> None:
     with pytest.raises(
-        UserError, match=r"checkpoint\.remote is .*, but must be an address that fsspec knows"
+        UserError, match=r"checkpoint\.remote is .*, but must be an address that fsspec supports"
     ):
         settings(f"checkpoint.remote='{url}'")
     assert (

@@ -31,7 +31,7 @@ def test_a_process_that_starts_or_exits_is_not_killed_by_a_request() -> None:
     reader = StackReader(os.getpid(), stacks.fd)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     deadline = time.monotonic() + 100
-    while "test_a_process_that_comes_or_goes" not in reader.read():
+    while "test_a_process_that_starts_or_exits" not in reader.read():
         assert time.monotonic() < deadline
     reader.close()
 
@@ -44,7 +44,7 @@ def test_only_the_main_thread_answers() -> None:
     other.start()
     reader = StackReader(os.getpid(), stacks.fd)
     (text,) = ask([(os.getpid(), reader)], timeout_s=100.0)
-    assert text.count("most recent call first") == 1 and "test_the_question_is_answered" in text
+    assert text.count("most recent call first") == 1 and "test_only_the_main_thread_answers" in text
     crash = f'{text}Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File "a", line 1 in b\n\n'
     crash += 'Current thread 0x2 (most recent call first):\n  File "c", line 2 in d\n'
     assert frames_of(crash) == [("c", "2", "d")]

@@ -209,7 +209,9 @@ def test_a_signal_stops_all_ranks_without_a_restart(
 def test_a_launch_within_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="launch=local inside ranks would start 2 runs"):
+    with pytest.raises(
+        UserError, match="launch=local inside a process that is already a rank would start 2 separate runs"
+    ):
         local.launch(settings("launch=local"), [])
 
 

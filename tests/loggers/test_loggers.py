@@ -65,7 +65,7 @@ def test_a_logger_that_cannot_end_takes_nothing_along(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_rank_ends_on_what_is_no_logger(tmp_path: Path) -> None:
     one, other = run_ranks(refused, 2, tmp_path, "+logger.mine._target_=tests.user_parts.Deaf", init=False)
-    assert "logger.mine: tests.user_parts.Deaf creates a Deaf without text" in one
+    assert "logger.mine: tests.user_parts.Deaf creates a Deaf that lacks the methods text" in one
     assert one == other
 
 

@@ -70,7 +70,7 @@ def test_a_used_run_directory_raises_without_resume(tmp_path: Path, trace: str) 
     (run_dir / trace).write_text("")
     (tmp_path / "run-2").mkdir()
     with pytest.raises(
-        UserError, match=f"already contains a run .*resume=auto .*run_dir={run_dir}-3 starts a new"
+        UserError, match=f"already contains a run .*resume=auto .*run_dir={run_dir}-3 to start a new"
     ):
         claimed(run_dir)
     if not trace.startswith("checkpoints"):  # their run is unknown, and there is no checkpoint

@@ -151,11 +151,11 @@ def test_buffers_in_which_ranks_differ_are_named_once(tmp_path: Path) -> None:
     found = run_ranks(of_ways, 2, tmp_path / "2", ways, init=False)[0]
     alone = {"single": ("strategy=single",), "exact": ("strategy=single", "train.exact=2")}
     single, exact = run_ranks(of_ways, 1, tmp_path / "1", alone, init=False)[0].values()
-    assert not single[1] and "a step with train.exact to buffers of the model: mean. Before" in exact[1][0]
+    assert not single[1] and "a step with train.exact to these model buffers: mean. Before" in exact[1][0]
     for name, (losses, warnings) in found.items():
         if "gathers" in name:
             assert (losses, warnings) == (pytest.approx(single[0], abs=1e-6), []), name
         else:
             assert (
-                len(warnings) == 1 and "on each rank to buffers of the model: mean. Before" in warnings[0]
+                len(warnings) == 1 and "on each rank to these model buffers: mean. Before" in warnings[0]
             ), name

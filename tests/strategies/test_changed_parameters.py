@@ -104,5 +104,7 @@ def told(root: Path) -> list[str]:
 def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
     for rank, messages in enumerate(run_ranks(told, 2, tmp_path, init=False)):
         for (how, name), message in zip(CASES.items(), messages, strict=True):
-            expected = "accepted" if name is None else f"changes {name} in a gathered copy"
+            expected = (
+                "accepted" if name is None else f"changes {name} (values or requires_grad) in a gathered copy"
+            )
             assert expected in message, f"{how} on rank {rank}: {message}"

@@ -89,7 +89,9 @@ def test_a_second_sweep_in_the_folder_is_refused(sweep: Sweep) -> None:
             "launch=local launch.processes=5", "is not divisible by the 5 replicas", marks=pytest.mark.slow
         ),
         pytest.param("optim=sgd,adamw optim.mumentum=1,2", "optim.mumentum is not", marks=pytest.mark.slow),
-        pytest.param("hydra/launcher=joblib", "each trial of a sweep is its own", marks=pytest.mark.slow),
+        pytest.param(
+            "hydra/launcher=joblib", "each trial of a sweep is a launch of its own", marks=pytest.mark.slow
+        ),
         pytest.param("run_dir=here", "would be the directory of every trial", marks=pytest.mark.slow),
         pytest.param(
             "launch=slurm launch.wait=false", "a sweep waits for each trial", marks=pytest.mark.slow

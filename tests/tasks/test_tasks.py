@@ -122,7 +122,9 @@ def test_labels_may_be_shares_of_the_classes_or_one_hot(classes: int) -> None:
     assert task.weight((logits, shares)) == 17
     for act in (task.loss, task.eval_sums):
         for wrong in (shares[:, 1:], labels.float(), one_hot[:, 1:]):
-            with pytest.raises(UserError, match=r"must be classes, integers \(17,\), or class probabilities"):
+            with pytest.raises(
+                UserError, match=r"must be class indices \(integers of shape \(17,\)\) or class probabilities"
+            ):
                 act(Given(), (logits, wrong))
         for rows in (one_hot, shares):
             with pytest.raises(UserError, match="which must be at least 0, but the smallest is -100"):

@@ -132,5 +132,5 @@ def test_memory_that_ends_in_a_later_step_is_told(tmp_path: Path) -> None:
 
 
 def test_leaves_are_no_micro_batches_to_choose() -> None:
-    with pytest.raises(UserError, match=r"micro_batch_size=auto.* not go with train.exact=4"):
+    with pytest.raises(UserError, match=r"micro_batch_size=auto is not supported with train.exact=4"):
         settings("train.exact=4", f"{SIZE}=auto")
