@@ -27,7 +27,7 @@ COMMANDS = [
 ]
 KEPT = {
     r"^finished": "",
-    r"died of SIGKILL": "bold red",
+    r"^rank .*died of SIGKILL": "bold red",
     r"^resumed from": "bold yellow",
     r"^runs/.*sha256": "bold green",
 }
