@@ -77,9 +77,10 @@ def _settings(run: RunFiles) -> dict[str, str]:
 
 
 def _differing(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the names of settings that all runs have, with different values, in the order of config.yaml."""
-    names = [name for name in settings[0] if all(name in each for each in settings)]
-    return [name for name in names if len({each[name] for each in settings}) > 1]
+    """Return the names of settings that differ between runs; first those that all of the runs have."""
+    names = dict.fromkeys(name for each in settings for name in each)
+    differing = [name for name in names if len({each.get(name) for each in settings}) > 1]
+    return sorted(differing, key=lambda name: not all(name in each for each in settings))
 
 
 def _not_alike(settings: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -20,7 +20,7 @@ from trainer.distributed.agreement import compare_across_ranks, on_main
 from trainer.distributed.gather_samples import gathering
 from trainer.distributed.process_group import watched_process_group
 from trainer.distributed.shrink import Shrunk
-from trainer.errors import writing
+from trainer.errors import RetryableError, UserError, writing
 from trainer.files import failure_file
 from trainer.files.writing import atomic_file
 from trainer.launch.fresh import has_launcher_on_host
@@ -160,8 +160,9 @@ def _log_end(run_: Run, metrics: Mapping[str, float]) -> None:
     rows = {"finished": f"{metrics['steps']:,} steps, {', '.join(shown)}"}
     if best := run_.checkpointer.best_so_far(run_.state.progress.step):
         rows["best"] = "{} {:.4f} at step {}".format(*best)
-    if checkpoint := run_.checkpointer.best_or_newest():
-        rows["checkpoint"] = str(checkpoint)
+    with suppress(UserError, RetryableError):  # the run is complete, even if its disk fails now
+        if checkpoint := run_.checkpointer.best_or_newest():
+            rows["checkpoint"] = str(checkpoint)
     log.info("%s", table(rows | {"view with": run_.report.run_log.look}))
 
 

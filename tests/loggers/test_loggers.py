@@ -15,6 +15,7 @@ from tests.runs import context_of, train
 from trainer.errors import RetryableError, UserError
 from trainer.failures import exit_report
 from trainer.failures.diagnosis import Failure
+from trainer.loggers.base import Logger
 from trainer.loggers.tensorboard import TensorBoard
 from trainer.loggers.wandb import Wandb
 from trainer.run_dir.metrics_file import read_metrics
@@ -52,6 +53,23 @@ def refused(run_dir: Path, *overrides: str) -> str:
     with pytest.raises(UserError) as error, context_of(f"run_dir={run_dir}", "logger=jsonl", *overrides):
         pass
     return str(error.value)
+
+
+class Hides(Logger):
+    """Makes the checkpoints unreadable when the run has written its result."""
+
+    def __init__(self, run_dir: Path, **facts: Any) -> None:
+        self._checkpoints = run_dir / "checkpoints"
+
+    def close(self) -> None:
+        self._checkpoints.rename(self._checkpoints.with_name("away"))
+        self._checkpoints.touch()
+
+
+def test_a_disk_that_fails_after_the_result_does_not_fail_the_run(tmp_path: Path) -> None:
+    hides = f"+logger.hides._target_={Hides.__module__}.Hides"
+    run_ranks(train, 1, *SHORT, "strategy=single", hides, f"run_dir={tmp_path}", init=False)
+    assert (tmp_path / "result.json").exists() and (tmp_path / "checkpoints").is_file()
 
 
 @pytest.mark.slow
