@@ -67,7 +67,7 @@ def test_two_runs_that_start_in_the_same_second_get_two_directories(
 def test_a_used_run_directory_raises_without_resume(tmp_path: Path, trace: str) -> None:
     run_dir = tmp_path / "run"
     (run_dir / trace).parent.mkdir(parents=True)
-    (run_dir / trace).write_text("")
+    (run_dir / trace).write_text('{"step": 1}\n')
     (tmp_path / "run-2").mkdir()
     with pytest.raises(
         UserError, match=f"already contains a run .*resume=auto .*run_dir={run_dir}-3 to start a new"
@@ -80,7 +80,9 @@ def test_a_used_run_directory_raises_without_resume(tmp_path: Path, trace: str) 
     assert claimed(run_dir, "auto").path == run_dir
 
 
-def test_files_of_a_failed_start_are_not_a_run(tmp_path: Path) -> None:
+def test_files_of_a_run_that_logged_no_step_are_not_a_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "events.out.tfevents.1795939877.host.18.0").write_text("its configuration")
     (tmp_path / "train.log").write_text("it was refused")
     (tmp_path / "config.yaml").write_text("")
     (tmp_path / "events.out.tfevents.1795939877.host.18.2.hparams").write_text("of a sweep")

@@ -25,6 +25,7 @@ from trainer.files.address import Location
 from trainer.files.untrusted import load_json, printable
 from trainer.files.writing import atomic_file, new_run_dir, unused_path
 from trainer.run_dir import LOCK, RENEW_S, RUN
+from trainer.run_dir.metrics_file import last_metrics
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +139,12 @@ def run_id_of(path: Location) -> str | None:
 
 
 def _run_files(path: Path) -> list[str]:
-    """Return files that show that a run used `path`, apart from its log, its config and .hparams."""
+    """Return files that show that a run used `path`; none if that run ended before it logged a step."""
     patterns = ("checkpoints/step_*", "result.json", "events.*[0-9]", "metrics.jsonl")
-    return [str(found[-1].relative_to(path)) for pattern in patterns if (found := sorted(path.glob(pattern)))]
+    newest = {pattern: found[-1] for pattern in patterns if (found := sorted(path.glob(pattern)))}
+    if not newest.keys() & set(patterns[:2]) and not last_metrics(path):
+        return []
+    return [str(file.relative_to(path)) for file in newest.values()]
 
 
 def _unused_sibling(path: Path) -> Path:
