@@ -39,35 +39,10 @@ def test_the_files_that_others_read_are_yaml() -> None:
     assert len(files) == 6 and all(yaml.safe_load(file.read_text()) for file in files)
 
 
-def test_a_model() -> None:
-    model = names("models/linear.py")["Linear"]((1, 8, 8), 10)
-    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
-    assert yaml.safe_load(EXAMPLES["conf/model/linear.yaml"])["_target_"] == "models.linear.Linear"
-
-
-def test_a_logger(tmp_path: Path) -> None:
-    logger = names("trainer/loggers/lines.py")["Lines"](
-        run_dir=tmp_path, run_id="a", first_step=0, settings={}
-    )
-    logger.scalars({"train/loss": 0.25}, 10)
-    logger.text("config", "none", 10)
-    logger.close()
-    assert (tmp_path / "lines.txt").read_text() == "10 train/loss=0.25\n"
-
-
 def test_an_all_reduce() -> None:
     left_ring = names("trainer/comm/algorithms/all_reduce.py", vars(all_reduce))["left_ring"]
     for hosts in ([0], [0, 0], [0, 0, 1, 1], [1, 0, 2, 0, 1]):
         simulate([left_ring(rank, hosts) for rank in range(len(hosts))])
-
-
-def test_a_task() -> None:
-    task, model = names("mine.py")["Quantile"](), torch.nn.Linear(3, 1)
-    batch = (torch.randn(8, 3), torch.randn(8))
-    half = [tuple(values[part] for values in batch) for part in (slice(4), slice(4, 8))]
-    metrics = task.summarise(sum(task.eval_sums(model, each) for each in half))
-    assert metrics["loss"] == pytest.approx(task.loss(model, batch).item())
-    assert metrics.keys() == set(task.metric_names)
 
 
 def trained_plainly(*overrides: str) -> dict[str, torch.Tensor]:
