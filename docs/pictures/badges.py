@@ -8,7 +8,7 @@ BADGES = [
     ("torch", "2.11 or newer", "#c8421f"),
     ("license", "Apache-2.0", "#3f51b5"),
     ("tests", "pytest", "#2e7d32"),
-    ("same bits on", "1, 2, 4 ranks", "#2e7d32"),
+    ("bit-identical on", "1, 2, 4 ranks", "#2e7d32"),
 ]
 _CHARACTER, _PAD, _HEIGHT, _GAP = 6.6, 7, 20, 6  # pixels, at 11 pixels a line
 
