@@ -32,7 +32,7 @@ from trainer.config.overrides import CONF
 from trainer.data.loading.batch import BatchSplit
 from trainer.errors import UserError
 from trainer.launch.exits import exits
-from trainer.launch.fresh import extend_path
+from trainer.launch.new_process import extend_path
 
 Row = dict[str, object]
 STRATEGIES = {

@@ -120,7 +120,7 @@ def started(
         env: added to this process's environment.
         host: a `Host` is the network namespace it runs in.
         output: a file to which both of its streams are appended.
-        forks: what it starts by `trainer.launch.fresh`, ranks of launch=local and trials of a sweep, it forks.
+        forks: what it starts by `trainer.launch.new_process`, ranks of launch=local and trials of a sweep, it forks.
     """
     with tempfile.TemporaryDirectory(prefix="program-") as streams:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
@@ -222,10 +222,10 @@ def _main(
 
 
 def fork_what_starts() -> None:
-    """From now on this process forks what `trainer.launch.fresh` would start as a new program."""
-    from trainer.launch import fresh
+    """From now on this process forks what `trainer.launch.new_process` would start as a new program."""
+    from trainer.launch import new_process
 
-    fresh.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _forked})  # type: ignore[assignment]
+    new_process.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _forked})  # type: ignore[assignment]
 
 
 def _program(argv: Sequence[str], environment: Mapping[str, str], cwd: Path) -> None:

@@ -24,7 +24,7 @@ from trainer.files.untrusted import load_json
 from trainer.files.writing import new_run_dir
 from trainer.inference.restore import restored_model
 from trainer.inference.trained_run import TrainedRun
-from trainer.launch.fresh import launched_by
+from trainer.launch.new_process import launched_by
 from trainer.run import run
 
 _P = ParamSpec("_P")

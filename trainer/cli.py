@@ -24,7 +24,7 @@ from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, explain
 from trainer.errors import UserError
 from trainer.launch import local, slurm
 from trainer.launch.exits import ends_its_threads, exits
-from trainer.launch.fresh import (
+from trainer.launch.new_process import (
     die_with_parent,
     extend_path,
     launched_by,

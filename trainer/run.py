@@ -23,7 +23,7 @@ from trainer.distributed.shrink import Shrunk
 from trainer.errors import RetryableError, UserError, writing
 from trainer.files import failure_file
 from trainer.files.writing import atomic_file
-from trainer.launch.fresh import has_launcher_on_host
+from trainer.launch.new_process import has_launcher_on_host
 from trainer.launch.rank_info import RankInfo, publish, rank_info
 from trainer.launch.signals import StopRequest
 from trainer.loop import fit

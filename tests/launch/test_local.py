@@ -15,7 +15,7 @@ import pytest
 from tests.programs import started
 from tests.runs import settings
 from trainer.errors import UserError
-from trainer.launch import fresh, local
+from trainer.launch import local, new_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 ACTOR = """
 import json, os, signal, sys, time
 sys.path.insert(0, os.environ["HOUSE"])
-from trainer.launch.fresh import die_with_parent
+from trainer.launch.new_process import die_with_parent
 die_with_parent()
 rank, run_dir = os.environ["RANK"], next(a[8:] for a in reversed(sys.argv) if a.startswith("run_dir="))
 os.makedirs(run_dir, exist_ok=True)
@@ -58,7 +58,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
     """Launches ranks with given actions: for each attempt, the action of each rank."""
     actor = tmp_path / "actor.py"
     actor.write_text(ACTOR)
-    monkeypatch.setattr(fresh, "program", lambda: [sys.executable, str(actor)])
+    monkeypatch.setattr(new_process, "program", lambda: [sys.executable, str(actor)])
     monkeypatch.setattr(local, "_GRACE_S", 1.0)
     monkeypatch.setattr(local, "PAUSES_S", (0.0,))
 
@@ -174,8 +174,8 @@ def interrupted(how: str, tmp_path: Path, number: int) -> int:
     script = f"""
 import sys
 from tests.runs import settings
-from trainer.launch import fresh, local
-fresh.program = lambda: [sys.executable, {str(actor)!r}]
+from trainer.launch import new_process, local
+new_process.program = lambda: [sys.executable, {str(actor)!r}]
 sys.exit(local.launch(settings(*{overrides}), {overrides})[0])
 """
     (tmp_path / "launcher.py").write_text(script)
@@ -218,17 +218,17 @@ def test_a_launch_within_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_script_that_called_main_is_what_is_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(fresh, "_user_script", [])
-    ours = fresh.program()
+    monkeypatch.setattr(new_process, "_user_script", [])
+    ours = new_process.program()
     script = SimpleNamespace(__file__=str(tmp_path / "go.py"), __spec__=None)
     monkeypatch.setitem(sys.modules, "__main__", script)
     monkeypatch.setattr(sys, "argv", ["pytest", "a=1"])
-    fresh.remember_script()
-    assert fresh.program() == ours
+    new_process.remember_script()
+    assert new_process.program() == ours
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["go.py", "a=1"])
-    fresh.remember_script()
-    assert fresh.program() == [sys.executable, str(tmp_path / "go.py")]
+    new_process.remember_script()
+    assert new_process.program() == [sys.executable, str(tmp_path / "go.py")]
     script.__spec__ = SimpleNamespace(name="mine.__main__")  # python -m mine
-    fresh.remember_script()
-    assert fresh.program() == [sys.executable, "-m", "mine"]
+    new_process.remember_script()
+    assert new_process.program() == [sys.executable, "-m", "mine"]

@@ -312,9 +312,7 @@ def test_a_stop_before_the_rendezvous_ends_it(tmp_path: Path) -> None:
 
 
 def test_the_limit_of_open_files_is_raised() -> None:
-    program = (
-        "import resource, trainer.launch.fresh as f; f.raise_file_limit(); print(*resource.getrlimit(7))"
-    )
+    program = "import resource, trainer.launch.new_process as f; f.raise_file_limit(); print(*resource.getrlimit(7))"
     command = ["bash", "-c", f"ulimit -Sn 100; exec {sys.executable} -c '{program}'"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
     soft, hard = done.stdout.split()

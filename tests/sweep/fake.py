@@ -15,7 +15,7 @@ from trainer.sweep.trials import read_trials
 _TRIAL = """
 import json, os, signal, sys, time
 sys.path.insert(0, os.environ["HOUSE"])
-from trainer.launch.fresh import die_with_parent
+from trainer.launch.new_process import die_with_parent
 die_with_parent()
 given = dict(word.partition("=")[::2] for word in sys.argv[1:])
 run_dir = given["run_dir"].strip("'")
@@ -48,8 +48,8 @@ os._exit(0)
 _SWEEPER = """
 import sys
 sys.path.insert(0, {root!r})
-from trainer.launch import fresh
-fresh.program = lambda: [sys.executable, {trial!r}]
+from trainer.launch import new_process
+new_process.program = lambda: [sys.executable, {trial!r}]
 from ringmaster import main
 main()
 """

@@ -25,7 +25,7 @@ from tests.runs import settings
 from trainer.config import Config
 from trainer.config.overrides import set_to
 from trainer.errors import UserError
-from trainer.launch import fresh
+from trainer.launch import new_process
 from trainer.sweep import results
 from trainer.sweep.pruning import Pruning
 from trainer.sweep.runner import Runner, room
@@ -83,7 +83,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialLog:
             cwd=given["run_dir"],
         )
 
-    monkeypatch.setattr(fresh, "start", start)
+    monkeypatch.setattr(new_process, "start", start)
     return TrialLog(tmp_path, [], "eval/loss")
 
 

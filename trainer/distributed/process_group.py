@@ -26,7 +26,7 @@ from trainer.failures.heartbeat import Heartbeat
 from trainer.failures.neighbour import RankIdentity, introduction
 from trainer.failures.stacks import Stacks
 from trainer.failures.watch import Watch
-from trainer.launch.fresh import has_launcher_on_host
+from trainer.launch.new_process import has_launcher_on_host
 from trainer.launch.rank_info import RankInfo, rank_info
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import torch
 
 from trainer.errors import UserError
 from trainer.exact.environment import environment, prepare
-from trainer.launch import fresh
+from trainer.launch import new_process
 from trainer.launch.exits import exits
 from trainer.launch.signals import stop_signals_to
 
@@ -55,7 +55,9 @@ def run(leg: Leg, run_dir: Path, number: int = 0) -> None:
         with log.open("w") as file:
             for rank in range(leg.ranks):
                 own = variables | {"RANK": rank, "LOCAL_RANK": rank}
-                ranks.append(fresh.start(overrides, environment=own, devices=[], stdout=file, stderr=file))
+                ranks.append(
+                    new_process.start(overrides, environment=own, devices=[], stdout=file, stderr=file)
+                )
         while (num_alive := sum(each.poll() is None for each in ranks)) and time.monotonic() < deadline:
             if last_step(run_dir) >= leg.kill_at:
                 for victim in leg.victims:

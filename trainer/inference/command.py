@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.files.address import location
 from trainer.launch import local
 from trainer.launch.exits import ends_its_threads, exits
-from trainer.launch.fresh import die_with_parent, extend_path, launched_by, raise_file_limit
+from trainer.launch.new_process import die_with_parent, extend_path, launched_by, raise_file_limit
 from trainer.launch.rank_info import publish, rank_from_environment, rank_info
 
 

@@ -21,7 +21,7 @@ from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.files import failure_file
 from trainer.files.writing import new_run_dir
-from trainer.launch import fresh
+from trainer.launch import new_process
 from trainer.launch.exits import PAUSES_S
 from trainer.launch.rank_info import STORE_FD, rank_info
 from trainer.launch.signals import stop_signals_to
@@ -53,7 +53,7 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tu
             f"{rank_info().world_size} separate runs; use one of the two launchers"
         )
     on_gpus = config.distributed.device != "cpu"
-    processes = config.launch.processes or (fresh.num_gpus() if on_gpus else 0) or 1
+    processes = config.launch.processes or (new_process.num_gpus() if on_gpus else 0) or 1
     if module is not None:
         return _attempt(processes, argv, module=module)
     run_dir = Path(config.run_dir or new_run_dir())
@@ -131,7 +131,7 @@ def _start(
     # A notebook replaces sys.stdout, so the output of rank 0 must be copied to it.
     pipe = None if rank == 0 and sys.stdout is sys.__stdout__ else subprocess.PIPE
     streams: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "pass_fds": [] if rank else [server.fileno()]}
-    return fresh.start(argv, module=module, launcher="local", environment=variables, **streams)
+    return new_process.start(argv, module=module, launcher="local", environment=variables, **streams)
 
 
 def _copy(pipe: IO[bytes], out: IO[str], rank: int) -> None:

@@ -16,7 +16,7 @@ from trainer.config.overrides import set_to
 from trainer.errors import StoppedBySignal, UserError
 from trainer.files import failure_file
 from trainer.files.writing import new_run_dir
-from trainer.launch import fresh
+from trainer.launch import new_process
 from trainer.launch.signals import stop_signals_to
 
 # srun ends the other tasks this long after the first has ended: a rank that hangs would keep the job.
@@ -38,7 +38,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
     named = config.run_dir or ("runs/..." if settings.dry_run else str(new_run_dir()))
     run_dir = Path(named).absolute()
     words = [*(word for word in argv if not word.startswith("run_dir=")), set_to("run_dir", str(run_dir))]
-    command_line = shlex.join([*fresh.program(), *words])
+    command_line = shlex.join([*new_process.program(), *words])
     script = _script(settings, run_dir / "slurm", command_line, config.distributed.shrink)
     if settings.dry_run:
         print(script)
@@ -141,7 +141,7 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bo
             *settings.setup,
             *(
                 f"export {name}={shlex.quote(value)}"
-                for name, value in fresh.variables_for_ranks("slurm").items()
+                for name, value in new_process.variables_for_ranks("slurm").items()
             ),
             *(["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"] if "cpus-per-task" in told else []),
             *([f"before=$({newest})"] if settings.requeue else []),

@@ -16,7 +16,7 @@ from trainer.errors import NonFiniteError, StoppedBySignal, UserError, first_lin
 from trainer.files import failure_file
 from trainer.files.columns import cell
 from trainer.files.untrusted import printable
-from trainer.launch import fresh
+from trainer.launch import new_process
 from trainer.launch.signals import stop_signals_to
 from trainer.sweep import results, trials
 from trainer.sweep.output import say
@@ -172,7 +172,7 @@ class Runner:
         self._log.write()
         attempt.failed_before = failure_file.written_at(folder)
         with (folder / OUTPUT).open("ab") as output:
-            attempt.process = fresh.start(
+            attempt.process = new_process.start(
                 argv,
                 devices=gpus or None,
                 # Hydra sets it to 1 in this process: a trial would end with a traceback, not its status.
@@ -287,7 +287,7 @@ def visible_gpus() -> list[str]:
     told = os.environ.get("CUDA_VISIBLE_DEVICES")
     if told is not None:
         return [name for name in told.split(",") if name and name != "-1"]
-    return [str(index) for index in range(fresh.num_gpus())]
+    return [str(index) for index in range(new_process.num_gpus())]
 
 
 def _num_wanted(config: Config, num_gpus: int) -> int:
