@@ -51,8 +51,7 @@ class Mixture(Dataset[Any]):
             if is_stream(dataset):
                 raise UserError(
                     f"{name}, which is a stream, but a mixture needs datasets that are read by index; "
-                    "combine streams "
-                    "with, for example, interleave_datasets of Hugging Face's datasets"
+                    "combine streams with, for example, interleave_datasets of Hugging Face's datasets"
                 )
             if hasattr(dataset, "epoch_order"):
                 raise UserError(

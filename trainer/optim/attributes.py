@@ -58,8 +58,7 @@ class OptimizerAttributes:
         if others:
             log.warning(
                 "the saved value of %s is not restored, because the attribute no longer exists, or its "
-                "initial "
-                "value has changed",
+                "initial value has changed",
                 first_few(others),
             )
 

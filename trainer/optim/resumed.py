@@ -96,8 +96,7 @@ def check_continued(
             f"after this resume, {lost[0]} should be {_plain(new_options[lost[0]])}, as set in this run, but "
             f"is {_plain(group.get(lost[0]))}; load_state_dict() of {type(part).__name__} or "
             f"{type(schedule).__name__} restored the old value. Change that method so that it does not "
-            "restore "
-            "options, or use the previous settings of optim and schedule"
+            "restore options, or use the previous settings of optim and schedule"
         )
 
 

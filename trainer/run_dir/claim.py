@@ -94,9 +94,8 @@ def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
     run_id = (remote_id if adopts else known if resumes else None) or secrets.token_hex(8)
     if remote_id not in (None, run_id):
         raise UserError(
-            f"checkpoint.remote={remote} already contains a different run, {remote_id}; use another "
-            "address, or continue "
-            "that run with resume=auto in a new run_dir"
+            f"checkpoint.remote={remote} already contains a different run, {remote_id}; use another address, "
+            "or continue that run with resume=auto in a new run_dir"
         )
     if run_id != known:
         write_facts(path, run_id)

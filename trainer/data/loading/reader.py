@@ -235,8 +235,7 @@ class TrainReader(IndexReader):
                 "sample 0 of %s differs when it is read twice with the same random numbers, so samples "
                 "depend on the number of ranks and workers, and differ after a resume; use the global "
                 "generators of torch, NumPy or Python, which are seeded for each sample, or seed your own "
-                "generator from the "
-                "index",
+                "generator from the index",
                 name_of(self.dataset),
             )
         return {0: first}

@@ -75,8 +75,7 @@ class Gpt2:
             raise UserError(
                 f"failed to download the vocabulary of gpt2: {on_one_line(error)[:200]}; set "
                 "TIKTOKEN_CACHE_DIR to a tiktoken cache folder that contains it, or pass a folder that "
-                "contains "
-                "Hugging Face's tokenizer.json for gpt2 as the tokenizer"
+                "contains Hugging Face's tokenizer.json for gpt2 as the tokenizer"
             ) from error
         self.vocab_size = self._encoding.n_vocab
         self.end = np.array([self._encoding.eot_token], np.uint32)
