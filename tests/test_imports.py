@@ -68,8 +68,8 @@ FLOORS: tuple[dict[str, str], ...] = (
         "strategies tasks tensors",
         "micro_batch": "accelerator build config data distributed errors forward_backward model optim strategies "
         "tasks tensors",
-        "report": "accelerator config data distributed errors exact failures forward_backward model state "
-        "strategies tasks tensors",
+        "report": "accelerator config data distributed errors exact failures forward_backward model run_dir "
+        "state strategies tasks tensors",
     },
     {
         "context": "checkpoint config data distributed evaluation guards launch loggers report state "
@@ -98,7 +98,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "loop": "accelerator context data dry_run errors evaluation log_step state step step_vote task_hooks",
     },
     {
-        "run": "assemble checkpoint config context data distributed errors files launch loop micro_batch "
+        "run": "assemble checkpoint config context data distributed errors exact files launch loop micro_batch "
         "report run_dir start_table troubleshooting",
     },
     {

@@ -93,6 +93,7 @@ def assemble(
     )
     loaders, first = (data.train_loader, data.eval_loader), split.first_micro_batch(strategy.replica)
     step, timeout_s = state.progress.step, config.distributed.timeout_s
+    run_log = RunLog(ranks, config, run_id, total_steps, step)
     return Run(
         config=as_built(config, data.train_set),
         ranks=ranks,
@@ -106,7 +107,11 @@ def assemble(
         vote=StepVote(ranks, strategy.order, rows_of_host(ranks, timeout_s)),
         guards=Guards(
             replicas=ReplicaCheck(
-                ranks, strategy.replica_groups(), train.check_replicas_every, strategy.replicated
+                ranks,
+                strategy.replica_groups(),
+                train.check_replicas_every,
+                strategy.replicated,
+                run_log.weights_hash,
             ),
             unsaved=UnsavedState(state.model, task, state.optimizer, strategy.replica == 0),
             buffers=BufferCheck(state.model, ranks, strategy.order.by_chunks),
@@ -114,8 +119,8 @@ def assemble(
             kept_buffers=kept_buffers,
         ),
         report=RunReport(
-            run_log=RunLog(ranks, config, run_id, total_steps, step),
-            meter=Meter(ranks, flops, strategy.order, strategy.num_replicas),
+            run_log=run_log,
+            meter=Meter(ranks, flops, strategy.order, strategy.num_replicas, run_log.steps),
             profile=Profile(train.profile, run_dir, ranks, step, total_steps),
             weight_statistics=WeightStatistics(state.model, ranks, train.histograms_every),
         ),

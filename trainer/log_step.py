@@ -1,7 +1,5 @@
 """Log the steps since the previous log point: metrics, histograms and one line of output."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from trainer.accelerator import peak_memory_bytes
@@ -48,14 +46,14 @@ def log_step(run: Run, grad_norm: Tensor) -> None:
     )
 
 
-def log_first_step(run: Run, losses: Sequence[Tensor]) -> None:
+def log_first_step(run: Run) -> None:
     """Print the loss and the time of this process's first step, alone (a collective).
 
     A slow run says early that it trains, and how fast. Nothing is logged, because the metrics of a log step
     are means since the one before.
     """
     meter, step = run.report.meter, run.state.progress.step
-    loss = meter.mean_of_step(losses)
+    (loss,) = meter.record_steps()
     seconds = meter.ms_per_step(meter.window)["step"] / 1e3
     run.report.run_log.progress.step_line(
         f"step {step}/{run.plan.total_steps}  loss {loss:.4f}  {seconds:.2f} s"

@@ -13,7 +13,6 @@ from trainer.dry_run.step import dry_run
 from trainer.errors import StoppedBySignal, UserError, first_few
 from trainer.evaluation import evaluate, show
 from trainer.log_step import log_first_step, log_step
-from trainer.state.progress import Update
 from trainer.step import train_step
 from trainer.step_vote import AfterStep
 from trainer.task_hooks import refuse_changed_by_loss
@@ -32,7 +31,7 @@ def fit(run: Run) -> dict[str, float]:
         StoppedBySignal: a signal asked to stop; raised on all ranks, after the same step was saved.
     """
     progress, settings, meter = run.state.progress, run.config.train, run.report.meter
-    steady = epoch_start = meter.mark()
+    steady = meter.mark()
     started_mid_epoch = progress.samples_in_epoch > 0
     run.model.train()
     evaluation = run.checkpointer.restored_metrics
@@ -44,34 +43,20 @@ def fit(run: Run) -> dict[str, float]:
     elif evaluation and progress.evaluated_step != progress.step:
         run.state.after_evaluation(evaluation)
 
-    batches, is_dry_run_made = None, False
-    warned_uneven = not run.data.train_loader.is_divided
+    epochs = Epochs(run)
     while not is_over(run):
-        if batches is None:
-            first_sample = progress.samples_seen - progress.samples_in_epoch
-            epoch, batches = progress.epoch, open_epoch(run)
-            if batches is not None and not is_dry_run_made:
-                changed_weights = dry_run(run, batches)
-                dry_run_of_evaluation(run)
-                run.checkpointer.check(run.state, changed_weights)
-                run.guards.unsaved.start(run.checkpointer.restored_unsaved)
-                is_dry_run_made = True
-            epoch_start = meter.begin_window()
-        after = make_step(run, batches) if batches is not None else AfterStep.CONTINUE
+        after = epochs.step()
         if steady.steps == 0 and progress.step >= run.plan.steps_before + unsteady_steps(run):
             steady = meter.mark()
-        if progress.epoch != epoch:
-            if batches is not None and not warned_uneven:
-                warned_uneven = warn_if_uneven(run, batches, epoch, progress.samples_seen - first_sample)
-            batches = None
         if after is AfterStep.STOP:
             meter.pause()
             save(run)
             run.checkpointer.saving.wait()
             run.checkpointer.finish_remote()
             raise StoppedBySignal(progress.step, run.config.run_dir)
-        save_due = run.checkpointer.due(progress, end_of_epoch=batches is None) or after is AfterStep.SAVE
-        if batches is None or save_due or evaluation_due(run):
+        end_of_epoch = epochs.batches is None
+        save_due = run.checkpointer.due(progress, end_of_epoch) or after is AfterStep.SAVE
+        if end_of_epoch or save_due or evaluation_due(run):
             meter.pause()
         if evaluation_due(run):
             evaluation, is_best = evaluate_now(run)
@@ -90,8 +75,8 @@ def fit(run: Run) -> dict[str, float]:
         "steps": progress.step,
         "epochs": progress.epochs(run.data.train_loader.num_samples),
         "samples_seen": progress.samples_seen,
-        "train/loss": meter.mean_loss(epoch_start),
-        **({"train/loss_steps": meter.steps} if started_mid_epoch and not epoch_start.steps else {}),
+        "train/loss": meter.mean_loss(meter.epoch_start),
+        **({"train/loss_steps": meter.steps} if started_mid_epoch and not meter.epoch_start.steps else {}),
         **evaluation,
         "samples_per_second": settings.global_batch_size / ms_per_step * 1e3,
         "ms_per_step": ms_per_step,
@@ -100,13 +85,56 @@ def fit(run: Run) -> dict[str, float]:
     }
 
 
+class Epochs:
+    """Makes the steps of a run, one epoch after another.
+
+    Attributes:
+        batches: the rest of the current epoch; None between two epochs.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.batches: Batches | None = None
+        self._is_dry_run_made = False
+        self._warned_uneven = not run.data.train_loader.is_divided
+
+    def open(self) -> Batches | None:
+        """Return the rest of the epoch; if no data is left, end the epoch and return None (a collective).
+
+        The first call makes the dry run.
+        """
+        run, progress = self._run, self._run.state.progress
+        if self.batches is None:
+            self._first_sample = progress.samples_seen - progress.samples_in_epoch
+            self._epoch, self.batches = progress.epoch, open_epoch(run)
+            if self.batches is not None and not self._is_dry_run_made:
+                changed_weights = dry_run(run, self.batches)
+                dry_run_of_evaluation(run)
+                run.checkpointer.check(run.state, changed_weights)
+                run.guards.unsaved.start(run.checkpointer.restored_unsaved)
+                self._is_dry_run_made = True
+            run.report.meter.begin_epoch()
+        return self.batches
+
+    def step(self) -> AfterStep:
+        """Make the next step, unless the epoch has no data left for it (a collective)."""
+        run, progress, batches = self._run, self._run.state.progress, self.open()
+        after = make_step(run, batches) if batches is not None else AfterStep.CONTINUE
+        if progress.epoch != self._epoch:
+            if batches is not None and not self._warned_uneven:
+                num_samples = progress.samples_seen - self._first_sample
+                self._warned_uneven = warn_if_uneven(run, batches, self._epoch, num_samples)
+            self.batches = None
+        return after
+
+
 def make_step(run: Run, batches: Batches) -> AfterStep:
     """Make the next step, count and check it, and log if that is due (a collective)."""
     progress, meter = run.state.progress, run.report.meter
     meter.start()
     run.report.profile.before(progress.step + 1, meter)
     step = train_step(run, batches)
-    meter.count_step(step.losses, step.update)
+    meter.count_step(progress.step, step.losses, step.grad_norm, step.update)
     run.report.run_log.progress.advance()
     if step.after is AfterStep.END:
         run.state.early_end.end()
@@ -120,11 +148,11 @@ def make_step(run: Run, batches: Batches) -> AfterStep:
     elif (
         progress.step == run.plan.steps_before + 1
         and run.plan.log_interval is not None
-        and step.update is not Update.SKIPPED
+        and step.update.has_loss
     ):
         run.ranks.heartbeat.enter("log")
         with meter.resting():
-            log_first_step(run, step.losses)
+            log_first_step(run)
     return step.after
 
 
@@ -184,6 +212,7 @@ def save(run: Run) -> None:
     refuse_changed_by_loss(run)
     run.checkpointer.unsaved = run.guards.unsaved.compare_at_save()
     run.guards.replicas.check(run.state)
+    run.report.meter.record_steps()
     with run.strategy.gathered(run.state):
         run.checkpointer.save(run.state, run.data.train_loader.state_dict())
 

@@ -21,6 +21,7 @@ from trainer.distributed.gather_samples import gathering
 from trainer.distributed.process_group import watched_process_group
 from trainer.distributed.shrink import Shrunk
 from trainer.errors import RetryableError, UserError, writing
+from trainer.exact.environment import environment
 from trainer.files import failure_file
 from trainer.files.writing import atomic_file
 from trainer.launch.new_process import has_launcher_on_host
@@ -29,6 +30,7 @@ from trainer.launch.signals import StopRequest
 from trainer.loop import fit
 from trainer.micro_batch import with_micro_batch_size
 from trainer.report import run_hash
+from trainer.run_dir.attempts import record_attempt
 from trainer.run_dir.claim import RunDir, claim
 from trainer.run_dir.console import messages, table
 from trainer.run_dir.metrics_file import write_result
@@ -100,6 +102,7 @@ def _run(
                 watch.ending.writes_to(run_dir)
             on_main(partial(_write_settings, run_.config, run_dir), ranks)
             run_.report.run_log.open()
+            on_main(partial(_record_attempt, run_, run_dir), ranks)
             resources.callback(run_.report.run_log.progress.close)
             _log_start(run_)
             with causes_named(config.train), gathering(_why_no_gather(run_)):
@@ -137,6 +140,7 @@ def _result(run_: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
         **strategy.report.measured(),
         **({"exact": run_.plan.exact} if run_.plan.exact else {}),
         **({"ended_by": ended_by} if ended_by else {}),
+        **({"skip_steps": skip_steps} if (skip_steps := run_.config.train.skip_steps) else {}),
         "param_sha256": run_hash.parameters_sha256(run_.state.model),
     }
 
@@ -182,6 +186,11 @@ def _take_over(config: Config, run_dir: Path, open_log: Callable[[], None]) -> N
     failure_file.remove(run_dir)
     _write_settings(config, run_dir)
     open_log()
+
+
+def _record_attempt(run_: Run, run_dir: Path) -> None:
+    facts = environment(run_.ranks.device)
+    record_attempt(run_dir, run_.plan.steps_before, run_.strategy.name, run_.ranks.world_size, facts)
 
 
 def _write_settings(config: Config, run_dir: Path) -> None:

@@ -15,7 +15,7 @@ from trainer.step_vote import AfterStep
 from trainer.task_hooks import begin_step_of_task, follow_begin_step
 from trainer.tasks.label_counts import count_labels, divided
 from trainer.tensors.generators import seed_micro_batch
-from trainer.update import apply_update
+from trainer.update import apply_update, read_past
 
 
 class Step(NamedTuple):
@@ -53,6 +53,9 @@ def train_step(run: Run, batches: Batches) -> Step:
             if follow_begin_step(run):
                 make_dry_run(run, micro_batches)
     strategy.begin_step(run.model)
+    if run.config.train.skips(step):
+        agreed = run.vote.result()
+        return Step([], torch.zeros((), device=strategy.device), read_past(run, step), agreed.after)
     losses = [
         add_gradients(run, batch, count, step, number)
         for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True))

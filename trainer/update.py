@@ -64,17 +64,33 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
             strategy.share_updates()
         if waits_later:
             update = check()
-        is_made = update is Update.MADE
         state.trainable.drop_gradients()
         state.scaler.update()
-        state.count_update(is_made)
-        if is_made:
-            end_step_of_task(run, step)
-        if run.guards.kept_buffers is not None:
-            run.guards.kept_buffers.keep()
-        data_left = run.vote.result().data_left
-        state.progress.advance(settings.global_batch_size, data_left, is_made)
+        _count(run, step, update)
     return update
+
+
+def read_past(run: Run, step: int) -> Update:
+    """Advance schedule and counters past a step of `train.skip_steps`, as after any skipped step."""
+    if run.ranks.is_main:
+        for first, last in run.config.train.skip_steps:
+            if step == max(first, run.plan.steps_before + 1) <= last:
+                log.info("reading past steps %d to %d without an update (train.skip_steps)", step, last)
+    with run.guards.snapshot.update(step):
+        _count(run, step, Update.READ_PAST)
+    return Update.READ_PAST
+
+
+def _count(run: Run, step: int, update: Update) -> None:
+    """Advance schedule, average and counters after `update`."""
+    is_made = update is Update.MADE
+    run.state.count_update(is_made)
+    if is_made:
+        end_step_of_task(run, step)
+    if run.guards.kept_buffers is not None:
+        run.guards.kept_buffers.keep()
+    data_left = run.vote.result().data_left
+    run.state.progress.advance(run.config.train.global_batch_size, data_left, update)
 
 
 def _skip(run: Run, step: int, losses: Sequence[Tensor]) -> Update:

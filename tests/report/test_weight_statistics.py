@@ -115,7 +115,7 @@ def of_two_micro_batches() -> dict[str, float]:
     for _ in range(2):
         meter.count_batch(smoothed, images, None, 2, 1)
         meter.count_batch(LanguageModelling(), (tokens, targets), None, 2, 1)
-    meter.count_step([loss.detach()], Update.MADE)
+    meter.count_step(1, [loss.detach()], loss.detach(), Update.MADE)
     plain = nn.functional.cross_entropy(*images).item()
     return meter.metrics(begin, global_batch_size=12) | {"expected": plain, "minimised": loss.item()}
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from omegaconf import MISSING
@@ -213,6 +214,13 @@ class TrainConfig:
     channels_last: bool = MISSING
     clip_grad_norm: float | None = above(0)
     skip_nonfinite: int = count_or_never()
+    skip_steps: list[list[int]] = limited(  # noqa: RUF009, it creates a field
+        lambda ranges: (
+            all(len(each) == 2 and 1 <= each[0] <= each[1] for each in ranges)
+            and all(before[1] < after[0] for before, after in pairwise(sorted(ranges)))
+        ),
+        "ranges [first, last] of steps from 1 on, which do not overlap, such as [[48100, 48300]]",
+    )
     log_every_steps: int | str | None = limited(
         lambda value: value == "auto" or (isinstance(value, int) and value >= 1), "auto, at least 1, or null"
     )
@@ -232,6 +240,10 @@ class TrainConfig:
         if self.log_every_steps != "auto":
             return None if self.log_every_steps is None else int(self.log_every_steps)
         return math.gcd(min(50, max(1, total_steps // 50)), self.histograms_every or 0)
+
+    def skips(self, step: int) -> bool:
+        """Return whether `step` is one of `skip_steps`."""
+        return any(first <= step <= last for first, last in self.skip_steps)
 
     def own_chunks(self, num_replicas: int, replica: int) -> range:
         """Return the chunks of each step that `replica` computes. Call only if `exact` is set."""

@@ -19,9 +19,12 @@ from trainer.distributed.agreement import gather_objects
 from trainer.distributed.collectives import all_gather_single
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ReplicasDifferError, first_few
+from trainer.model.plain_names import parameter_names
 from trainer.state.train_state import TrainState
 from trainer.tensors.bits import bit_hashes
 from trainer.tensors.local_shard import to_local
+
+_EXACT_IN_JSON = 2**53 - 1  # readers of JSON may convert integers to floats
 
 
 class ReplicaCheck:
@@ -37,15 +40,19 @@ class ReplicaCheck:
         groups: Sequence[tuple[int, ...]],
         every: int | None,
         replicated: Callable[[TrainState], Iterable[tuple[str, Tensor]]] = TrainState.replicated,
+        record: Callable[[int, int], None] = lambda weights_hash, step: None,
     ) -> None:
         """
         Args:
             groups: disjoint groups of ranks that must have equal values.
             every: steps between checks; None disables them.
             replicated: yields the tensors to compare, by name.
+            record: called with the hash of the whole model's weights and the step, at each check of a run
+                whose ranks have all of them.
         """
         self._ranks, self._every, self._replicated = ranks, every, replicated
-        self._groups = groups
+        self._groups, self._record = groups, record
+        self._has_whole_model = list(groups) == [tuple(range(ranks.world_size))] or ranks.world_size == 1
         self._checked_at: int | None = None  # the last step at which all replicas were equal
 
     def check_if_due(self, state: TrainState) -> None:
@@ -60,15 +67,19 @@ class ReplicaCheck:
             ReplicasDifferError: on every rank, if a rank differs from its replicas.
         """
         step = state.progress.step
-        if self._every is None or not self._groups or self._checked_at == step:
+        if self._every is None or self._checked_at == step:
             return
-        hashes = self._hashes(state)
-        own = torch.tensor([_overall(hashes)], device=self._ranks.device)
-        gathered = own.new_empty(self._ranks.world_size)
-        all_gather_single(gathered, own)
-        by_rank = gathered.tolist()
-        if any(len({by_rank[rank] for rank in group}) > 1 for group in self._groups):
-            raise self._error(step, by_rank, gather_objects(hashes))
+        if self._groups:
+            hashes = self._hashes(state)
+            own = torch.tensor([_overall(hashes)], device=self._ranks.device)
+            gathered = own.new_empty(self._ranks.world_size)
+            all_gather_single(gathered, own)
+            by_rank = gathered.tolist()
+            if any(len({by_rank[rank] for rank in group}) > 1 for group in self._groups):
+                raise self._error(step, by_rank, gather_objects(hashes))
+        if self._has_whole_model and self._ranks.is_main:
+            weights = bit_hashes((name, to_local(weight)) for name, weight in parameter_names(state.model))
+            self._record(_overall(weights) & _EXACT_IN_JSON, step)
         self._checked_at = step
 
     def _hashes(self, state: TrainState) -> dict[str, int]:

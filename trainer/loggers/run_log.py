@@ -1,7 +1,7 @@
 """Reports the progress of a run from rank 0 to the loggers, metrics.jsonl and the terminal."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +20,7 @@ from trainer.run_dir.claim import write_facts
 from trainer.run_dir.console import ProgressBar
 from trainer.run_dir.metrics_file import FILE as METRICS
 from trainer.run_dir.metrics_file import MetricsFile
+from trainer.run_dir.steps_file import StepRecord, StepsFile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,6 +85,7 @@ class RunLog:
             facts = {"first_step": self._steps_before, "total_steps": self._total_steps}
             with writing(self._run_dir):
                 self._scalars = MetricsFile(self._run_dir, self._steps_before)
+                self._steps = StepsFile(self._run_dir, self._steps_before)
                 write_facts(self._run_dir, self._run_id, **facts, best=asdict(self._best))
 
         on_main(start, self._ranks)
@@ -102,6 +104,18 @@ class RunLog:
         with writing(self._run_dir):
             self._scalars.write(values, step)
         self._tell("scalars", values, step)
+
+    def steps(self, records: Sequence[StepRecord]) -> None:
+        """Write the numbers of consecutive steps to steps.bin."""
+        if self.enabled:
+            with writing(self._run_dir):
+                self._steps.write(records)
+
+    def weights_hash(self, value: int, step: int) -> None:
+        """Write the hash of the weights after `step` to metrics.jsonl. It is not a curve for loggers."""
+        if self.enabled:
+            with writing(self._run_dir):
+                self._scalars.write({"weights_hash": value}, step)
 
     def texts(self, texts: Mapping[str, str], step: int) -> None:
         """Write Markdown by name; characters that UTF-8 cannot encode are escaped."""
@@ -134,6 +148,7 @@ class RunLog:
             if self.enabled:
                 closing.enter_context(writing(self._run_dir))
                 closing.callback(self._scalars.close)
+                closing.callback(self._steps.close)
 
     def _tell(self, method: str, *arguments: Any) -> None:
         for setting in self._loggers:

@@ -1,10 +1,12 @@
 """Measures the time of steps by parts, and their mean loss."""
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +16,13 @@ from trainer.distributed.ranks import Ranks
 from trainer.exact.sum_order import DEFAULT_ORDER, SumOrder
 from trainer.report.loss_parts import LossParts
 from trainer.report.mfu import ModelFlops
+from trainer.run_dir.steps_file import StepRecord
 from trainer.state.progress import Update
 from trainer.tasks import Task
 from trainer.tasks.label_counts import divided, scalar
 
 _ADDED_AT_ONCE = 256  # scalars on the device
+_RECORDED_AT_ONCE = 256  # steps, without log steps in between
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,21 @@ class Mark:
     rest_s: float
 
 
+class _Unrecorded(NamedTuple):
+    """A step that is not recorded yet."""
+
+    step: int
+    losses: Sequence[Tensor]  # of this rank's micro-batches
+    grad_norm: Tensor
+    has_loss: bool
+
+
 class Meter:
     """Running totals over steps; the metrics between two moments are the difference of two marks.
 
-    Only `mean_loss` waits for the device. The clock stops while paused, so that evaluation and
-    checkpoints do not count. Seconds are the host's: on a GPU they equal the device's over any interval
-    whose loss was read at its end.
+    Only methods that reduce over ranks wait for the device. The clock stops while paused, so that
+    evaluations and checkpoints do not count. Seconds are the host's: on a GPU they equal the device's over
+    any interval whose loss was read at its end.
     """
 
     def __init__(
@@ -47,8 +60,13 @@ class Meter:
         flops: ModelFlops | None = None,
         order: SumOrder = DEFAULT_ORDER,
         num_replicas: int | None = None,
+        record: Callable[[Sequence[StepRecord]], None] = lambda records: None,
     ) -> None:
-        """`num_replicas` ranks compute losses; None: all."""
+        """
+        Args:
+            num_replicas: the number of ranks that compute losses; None: all.
+            record: called on rank 0 with the numbers of each step, a window of steps at a time.
+        """
         self._ranks, self._flops = ranks, flops
         num_replicas = num_replicas or ranks.world_size
         self._order, self._mean_over = order, order.mean_over(num_replicas)
@@ -60,11 +78,12 @@ class Meter:
         self._pending: tuple[list[Tensor], ...] = ([], [], [])
         self._has_plain = False
         self.parts = LossParts(ranks, order, self._mean_over / num_replicas)
+        self._record, self._unrecorded = record, list[_Unrecorded]()
         self._plain_of_step: list[Tensor] = []
         self._tokens_of_step: list[Tensor] = []
         self._total_s = 0.0
         self._running_since: float | None = None
-        self.begin_window()
+        self.begin_epoch()
 
     def start(self) -> None:
         """Also called while it runs."""
@@ -106,16 +125,21 @@ class Meter:
         if self._flops is not None:
             self._flops.see(batch)
 
-    def count_step(self, losses: Sequence[Tensor], update: Update) -> None:
-        """Add a step to the totals.
-
-        `losses` are the losses of this rank's micro-batches, as detached scalars on the device.
+    def count_step(self, step: int, losses: Sequence[Tensor], grad_norm: Tensor, update: Update) -> None:
+        """Add a step to the totals, and to the steps to record (a collective if these become too many).
 
         The losses of a skipped step are not counted: a NaN would stay in the sums.
+
+        Args:
+            losses: the losses of this rank's micro-batches, as detached scalars on the device.
+            grad_norm: the norm of all gradients, a scalar.
         """
         self.steps += 1
-        self.parts.end_step(made=update is not Update.SKIPPED)
-        if update is Update.SKIPPED:
+        self.parts.end_step(made=update.has_loss)
+        self._unrecorded.append(_Unrecorded(step, losses, grad_norm, update.has_loss))
+        if len(self._unrecorded) >= _RECORDED_AT_ONCE:
+            self.record_steps()
+        if not update.has_loss:
             self._skipped += 1
         else:
             self._pending[0].extend(losses)
@@ -143,19 +167,16 @@ class Meter:
         self.window = self.mark()
         return self.window
 
+    def begin_epoch(self) -> None:
+        self.epoch_start = self.begin_window()
+
     def mean_loss(self, since: Mark) -> float:
         """Mean loss per step over all ranks (a collective); NaN when no step was made."""
         return self._per_step(since)[0] / self._mean_over
 
-    def mean_of_step(self, losses: Sequence[Tensor]) -> float:
-        """The mean over all ranks of one step's losses, as `count_step` gets them (a collective).
-
-        Apart from the sums: added to them alone, this step would change the last bit of the next mean.
-        """
-        total = self._order.sum_of([torch.zeros((), device=self._ranks.device, dtype=torch.float64)])
-        if losses:
-            total += self._order.sum_of(losses)
-        return float(self._order.over_ranks(total)) / self._mean_over
+    def record_steps(self) -> list[float]:
+        """Record the steps since the last call, and return their losses (a collective)."""
+        return self._over_ranks(self._sums[..., :0]) if self._unrecorded else []
 
     def metrics(self, since: Mark, global_batch_size: int) -> dict[str, float]:
         """Losses and speed since a mark, by their names in the log (a collective)."""
@@ -175,10 +196,33 @@ class Meter:
     def _per_step(self, since: Mark) -> list[float]:
         """Loss, plain loss and tokens, each the sum over all ranks; NaN when no step was made."""
         self._add_pending()
-        total, steps = self._order.over_ranks(self._sums - since.sums).tolist(), self.steps - since.steps
+        total, steps = self._over_ranks(self._sums - since.sums)[:3], self.steps - since.steps
         with_loss = steps - (self._skipped - since.skipped)
         counts = (with_loss, with_loss, steps)
         return [value / count if count else float("nan") for value, count in zip(total, counts, strict=True)]
+
+    def _over_ranks(self, sums: Tensor) -> list[float]:
+        """Return `sums` over all ranks, followed by the mean loss of each step to record (a collective).
+
+        A single all-reduce adds both.
+        """
+        steps, self._unrecorded = self._unrecorded, []
+        zeros = torch.zeros(len(steps), device=self._ranks.device, dtype=torch.float64)
+        micro_batches = zip_longest(*(step.losses for step in steps), fillvalue=zeros.new_zeros(()))
+        losses = self._order.sum_of([zeros, *(torch.stack(losses).double() for losses in micro_batches)])
+        numbers = self._order.over_ranks(torch.cat([sums, losses], -1)).tolist()
+        first = len(numbers) - len(steps)
+        numbers[first:] = [number / self._mean_over for number in numbers[first:]]
+        if steps and self._ranks.is_main:
+            norms = torch.stack([step.grad_norm for step in steps]).tolist()
+            numbered = zip(steps, norms, numbers[first:], strict=True)
+            self._record(
+                [
+                    StepRecord(step.step, *((norm, loss) if step.has_loss else (math.nan, math.nan)))
+                    for step, norm, loss in numbered
+                ]
+            )
+        return numbers
 
     def ms_per_step(self, since: Mark) -> dict[str, float]:
         """Return milliseconds per step, in total and by part; NaN before the first step."""

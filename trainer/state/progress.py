@@ -15,6 +15,13 @@ class Update(Enum):
     """Skipped by `train.skip_nonfinite`, because a loss or a gradient is NaN or Inf."""
     OVERFLOW = 2
     """Skipped because a gradient overflows in fp16; the loss scale has been lowered."""
+    READ_PAST = 3
+    """Skipped by `train.skip_steps`: its samples are read, and nothing is computed."""
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss of the step counts in the means of the log."""
+        return self in (Update.MADE, Update.OVERFLOW)
 
 
 @dataclass
@@ -30,19 +37,16 @@ class Progress:
     epoch: int = 0
     samples_in_epoch: int = 0
     samples_seen: int = 0
-    skipped_steps: int = 0  # steps without an update: train.skip_nonfinite, or an overflow in fp16
-    skipped_in_a_row: int = 0
+    skipped_steps: int = 0  # steps without an update, for any reason in `Update`
+    skipped_in_a_row: int = 0  # because of NaN, Inf or an overflow
     evaluated_step: int = -1  # the last evaluation that the schedule and early stopping have used
 
-    def advance(self, global_batch_size: int, data_left: bool, is_made: bool = True) -> None:
-        """Count one optimizer step, and end the epoch if no data is left for another step.
-
-        Args:
-            is_made: whether the step made an update.
-        """
+    def advance(self, global_batch_size: int, data_left: bool, update: Update = Update.MADE) -> None:
+        """Count one optimizer step, and end the epoch if no data is left for another step."""
         self.step += 1
-        self.skipped_steps += not is_made
-        self.skipped_in_a_row = 0 if is_made else self.skipped_in_a_row + 1
+        self.skipped_steps += update is not Update.MADE
+        if update is not Update.READ_PAST:
+            self.skipped_in_a_row = 0 if update is Update.MADE else self.skipped_in_a_row + 1
         self.samples_in_epoch += global_batch_size
         self.samples_seen += global_batch_size
         if not data_left:
@@ -77,8 +81,16 @@ def planned_steps(begin: Progress, train: TrainConfig, num_samples: int | None) 
         num_samples: samples of an epoch; None for a stream of unknown length, which may end earlier.
 
     Raises:
-        UserError: if the length is unknown and train.max_steps is null.
+        UserError: if the length is unknown and train.max_steps is null; or if `train.skip_steps` has steps
+            after the last one.
     """
+    total = _planned_steps(begin, train, num_samples)
+    if beyond := [steps for steps in train.skip_steps if steps[0] > total]:
+        raise UserError(f"train.skip_steps has {beyond[0]}, but the last step of this run is {total}")
+    return total
+
+
+def _planned_steps(begin: Progress, train: TrainConfig, num_samples: int | None) -> int:
     if num_samples is None:
         if train.max_steps is None:
             raise UserError(

@@ -1,0 +1,66 @@
+"""The loss and the gradient norm of each step of a run: steps.bin, with 16 bytes per step."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+FILE = "steps.bin"
+_RECORD = np.dtype([("step", "<u4"), ("grad_norm", "<f4"), ("loss", "<f8")])
+
+
+class StepRecord(NamedTuple):
+    """The numbers of a step, the same on all ranks, with the bits of the run."""
+
+    step: int
+    grad_norm: float
+    """Before clipping, in fp32; NaN if the step was skipped."""
+    loss: float
+    """Mean over all ranks; NaN if the step was skipped."""
+
+    def has_bits_of(self, other: "StepRecord") -> bool:
+        """Return whether all bits are equal, also those of NaN."""
+        return packed([self]) == packed([other])
+
+
+def packed(records: Sequence[StepRecord]) -> bytes:
+    """Return the records as they are in the file."""
+    return np.array([*map(tuple, records)], _RECORD).tobytes()
+
+
+class StepsFile:
+    """The writer of steps.bin, on rank 0."""
+
+    def __init__(self, run_dir: Path, steps_before: int) -> None:
+        """Open the file in `run_dir`, and remove the steps after `steps_before`, which a resumed run repeats.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path = run_dir / FILE
+        records = _read(path)
+        kept = int((records["step"] <= steps_before).sum())  # steps are in ascending order
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(kept * _RECORD.itemsize)
+
+    def write(self, records: Sequence[StepRecord]) -> None:
+        """Append records of consecutive steps. Raises OSError if the file cannot be written."""
+        self._file.write(packed(records))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_steps(run_dir: Path) -> dict[int, StepRecord]:
+    """Return the records of a run by step, in ascending order; {} without a file. The run may be running.
+
+    The last steps before a failure are missing, because records are written at log steps and saves.
+    """
+    return {record[0]: StepRecord(*record) for record in _read(run_dir / FILE).tolist()}
+
+
+def _read(path: Path) -> np.ndarray:
+    """Return the complete records of a file."""
+    data = path.read_bytes() if path.exists() else b""
+    return np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
