@@ -89,11 +89,12 @@ class Epochs:
     """Makes the steps of a run, one epoch after another.
 
     Attributes:
+        run: may be replaced between two steps.
         batches: the rest of the current epoch; None between two epochs.
     """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self.run = run
         self.batches: Batches | None = None
         self._is_dry_run_made = False
         self._warned_uneven = not run.data.train_loader.is_divided
@@ -103,7 +104,7 @@ class Epochs:
 
         The first call makes the dry run.
         """
-        run, progress = self._run, self._run.state.progress
+        run, progress = self.run, self.run.state.progress
         if self.batches is None:
             self._first_sample = progress.samples_seen - progress.samples_in_epoch
             self._epoch, self.batches = progress.epoch, open_epoch(run)
@@ -118,7 +119,7 @@ class Epochs:
 
     def step(self) -> AfterStep:
         """Make the next step, unless the epoch has no data left for it (a collective)."""
-        run, progress, batches = self._run, self._run.state.progress, self.open()
+        run, progress, batches = self.run, self.run.state.progress, self.open()
         after = make_step(run, batches) if batches is not None else AfterStep.CONTINUE
         if progress.epoch != self._epoch:
             if batches is not None and not self._warned_uneven:

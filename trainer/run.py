@@ -105,7 +105,7 @@ def _run(
             on_main(partial(_record_attempt, run_, run_dir), ranks)
             resources.callback(run_.report.run_log.progress.close)
             _log_start(run_)
-            with causes_named(config.train), gathering(_why_no_gather(run_)):
+            with causes_named(config.train), gathering(why_no_gather(run_)):
                 metrics = fit(run_)
             run_.report.run_log.plots(run_.strategy.report.plots, run_.state.progress.step, at_end=True)
             result = _result(run_, metrics)
@@ -198,7 +198,7 @@ def _write_settings(config: Config, run_dir: Path) -> None:
         file.write(to_yaml(config).encode())
 
 
-def _why_no_gather(run_: Run) -> str | None:
+def why_no_gather(run_: Run) -> str | None:
     """Why no loss can be over the outputs of all ranks, in words."""
     config = run_.config
     if config.train.exact is not None:

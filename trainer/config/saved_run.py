@@ -31,8 +31,12 @@ class Folder(Protocol):
     def __truediv__(self, name: str, /) -> Any: ...
 
 
-def saved_settings(run_dir: Folder, overrides: Sequence[str] = ()) -> Config:
+def saved_settings(run_dir: Folder, overrides: Sequence[str] = (), trains: bool = False) -> Config:
     """Return the settings of the run in `run_dir`, changed by `overrides` in the syntax of the command line.
+
+    Args:
+        trains: whether the command computes gradients, with the all-reduce of the run, unless the number of
+            ranks may differ from that of the run.
 
     Raises:
         UserError: the run does not exist; or an override cannot be parsed, is invalid or has no effect.
@@ -40,13 +44,19 @@ def saved_settings(run_dir: Folder, overrides: Sequence[str] = ()) -> Config:
     saved = read_settings(run_dir)
     changes = [_parse(override) for override in overrides]
     groups = dict(_COMMAND_GROUPS)
+    keeps_comm = (
+        trains and saved.train.get("exact") is None and all(c.key_or_group != "strategy" for c in changes)
+    )
+    if keeps_comm:
+        del groups["comm"]
     groups |= {change.key_or_group: str(change.value()) for change in changes if _names_group(change)}
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("train", overrides=[f"{group}={name}" for group, name in groups.items()])
         settings = _merged(composed, saved, groups)
         settings.run_dir, settings.resume = str(run_dir), None
-        settings.comm.timeline = False  # no gradients are communicated
+        if not keeps_comm:
+            settings.comm.timeline = False
         settings.checkpoint.format = "sharded"  # valid for any strategy; nothing is saved
         for change in changes:
             if not _names_group(change):

@@ -75,8 +75,8 @@ def _code() -> dict[str, str]:
     installed = tuple({path + os.sep for path in sysconfig.get_paths().values()} | {_TRAINER})
     hashes = {}
     for name, module in list(sys.modules.items()):
-        file = vars(module).get("__file__")
-        is_source = isinstance(file, str) and file.endswith(".py") and name != "__mp_main__"
+        file = str(vars(module).get("__file__"))
+        is_source = file.endswith(".py") and name != "__mp_main__"
         if is_source and "site-packages" not in file and not file.startswith(installed):
             with contextlib.suppress(OSError):
                 hashes[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]

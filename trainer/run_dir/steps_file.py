@@ -19,15 +19,6 @@ class StepRecord(NamedTuple):
     loss: float
     """Mean over all ranks; NaN if the step was skipped."""
 
-    def has_bits_of(self, other: "StepRecord") -> bool:
-        """Return whether all bits are equal, also those of NaN."""
-        return packed([self]) == packed([other])
-
-
-def packed(records: Sequence[StepRecord]) -> bytes:
-    """Return the records as they are in the file."""
-    return np.array([*map(tuple, records)], _RECORD).tobytes()
-
 
 class StepsFile:
     """The writer of steps.bin, on rank 0."""
@@ -46,7 +37,7 @@ class StepsFile:
 
     def write(self, records: Sequence[StepRecord]) -> None:
         """Append records of consecutive steps. Raises OSError if the file cannot be written."""
-        self._file.write(packed(records))
+        self._file.write(np.array([*map(tuple, records)], _RECORD).tobytes())
 
     def close(self) -> None:
         self._file.close()

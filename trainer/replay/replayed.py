@@ -1,0 +1,223 @@
+"""Restore a run as it was before one of its steps, by making its steps again from a checkpoint."""
+
+import logging
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from trainer.assemble import assemble
+from trainer.checkpoint.listing import Listing
+from trainer.config import Config, flatten
+from trainer.config.saved_run import saved_settings
+from trainer.context import Run
+from trainer.data.loading.loaders import Batches
+from trainer.distributed.agreement import compare_across_ranks, on_main
+from trainer.distributed.gather_samples import gathering
+from trainer.distributed.process_group import process_group
+from trainer.errors import UserError, writing
+from trainer.launch.rank_info import rank_info
+from trainer.launch.signals import StopRequest
+from trainer.loop import Epochs
+from trainer.run import why_no_gather
+from trainer.run_dir.attempts import RunAttempt, attempt_of, read_attempts
+from trainer.run_dir.claim import run_id_of
+from trainer.run_dir.console import terminal
+from trainer.run_dir.metrics_file import read_metrics
+from trainer.run_dir.steps_file import read_steps
+
+log = logging.getLogger("trainer")
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A number of a step that was made again, which differs from the record of the run."""
+
+    step: int
+    name: str  # loss, grad_norm or weights_hash
+    recorded: float
+    remade: float
+
+
+@dataclass
+class Replayed:
+    """A run in this process, with the state that it had before `step`. It never writes to `run_dir`.
+
+    Attributes:
+        epochs: `epochs.step()` makes the next step: the first call makes `step`.
+        attempt: the attempt of the run that made `step`; None if it is unknown.
+        checkpoint: where the replay started; None: from the initial weights.
+    """
+
+    epochs: Epochs
+    run_dir: Path
+    step: int
+    attempt: RunAttempt | None
+    checkpoint: Path | None
+
+    @property
+    def run(self) -> Run:
+        return self.epochs.run
+
+    @property
+    def checkpoint_step(self) -> int:
+        """The number of steps that `checkpoint` contains."""
+        return self.run.plan.steps_before
+
+    @property
+    def batches(self) -> Batches:
+        """The rest of the epoch, which begins with the batch of the next step (a collective)."""
+        while (batches := self.epochs.open()) is None:
+            pass
+        return batches
+
+    def compared(self) -> tuple[list[int], list[Mismatch]]:
+        """Compare the steps made so far with the record of the run (a collective).
+
+        Returns:
+            The steps that the run has recorded, and all numbers that differ from the record.
+        """
+        self.run.report.meter.record_steps()
+        return on_main(self._compared, self.run.ranks)
+
+    def _compared(self) -> tuple[list[int], list[Mismatch]]:
+        assert self.run.config.run_dir is not None
+        remade_dir = Path(self.run.config.run_dir)
+        recorded, found = read_steps(self.run_dir), list[Mismatch]()
+        remade = {step: record for step, record in read_steps(remade_dir).items() if step in recorded}
+        for step, own in remade.items():
+            found += [
+                Mismatch(step, name, getattr(recorded[step], name), getattr(own, name))
+                for name in ("loss", "grad_norm")
+                if repr(getattr(recorded[step], name)) != repr(getattr(own, name))
+            ]
+        hashes = read_metrics(self.run_dir).get("weights_hash", {})
+        for step, value in read_metrics(remade_dir).get("weights_hash", {}).items():
+            if step in hashes and hashes[step] != value:
+                found.append(Mismatch(step, "weights_hash", hashes[step], value))
+        return [*remade], sorted(found, key=lambda mismatch: mismatch.step)
+
+
+@contextmanager
+def replayed(
+    run_dir: Path, step: int, overrides: Sequence[str] = (), start: Path | None = None
+) -> Iterator[Replayed]:
+    """Build the run in `run_dir` in these processes, and make its steps up to `step` - 1 again.
+
+    Nothing in `run_dir` is changed, except for a temporary folder in `run_dir`/replay. The run may still be
+    training. Evaluations are not repeated: the schedule gets their recorded metrics.
+
+    Args:
+        overrides: settings to change, in the syntax of the command line.
+        start: the checkpoint to start from; None: the newest one before `step`, or the initial weights.
+
+    Raises:
+        UserError: the run, or a checkpoint before `step`, does not exist; the step can't be repeated on this
+            number of processes; or an override is invalid.
+        NonFiniteError: a loss or gradient before `step` is NaN or Inf.
+    """
+    config = saved_settings(run_dir, overrides, trains=True)
+    attempt = attempt_of(run_dir, step)
+    _check(config, run_dir, step, attempt)
+    with process_group(config.distributed) as ranks, terminal(ranks, sys.stderr):
+        shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
+        compare_across_ranks({**shared, "the step": step}, ranks)
+        checkpoint = start or on_main(lambda: _checkpoint_before(run_dir, step), ranks)
+        if attempt is not None:  # sums of another number of threads round differently
+            torch.set_num_threads(int(attempt.environment["threads"]))
+        folder = on_main(lambda: _temporary_folder(run_dir), ranks)
+        try:
+            run = assemble(_settings(config, folder, checkpoint), secrets.token_hex(8), ranks, StopRequest())
+            run = replace(run, data=run.data._replace(eval_loader=None))
+            if step > run.plan.total_steps:
+                raise UserError(f"--step {step}: the last step of this run is {run.plan.total_steps}")
+            run.report.run_log.open()
+            run.model.train()
+            replay = Replayed(Epochs(run), run_dir, step, attempt, checkpoint)
+            with gathering(why_no_gather(run)):
+                _make_steps(replay, on_main(lambda: _evaluations(run_dir), ranks))
+                yield replay
+            run.vote.close()
+            run.strategy.close()
+            run.report.run_log.close()
+        finally:
+            if ranks.is_main:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(config: Config, run_dir: Path, step: int, attempt: RunAttempt | None) -> None:
+    """Raise UserError if `step` was skipped, or needs another number of processes."""
+    if config.train.skips(step):
+        raise UserError(
+            f"step {step} was skipped because of train.skip_steps={config.train.skip_steps}; add "
+            "train.skip_steps=[] to see what it would compute"
+        )
+    world_size = rank_info(config.distributed).world_size
+    if attempt is None or config.train.exact is not None or world_size == attempt.world_size:
+        return
+    number = attempt.world_size
+    start = f"torchrun --standalone --nproc_per_node={number}" if number > 1 else "python"
+    raise UserError(
+        f"step {step} of {run_dir} was made by {number} processes, but this command has {world_size}, which "
+        f"would give other bits; run {start} -m trainer.replay {run_dir} --step {step}"
+    )
+
+
+def _settings(config: Config, folder: Path, checkpoint: Path | None) -> Config:
+    """Return the settings of the run without its loggers, its saves and what may end it early."""
+    train = replace(config.train, log_every_steps=None, histograms_every=None, profile=None)
+    train = replace(train, max_hours=None, early_stopping=None)
+    saves = replace(config.checkpoint, remote=None, on_failure=False, keep_best=None)
+    resume = None if checkpoint is None else str(checkpoint)
+    return replace(config, run_dir=str(folder), resume=resume, logger={}, train=train, checkpoint=saves)
+
+
+def _checkpoint_before(run_dir: Path, step: int) -> Path | None:
+    """Return the newest checkpoint before `step`, without those that a later attempt has left behind."""
+    attempts, own = read_attempts(run_dir), Listing(run_dir / "checkpoints", run_id_of(run_dir)).own()
+    steps = {
+        manifest.step: path
+        for path, manifest in reversed(own.items())  # the newest one last
+        if manifest.step < step
+        and not any(each.first_step < manifest.step and each.started > manifest.saved_at for each in attempts)
+    }
+    if not steps and attempts and attempts[0].first_step > 0:
+        raise UserError(
+            f"{run_dir} has no checkpoint before step {step}, and started from a checkpoint of another run; "
+            "set --from to that checkpoint"
+        )
+    return steps[max(steps)] if steps else None
+
+
+def _temporary_folder(run_dir: Path) -> Path:
+    with writing(run_dir):
+        (run_dir / "replay").mkdir(exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".", dir=run_dir / "replay"))
+
+
+def _evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics of each evaluation of the run, by step."""
+    found: dict[int, dict[str, float]] = {}
+    for name, values in read_metrics(run_dir).items():
+        if name.startswith("eval/"):
+            for step, value in values.items():
+                found.setdefault(step, {})[name] = value
+    return found
+
+
+def _make_steps(replay: Replayed, evaluations: Mapping[int, Mapping[str, float]]) -> None:
+    """Make the steps before `replay.step` (a collective)."""
+    state = replay.run.state
+    while True:
+        step = state.progress.step
+        if step in evaluations and state.progress.evaluated_step != step:
+            state.after_evaluation(evaluations[step])
+        if step == replay.step - 1:
+            break
+        replay.epochs.step()
