@@ -102,8 +102,8 @@ FLOORS: tuple[dict[str, str], ...] = (
         "report run_dir start_table troubleshooting",
     },
     {
-        "replay": "assemble checkpoint config context data distributed errors files inference launch loop model "
-        "run run_dir state tasks tensors",
+        "replay": "assemble checkpoint config context data distributed dry_run errors exact files inference "
+        "launch loop model report run run_dir task_hooks tasks tensors",
         "cli": "config errors launch run",
     },
     {

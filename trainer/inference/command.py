@@ -19,8 +19,8 @@ from trainer.launch.new_process import die_with_parent, extend_path, launched_by
 from trainer.launch.rank_info import publish, rank_from_environment, rank_info
 
 
-def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that all commands have."""
+def arguments(module: str, description: str | None, checkpoint: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that all commands have, `--checkpoint` only if that is set."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=description,
@@ -28,13 +28,14 @@ def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=location, help="the run directory, or its address")
-    parser.add_argument(
-        "--checkpoint",
-        default="newest",
-        metavar="newest|best|PATH",
-        help="best: by the run's checkpoint.keep_best; PATH: the path of a checkpoint, or its name in the "
-        "run (default: newest)",
-    )
+    if checkpoint:
+        parser.add_argument(
+            "--checkpoint",
+            default="newest",
+            metavar="newest|best|PATH",
+            help="best: by the run's checkpoint.keep_best; PATH: the path of a checkpoint, or its name in "
+            "the run (default: newest)",
+        )
     parser.add_argument(
         "overrides",
         nargs="*",

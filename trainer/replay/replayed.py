@@ -25,6 +25,7 @@ from trainer.errors import UserError, writing
 from trainer.launch.rank_info import rank_info
 from trainer.launch.signals import StopRequest
 from trainer.loop import Epochs
+from trainer.replay.observed import ParameterNorms
 from trainer.run import why_no_gather
 from trainer.run_dir.attempts import RunAttempt, attempt_of, read_attempts
 from trainer.run_dir.claim import run_id_of
@@ -53,6 +54,7 @@ class Replayed:
         epochs: `epochs.step()` makes the next step: the first call makes `step`.
         attempt: the attempt of the run that made `step`; None if it is unknown.
         checkpoint: where the replay started; None: from the initial weights.
+        norms: of the parameters in `step` and the step before.
     """
 
     epochs: Epochs
@@ -60,6 +62,7 @@ class Replayed:
     step: int
     attempt: RunAttempt | None
     checkpoint: Path | None
+    norms: ParameterNorms
 
     @property
     def run(self) -> Run:
@@ -134,12 +137,14 @@ def replayed(
         folder = on_main(lambda: _temporary_folder(run_dir), ranks)
         try:
             run = assemble(_settings(config, folder, checkpoint), secrets.token_hex(8), ranks, StopRequest())
-            run = replace(run, data=run.data._replace(eval_loader=None))
+            norms = ParameterNorms(run, step - 1)
+            report = run.report._replace(weight_statistics=norms)
+            run = replace(run, data=run.data._replace(eval_loader=None), report=report)
             if step > run.plan.total_steps:
                 raise UserError(f"--step {step}: the last step of this run is {run.plan.total_steps}")
             run.report.run_log.open()
             run.model.train()
-            replay = Replayed(Epochs(run), run_dir, step, attempt, checkpoint)
+            replay = Replayed(Epochs(run), run_dir, step, attempt, checkpoint, norms)
             with gathering(why_no_gather(run)):
                 _make_steps(replay, on_main(lambda: _evaluations(run_dir), ranks))
                 yield replay

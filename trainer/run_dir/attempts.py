@@ -42,7 +42,7 @@ def record_attempt(
     run_dir: Path, first_step: int, strategy: str, world_size: int, environment: dict[str, str]
 ) -> None:
     """Append this attempt to code.json; called on rank 0."""
-    now = RunAttempt(first_step, time.time(), strategy, world_size, environment, _git(), _code())
+    now = RunAttempt(first_step, time.time(), strategy, world_size, environment, _git(), code_hashes())
     attempts = [asdict(each) for each in [*read_attempts(run_dir), now]]
     with writing(run_dir), atomic_file(run_dir / FILE) as file:
         file.write(json.dumps({"attempts": attempts}, indent=1).encode() + b"\n")
@@ -71,7 +71,7 @@ def _git() -> str | None:
     return None
 
 
-def _code() -> dict[str, str]:
+def code_hashes() -> dict[str, str]:
     installed = tuple({path + os.sep for path in sysconfig.get_paths().values()} | {_TRAINER})
     hashes = {}
     for name, module in list(sys.modules.items()):

@@ -113,6 +113,10 @@ class _Loader:
         """Number of broken samples so far, in all data workers of this rank."""
         return self._reader.num_skipped
 
+    @property
+    def dataset(self) -> Any:
+        return self._reader.dataset
+
 
 class TrainLoader(_Loader, ABC):
     """A loader of the micro-batches of one replica.
@@ -122,6 +126,7 @@ class TrainLoader(_Loader, ABC):
     """
 
     steps_per_epoch: int | None
+    _requests: Requests
     is_stream = False
     is_divided = False
 
@@ -132,6 +137,12 @@ class TrainLoader(_Loader, ABC):
         Raises:
             UserError: a sample, or too many in a row, cannot be read; raised during iteration, too.
         """
+
+    def requests(self, epoch: int, first_sample: int) -> list[Request]:
+        """Return this replica's requests of the step at ``first_sample``, without reading samples."""
+        requests = copy.copy(self._requests)  # the loader may still iterate over the original
+        requests.epoch, requests.first_sample = epoch, first_sample
+        return list(itertools.islice(requests, requests.batch.accumulation))
 
     def not_finite(self, epoch: int, first_sample: int) -> str | None:
         """Return the name of this replica's first sample with NaN or Inf in the step at ``first_sample``.
@@ -177,7 +188,7 @@ class _IndexLoader(TrainLoader):
         options: LoaderOptions,
         order: Order,
     ) -> None:
-        self._requests = IndexRequests(dataset, batch, options.replica, options.seed, order)
+        self._requests: IndexRequests = IndexRequests(dataset, batch, options.replica, options.seed, order)
         self._train_reader = TrainReader(dataset, options, settings.on_bad_sample)
         super().__init__(self._train_reader, self._requests, settings, options)
         self.steps_per_epoch: int | None = self._requests.num_samples // batch.global_batch_size
@@ -190,9 +201,7 @@ class _IndexLoader(TrainLoader):
         return Batches(iter(self._answers), requests.batch.accumulation, left=len(requests))
 
     def not_finite(self, epoch: int, first_sample: int) -> str | None:
-        requests = copy.copy(self._requests)  # the loader may still iterate over the original
-        requests.epoch, requests.first_sample = epoch, first_sample
-        for request in itertools.islice(requests, requests.batch.accumulation):
+        for request in self.requests(epoch, first_sample):
             for index, draw in zip(request.numbers, request.draws, strict=True):
                 for leaf in leaves(self._reader.__getitems__(Request(epoch, 0, [index], draws=[draw]))):
                     if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():

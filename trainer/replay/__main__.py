@@ -1,0 +1,47 @@
+"""Make a step of a run again: `python -m trainer.replay RUN --step N [--from STEP_DIR] [OVERRIDES]`.
+
+Starts from the newest checkpoint before step N, and says whether losses and gradient norms have the bits that
+the run recorded. Shows the samples of step N with their own losses, the norms of each parameter, and the
+module in which the first NaN or Inf appeared. Writes RUN/replay/step_N/ and nothing else. Needs the number of
+processes of the run, or any number with train.exact. Exits with status 1 if a number differs from the record.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.inference.command import arguments, start
+
+
+def main() -> None:
+    """Run the command line `sys.argv`."""
+    parser = arguments("trainer.replay", __doc__, checkpoint=False)
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to show, from 1 on")
+    parser.add_argument(
+        "--from",
+        dest="checkpoint",
+        type=Path,
+        metavar="STEP_DIR",
+        help="the checkpoint to start from (default: the newest one before the step)",
+    )
+    parser.add_argument(
+        "--save-batch", action="store_true", help="save the batch of each rank in batch_RANK.pt"
+    )
+
+    def do(options: Any, config: Config) -> None:
+        if not isinstance(options.run, Path):
+            raise UserError(f"{options.run} is an address; copy the run to a disk to replay it")
+        if options.step < 1:
+            raise UserError(f"--step is {options.step}, but must be at least 1")
+        from trainer.replay.report import replay
+
+        if not replay(options.run, options.step, options.overrides, options.checkpoint, options.save_batch):
+            sys.exit(1)
+
+    start("trainer.replay", parser, do)
+
+
+if __name__ == "__main__":
+    main()
