@@ -86,7 +86,7 @@ def _pretrained(url: str, download: bool) -> Path:
     """Return the path of a file of weights in torch's cache, after downloading it if necessary.
 
     Raises:
-        ValueError: the file does not exist, and cannot be downloaded, or `download` is False.
+        ValueError: the file is missing, and `download` is False or the download fails.
     """
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     file = folder / url.rpartition("/")[2]
@@ -107,7 +107,6 @@ def _shape(convolution: nn.Conv2d) -> dict[str, Any]:
 
 
 def _options(name: str, height: int, width: int) -> dict[str, Any]:
-    """Return additional arguments of the constructor of `name`."""
     if name in ("googlenet", "inception_v3"):
         return {
             "aux_logits": False,

@@ -1,9 +1,9 @@
 """Predict all-reduces and steps at any world size: `python -m planner.comm --hosts 512 ...`.
 
 The schedules are simulated on the links that `trainer.comm.preflight --json FILE` measured, or on links given
-by options. The output is time, traffic and the best choice. `--train RUN` takes computing time and buckets
-from a previous run, and predicts its step on these links. `--formulas` compares the schedules' traffic with
-textbook formulas.
+by options. The output contains time, traffic and the best choice. `--train RUN` takes computing time and
+buckets from a previous run, and predicts its step on these links. `--formulas` compares the schedules'
+traffic with textbook formulas.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def _print(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
-    """Print the step of a previous run, predicted for other hosts and links."""
+    """Print the predicted step of a previous run on other hosts and links."""
     run: step.MeasuredRun = options.run
     computed_s: float = options.computed_s
     megabytes = run.num_bytes / 1e6
@@ -142,7 +142,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _problem_of_servers(servers: str, world_size: int) -> str:
-    """Return why this number of servers cannot be predicted; "" if it can."""
+    """Return why the planner cannot predict this number of servers; "" if it can."""
     if world_size == 1:
         return "needs at least one process that is not a server; raise --hosts or --per-host"
     if servers != "all" and not (servers.isdecimal() and 0 < int(servers) < world_size):
@@ -222,7 +222,7 @@ def _from_file(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    """Return the machine of --from; values given by other options take precedence."""
+    """Return the machine of --from, with the values of other options in place of its own."""
     given = {
         "latency_s": (options.latency_us, 1e-6),
         "link_bytes_per_s": (options.gbit, 1 / 8e-9),

@@ -1,10 +1,9 @@
-"""Prediction of the time of a collective, from its schedules and the capacities of links and processors.
+"""Predict the time of a collective, from its schedules and the capacities of links and processors.
 
 The model is LogGP with three kinds of links and one additional resource. A bucket is sent in segments that
 overlap. Its time is the time of the first segment through all rounds plus, for each further segment, the time
-of
-the busiest resource: a host's link in either direction, the trunk of its switch, a process's thread, or the
-processors that the processes of a host share.
+of the busiest resource: a host's link in either direction, the trunk of its switch, a process's thread, or
+the processors that the processes of a host share.
 
 Source: A. Alexandrov et al., "LogGP: incorporating long messages into the LogP model", SPAA 1995.
 """
@@ -145,7 +144,7 @@ class Predictor:
 
 
 class _Loads:
-    """A simulation of one segment: the clock of every rank of a block, and the load of each resource."""
+    """A simulation of one segment: the clock of each rank of a block, and the load of each resource."""
 
     def __init__(
         self, hosts: np.ndarray, block: int, machine: Machine, segment: float, itemsize: int
@@ -249,10 +248,10 @@ class _Loads:
     def _repeat(self, play_once: Callable[[np.ndarray], None], repeat: int) -> None:
         """Play a round `repeat` times.
 
-        The amounts that a round adds to the clocks do not depend on a common offset. So if all clocks have
+        The time that a round adds to each clock does not depend on a common offset. So if all clocks have
         advanced by the same amount since an earlier round, the rounds in between repeat, and can be skipped.
-        This happens eventually in every system that only adds and takes maxima. Rounds are compared with
-        round 1, 2, 4, 8, ..., as in Brent's cycle detection.
+        This happens eventually in every system that only adds and takes maxima. As in Brent's cycle
+        detection, each round is compared with the last round whose number is a power of two.
         """
         clocks, earlier, earlier_at, done = self.clocks, self.clocks.copy(), 0, 0
         while done < repeat:
@@ -270,7 +269,6 @@ class _Loads:
 
 
 def _rails(hosts: np.ndarray, rails: int) -> np.ndarray:
-    """Return the link that each rank uses: the links of a host are divided among its processes in order."""
     sizes, order = np.bincount(hosts), np.argsort(hosts, kind="stable")
     position = np.empty(len(hosts), np.intp)
     position[order] = np.arange(len(hosts)) - (np.cumsum(sizes) - sizes)[hosts[order]]
@@ -278,11 +276,11 @@ def _rails(hosts: np.ndarray, rails: int) -> np.ndarray:
 
 
 def _sums(of: np.ndarray, by_rank: np.ndarray) -> np.ndarray:
-    """Sum values (2, ranks) to (2, resources), where rank r uses resource of[r]."""
+    """Sum values (2, ranks) by resource to (2, resources); rank r uses resource of[r]."""
     return np.stack([np.bincount(of, row) for row in by_rank])
 
 
 def _turns(turn: np.ndarray) -> list[np.ndarray]:
-    """Return the indices of the messages by turn; within a turn, no rank occurs twice."""
+    """Return the indices of the messages of each turn; no rank occurs twice in a turn."""
     order = np.argsort(turn, kind="stable")
     return np.split(order, np.cumsum(np.bincount(turn))[:-1]) if len(turn) else []

@@ -1,7 +1,7 @@
-"""Two steps of a run on fake tensors, as one of its ranks, to count the bytes that they would take.
+"""Make two steps of a run on fake tensors, as one of its ranks, to count the bytes that they would take.
 
-The model, the strategy, the loss and the optimizer are those of the run; tensors (with shapes and dtypes, but
-without data) and the other ranks are fake. Nothing is computed.
+The model, the strategy, the loss and the optimizer are those of the run. Tensors, which have shapes and
+dtypes but no data, and the other ranks are fake. Nothing is computed.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class DryRun:
     """The model and the data of a run, for dry runs with any strategy and batch size.
 
     Raises:
-        UserError: as in the run; or the dataset is a stream without samples.
+        UserError: as in the run, or if the dataset is a stream without samples.
     """
 
     def __init__(self, config: Config) -> None:
@@ -96,7 +96,7 @@ class DryRun:
 
 
 class Stage:
-    """Makes steps. The first is made twice, to create the optimizer's state."""
+    """Makes steps of a dry run. The first step is made twice, to create the optimizer's state."""
 
     def __init__(
         self,
@@ -135,11 +135,10 @@ class Stage:
         return self._strategy.replica < self._strategy.num_replicas
 
     def footprint(self, micro_batch_size: int, accumulation: int) -> Footprint:
-        """Return the largest footprint among the rank's devices."""
         return max(self.footprints(micro_batch_size, accumulation).values(), key=lambda one: one.peak)
 
     def footprints(self, micro_batch_size: int, accumulation: int) -> dict[str, Footprint]:
-        """Return the memory of a step on each of the rank's devices, by their names.
+        """Return the memory of a step on each of the rank's devices, by device name.
 
         Raises:
             UserError: the model reads values of tensors, which fake tensors do not have.
@@ -152,9 +151,7 @@ class Stage:
         return {name: self._on(name, device, accumulation) for name, device in self._devices.items()}
 
     def _integers(self, device: torch.device, accumulation: int) -> int:
-        """Return the bytes that train.exact adds: integer sums, if a rank has several chunks, and
-        messages.
-        """
+        """Return the bytes of the integer sums and messages of train.exact."""
         trainable = [p for p in self._module.parameters() if p.requires_grad]
         own = sum(to_local(p).numel() for p in trainable if to_local(p).device == device)
         sums, messages = own * (accumulation > 1), 0
@@ -178,7 +175,7 @@ class Stage:
         return Footprint(self._starts[name], sum(parts.values()), parts, host)
 
     def _step(self, batch: Any, accumulation: int) -> None:
-        """Run a step as trainer/step.py does, without logging or communication outside the strategy."""
+        """Run a step like trainer/step.py, but without logging or communication outside the strategy."""
         module, strategy, state = self._module, self._strategy, self._state
         settings = self._config.strategy
         if isinstance(settings, DdpConfig) and settings.gradient_as_bucket_view:
@@ -215,7 +212,7 @@ class Stage:
 
 
 def _ddp_buckets(config: Config, module: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Return DDP's buckets, which exist for the whole run, by parameter. Sparse gradients have no buckets."""
+    """Return DDP's buckets by parameter; they exist for the whole run. Sparse gradients have no buckets."""
     if not isinstance(config.strategy, DdpConfig):
         return {}
     sparse = sparse_weights(module)

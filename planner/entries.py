@@ -1,4 +1,4 @@
-"""Reading of values from result files, with checks of their types and limits."""
+"""Read values from result files, and check their types and limits."""
 
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +17,7 @@ class Fields:
         self._origin, self.values = origin, values
 
     def take(self, name: str, kind: type) -> Any:
-        """Return the value of ``name``. Raises UserError if it is not a ``kind``; an int is also a float."""
+        """Return the value of ``name``. Raise UserError if it is not a ``kind``; an int is also a float."""
         value = self.values.get(name)
         if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
             self.refuse(name, _NAMES[kind])
@@ -38,12 +38,12 @@ class Fields:
 
 
 def read(file: Path) -> Fields:
-    """Read a file. Raises OSError, or UserError if it is not a JSON object."""
+    """Read a file. Raise OSError, or UserError if it is not a JSON object."""
     return Fields(file.name, read_json(Path(file.name), file.read_bytes()))
 
 
 def number(fields: Fields, name: str, positive: bool = False) -> float:
-    """Return the number `name`. Raises UserError if it is not a number, or out of range."""
+    """Return the number `name`. Raise UserError if it is not a number, or out of range."""
     value = float(fields.take(name, float))
     if not 0 <= value <= MOST or (positive and value == 0):
         fields.refuse(name, f"a number {'above' if positive else 'from'} 0, at most {MOST:g}")

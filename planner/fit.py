@@ -1,4 +1,4 @@
-"""Search for the largest micro-batch that fits in memory, with few simulated steps."""
+"""Find the largest micro-batch that fits in memory, with few simulated steps."""
 
 import functools
 from collections.abc import Callable

@@ -20,7 +20,7 @@ class Classic:
         formula: the formula as text.
         value: its value for P ranks, as a multiple of N.
         of: the ranks and the direction that the formula counts.
-        counted: the same number of bytes from the schedules' traffic; None if it cannot be counted.
+        counted: the same bytes, counted in the schedules; None if they cannot be counted.
         remark: how the formula may be misunderstood.
     """
 

@@ -1,4 +1,4 @@
-"""Counting of the memory of tensors while code runs, for example with fake tensors."""
+"""Count the memory of tensors while code runs, for example with fake tensors."""
 
 import weakref
 from collections import Counter, defaultdict

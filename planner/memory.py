@@ -119,7 +119,7 @@ def predict(options: argparse.Namespace) -> dict[str, Row]:
 
 
 def _rows(options: argparse.Namespace, strategy: str, config: Config, dry_run: DryRun) -> dict[str, Row]:
-    """Return the rows of a strategy by its name, and by role and device if there are several."""
+    """Return the rows of a strategy by name: one for each role and device."""
     rows: dict[str, Row] = {}
     for part, rank in _ranks(options, config).items():
         world = DryRunWorld(1 if _is_one_process(config) else options.world, options.per_host, rank)
@@ -162,7 +162,7 @@ def _row(footprint: Footprint, split: BatchSplit | None) -> Row:
 
 
 def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSplit:
-    """Return the split of the batch over all ranks, even if the strategy runs in one process."""
+    """Return the split of the batch over all ranks, even for a strategy of one process."""
     size, replicas = config.train.global_batch_size, stage.num_replicas
     num_parts = options.world if _is_one_process(config) else replicas
     if config.train.exact is not None:
@@ -173,7 +173,7 @@ def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSp
 
 
 def _choices(overrides: list[str]) -> dict[str, list[str]]:
-    """Return the overrides of each strategy by name; it gets the strategy.* settings that it has."""
+    """Return the overrides for each strategy, with those strategy.* settings that it has."""
     if any(override.startswith("strategy=") for override in overrides):
         return {"": overrides}
     of_strategy = [override for override in overrides if override.startswith("strategy.")]

@@ -1,4 +1,4 @@
-"""Replacements in a dry run for other ranks, for values of tensors, and for kernels of GPUs."""
+"""Fakes for a dry run: other ranks, tensors without values, and the attention kernels of GPUs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from trainer.torch_private import fake_store, is_fake
 class DryRunWorld:
     """The world of the run, and the rank to simulate.
 
-    `per_host` is the number of ranks per host or, for strategies of one process, its number of GPUs.
+    `per_host` is the number of ranks per host, or for strategies of one process its number of GPUs.
     """
 
     size: int
@@ -34,7 +34,7 @@ class DryRunWorld:
 
 @contextmanager
 def as_rank_of(world: DryRunWorld) -> Iterator[Ranks]:
-    """Initialise a fake process group, and yield the ranks of `world`."""
+    """Initialize a fake process group, and yield the ranks of `world`."""
     dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_store())
     try:
         hosts = tuple(rank // world.per_host for rank in range(world.size))
@@ -45,7 +45,7 @@ def as_rank_of(world: DryRunWorld) -> Iterator[Ranks]:
 
 
 def without_values(model: InitialModel, placed: PlacedStrategy) -> InitialModel:
-    """Return `model`, which is filled with fake tensors instead of its initial values."""
+    """Return `model`, which is now filled with fake tensors instead of its initial values."""
     # Read outside the fake mode, in which every sparse tensor is empty.
     sparse = {id(t): parts(t) for _, t in named_tensors(model.module) if t.layout != torch.strided}
 

@@ -1,7 +1,7 @@
-"""The push and pull of a parameter server as schedules, to count and predict them like all-reduces.
+"""The push and pull of a parameter server as schedules, which are predicted like all-reduces.
 
-There is one part per server. Pulling waits for the update, and so for the last push: there are two
-consecutive schedules.
+There is one part per server. Pulling waits for the update, and so for the last push. Therefore, push and pull
+are two consecutive schedules.
 
 Source: M. Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
 """
@@ -14,7 +14,7 @@ from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 def exchange(servers: Sequence[int], workers: Sequence[int]) -> tuple[list[Schedule], list[Schedule]]:
     """Return the schedules of all ranks, (push, pull). A rank may be server and worker.
 
-    Servers pull from each other, too, because each rank evaluates the model.
+    Servers also pull from each other, because each rank evaluates the model.
     """
     push, pull, everyone = [], [], sorted({*servers, *workers})
     for rank in everyone:
@@ -37,5 +37,5 @@ def _others(members: Sequence[int], rank: int) -> list[int]:
 
 
 def _from(members: Sequence[int], rank: int) -> list[int]:
-    """Return indices into `members`, starting at a different index for each rank, to spread the load."""
+    """Return the indices of `members`, starting at a different index for each rank to spread the load."""
     return [(rank + number) % len(members) for number in range(len(members))]

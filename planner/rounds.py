@@ -63,7 +63,7 @@ def rounds(schedules: Sequence[Schedule], hosts: Sequence[int], together: int) -
 def _rounds_of_block(
     schedules: Sequence[Schedule], host_of: np.ndarray, together: int
 ) -> tuple[int, list[Round]] | None:
-    """As `rounds`, or None if the world does not consist of equal blocks."""
+    """Return what `rounds` returns; None if the world does not consist of equal blocks."""
     switches = host_of // together
 
     def distance(rank: int, peer: int) -> tuple[bool, bool]:
@@ -79,12 +79,11 @@ def _rounds_of_block(
 
 
 def _num_ranks(host_of: np.ndarray, num_hosts: int) -> int:
-    """Return the number of ranks on the first `num_hosts` hosts."""
     return int(np.count_nonzero(host_of < host_of[0] + num_hosts))
 
 
 def _repeats(host_of: np.ndarray, block: int) -> bool:
-    """Return whether blocks have equal hosts, which are numbered block after block."""
+    """Return whether all blocks have the same hosts, numbered block after block."""
     if len(host_of) % block or len(host_of) == block:
         return False
     blocks = host_of.reshape(-1, block)
@@ -95,7 +94,8 @@ def _repeats(host_of: np.ndarray, block: int) -> bool:
 def _equal_blocks(
     schedules: Sequence[Schedule], block: int, corresponds: Callable[[int, int, int, int], bool]
 ) -> bool:
-    """Return whether each rank has the schedule of its twin, the rank at its position in the first block.
+    """Return whether each compared rank has the same schedule as its twin, its counterpart in the first
+    block.
 
     `corresponds` compares a rank and its peer with the twin and the twin's peer.
     """
@@ -123,7 +123,7 @@ def _peers(schedules: Sequence[Schedule], ranks: Sequence[int]) -> set[int]:
 
 
 def _closed(round_: Round, block: int) -> bool:
-    """Return whether each rank of the block receives, by turn, the messages that are sent into the block."""
+    """Return whether each rank of the block receives, in turn, the messages that are sent into the block."""
     rank, turn = round_.target % block, round_.receive_turn
     turns = np.bincount(rank, minlength=block)
     arrivals = np.unique(rank * (turn.max(initial=0) + 1) + turn)
@@ -131,7 +131,7 @@ def _closed(round_: Round, block: int) -> bool:
 
 
 def _rounds(schedules: Sequence[Schedule], block: int) -> Iterator[Round]:
-    """Yield the rounds; consecutive equal rounds are one Round with `repeat`."""
+    """Yield the rounds; equal consecutive rounds are one Round with `repeat`."""
     ranks = range(block)
     if block < len(schedules):
         ranks = sorted({*ranks, *_peers(schedules, ranks)})  # type: ignore[assignment]
@@ -147,7 +147,9 @@ def _rounds(schedules: Sequence[Schedule], block: int) -> Iterator[Round]:
 
 
 def _messages(phases: dict[int, Phase], block: int, parts: int, repeat: int) -> Round:
-    """Match every send of the block with its receive; messages of a pair arrive in the order of sending."""
+    """Match each send of the block with its receive; messages between two ranks arrive in the order of
+    sending.
+    """
     sends: list[tuple[int, int, float, bool, int]] = []
     receipts: dict[tuple[int, int], list[tuple[bool, int]]] = {}
     for rank, phase in phases.items():

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True)
 class PlacedStrategy:
-    """A strategy, and the devices of its tensors by name; the first device is the strategy's own."""
+    """A strategy, and the devices of its tensors by name, starting with the device of the strategy itself."""
 
     strategy: Strategy
     devices: Mapping[str, torch.device]
@@ -30,10 +30,10 @@ class PlacedStrategy:
 
 
 def simulated_strategy(config: Config, ranks: Ranks, gpus: int) -> PlacedStrategy:
-    """Simulate the strategy of `config`; `gpus` is the number of the host's GPUs.
+    """Simulate the strategy of `config` on a host with `gpus` GPUs.
 
     Raises:
-        UserError: as in the run; or for strategy=dp on several GPUs.
+        UserError: as in the run, or for strategy=dp on several GPUs.
     """
     settings, compute = config.strategy, ComputeOptions(config.train.precision)
     if isinstance(settings, FsdpConfig):  # `Stage` subtracts offloaded tensors later
@@ -55,7 +55,7 @@ def simulated_strategy(config: Config, ranks: Ranks, gpus: int) -> PlacedStrateg
 
 
 class _Whole(Strategy):
-    """The whole model on one device. DDP's C++ buckets are omitted, because they need tensors with memory."""
+    """The whole model on one device, without DDP's C++ buckets, which need tensors with memory."""
 
     def _place(self, model: nn.Module) -> nn.Module:
         return model

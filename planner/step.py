@@ -1,10 +1,10 @@
-"""Prediction of a training step on other hosts and links, from the measurements of a run.
+"""Predict a training step on other hosts and links, from the measurements of a run.
 
 The time of a step is its computing time, plus exposed communication, plus, on CPUs, the time that processors
 spend on overlapped communication. A run with strategy=ddp stores in result.json how long a step takes, and
 how long before the last gradient of a backward pass each bucket is ready. Buckets are reduced one at a time,
 in the order in which they become ready; communication after the last gradient is exposed. The computing time
-is that of the run: each process has the same batch size, and the same fraction of a processor.
+is that of the run, because each process has the same batch size and the same fraction of a processor.
 """
 
 from collections.abc import Sequence
@@ -65,8 +65,8 @@ class MeasuredRun:
     def computed_s(self, machine: Machine | None) -> float:
         """Return the time of a step without communication.
 
-        If the machine of the run is known, at most the time that its links explain is subtracted: the rest of
-        the exposed time is waiting for late ranks, which is expected on any hosts.
+        If the machine of the run is known, no more is subtracted than the time that its links explain. The
+        rest of the exposed time is waiting for late ranks, which is expected on any hosts.
 
         Args:
             machine: the machine of the run; None if unknown.
@@ -119,7 +119,7 @@ def slowdown_s(world: PlannedWorld, overlapped_s: float, total_s: float, process
 
 
 def read(run_dir: Path) -> MeasuredRun:
-    """Read the measurements of a run. Raises OSError, or ValueError if the run has no timeline."""
+    """Read the measurements of a run. Raise OSError, or ValueError if the run has no timeline."""
     result = entries.read(run_dir / "result.json")
     if not result.values.get("timeline"):
         raise ValueError(

@@ -8,7 +8,7 @@ from planner.world import PlannedWorld
 
 
 def heading(world: PlannedWorld, origin: str) -> str:
-    """Return a description of the hosts and links; `origin` says where the numbers are from."""
+    """Return a description of the hosts and links; `origin` says where the numbers come from."""
     machine = world.machine
     rate, latency = machine.link_bytes_per_s * 8e-9, machine.latency_s * 1e6
     lines = [f"{world.num_hosts} hosts x {world.per_host} processes"]
@@ -26,7 +26,7 @@ def heading(world: PlannedWorld, origin: str) -> str:
 
 
 def all_reduces(what: str, predictions: Mapping[str, Prediction]) -> str:
-    """Return a table of times, and of traffic: the maxima over ranks and over hosts, and the total."""
+    """Return a table of times and of traffic: the maxima over ranks and over hosts, and the total."""
     lines = [
         f"all-reduce of {what}",
         f"{'algorithm':<18}{'time':>11}{'sent by rank':>15}{'by host':>12}{'total':>12}  bottleneck",
@@ -67,7 +67,7 @@ def exchanges(
 
 
 def steps(num_processes: int, predictions: Mapping[str, PredictedStep]) -> str:
-    """Return a table of steps; efficiency is computing time without communication / time of the step."""
+    """Return a table of steps; efficiency is the computing time divided by the time of the step."""
     lines = [
         f"{'algorithm':<18}{'step':>11}{'computing':>11}{'overlapped':>11}{'exposed':>11}{'efficiency':>12}"
     ]

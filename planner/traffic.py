@@ -33,7 +33,7 @@ def count_traffic(schedules: Sequence[Schedule], hosts: Sequence[int], numel: in
 
 
 def _moves(schedule: Schedule, numel: int) -> Iterator[tuple[Op, int]]:
-    """Yield each op of each phase with the elements that it moves over all repetitions of the phase."""
+    """Yield each op of each phase, and the number of elements that it moves over the whole phase."""
     for phase in (*schedule.reduce, *schedule.gather):
         for op in phase.ops:
             yield op, phase_elements(schedule, phase, op, numel)

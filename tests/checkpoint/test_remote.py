@@ -1,11 +1,9 @@
 """checkpoint.remote: complete checkpoints are uploaded, and a run can continue from the upload."""
 
 import contextlib
-import dataclasses
 import json
 import logging
 import re
-import secrets
 import shutil
 import signal
 import threading
@@ -28,7 +26,7 @@ from trainer.checkpoint.evaluations import Evaluations, State
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST, verify, write_text
 from trainer.checkpoint.open_checkpoint import verified
-from trainer.checkpoint.remote import Copier, Remote
+from trainer.checkpoint.remote import Remote
 from trainer.checkpoint.store import Store
 from trainer.config import KeepBest
 from trainer.errors import UserError
@@ -51,7 +49,7 @@ def _run(root: Path, run_id: str = "one", **keeps: Any) -> tuple[Store, Remote]:
 def remote_of(address: Address, store: Store, **keeps: Any) -> Remote:
     """Return the remote of a separate launch."""
     evaluations = Evaluations.read(store.root.parent)
-    return Remote(address, store, secrets.token_hex(8), [0], tiny.settings(**keeps), evaluations)
+    return Remote(address, store, tiny.settings(**keeps), evaluations)
 
 
 def _address(root: Path) -> Address:
@@ -270,86 +268,21 @@ def test_resumes_only_from_the_address(tmp_path: Path) -> None:
     run_ranks(_resume_from_there, 2, tmp_path)
 
 
-def _put_by_their_hosts(root: Path, hosts: tuple[int, ...]) -> list[str]:
-    """Return the files that this rank has uploaded; uploads of the last rank fail at first."""
-    put, done, state = Address.put, list[str](), tiny.train_state(sharded=True)
-    facts = tiny.facts()
-    fails = facts.rank == len(hosts) - 1
-
-    def recorded(address: Address, file: Path) -> None:
-        nonlocal fails
-        if fails:
-            fails = False
-            raise OSError("no answer")
-        assert not (address.parent / MANIFEST).exists()
-        put(address, file)
-        done.append(address.name)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Address, "put", recorded)
-        patch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
-        patch.setattr("trainer.checkpoint.remote._POLL_S", 0.01)
-        patch.setattr(tiny, "facts", lambda *device: dataclasses.replace(facts, hosts=hosts))
-        saver = tiny.checkpointer(root / "run", format="sharded", remote=str(_address(root)), state=state)
-        for _ in range(2):  # rank 1 hears of the second before it has put the first
-            tiny.train(state, 1)
-            saver.save(state)
-        saver.finish_remote()
-    return sorted(set(done))
-
-
-@pytest.mark.parametrize("hosts", [(0, 1), (0, 0), (0, 1, 1)], ids=str)
-def test_each_host_uploads_its_files_and_rank_0_the_manifest_last(
-    tmp_path: Path, hosts: tuple[int, ...]
+def test_the_files_of_all_ranks_are_uploaded_and_the_manifest_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only one rank of each host asks the store what to do."""
-    own: list[list[str]] = [[] for _ in hosts]
-    for kind in ("model", "optim"):
-        for rank, host in enumerate(hosts):
-            own[hosts.index(host)].append(f"{kind}-{rank:05d}-of-{len(hosts):05d}.safetensors")
-    own[0].append("state.json")
-    assert run_ranks(_put_by_their_hosts, len(hosts), tmp_path, hosts) == own
-    verify(_address(tmp_path) / "checkpoints" / "step_00000002")
-
-
-def test_rank_0_uploads_what_a_previous_launch_saved_on_more_ranks(tmp_path: Path) -> None:
     store, remote = _run(tmp_path)
     _save(store, 10, SHARDS)
+    put = Address.put
+
+    def checked(address: Address, file: Path) -> None:
+        assert not (address.parent / MANIFEST).exists()
+        put(address, file)
+
+    monkeypatch.setattr(Address, "put", checked)
     remote.follow()
     remote.finish(10)
     assert _steps_there(tmp_path) == ["step_00000010"]
-
-
-def test_a_file_that_the_store_loses_is_uploaded_again_by_its_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rank 0 times out waiting for the file, and starts another attempt."""
-    monkeypatch.setattr("trainer.checkpoint.remote._POLL_S", 0.01)
-    monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
-    store, _ = _run(tmp_path)
-    remote = Remote(
-        _address(tmp_path), store, "launch", [0], tiny.settings(timeout_s=0.3), Evaluations(tmp_path)
-    )
-    rank_1 = Copier(_address(tmp_path), store, "launch", writers=[1])
-    _save(store, 10, SHARDS)
-    gate, put = threading.Event(), Address.put
-
-    def waiting(address: Address, file: Path) -> None:
-        if address.name == SHARDS[0]:
-            assert gate.wait(20)
-        put(address, file)
-
-    monkeypatch.setattr(Address, "put", waiting)
-    rank_1.follow(10)
-    remote.follow(10)
-    there = tmp_path / "there" / "checkpoints" / "step_00000010"
-    _wait((there / SHARDS[1]).exists)
-    time.sleep(0.2)  # rank 1 has looked whether it arrived
-    (there / SHARDS[1]).unlink()
-    gate.set()
-    _wait(lambda: _steps_there(tmp_path))
-    assert "has not arrived in full from its rank" in caplog.text
-    rank_1.finish(10)
     verify(_address(tmp_path) / "checkpoints" / "step_00000010")
 
 

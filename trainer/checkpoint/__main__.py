@@ -73,7 +73,6 @@ def _checkpoints(directory: Location) -> Iterator[Location]:
 
 
 def _newest(directory: Location) -> Location:
-    """Return `directory` if it is a checkpoint, otherwise the newest checkpoint of the run."""
     *_, last = _checkpoints(directory)
     return directory if last == directory else next(iter(_listing(directory).own()), last)
 
@@ -86,7 +85,7 @@ def _listing(directory: Location) -> Listing[Any]:
 def _report(directory: Location, in_full: bool, is_listed: bool) -> bool:
     """Print a report on one checkpoint; return False if it is damaged or unreadable.
 
-    A checkpoint without a manifest at an address may still be uploading, so it does not count as damaged.
+    At an address, a checkpoint without a manifest may still be uploading, so it does not count as damaged.
     """
     try:
         source = verified(directory)

@@ -1,4 +1,4 @@
-"""Save and resume a run on all ranks together: `open`, `bind` and `save`."""
+"""Save and resume a run as a collective of all ranks."""
 
 import logging
 import secrets
@@ -15,7 +15,7 @@ from trainer.checkpoint.finding import check_data, log_changed_settings, open_fo
 from trainer.checkpoint.layout import Plan, plan_save
 from trainer.checkpoint.listing import all_checkpoints, best_of
 from trainer.checkpoint.open_checkpoint import ADAPTERS, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
-from trainer.checkpoint.remote import Copier, NoRemote, Remote
+from trainer.checkpoint.remote import NoRemote, Remote
 from trainer.checkpoint.restoring import load_model, restore
 from trainer.checkpoint.savable import Savable, refuse_not_finite
 from trainer.checkpoint.save_plan import Draft, Planner, SaveReport
@@ -38,15 +38,16 @@ _HOURS = "hours"  # the key of the run's duration so far
 class Checkpointer:
     """Saves a ``TrainState`` under ``run_dir/checkpoints`` and restores it.
 
-    ``open``, ``bind``, ``check`` and ``save`` are collectives, called in this order. They use a separate
-    gloo group with a long timeout, so that a slow disk does not look like a failed network. If an action
-    fails on one rank, all ranks raise the same error.
+    ``open``, ``bind``, ``check`` and ``save`` are collectives, called in this order. They use a separate gloo
+    group with a long timeout, so that a slow disk does not look like a failed network. If an action fails on
+    one rank, all ranks raise the same error.
 
     Attributes:
         saving: the last save, which may still be in progress.
         restored_metrics: the metrics of the state that ``bind`` restored; {} if it was not evaluated.
-        unsaved: the fingerprints of attributes that checkpoints do not contain, included in each save.
-        restored_unsaved: the same fingerprints as saved in the checkpoint that ``bind`` restored.
+        unsaved: fingerprints of attributes that checkpoints do not contain; each save contains these
+            fingerprints.
+        restored_unsaved: these fingerprints as saved in the checkpoint that ``bind`` restored.
     """
 
     def __init__(
@@ -58,17 +59,18 @@ class Checkpointer:
         num_samples: int | None,
         config: Mapping[str, Any],
     ) -> None:
-        """
-        Args:
-            run_id: identifies this run's checkpoints in ``run_dir``.
-            num_samples: the length of the training data; None for a stream.
-            config: the settings by dotted name, as plain values: saved, and compared on resume.
+        """Args:
+        run_id: identifies this run's checkpoints in ``run_dir``.
+        num_samples: the length of the training data; None for a stream.
+        config: the settings as plain values, by dotted name. They are saved, and compared on resume.
         """
         self._settings, self._ranks = settings, ranks
         self._store = Store(Path(run_dir) / "checkpoints", run_id)
         self._evaluations = Evaluations(Path(run_dir))
         self._agreement = Agreement(ranks, settings.timeout_s)
-        self._remote = self._remote_of(settings)
+        self._remote = NoRemote()
+        if settings.remote is not None and ranks.is_main:
+            self._remote = Remote(Address(settings.remote), self._store, settings, self._evaluations)
         ranks.heartbeat.disk_may_take(settings.timeout_s)
         self._facts: dict[str, Any] = {
             "num_samples": num_samples,
@@ -92,21 +94,10 @@ class Checkpointer:
         self.unsaved: Mapping[str, Any] = {}
         self.restored_unsaved: Mapping[str, Any] = {}
 
-    def _remote_of(self, settings: CheckpointConfig) -> NoRemote:
-        if settings.remote is None:
-            return NoRemote()
-        address, session = Address(settings.remote), self._agreement.on_main(lambda: secrets.token_hex(8))
-        hosts, rank = self._ranks.hosts, self._ranks.rank
-        on_this_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-        if rank == 0:
-            return Remote(address, self._store, session, on_this_host, settings, self._evaluations)
-        copies = rank == on_this_host[0] and settings.format == "sharded"
-        return Copier(address, self._store, session, on_this_host) if copies else NoRemote()
-
     def open(self, resume: str | None) -> OpenCheckpoint | None:
         """Verify and return the checkpoint that ``resume`` names; None if there is none.
 
-        Called first, before the state is built. Deletes the partial files of interrupted saves of this run.
+        Call it before the state is built. Partial files of interrupted saves of this run are deleted.
 
         Args:
             resume: None; "auto" for the newest intact checkpoint in run_dir; or the path of a checkpoint.
@@ -129,19 +120,19 @@ class Checkpointer:
         exact: Mapping[str, Any] | None = None,
         frozen: Mapping[str, str] | None = None,
     ) -> list[dict[str, Any]]:
-        """Prepare to save ``state``, and restore the opened checkpoint into it, if there is one.
+        """Prepare to save ``state``, and restore the opened checkpoint, if any, into it.
 
         Args:
-            exact: with train.exact, the plain values that determine the result bit for bit; saved.
-            frozen: the `frozen_digests` of the model; with checkpoint.frozen=false these parameters are
-                not saved.
+            exact: the plain values to save that determine the result of train.exact bit for bit.
+            frozen: the `frozen_digests` of the model. With checkpoint.frozen=false, these parameters are not
+                saved.
 
         Returns:
-            The data position of each rank in the opened checkpoint; [] without one.
+            The data position of each rank in the opened checkpoint; [] without a checkpoint.
 
         Raises:
-            UserError: on every rank, if part of the model's state cannot be saved (named in the message),
-                or if the opened checkpoint is from a different model or cannot be read.
+            UserError: on every rank, if the model's state cannot be saved, or if the checkpoint cannot be
+                read or is from a different model.
         """
         frozen = frozen or {}
         left_out = {} if self._settings.frozen else frozen
@@ -184,8 +175,8 @@ class Checkpointer:
         """Check, after the dry run, that a save could be resumed (a collective).
 
         Args:
-            changed: parameters that the dry run changed on this rank. After a resume, they are restored from
-                the checkpoint again.
+            changed: parameters that the dry run changed on this rank. After a resume, they are read from the
+                checkpoint again.
 
         Raises:
             UserError: on every rank, if a forward pass created or resized a buffer or replaced a parameter,
@@ -218,7 +209,7 @@ class Checkpointer:
         self._remote.follow()
 
     def refuse_left_out(self, names: Collection[str]) -> None:
-        """Raise UserError if one of these parameters, which have become trainable, is not saved."""
+        """Raise UserError if checkpoints do not contain one of these now trainable parameters."""
         if not_saved := sorted(self._facts[LEFT_OUT].keys() & names):
             raise UserError(
                 f"checkpoint.frozen=false does not save {first_five(not_saved)}, frozen at the start but "
@@ -241,11 +232,10 @@ class Checkpointer:
         return every is not None and time.monotonic() - self._last_save_s >= 60 * every
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Record the metrics, equal on all ranks, of the state after ``step``; rank 0 writes them.
+        """Record the metrics of the state after ``step``, which are equal on all ranks; rank 0 writes them.
 
         Returns:
-            Whether ``keep_best`` asks to save this state, because no earlier checkpoint on its branch was
-            better.
+            Whether ``keep_best`` requires a save, because no earlier checkpoint on this branch is better.
 
         Raises:
             UserError, RetryableError: on rank 0, if writing fails.
@@ -259,13 +249,13 @@ class Checkpointer:
         return best is not None and self._evaluations.best(state, best, [*self._saved, state]) == state
 
     def best_so_far(self, step: int) -> tuple[str, float, int] | None:
-        """Return the metric that decides, its best value up to ``step`` and the step that had it, if any."""
+        """Return the decisive metric, its best value up to ``step``, and the step of that value, if any."""
         best = self._settings.best
         state = self._evaluations.best(State(self._branch, step), best)
         return None if state is None else (best.metric, self._evaluations.of(state)[best.metric], state.step)
 
     def best_or_newest(self) -> Path | None:
-        """Return the best checkpoint if ``keep_best`` is set, otherwise the newest one; on rank 0 only."""
+        """Return the best checkpoint if ``keep_best`` is set, otherwise the newest. Call on rank 0 only."""
         own, best = self._store.own(), self._settings.keep_best
         chosen = best_of(own, best, self._evaluations) if best is not None else []
         return next(iter([*chosen, *own]), None)
@@ -273,20 +263,17 @@ class Checkpointer:
     def save(self, state: TrainState, data_state: Mapping[str, Any] | None = None) -> Saving:
         """Save ``state`` (a collective).
 
-        With ``checkpoint.async`` this returns at once: ``state`` is copied to host memory while the next step
-        is computed, and written while training continues. Call ``wait_until_copied()`` of the returned
-        object before changing ``state``, and ``wait()`` to get an error of the save; the next save calls it.
-        Older checkpoints are always deleted in the background.
-
-        Each rank reports to rank 0, which decides where to write. When all ranks have written their files,
-        they report them, and rank 0 decides whether the save succeeded.
+        With ``checkpoint.async``, return immediately: ``state`` is copied to host memory during the next
+        forward pass, and written while training continues. Call ``wait_until_copied()`` of the returned
+        object before changing ``state``. Its ``wait()``, which the next save also calls, raises the errors of
+        the save. Older checkpoints are deleted in the background.
 
         Args:
             data_state: the position in this rank's data, as plain values and tensors, if it must be saved.
 
         Raises:
-            UserError, RetryableError: on every rank, naming the rank that failed and the reason. The files
-                written so far are deleted.
+            UserError, RetryableError: on every rank. The message names the rank that failed. Files of this
+                save are deleted.
             NonFiniteError: on every rank, if a value is NaN or Inf. Nothing is saved.
         """
         step = state.progress.step
@@ -343,7 +330,6 @@ class Checkpointer:
         self._remote.follow(step)
 
     def _prune(self) -> None:
-        """Delete older checkpoints on rank 0. Deleting thousands of files takes seconds."""
         if self._ranks.is_main:
             try:
                 self._store.prune(self._settings, self._evaluations, spared=self._remote.copying)
@@ -351,9 +337,9 @@ class Checkpointer:
                 log.warning("failed to delete older checkpoints: %s", error)
 
     def _newest_step(self) -> int | None:
-        """Return the step of the newest checkpoint in run_dir that is an ancestor of the current state.
+        """Return the step of the newest checkpoint in run_dir that led to the current state, if there is one.
 
-        Checkpoints after the one that the run resumed from are not ancestors.
+        Checkpoints that were saved after the one that the run resumed from did not.
         """
         own = (manifest.state for manifest in self._store.own().values())
         return next((each.step for each in own if each.branch == self._branch or each == self._origin), None)
@@ -377,7 +363,7 @@ class Checkpointer:
             False if the newest checkpoint of this run already has this step.
 
         Raises:
-            UserError, RetryableError: if a value is NaN or Inf, or writing fails. Existing checkpoints are
+            UserError, RetryableError: if a value is NaN or Inf, or writing fails. Existing checkpoints stay
                 unchanged.
         """
         step = state.progress.step
@@ -400,14 +386,13 @@ class Checkpointer:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics to log, by name."""
         return self._remote.metrics()
 
     def finish_remote(self) -> None:
-        """Wait up to `checkpoint.timeout_s` until everything is copied to `checkpoint.remote`.
+        """Wait up to `checkpoint.timeout_s` until everything is uploaded to `checkpoint.remote`.
 
-        Call after ``saving.wait()``. Not a collective, because rank 0 may be delayed by a slow logger while
-        the other ranks exit.
+        Call it after ``saving.wait()``. It is not a collective, because rank 0 may have to wait for a slow
+        logger.
         """
         self._ranks.heartbeat.enter("checkpoint")
         with at_disk():

@@ -27,19 +27,19 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 def convert(
     directory: Location, out: Path, to: str, averaged: bool = False, dtype: torch.dtype | None = None
 ) -> None:
-    """Write the model's weights from the checkpoint in `directory` to `out`.
+    """Write the model's weights from the checkpoint in `directory` to `out`, which is created atomically.
 
-    `out` is created atomically. Every format except `torch` needs memory for one tensor at a time.
+    Every format except `torch` needs memory for only one tensor at a time.
 
     Args:
-        to: `safetensors` or `torch` for a file; `hf` for a folder that transformers' `from_pretrained`
-            reads; `peft` for a folder of adapters that `peft.PeftModel.from_pretrained` reads.
+        to: `safetensors` or `torch` for a file; `hf` for a folder that transformers' `from_pretrained` reads;
+            `peft` for a folder of adapters that `peft.PeftModel.from_pretrained` reads.
         averaged: write the moving averages of the weights.
         dtype: of the floating-point weights in `out`; None keeps their dtypes.
 
     Raises:
-        UserError: if the checkpoint is damaged, its model has no such format, `out` exists, or the parent
-            directory of `out` does not exist.
+        UserError: if the checkpoint is damaged, its model can't be written in this format, or `out` exists or
+            has no parent directory.
         OSError: if writing fails.
     """
     check_free(out)
@@ -71,11 +71,7 @@ def convert(
 
 
 def _write_weights(path: Path, weights: Sequence[ToStore]) -> None:
-    """Write `weights` to a new safetensors file; tied weights are written once for each name.
-
-    Raises:
-        UserError: if the format does not support a dtype.
-    """
+    """Write `weights` to a new safetensors file. Raise UserError if the format does not support a dtype."""
     for each in weights:
         if each.dtype not in NAMES:
             raise UserError(f"{each.key} is {each.dtype}, which safetensors does not support; use --to torch")
@@ -83,7 +79,6 @@ def _write_weights(path: Path, weights: Sequence[ToStore]) -> None:
 
 
 def _write_hf(folder: Path, source: OpenCheckpoint, weights: Sequence[ToStore]) -> None:
-    """Write config.json, the weights and, if there is one, the tokenizer."""
     config: dict[str, Any] = source.facts.get(MODEL_CONFIG) or {}
     if "model_type" not in config:
         raise UserError(
@@ -115,7 +110,6 @@ def _adapters(source: OpenCheckpoint) -> dict[str, Any]:
 
 
 def _write_peft(folder: Path, source: OpenCheckpoint, weights: Sequence[ToStore]) -> None:
-    """Write the adapters, and adapter_config.json, which names `model.init_from` as the base model."""
     adapters = _adapters(source)
     base = adapters["config"].get("base_model_name_or_path") or source.config.get("model.init_from")
     config = adapters["config"] | {"base_model_name_or_path": base}

@@ -1,9 +1,9 @@
-"""evaluations.jsonl: the metrics of each evaluation of a run, and the branch of the run that it belongs to.
+"""The metrics of each evaluation of a run, with its branch, in evaluations.jsonl.
 
 Each start of a run creates a new branch, which begins at the state that it resumed from. Two branches may
-reach the same step with different weights, for instance after a resume from an older checkpoint with
-another learning rate. Therefore a state is identified by its branch and step, both here and in the manifest
-of a checkpoint, and only evaluations of the current state's ancestors count.
+reach the same step with different weights, for instance after a resume from an older checkpoint with another
+learning rate. Therefore a state is identified by its branch and step, here and in the manifest of a
+checkpoint, and only evaluations of the current state's ancestors count.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Evaluations:
         return evaluations
 
     def merge(self, other: "Evaluations") -> None:
-        """Add what `other` contains, without writing it yet."""
+        """Add the evaluations in `other` without writing them to disk."""
         self._origins = {**self._origins, **other._origins}
         self._metrics = {**self._metrics, **other._metrics}
 
@@ -76,7 +76,9 @@ class Evaluations:
         self._metrics = {**self._metrics, self.owner(state): dict(metrics)}
 
     def owner(self, state: State) -> State:
-        """Return `state` with the branch that reached it first; a branch shares its past with its origin."""
+        """Return `state` with the branch that reached it first, because a branch shares its past with its
+        origin.
+        """
         branch, step = state
         while (origin := self._origins.get(branch)) is not None and step <= origin.step:
             branch = origin.branch
@@ -92,11 +94,11 @@ class Evaluations:
         return self._metrics.get(self.owner(state), {})
 
     def best(self, current: State, best: "KeepBest", among: Iterable[State] | None = None) -> State | None:
-        """Return the state with the best finite metric (in a tie, the earliest); None if there is none.
+        """Return the state with the best finite metric, the earliest in a tie; None if there is none.
 
         Args:
             current: only this state and its ancestors count.
-            among: only these states count; None for all that were evaluated.
+            among: only these states count; None for all evaluated states.
         """
         scores: dict[State, float] = {}
         for state in sorted(self._metrics if among is None else among, key=lambda state: state.step):
@@ -107,7 +109,7 @@ class Evaluations:
         return (max if best.mode == "max" else min)(scores, key=scores.__getitem__, default=None)
 
     def write(self) -> None:
-        """Replace the file with these evaluations and wait until it is on disk. Raises OSError."""
+        """Replace the file on disk with these evaluations, and fsync it. Raises OSError."""
         rows: list[Any] = [{"branch": own, "resumed_from": origin} for own, origin in self._origins.items()]
         for (branch, step), metrics in self._metrics.items():
             rows.append({"step": step, "branch": branch, "metrics": metrics})

@@ -31,7 +31,7 @@ def candidates(
 ) -> list[Location]:
     """Return the checkpoints that `which` can refer to, in the order in which to try them.
 
-    Also searches `checkpoint.remote`, which may have checkpoints of a run whose disk was lost.
+    This includes those at `checkpoint.remote`, because the disk of the run may have been lost.
 
     Raises:
         UserError: if there is none.
@@ -77,16 +77,16 @@ def read_model(
 ) -> OpenCheckpoint:
     """Load a checkpoint into `model`, sharded or not, and return the checkpoint (a collective).
 
-    Never changes `run_dir`, where a run may be writing.
+    `run_dir` is never changed, because a run may be writing there.
 
     Args:
-        run_id: the run whose checkpoints `newest` and `best` choose from; None for all runs.
+        run_id: the run whose checkpoints `newest` and `best` refer to; None for all runs.
         which: newest (intact), best (by the metric of `settings`), or a path.
         device: the device of the model.
         frozen: the `frozen_digests` of the model.
 
     Raises:
-        UserError: on every rank, if there is no checkpoint, or it is damaged or from a different model.
+        UserError: on every rank, if the checkpoint is missing, damaged or from a different model.
     """
 
     paths = agreement.on_main(lambda: candidates(run_dir, run_id, which, settings))
@@ -148,7 +148,7 @@ def _named(what: str, directory: Location, way_out: str) -> Location:
 
 
 def check_data(source: OpenCheckpoint, now: int | None) -> None:
-    """Raise UserError if the training data has a different length ``now`` than when ``source`` was saved."""
+    """Raise UserError if the length of the training data, ``now``, differs from that in ``source``."""
     then = source.facts["num_samples"]
     if now != then:
         lengths = ["an unknown number of" if number is None else number for number in (now, then)]
@@ -161,7 +161,7 @@ def check_data(source: OpenCheckpoint, now: int | None) -> None:
 
 
 def log_changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Log the settings that differ from those in a checkpoint, except those that only one strategy has."""
+    """Log the settings that have changed since the checkpoint, except those that only one strategy has."""
     for key in sorted(key for key in then.keys() | now.keys() if not key.startswith(_MAY_DIFFER)):
         was, is_now = (printable(repr(each[key])) if key in each else "no setting" for each in (then, now))
         if was != is_now and not (key.startswith("strategy.") and "no setting" in (was, is_now)):
@@ -173,8 +173,7 @@ def saved_settings_of(
 ) -> Mapping[str, Any]:
     """Return the settings of the run that ``resume`` continues, by dotted name; {} if there is none.
 
-    Called on rank 0, before anything is built. Reads only state.json of a checkpoint, without verifying the
-    other files.
+    Call it on rank 0. Only state.json of the checkpoint is read and verified.
 
     Args:
         remote: the value of `checkpoint.remote`.

@@ -1,4 +1,4 @@
-"""The plan of which rank writes which part of a save, and the index of tensor locations."""
+"""The plan of which rank writes which part of a save, and the index of where tensors are stored."""
 
 import heapq
 import json
@@ -47,7 +47,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A tensor of a checkpoint; its chunks contain all its rows, in order."""
+    """A tensor in a checkpoint. Its chunks contain all its rows, in order."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -69,11 +69,10 @@ Index = Mapping[str, IndexEntry]
 
 
 class WrittenChunks(Sequence[Chunk]):
-    """The chunks of one tensor, computed on access.
+    """The chunks of the tensor ``name``, computed on access.
 
     Args:
-        name: the name of the tensor.
-        writers: the ranks that each wrote a shard of it.
+        writers: the ranks that each wrote a shard of the tensor.
         num_writers: the number of ranks that wrote files of the checkpoint.
     """
 
@@ -121,16 +120,16 @@ def index_of_version_4(tensors: Mapping[str, Any]) -> dict[str, IndexEntry]:
 class Plan:
     """The plan of which rank writes which part of a save.
 
-    Saves with the same tensors reuse the plan: planning for the 40,000 tensors of 10,000 parameters takes as
+    Saves with the same tensors reuse the plan: for the 40,000 tensors of 10,000 parameters, planning takes as
     long as the rest of a save.
 
     Attributes:
-        format: "full" or "sharded", for the manifest.
+        format: "full" or "sharded".
         num_writers: the number of ranks that write files.
-        writers: the ranks that write each tensor, in the order of its rows. Names are in the order of
+        writers: the ranks that write each tensor, in the order of its rows. The names are in the order of
             writing.
-        aliases: further names of tensors in ``writers``, as of tied weights, which are written once; the
-            value is the name in ``writers``.
+        aliases: other names of tensors in ``writers``, such as those of tied weights, mapped to the name
+            there.
         index: the location of each tensor, as JSON for state.json; only in rank 0's plan.
     """
 
@@ -141,18 +140,17 @@ class Plan:
     index: str = ""
 
     def part_of(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-        """Return the ``tensors`` of which ``rank`` writes all or a shard, in the order of writing."""
+        """Return the ``tensors`` that ``rank`` writes, in full or as a shard, in the order of writing."""
         return {name: tensors[name] for name, ranks in self.writers.items() if rank in ranks}
 
     def file_of(self, name: str, rank: int) -> str:
-        """Return the name of the file to which ``rank`` writes a tensor."""
         return file_of(name, rank, self.num_writers)
 
     def indexed(self, tensors: Mapping[str, Tensor]) -> "Plan":
         """Return this plan with its ``index``.
 
-        The index contains the dtype, shape and group of writers of each tensor. The location of its rows
-        follows from these, so the size of the index doesn't grow with the number of tensors times ranks.
+        The index contains the dtype, shape and writers of each tensor, which determine the location of its
+        rows. So its size doesn't grow with the number of ranks.
         """
         distinct = dict.fromkeys(map(tuple, self.writers.values()))
         groups = {writers: number for number, writers in enumerate(distinct)}
@@ -184,7 +182,7 @@ def _is_weight(name: str) -> bool:
 
 
 def key_of(name: str) -> str:
-    """Return the name of a tensor in its file, where weights have their plain names."""
+    """Return the name of a tensor in its file, in which weights have their names in the model."""
     return name.removeprefix(_MODEL) if _is_weight(name) else name
 
 
@@ -199,9 +197,9 @@ def plan_save(
     """Decide which rank writes which of the live ``tensors``; all ranks reach the same decision.
 
     Args:
-        tensors: by name; on each rank those that it has.
-        format: with "full", rank 0, which has every tensor in full, writes all of them. With "sharded", each
-            rank writes its shards, and a replicated tensor is written by the rank with the least to write.
+        tensors: the tensors of this rank, by name.
+        format: "full" if rank 0 has every tensor in full and writes it; "sharded" if each rank writes its
+            shards, and the rank with the least to write writes a replicated tensor.
         written_by: the rank that must write a tensor, by the tensor's name.
         alike: whether all ranks have tensors of the same names and sizes, except for ``written_by``. If not,
             rank 0 writes all tensors that are not sharded.
@@ -230,13 +228,13 @@ def plan_save(
 
 
 def _in_order(tensors: Mapping[str, Tensor], aliases: Collection[str]) -> list[str]:
-    """Return the names in the order of writing: by descending element size, so that mapped tensors align."""
+    """Return the names in the order of writing: by descending element size, which aligns all tensors."""
     order = {name: (not _is_weight(name), -tensor.itemsize, name) for name, tensor in tensors.items()}
     return sorted(tensors.keys() - aliases, key=order.__getitem__)
 
 
 def aliases_in(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the names of tensors that share all memory with an earlier one, mapped to the earlier name."""
+    """Return the names of tensors that share all memory with an earlier tensor, and the earlier name."""
     first: dict[Any, str] = {}
     aliases = {}
     for name, tensor in tensors.items():

@@ -41,18 +41,18 @@ class Listing(Generic[P]):
     def manifest(self, path: P) -> Manifest:
         """Return the `summary` of the manifest at ``path``; raises as `read_manifest` does.
 
-        Cached, because parsing the manifest of a 1 TB checkpoint takes 0.1 s, while all ranks wait.
+        It is cached, because all ranks wait while it is parsed, which takes 0.1 s for a 1 TB checkpoint.
         """
         if path not in self._known:
             self._known[path] = read_manifest(path).summary
         return self._known[path]
 
     def forget(self, path: P) -> None:
-        """Remove ``path`` from the cache; called when the checkpoint is being deleted."""
+        """Remove ``path``, which is being deleted, from the cache."""
         self._known.pop(path, None)
 
     def directories(self) -> list[P]:
-        """Return every ``step_N`` directory of any run, except links, in ascending order of steps.
+        """Return every ``step_N`` directory of any run, in ascending order of steps, except links.
 
         Raises:
             UserError: if ``root`` is not a directory or access is denied.
@@ -76,14 +76,13 @@ class Listing(Generic[P]):
         return [entry for _, _, entry in sorted(entries, key=lambda each: each[:2])]
 
     def checkpoints(self) -> list[ListedCheckpoint[P]]:
-        """Return the checkpoints of this run and all damaged ones, which may belong to it, newest first.
+        """Return the checkpoints of this run and all damaged checkpoints, which may be its own, newest first.
 
-        Checkpoints are ordered by the time of the save, not by step: after a run was resumed from step 5,
-        its earlier step 10 is older than its new step 6.
+        They are sorted by the time of the save, not by step: after a run was resumed from step 5, its earlier
+        step 10 is older than its new step 6.
 
         Raises:
-            RetryableError, NoAccessError: if the disk or the address does not answer or denies access, so
-                that the newest checkpoint is unknown.
+            RetryableError, NoAccessError: if the disk or the address does not answer or denies access.
         """
         checkpoints: list[ListedCheckpoint[P]] = []
         paths = self.directories()

@@ -1,4 +1,4 @@
-"""Write and verify files with a hash for each block, and the manifest that lists them."""
+"""Write and verify files by the hashes of their blocks, and the manifest that lists the files."""
 
 import hashlib
 import json
@@ -27,7 +27,8 @@ _JOINED_BYTES = 1 << 20  # smaller pieces are joined: a write call costs as much
 class FileDigest:
     """The size of a file and the sha256 of each of its blocks.
 
-    A single sha256 of the whole file would limit hashing to one core, and a partial read couldn't verify it.
+    With a single sha256 of the whole file, hashing would use only one core, and a partial read could not be
+    verified.
     """
 
     bytes: int
@@ -37,15 +38,14 @@ class FileDigest:
 def write_hashed(path: Path, pieces: Iterable[Any]) -> FileDigest:
     """Write a new file, compute its digest at the same time, and fsync the file.
 
-    Writing, hashing and syncing release the GIL and run in separate threads. At most four blocks wait to be
-    hashed, which limits the memory in use.
+    Writing, hashing and syncing run in separate threads. At most four blocks wait to be hashed, which limits
+    the memory in use.
 
     Args:
         pieces: contiguous buffers, such as bytes, which must not change before this returns.
 
     Raises:
-        FileExistsError: if ``path`` exists.
-        OSError: if writing fails.
+        OSError: if ``path`` exists or writing fails.
     """
     num_bytes, hashes = 0, list[Future[str]]()
     syncing: Future[None] | None = None
@@ -98,7 +98,7 @@ def _sha256(parts: list[memoryview]) -> str:
 
 
 def check_blocks(file: PlainFile, digest: FileDigest, blocks: Sequence[int]) -> None:
-    """Verify the blocks of ``file`` with the given numbers against ``digest``.
+    """Compare the blocks of ``file`` with the given numbers to ``digest``.
 
     Raises:
         UserError: if a block differs or cannot be read.
@@ -126,7 +126,7 @@ def write_text(path: Path, text: str) -> FileDigest:
 
 
 def fsync_directory(path: Path) -> None:
-    """Flush the directory entries of ``path`` to disk, which fsync on a file in it does not."""
+    """Flush the directory entries of ``path`` to disk. An fsync of a file in it does not do that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -171,7 +171,7 @@ class Manifest:
 def manifest_text(manifest: Manifest) -> str:
     """Return ``manifest`` as JSON that ends with the sha256 of the text before it.
 
-    Not indented, because that takes Python ten times as long: the manifest of 1 TB has 60,000 hashes.
+    The JSON is not indented, which would take ten times as long: the manifest of 1 TB contains 60,000 hashes.
     """
     # dataclasses.asdict would copy each hash and take ten times as long.
     content = {**vars(manifest), "files": {name: vars(digest) for name, digest in manifest.files.items()}}
@@ -180,7 +180,7 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 def read_manifest(directory: Location) -> Manifest:
-    """Return the manifest of the checkpoint in ``directory``. UserError if it is missing or damaged."""
+    """Return the manifest of the checkpoint in ``directory``. Raise UserError if it is missing or damaged."""
     path = directory / MANIFEST
     try:
         with opened(path) as file:
@@ -206,7 +206,7 @@ def read_manifest(directory: Location) -> Manifest:
 
 
 def is_run_id(text: str) -> bool:
-    """Return whether ``text`` is a valid run id; ids are used in file names."""
+    """Return whether ``text`` is a valid run id, and so safe in file names."""
     return _RUN_ID.fullmatch(text) is not None
 
 
@@ -238,10 +238,10 @@ def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile
 def verify(directory: Location, reader: int = 0, num_readers: int = 1) -> Manifest:
     """Verify all blocks of the files, or the ``reader``-th of ``num_readers`` equal parts of the blocks.
 
-    Hashes in four threads. Compares only bytes; `open_checkpoint.verified` also reads the contents.
+    This compares only bytes; `open_checkpoint.verified` also reads the contents.
 
     Raises:
-        UserError: if a file differs from the manifest; names the first one.
+        UserError: if a file differs from the manifest.
     """
     manifest = read_manifest(directory)
     for name, blocks in blocks_to_verify(manifest, reader, num_readers):
@@ -251,7 +251,7 @@ def verify(directory: Location, reader: int = 0, num_readers: int = 1) -> Manife
 
 
 def blocks_to_verify(manifest: Manifest, reader: int, num_readers: int) -> Iterator[tuple[str, range]]:
-    """Yield the files and blocks that a reader verifies: consecutive ones, so that it opens few files."""
+    """Yield the files and blocks for one reader, which are consecutive, so that it opens few files."""
     num_blocks = sum(len(digest.sha256) for digest in manifest.files.values())
     first, last = (number * num_blocks // num_readers for number in (reader, reader + 1))
     for name, digest in sorted(manifest.files.items()):

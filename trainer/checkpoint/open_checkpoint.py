@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading: its metadata and its tensors."""
+"""A checkpoint that is open for reading."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,7 +52,7 @@ class OpenCheckpoint:
 
     @classmethod
     def open(cls, directory: Location, manifest: Manifest | None = None) -> "OpenCheckpoint":
-        """Read everything apart from the tensors.
+        """Read the manifest and state.json of a checkpoint, but no tensors.
 
         Raises:
             UserError: if ``directory`` cannot be read or is not a checkpoint. Methods that read tensors raise
@@ -71,7 +71,7 @@ class OpenCheckpoint:
 
     @property
     def shapes(self) -> Shapes:
-        """The shape and dtype of each tensor of the state, by its name."""
+        """The shape and dtype of each tensor of the state, by name."""
         return {
             name: (entry.shape, entry.dtype)
             for name, entry in self.index.items()
@@ -86,7 +86,7 @@ class OpenCheckpoint:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """The sha256 of frozen parameters that are not saved here but in `initial_weights`, by name."""
+        """The sha256 of frozen parameters that are in `initial_weights` and not saved here, by name."""
         digests: dict[str, str] = self.facts[LEFT_OUT]
         return digests
 
@@ -98,7 +98,6 @@ class OpenCheckpoint:
 
     @property
     def progress(self) -> Progress:
-        """The progress of the run, as a new object."""
         return Progress(**self.facts["state"]["progress"])
 
     @property
@@ -116,7 +115,7 @@ class OpenCheckpoint:
         return states
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill `targets`, by name, in place; for sharded tensors, this rank's shard.
+        """Fill `targets` in place with the tensors of the same names; sharded targets get this rank's shard.
 
         Parameters that were not saved (`left_out`) keep their values.
         """
@@ -139,9 +138,10 @@ class OpenCheckpoint:
                         read.result()
 
     def read(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the full tensors whose names start with ``prefix``, by the rest of the name.
+        """Return the full tensors whose names start with ``prefix``, by the rest of the name (not a
+        collective).
 
-        Not a collective. A tensor that was saved as one chunk is mapped from its file and read when used.
+        A tensor that was saved as one chunk is memory-mapped.
         """
         tensors = self.read_named([name for name in self.shapes if name.startswith(prefix)])
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -172,10 +172,8 @@ class OpenCheckpoint:
         return tensors
 
     def _stored(self, file: PlainFile, name: str, chunk: Chunk) -> Stored:
-        """Return the location of a chunk of the tensor ``name`` in ``file``.
-
-        Raises:
-            UserError: if the file does not contain it with the dtype and shape in the index.
+        """Return where ``file`` stores a chunk of the tensor ``name``. Raise UserError if it contradicts the
+        index.
         """
         if (header := self._headers.get(chunk.file)) is None:
             header = self._headers[chunk.file] = read_header(file)
@@ -192,7 +190,7 @@ class OpenCheckpoint:
             names: the tensors to return; None for all.
 
         Raises:
-            UserError: if there are no averages, or as `model_state` does.
+            UserError: if the checkpoint contains no averages, or as `model_state` does.
         """
         averages = self.read("ema.weights.") if averaged else {}
         if averaged and not averages:
@@ -205,7 +203,9 @@ class OpenCheckpoint:
         return {name: weights[name] for name in weights if not is_extra_state(name)} | averages
 
     def model_state(self) -> dict[str, Tensor]:
-        """Return the tensors of the model's state dict. UserError if the checkpoint lacks frozen ones."""
+        """Return the tensors of the model's state dict. Raise UserError if the checkpoint lacks frozen
+        parameters.
+        """
         if self.left_out:
             raise UserError(
                 f"{printable(self.directory)} does not contain {first_five(self.left_out)}, because its run "
@@ -220,7 +220,7 @@ def no_averages(directory: Location) -> str:
 
 
 def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> None:
-    """Read `rows` from the bytes at `offset`: directly if its memory allows, otherwise through a buffer."""
+    """Read the bytes at `offset` into `rows`, through a buffer if the memory or the dtype requires it."""
     if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype:
         file.read_into(offset, as_bytes(rows))
         return
@@ -233,12 +233,10 @@ def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> Non
 
 
 def verified(directory: Location, reader: int = 0, num_readers: int = 1) -> OpenCheckpoint:
-    """Verify and open the checkpoint in ``directory``.
-
-    With several readers, each one verifies its part of the files.
+    """Verify and open the checkpoint in ``directory``; each of several readers verifies a part of the files.
 
     Raises:
-        UserError: if it is incomplete or damaged.
+        UserError: if the checkpoint is incomplete or damaged.
     """
     return OpenCheckpoint.open(directory, verify(directory, reader, num_readers))
 

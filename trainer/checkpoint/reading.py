@@ -1,4 +1,4 @@
-"""Read byte ranges of a checkpoint's files, each of which is opened once, locally or at an address."""
+"""Read byte ranges of a checkpoint's files, on disk or at an address."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ class MissingFileError(UserError):
 
 
 class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
-    """A file opened for reading; a context manager that closes it.
+    """A file that is open for reading; as a context manager, it closes the file.
 
     Attributes:
         size: in bytes, when it was opened.
@@ -50,11 +50,11 @@ class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
 
     @property
     def descriptor_path(self) -> str:
-        """A path to the open file, valid even if it was renamed or replaced since."""
+        """A path to the open file that stays valid if the file is renamed or replaced."""
         return f"/dev/fd/{self._file.fileno()}"
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes at ``offset``. UserError if the file is too short."""
+        """Fill ``buffer`` with the bytes at ``offset``. Raise UserError if the file is too short."""
         end = offset + len(buffer)
         while buffer:
             count = self._read_some(end - len(buffer), buffer)
@@ -69,14 +69,14 @@ class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
             raise _read_error(self.path, error) from error
 
     def read(self, begin: int = 0, end: int | None = None) -> bytes:
-        """Return the bytes [begin, end), or all. UserError if the file is too short."""
+        """Return the bytes [begin, end), or all bytes. Raise UserError if the file is too short."""
         end = self.size if end is None else end
         data = bytearray(min(end, self.size + 1) - begin)  # limits the memory that a wrong `end` takes
         self.read_into(begin, memoryview(data))
         return bytes(data)
 
     def part(self, begin: int, end: int) -> Tensor:
-        """Return the bytes [begin, end) as uint8, mapped and read when used. Writes don't change the file."""
+        """Return the bytes [begin, end) as uint8, memory-mapped. Writes don't change the file."""
         return self._mapped[begin:end]
 
     @cached_property
@@ -91,7 +91,7 @@ class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
 
 
 class RemoteFile(PlainFile):
-    """A file at an address. Small reads use blocks of 1 MiB, of which the last 32 are cached.
+    """A file at an address. Small reads use blocks of 1 MiB, the last 32 of which are cached.
 
     Raises:
         MissingFileError: if the file does not exist.
@@ -123,7 +123,7 @@ class RemoteFile(PlainFile):
             raise UserError(f"{printable(self.path)} was deleted while it was read") from error
 
     def part(self, begin: int, end: int) -> Tensor:
-        """Return the bytes [begin, end) as uint8, read now."""
+        """Read the bytes [begin, end) and return them as uint8."""
         data = torch.empty(end - begin, dtype=torch.uint8)
         self.read_into(begin, as_bytes(data))
         return data

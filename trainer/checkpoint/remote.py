@@ -1,11 +1,9 @@
-"""Upload checkpoints, in a thread on each host, to an address that survives the loss of the machine.
+"""Upload checkpoints, in a thread of rank 0, to an address that survives the loss of the machine.
 
 The address contains the files of a run directory: config.yaml, metrics.jsonl, evaluations.jsonl, result.json,
-run.json, and checkpoints/step_N. run.json contains the id of the run, the launch that owns the address (the
-one that started last), and the checkpoint that it is uploading. The first rank of each host reads run.json
-and uploads the files that ranks of its host wrote, because hosts may have separate disks. Rank 0 waits until
-all files have arrived in full, then uploads the manifest. A folder without a manifest is not a checkpoint.
-Checkpoints of earlier launches, which may have had more ranks, are uploaded by rank 0.
+run.json, and checkpoints/step_N. run.json contains the id of the run and the launch that owns the address,
+which is the one that started last. The manifest of a checkpoint is uploaded after its other files, and a
+folder without a manifest is not a checkpoint.
 
 Before each file, the launch checks that it still owns run.json, so a launch that was wrongly considered dead
 stops uploading when another one has resumed its run. An upload in progress may still arrive hours later, so
@@ -16,17 +14,19 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
 from trainer.checkpoint.evaluations import FILE as EVALUATIONS
 from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.listing import Listing, best_of, newest_run_id
-from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_text, read_manifest, step_of
+from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_text, read_manifest
 from trainer.config import CheckpointConfig
 from trainer.errors import RetryableError, UserError, kind_of
 from trainer.files.address import Address, UnreachableError
@@ -39,7 +39,7 @@ OWNER = "run.json"
 METRICS = "metrics.jsonl"
 _SMALL_FILES = ("config.yaml", METRICS, EVALUATIONS, "result.json")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0, 5.0
-_POLL_S = 1.0  # between checks of what other ranks have uploaded
+_NUM_THREADS = 4  # files that are uploaded at the same time
 
 
 class TakenError(UserError):
@@ -47,12 +47,16 @@ class TakenError(UserError):
 
 
 class NoRemote:
-    """The interface of `Remote`, for ranks that upload nothing."""
+    """The interface of `Remote`, for runs without `checkpoint.remote` and ranks other than 0.
+
+    Attributes:
+        copying: the checkpoint that is being uploaded, which must not be deleted.
+    """
 
     copying: Path | None = None
 
     def follow(self, step: int = 0) -> None:
-        """Called when the checkpoint of `step` is complete in the run directory, or other files changed."""
+        """Upload the checkpoint of `step`, which is complete in the run directory, or other changed files."""
 
     def metrics(self) -> dict[str, float]:
         """Return by how many steps the address is behind the run directory, for the log."""
@@ -62,46 +66,60 @@ class NoRemote:
         """Wait up to `timeout_s` until everything is uploaded, and log the result."""
 
 
-class Copier(NoRemote):
-    """Uploads this host's files of the newest checkpoint, in a thread that never delays training.
+class Remote(NoRemote):
+    """Uploads the newest checkpoint, in a thread that never delays training.
 
     Args:
         local: the run's checkpoints on disk.
-        session: identifies this launch of the run; the same on all ranks.
-        writers: the ranks whose files are uploaded, which are those of this host.
     """
 
     def __init__(
-        self, address: Address, local: Listing[Path], session: str, writers: Collection[int]
+        self, address: Address, local: Listing[Path], settings: CheckpointConfig, evaluations: Evaluations
     ) -> None:
-        self._address, self._local, self._session = address, local, session
-        self._writers = tuple(f"-{rank:05d}-of-" for rank in writers)
+        self._address, self._local = address, local
+        self._settings, self._evaluations = settings, evaluations
+        self._uploaded = Listing(address / "checkpoints", local.run_id)
+        self._session = secrets.token_hex(8)  # identifies this launch of the run
+        self._number = 0  # of this launch of the run, counted from 1; 0 until it is known
         self._changed = threading.Condition()
         self._requested = self._done = 0  # number of calls of `follow`, and how many of them are complete
         self._newest_step = self._safe_step = 0  # of the newest checkpoint on disk, and at the address
         self._longest_pause_s = _LONGEST_PAUSE_S
         self._copied: dict[str, tuple[int, int]] = {}  # mtime_ns and size of the local file, by address
+        self._metrics_upload = 0.0, 0.0  # start and end time of the last upload of metrics.jsonl
         self._problem: str | None = None  # why the last attempt failed
         self._thread: threading.Thread | None = None
-        self._has_saved = False  # whether the newest checkpoint on disk is from this launch
         self._has_started = False  # whether run.json has named this launch
         self._is_taken = False  # whether another run or launch owns the address, so that this one stopped
 
     def follow(self, step: int = 0) -> None:
         with self._changed:
             self._newest_step = step or self._newest_step
-            self._has_saved |= step > 0
             self._requested += 1
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="remote", daemon=True)
             self._thread.start()
 
+    def metrics(self) -> dict[str, float]:
+        return {"usage/remote_behind": float(max(0, self._newest_step - self._safe_step))}
+
     def finish(self, timeout_s: float) -> None:
+        if self._safe_step < self._newest_step and not self._is_taken:
+            log.info(
+                "%s: waiting up to %.0f s for the upload of step %d",
+                *(self._address, timeout_s, self._newest_step),
+            )
         self._longest_pause_s = _LAST_PAUSE_S
         self.follow()
         with self._changed:
             self._changed.wait_for(lambda: self._is_taken or self._done == self._requested, timeout_s)
+        contents = f"{self._address} contains step {self._safe_step}"
+        if self._done == self._requested:
+            log.info("%s", contents)
+        else:
+            run_dir, problem = self._local.root.parent, f": {self._problem}" if self._problem else ""
+            log.warning("%s; step %d is only in %s%s", contents, self._newest_step, run_dir, problem)
 
     # ---- in the thread
 
@@ -112,7 +130,7 @@ class Copier(NoRemote):
                 self._changed.wait_for(lambda: self._done < self._requested)
                 requested = self._requested
             try:
-                self._copy()
+                self._upload()
             except TakenError as error:
                 log.warning("checkpoint.remote: %s; this run uploads no more files", error)
                 self._problem, self._is_taken = str(error), True
@@ -143,109 +161,12 @@ class Copier(NoRemote):
             )
         self._problem = problem
 
-    def _copy(self) -> None:
-        """Upload the checkpoint that rank 0 names in run.json, until the newest one is complete there."""
-        done: dict[str, str] = {}
-        while self._safe_step < self._newest_step:
-            owner = self._current_owner()
-            path, folder = self._local.root / owner["of"], self._address / "checkpoints" / owner["place"]
-            if owner["of"] and owner != done:
-                own_files = filter(self._is_from_writers, (file.name for file in path.iterdir()))
-                self._upload_files(path, folder, own_files)
-                done = owner
-            elif owner["of"] and (folder / MANIFEST).exists():
-                self._safe_step = step_of(owner["of"]) or 0
-                self._forget_checkpoints()
-            if self._safe_step < self._newest_step:
-                time.sleep(_POLL_S)
-
-    def _is_from_writers(self, name: str) -> bool:
-        """Return whether a rank of `writers` wrote this file of a checkpoint."""
-        return any(writer in name for writer in self._writers)
-
-    def _forget_checkpoints(self) -> None:
-        self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
-
-    def _current_owner(self) -> dict[str, str]:
-        """Return the contents of run.json. TakenError if it named this launch before, but no longer does."""
-        owner = _owner(self._address)
-        if owner is not None and owner["session"] == self._session:
-            self._has_started = True
-            return owner
-        if self._has_started:
-            if owner is None:
-                raise TakenError(f"{self._address} no longer contains {OWNER}")
-            raise TakenError(f"{self._address} now belongs to process {owner['process']}")
-        return {"of": "", "place": ""}
-
-    def _upload_files(self, path: Path, folder: Address, names: Iterable[str]) -> None:
-        """Upload files of the directory `path` to `folder`, and check that they arrived."""
-        sizes = {name: (path / name).stat().st_size for name in sorted(names)}
-        arrived = folder.sizes() if any(str(folder / name) in self._copied for name in sizes) else {}
-        for name, size in sizes.items():
-            self._current_owner()  # before each file, because this process may have been suspended for hours
-            self._upload_file(path / name, folder / name, has_arrived=arrived.get(name) == size)
-        arrived = folder.sizes() if sizes else {}
-        for name, size in sizes.items():
-            if arrived.get(name) != size:
-                raise UserError(f"{folder / name} arrived with {arrived.get(name)} of {size} bytes")
-
-    def _upload_file(self, file: Path, target: Address, has_arrived: bool = True) -> None:
-        """Upload `file`, unless its current version was uploaded before and `has_arrived`."""
-        status = file.stat()
-        version = (status.st_mtime_ns, status.st_size)
-        if not has_arrived or self._copied.get(str(target)) != version:
-            target.put(file)
-            self._copied[str(target)] = version
-
-
-class Remote(Copier):
-    """A `Copier` on rank 0, which also decides what is uploaded and uploads the manifest.
-
-    Attributes:
-        copying: the checkpoint that is being uploaded, which must not be deleted.
-    """
-
-    def __init__(
-        self,
-        address: Address,
-        local: Listing[Path],
-        session: str,
-        writers: Collection[int],
-        settings: CheckpointConfig,
-        evaluations: Evaluations,
-    ) -> None:
-        super().__init__(address, local, session, writers)
-        self._settings, self._evaluations = settings, evaluations
-        self._uploaded = Listing(address / "checkpoints", local.run_id)
-        self._number = 0  # of this launch of the run, counted from 1; 0 until it is known
-        self._attempt = 0  # counts attempts to upload a checkpoint
-        self._metrics_upload = 0.0, 0.0  # start and end time of the last upload of metrics.jsonl
-
-    def metrics(self) -> dict[str, float]:
-        return {"usage/remote_behind": float(max(0, self._newest_step - self._safe_step))}
-
-    def finish(self, timeout_s: float) -> None:
-        if self._safe_step < self._newest_step and not self._is_taken:
-            log.info(
-                "%s: waiting up to %.0f s for the upload of step %d",
-                *(self._address, timeout_s, self._newest_step),
-            )
-        super().finish(timeout_s)
-        contents = f"{self._address} contains step {self._safe_step}"
-        if self._done == self._requested:
-            log.info("%s", contents)
-        else:
-            run_dir, problem = self._local.root.parent, f": {self._problem}" if self._problem else ""
-            log.warning("%s; step %d is only in %s%s", contents, self._newest_step, run_dir, problem)
-
-    def _copy(self) -> None:
+    def _upload(self) -> None:
         try:
-            only_rank0 = not self._has_saved  # read first, because a save may finish at any moment
             newest = self.copying = next(iter(self._local.own()), None)
             if not self._has_started:
                 self._start()
-            self._current_owner()
+            self._check_owner()
             for file in map(self._local.root.parent.joinpath, _SMALL_FILES):
                 if file.exists() and (file.name != METRICS or self._is_time_for_metrics()):
                     start = time.monotonic()
@@ -254,12 +175,12 @@ class Remote(Copier):
                         self._metrics_upload = start, time.monotonic()
             if newest is None:
                 return
-            self._safe_step = self._upload_checkpoint(newest, only_rank0).step
+            self._safe_step = self._upload_checkpoint(newest).step
             # The best may have been saved while an older one was uploaded, or before there was an address.
             if (keep_best := self._settings.keep_best) is not None:
                 for best in best_of(self._local.own(), keep_best, self._evaluations)[:1]:
                     self.copying = best
-                    self._upload_checkpoint(best, only_rank0=True)
+                    self._upload_checkpoint(best)
         finally:
             self.copying = None
 
@@ -276,10 +197,24 @@ class Remote(Copier):
         if run_id not in (None, self._local.run_id):
             raise TakenError(f"{self._address} belongs to another run, {run_id}")
         self._number = self._number or 1 + (int(previous["number"]) if previous is not None else 0)
-        self._write_owner("", "")
+        owner = {
+            "run_id": self._local.run_id,
+            "number": str(self._number),
+            "session": self._session,
+            "process": f"{os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}",
+        }
+        file = self._address / OWNER
+        file.write(json.dumps(owner).encode(), create=not file.exists())
         self._remove_incomplete()
         self._safe_step = max((m.step for m in list(self._uploaded.own().values())[:1]), default=0)
         self._has_started = True
+
+    def _check_owner(self) -> None:
+        owner = _owner(self._address)
+        if owner is None:
+            raise TakenError(f"{self._address} no longer contains {OWNER}")
+        if owner["session"] != self._session:
+            raise TakenError(f"{self._address} now belongs to process {owner['process']}")
 
     def _remove_incomplete(self) -> None:
         """Remove checkpoints whose upload was interrupted, or abandoned for a newer one after errors."""
@@ -287,42 +222,18 @@ class Remote(Copier):
             if not (directory / MANIFEST).exists():
                 directory.remove()
 
-    def _write_owner(self, checkpoint: str, folder: str) -> None:
-        """Write run.json: `checkpoint` is being uploaded to `folder`; both are "" if none is."""
-        owner = {
-            "run_id": self._local.run_id,
-            "number": str(self._number),
-            "session": self._session,
-            "process": f"{os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}",
-            "of": checkpoint,
-            "place": folder,
-            "attempt": str(self._attempt),
-        }
-        file = self._address / OWNER
-        file.write(json.dumps(owner).encode(), create=not file.exists())
-
-    def _upload_checkpoint(self, path: Path, only_rank0: bool) -> Manifest:
-        """Upload the checkpoint at `path`, unless it is uploaded already; return its manifest.
-
-        Args:
-            only_rank0: upload the files of all ranks from here, without the other hosts.
-        """
+    def _upload_checkpoint(self, path: Path) -> Manifest:
+        """Upload the checkpoint at `path`, unless it is uploaded already; return its manifest."""
         manifest = read_manifest(path)
         self._newest_step = self._newest_step or manifest.step  # saved before this launch
         folder = self._free_folder(manifest)
         if folder is None:
             return manifest
         folder.make()
-        others = set[str]()
-        if not only_rank0:
-            others = {name for name in manifest.files if "-of-" in name and not self._is_from_writers(name)}
-            self._attempt += 1
-            self._write_owner(path.name, folder.name)
-        self._upload_files(path, folder, manifest.files.keys() - others)
-        self._wait_for_others(folder, {name: manifest.files[name].bytes for name in others})
-        self._current_owner()
+        self._upload_files(path, folder, manifest.files)
+        self._check_owner()
         (folder / MANIFEST).write(manifest_text(manifest).encode(), create=True)
-        self._forget_checkpoints()
+        self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
         for old in self._uploaded.to_prune(self._settings, self._evaluations):
             if old != folder:
                 (old / MANIFEST).remove()  # first: a folder without it is not a checkpoint
@@ -330,28 +241,31 @@ class Remote(Copier):
         self._remove_incomplete()
         return manifest
 
-    def _wait_for_others(self, folder: Address, sizes: Mapping[str, int]) -> None:
-        """Wait until other ranks have uploaded their files to `folder`.
+    def _upload_files(self, path: Path, folder: Address, names: Iterable[str]) -> None:
+        """Upload files of the directory `path` to `folder`, and check that they arrived."""
+        sizes = {name: (path / name).stat().st_size for name in sorted(names)}
+        arrived = folder.sizes() if any(str(folder / name) in self._copied for name in sizes) else {}
 
-        Raises:
-            RetryableError: if none has arrived for `checkpoint.timeout_s`; the next attempt takes the newest
-                checkpoint.
-        """
-        num_missing, deadline = len(sizes) + 1, 0.0
-        while sizes:
-            arrived = folder.sizes()
-            missing = [name for name, size in sizes.items() if arrived.get(name) != size]
-            if not missing:
-                return
-            if len(missing) < num_missing:
-                num_missing, deadline = len(missing), time.monotonic() + self._settings.timeout_s
-            if time.monotonic() > deadline:
-                raise RetryableError(f"{folder / missing[0]} has not arrived in full from its rank")
-            self._current_owner()
-            time.sleep(_POLL_S)
+        def upload(name: str) -> None:
+            self._check_owner()  # before each file, because this process may have been suspended for hours
+            self._upload_file(path / name, folder / name, has_arrived=arrived.get(name) == sizes[name])
+
+        with ThreadPoolExecutor(_NUM_THREADS, "remote") as threads:
+            list(threads.map(upload, sizes))
+        arrived = folder.sizes()
+        for name, size in sizes.items():
+            if arrived.get(name) != size:
+                raise UserError(f"{folder / name} arrived with {arrived.get(name)} of {size} bytes")
+
+    def _upload_file(self, file: Path, target: Address, has_arrived: bool = True) -> None:
+        status = file.stat()
+        version = (status.st_mtime_ns, status.st_size)
+        if not has_arrived or self._copied.get(str(target)) != version:
+            target.put(file)
+            self._copied[str(target)] = version
 
     def _free_folder(self, manifest: Manifest) -> Address | None:
-        """Return a folder for a checkpoint that no other of the same step has; None if it is uploaded."""
+        """Return an unused folder for a checkpoint; None if the checkpoint is uploaded already."""
         if manifest.summary in self._uploaded.own().values():
             return None
         number, name = self._number, f"step_{manifest.step:08d}"
@@ -392,7 +306,7 @@ def run_at(address: str) -> str | None:
 
 
 def _run_of(owner: Mapping[str, str] | None, address: Address) -> str | None:
-    """Return the id of the run at `address`, from its `owner` or else from the newest checkpoint there."""
+    """Return the id of the run at `address`: that of its `owner`, or else of the newest checkpoint there."""
     return owner["run_id"] if owner is not None else newest_run_id(address)
 
 

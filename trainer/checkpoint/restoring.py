@@ -57,7 +57,7 @@ def restore(
     plain, targets = source.facts["state"], dict[str, Tensor]()
 
     def fit() -> tuple[list[str], list[dict[str, Any]]]:
-        """Change nothing apart from buffers, until all ranks know that the whole state fits."""
+        """Check that the state fits, on all ranks, before anything except buffers is changed."""
         check_left_out(source, frozen)
         unused = make_buffers(state.model, source, device)
         found, lacks = targets_for(state, source)
@@ -81,7 +81,7 @@ def restore(
 
 
 def load_model(model: nn.Module, source: OpenCheckpoint, device: torch.device) -> None:
-    """Load the model's state dict, and its non-persistent buffers that were saved with the same shape."""
+    """Load the model's state dict, and the non-persistent buffers that were saved with the same shape."""
     make_buffers(model, source, device)
     own = model_state(model)
     targets = model_targets(own, source.shapes, source.left_out)
@@ -93,16 +93,15 @@ def load_model(model: nn.Module, source: OpenCheckpoint, device: torch.device) -
 
 
 def targets_for(state: TrainState, source: OpenCheckpoint) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors to read a checkpoint into, by their saved names, and notes on what it lacks.
+    """Return the tensors to read a checkpoint into, by their saved names, and descriptions of what it lacks.
 
     The targets are the model's own tensors, its non-persistent buffers if they were saved with the same
-    shape, and new tensors for the optimizer's state. State with the shape of its parameter is laid out and
-    sharded like the parameter; other state is on the CPU, from where ``Optimizer.load_state_dict`` moves it.
-    There are no targets for state that belongs to another rank.
+    shape, and new tensors for this rank's optimizer state. State with the shape of its parameter is laid out
+    and sharded like the parameter. Other state is on the CPU, from where ``Optimizer.load_state_dict`` moves
+    it.
 
     Raises:
-        UserError: if the checkpoint is from a different model or optimizer; lists the first five differences
-            of each kind.
+        UserError: if the checkpoint is from a different model or optimizer.
     """
     own, shapes, lacks = state.state_dict(), source.shapes, []
     targets = model_targets(own["model"], shapes, source.left_out)
@@ -140,8 +139,8 @@ def targets_for(state: TrainState, source: OpenCheckpoint) -> tuple[dict[str, Te
 def model_targets(own: Mapping[str, Any], shapes: Shapes, left_out: Collection[str]) -> dict[str, Tensor]:
     """Return the tensors to read the model's part of a checkpoint into, by their saved names.
 
-    These are the tensors in ``own``, the model's state dict, and new tensors for the extra state of modules.
-    They include the parameters in ``left_out``, though the checkpoint does not contain them.
+    These are the tensors in ``own``, the model's state dict, including the parameters in ``left_out``, which
+    the checkpoint does not contain, and new tensors for the extra state of modules.
 
     Raises:
         UserError: if the checkpoint is from a different model.
@@ -160,7 +159,7 @@ def model_targets(own: Mapping[str, Any], shapes: Shapes, left_out: Collection[s
 def saved_state(
     plain: Mapping[str, Any], targets: Mapping[str, Tensor], trainable: TrainableParameters
 ) -> dict[str, Any]:
-    """Return the state for ``TrainState.load_state_dict`` from ``plain`` and the filled ``targets``."""
+    """Combine ``plain`` and the filled ``targets`` to the state for ``TrainState.load_state_dict``."""
     states = plain["optimizer"]["state"]
     own_states = {name: states[name] for name in states if not trainable.is_elsewhere(name)}
     buffers = {name: value for name, value in plain["buffers"].items() if f"buffers.{name}" in targets}
@@ -171,9 +170,8 @@ def saved_state(
 
 
 def parameter_of(name: str, shape: torch.Size, trainable: TrainableParameters) -> str:
-    """Return the name of the parameter to whose state the optimizer's tensor ``name`` belongs; "" if none.
-
-    The tensor may be nested in lists or dicts of that state.
+    """Return the parameter to which the optimizer's tensor ``name`` belongs, perhaps in nested state; "" if
+    none.
 
     Raises:
         UserError: if the parameter is sharded and updated in shards, and the tensor has a different shape.
@@ -194,7 +192,7 @@ def parameter_of(name: str, shape: torch.Size, trainable: TrainableParameters) -
 def frozen_digests(model: nn.Module, initial: Mapping[int, Tensor]) -> dict[str, str]:
     """Return the sha256 of each frozen parameter that was read from `model.init_from`, by each of its names.
 
-    Called when parameters have their final names and are frozen, before the model is sharded.
+    Call it after parameters have been frozen and before the model is sharded.
 
     Args:
         initial: the tensor that was read for each parameter, by the id of the parameter.
@@ -207,7 +205,7 @@ def frozen_digests(model: nn.Module, initial: Mapping[int, Tensor]) -> dict[str,
 
 
 def check_left_out(source: OpenCheckpoint, frozen: Mapping[str, str]) -> None:
-    """Raise UserError unless the model has the initial values of the parameters that `source` lacks."""
+    """Raise UserError unless the parameters that `source` lacks have their initial values."""
     different = [name for name, digest in source.left_out.items() if frozen.get(name) != digest]
     if different:
         raise UserError(
@@ -219,10 +217,10 @@ def check_left_out(source: OpenCheckpoint, frozen: Mapping[str, str]) -> None:
 
 
 def _compare_optimizers(state: TrainState, groups: Sequence[Any], saved_groups: Sequence[Any]) -> None:
-    """Raise UserError unless both optimizers have the same parameters and the saved one has all options.
+    """Raise UserError unless the saved optimizer has the same parameters, and all options of this run's
+    optimizer.
 
-    A resumed run may group parameters differently, except with a user's own optimizer, which may keep state
-    in its groups.
+    Parameter groups may differ, except with a user's own optimizer, which may keep state in its groups.
     """
     own, saved = (
         {name: group for group in all_ for name in group["params"]} for all_ in (groups, saved_groups)
@@ -247,7 +245,6 @@ def _compare_optimizers(state: TrainState, groups: Sequence[Any], saved_groups: 
 
 
 def _matching(tensors: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
-    """Return the ``tensors`` that have the same shape and dtype in ``shapes``."""
     return {name: value for name, value in tensors.items() if shapes.get(name) == (value.shape, value.dtype)}
 
 

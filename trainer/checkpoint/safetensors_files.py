@@ -1,7 +1,7 @@
 """Read and write safetensors files: 8 bytes of length, a JSON header, and the bytes of the tensors.
 
-The format (https://github.com/huggingface/safetensors) cannot contain code. Files are written tensor by
-tensor and read in byte ranges.
+Files are written tensor by tensor and read in byte ranges. The format, which cannot contain code, is
+documented at https://github.com/huggingface/safetensors.
 """
 
 import itertools
@@ -63,14 +63,14 @@ class ToStore:
 
 
 def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and shape of a tensor in a file: uint8 if the format does not support its dtype."""
+    """Return the dtype and shape of a tensor in a file: bytes if the format does not support its dtype."""
     return (dtype, shape) if dtype in NAMES else (torch.uint8, (math.prod(shape) * dtype.itemsize,))
 
 
 def write_file(path: Path, tensors: Sequence[ToStore]) -> FileDigest:
     """Write a new file, fsync it and return its digest.
 
-    Tensors should be in descending order of alignment, on which readers that map the file rely.
+    Sort tensors by descending element size, because readers that map the file rely on alignment.
 
     Raises:
         OSError: if writing fails.
@@ -80,7 +80,6 @@ def write_file(path: Path, tensors: Sequence[ToStore]) -> FileDigest:
 
 
 def _header_of(tensors: Sequence[ToStore]) -> bytes:
-    """Return the header of a file: the offsets of each tensor, relative to the end of the header."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     end = 0
     for each in tensors:
@@ -93,7 +92,7 @@ def _header_of(tensors: Sequence[ToStore]) -> bytes:
 
 
 def read_header(file: PlainFile) -> dict[str, Stored]:
-    """Return the location of each tensor in ``file``, by name; only the header is read.
+    """Return the location of each tensor in ``file``, by name, without reading the tensors.
 
     Raises:
         UserError: if the header is missing, a dtype is unknown, or an offset is invalid.
@@ -109,7 +108,6 @@ def read_header(file: PlainFile) -> dict[str, Stored]:
 
 
 def _stored(entry: dict[str, Any], origin: int, size: int) -> Stored:
-    """Return the location for a header's ``entry``, whose offsets are relative to byte ``origin``."""
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     begin, end = (origin + offset for offset in entry["data_offsets"])
     if end - begin != math.prod(shape) * dtype.itemsize or not origin <= begin <= end <= size:
@@ -118,7 +116,7 @@ def _stored(entry: dict[str, Any], origin: int, size: int) -> Stored:
 
 
 def tensors_in(file: PlainFile) -> dict[str, Tensor]:
-    """Return the tensors of ``file`` by name, mapped and read when used. Raises as `read_header` does."""
+    """Return the tensors of ``file`` by name, memory-mapped. Raises as `read_header` does."""
     return {
         name: as_tensor(file.part(stored.begin, stored.end), stored.dtype, stored.shape)
         for name, stored in read_header(file).items()

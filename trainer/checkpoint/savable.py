@@ -26,13 +26,13 @@ class Savable:
         left_out: the names of frozen parameters that are not saved.
 
     Attributes:
-        not_finite: the names of tensors that contain NaN or Inf from the start, as masks do. Initially for
-            this rank's shards; `Checkpointer.bind` adds the names of other ranks.
+        not_finite: the names of tensors that contain NaN or Inf from the start, as masks do.
+            `Checkpointer.bind` adds those of other ranks.
         model_config: the config.json of a Hugging Face model; None for other models.
         adapters: the `adapters_of` the model.
 
     Raises:
-        UserError: if a tensor of the model's state cannot be saved or restored; names the tensor.
+        UserError: if a tensor of the model's state cannot be saved or restored.
     """
 
     def __init__(self, state: TrainState, left_out: Collection[str] = ()) -> None:
@@ -62,8 +62,7 @@ class Savable:
             kept: values to save in place of the model's own, by their names in the model's state.
 
         Raises:
-            UserError: if a parameter was replaced, so that no optimizer updates it, or a tensor of the model
-                was created, resized or removed since the start.
+            UserError: if a parameter was replaced, or a tensor of the model was created, resized or removed.
         """
         now = dict(every_parameter(state.model))
         replaced = [name for name, parameter in self._parameters.items() if now.get(name) is not parameter]
@@ -100,14 +99,14 @@ class Savable:
         return tree, {name: to_local(tree["model"].pop(name)) for name in self._left_out}
 
     def new_in(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of ``tensors`` that contain NaN or Inf and did not at the start."""
+        """Return the names of ``tensors`` that contain NaN or Inf now, but did not at the start."""
         return not_finite({name: tensors[name] for name in tensors if name not in self.not_finite})
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of ``tensors`` that contain NaN or Inf; for sharded tensors, in this rank's shard.
 
-    If all are finite, this costs one read of them and one synchronization for each device.
+    If there are none, the cost is one read of each tensor and one synchronization for each device.
     """
     local = {name: _real(to_local(tensor)) for name, tensor in tensors.items()}
     local = {name: part for name, part in local.items() if part.numel() and part.is_floating_point()}
@@ -124,8 +123,8 @@ def refuse_not_finite(not_finite: Sequence[Sequence[str]], step: int, descriptio
     """Raise NonFiniteError if a rank reports tensors with NaN or Inf.
 
     Args:
-        not_finite: the names of such tensors, for each rank.
-        descriptions: the description of each rank for the message.
+        not_finite: the names of these tensors on each rank.
+        descriptions: a description of each rank, for the message.
     """
     for rank, names in enumerate(not_finite):
         if names:
@@ -139,7 +138,7 @@ def refuse_not_finite(not_finite: Sequence[Sequence[str]], step: int, descriptio
 
 
 def unsavable(tensor: Tensor) -> str | None:
-    """Return why ``tensor`` cannot be saved or restored, as the end of a sentence; None if it can be."""
+    """Return why ``tensor`` cannot be saved or restored, as the rest of a sentence; None if it can be."""
     if tensor.layout != torch.strided:
         return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); make it dense, or persistent=False"
     if tensor.is_meta or tensor.is_nested or type(tensor) not in (Tensor, nn.Parameter):
@@ -154,8 +153,8 @@ def unsavable(tensor: Tensor) -> str | None:
 def _config_of(model: nn.Module) -> dict[str, Any] | None:
     """Return the config.json of a transformers model; None for other models.
 
-    A model that wraps a transformers model or contains adapters counts as another model, because the names of
-    its weights differ from those that `from_pretrained` expects.
+    Models that wrap a transformers model or contain adapters are other models: `from_pretrained` would not
+    recognize the names of their weights.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(type(model), "base_model_prefix") or not hasattr(config, "to_json_string"):
@@ -167,20 +166,18 @@ def _config_of(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _real(part: Tensor) -> Tensor:
-    """Return values that can be compared: complex numbers as pairs of real ones, 8-bit floats as fp32."""
+    """Return values that torch can compare: complex numbers as pairs, 8-bit floats as fp32."""
     if part.is_complex():
         return torch.view_as_real(part)
     return part.float() if part.is_floating_point() and part.itemsize == 1 else part
 
 
 def _of_model(tensors: Mapping[str, Tensor]) -> Shapes:
-    """Return the shapes of the model's parameters and buffers, by their names in a save."""
     own = (name for name in tensors if name.startswith("model.") and not is_extra_state(name))
     return {name: (tensors[name].shape, tensors[name].dtype) for name in own}
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise UserError if ``model`` cannot load its own state_dict."""
     for name, module in model.named_modules():
         kind = type(module)
         has_extra_state = kind.get_extra_state is not nn.Module.get_extra_state
@@ -213,7 +210,7 @@ def compare_shapes(
     sides: tuple[str, str] = ("saved", "here"),
     way_out: str = "",
 ) -> None:
-    """Raise UserError unless names, shapes and dtypes are equal; show the first five differences.
+    """Raise UserError unless names, shapes and dtypes are equal. The message has up to five differences.
 
     Args:
         summary: the beginning of the message.

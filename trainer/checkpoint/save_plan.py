@@ -1,4 +1,4 @@
-"""Collect the contents of a save from all ranks, and plan which rank writes which part."""
+"""Combine what all ranks have to save, and plan which rank writes which part."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from trainer.state.train_state import TrainState
 
 
 class SaveReport(NamedTuple):
-    """The report of each rank to rank 0 before a save."""
+    """The report that each rank sends to rank 0 before a save."""
 
     layout: str  # a hash of the names, shapes and dtypes of tensors that any rank may write
     states: dict[str, Any]  # the JSON part of optimizer state that only this rank has, by parameter
@@ -28,12 +28,13 @@ class SaveReport(NamedTuple):
 
 
 class Draft:
-    """The contents of a save as far as this rank knows them; rank 0 adds the reports of other ranks.
+    """The contents of a save: those of this rank, to which rank 0 adds the reports of the other ranks.
 
     Attributes:
-        tensors: by their names in the checkpoint; those that only another rank has are on the meta device.
-        facts: everything else, for JSON.
-        follows_data: names of tensors that may differ between ranks, as the data does. Rank 0's are saved.
+        tensors: by their names in the checkpoint. Tensors of other ranks are on the meta device.
+        facts: the other contents, for JSON.
+        follows_data: names of tensors that may differ between ranks because the data does. Rank 0 saves its
+            own.
         written_by: the rank that must write a tensor, by the tensor's name.
     """
 
@@ -43,7 +44,6 @@ class Draft:
         self.written_by = dict.fromkeys(self.follows_data, 0)
 
     def add_data_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Add the data position of each rank."""
         tensors, plain = take_apart({DATA_STATES: list(states)})
         self.tensors |= tensors
         self.facts |= plain
@@ -51,7 +51,9 @@ class Draft:
         self.written_by |= dict.fromkeys(tensors, 0)
 
     def add(self, reports: Sequence[SaveReport]) -> bool:
-        """Add the reports of all ranks, in rank order; return whether their tensors have the same layout."""
+        """Add the reports of all ranks, in rank order. Return whether the ranks' tensors have the same
+        layout.
+        """
         self.add_data_states([report.data_state for report in reports])
         for rank, report in enumerate(reports[1:], start=1):
             self.facts["state"]["optimizer"]["state"] |= report.states
@@ -69,7 +71,7 @@ class Planner:
         self._last: tuple[Any, Plan] | None = None  # the layout of the last plan, and the plan
 
     def report(self, draft: Draft, state: TrainState, data_state: Mapping[str, Any]) -> SaveReport:
-        """Complete the `draft` of this rank, and return the report on it for rank 0."""
+        """Complete the `draft` of this rank, and return the report for rank 0."""
         trainable, rank, live = state.trainable, self._ranks.rank, draft.tensors
         writers = {parameter: trainable.writer_of(parameter) for parameter in trainable.owners}
         if writers or self._last is None:  # the first save checks that all tensors can be sharded

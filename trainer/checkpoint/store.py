@@ -3,8 +3,8 @@
 A checkpoint is ``root/step_00000100/``. Its files are written to ``root/.tmp_step_00000100/`` and fsynced.
 The manifest, with the size of each file and the sha256 of its blocks, is written last. Then the directory is
 renamed, and its parent is fsynced. If the process is killed at any point, all complete checkpoints remain.
-Checkpoints are never replaced: if a step is saved twice, as after a resume from an older checkpoint, the
-second is ``step_00000100-2``, until the first is deleted.
+Checkpoints are never replaced: if a step is saved twice, for example after a resume from an older checkpoint,
+the second one is ``step_00000100-2``, until the first is deleted.
 """
 
 import logging
@@ -37,7 +37,7 @@ def seal(temporary: Path, manifest: Manifest) -> None:
     """Write the manifest to ``temporary``, which contains all other files, and fsync both.
 
     Raises:
-        UserError: if the files differ from those in the manifest.
+        UserError: if the files are not those in the manifest.
         OSError: if writing fails.
     """
     present = {entry.name for entry in temporary.iterdir()}
@@ -53,7 +53,7 @@ def seal(temporary: Path, manifest: Manifest) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Rename the complete ``temporary`` to its final name, and fsync the parent directory."""
+    """Rename the complete directory ``temporary`` to ``final``, and fsync its parent."""
     temporary.rename(final)
     fsync_directory(final.parent)
 
@@ -64,11 +64,11 @@ class Store(Listing[Path]):
     Checkpoints of other runs are never deleted.
 
     Args:
-        shared: another process may still be writing here, so partial files are kept until the next start.
+        shared: whether another process may be writing here, so that its partial files must be kept.
 
     Attributes:
-        saved_after: the time of the checkpoint that the run resumed from, in seconds since 1970. That
-            checkpoint may be at an address, and saved by a machine whose clock is ahead of this one's.
+        saved_after: the time of the checkpoint that the run resumed from, in seconds since 1970. It may be
+            ahead of this machine's clock, because another machine may have saved that checkpoint.
     """
 
     def __init__(self, root: Path, run_id: str | None = None, shared: bool = False) -> None:
@@ -99,9 +99,10 @@ class Store(Listing[Path]):
         files: Mapping[str, FileDigest],
         branch: str,
     ) -> Path:
-        """Turn the ``new_directory``, whose files are fsynced, into the checkpoint of ``step``.
+        """Turn the ``new_directory``, whose files are fsynced, into the checkpoint of ``step``; return its
+        path.
 
-        Return its path. Raises as `seal` does.
+        Raises as `seal` does.
         """
         assert self.run_id is not None
         manifest = Manifest(format, step, self._started_at, dict(files), self.run_id, branch)
@@ -112,13 +113,13 @@ class Store(Listing[Path]):
         return final
 
     def recover(self) -> None:
-        """Delete the partial files of interrupted saves and deletions. Call when no save is in progress."""
+        """Delete the partial files of interrupted saves and deletions. Do not call it during a save."""
         if not self._shared:
             for entry in self.root.glob(f"{_TEMPORARY}*"):
                 self._delete(entry)
 
     def _delete(self, path: Path, renamed: Path | None = None) -> None:
-        """Delete ``path``, after renaming it to ``renamed`` if given; on failure, log a warning once."""
+        """Delete ``path``, after renaming it to ``renamed`` if given. Log the first failure for each path."""
         try:
             if renamed is not None:
                 self._known.pop(path, None)
@@ -135,15 +136,14 @@ class Store(Listing[Path]):
     def prune(self, settings: CheckpointConfig, evaluations: Evaluations, spared: Path | None = None) -> None:
         """Delete checkpoints of this run that no ``keep_...`` setting retains, except ``spared``.
 
-        Directories without a manifest are kept. Each checkpoint is renamed first, so that an interrupted
-        deletion leaves no partial checkpoint.
+        Directories without a manifest are kept. Each checkpoint is renamed first, so an interrupted deletion
+        leaves no partial checkpoint.
         """
         for path in self.to_prune(settings, evaluations):
             if path != spared:
                 self._delete(path, unused_path(self.root / f"{_TEMPORARY}{path.name}"))
 
     def _saved_at(self, directory: Path) -> float:
-        """Return when a checkpoint was saved, in seconds since 1970; without a manifest, the mtime."""
         try:
             return self.manifest(directory).saved_at
         except (UserError, RetryableError):

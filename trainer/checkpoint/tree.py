@@ -1,6 +1,6 @@
 """Split nested state into flat named tensors and JSON, and put it together again.
 
-Tensor files contain only tensors, and the other files only JSON, so no reader needs pickle.
+All files contain only tensors or only JSON, so no reader needs pickle.
 """
 
 from collections import Counter, defaultdict
@@ -73,7 +73,6 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _add(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Add ``tensor`` to ``tensors``, and return the reference to it for JSON."""
     if path in tensors:
         raise UserError(
             f"two tensors cannot be saved at the same path {path}: keys of nested dicts are joined by dots, "
@@ -111,7 +110,9 @@ def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _class_of(full_name: str) -> Any:
-    """Return the tensor subclass of that name if it is already imported; never import names from a file."""
+    """Return the tensor subclass of that name, which must have been imported: names in a file are not
+    trusted.
+    """
     kinds: list[type] = [Tensor]
     for kind in kinds:  # grows during the loop
         if torch.typename(kind) == full_name and hasattr(kind, "__tensor_unflatten__"):
@@ -124,5 +125,5 @@ def _class_of(full_name: str) -> Any:
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether the tensor is from a module's ``get_extra_state``; its shape and dtype may change."""
+    """Return whether the tensor comes from a module's ``get_extra_state``; its shape and dtype may change."""
     return "_extra_state" in name.split(".")

@@ -31,7 +31,7 @@ Plain = tuple[str, ...]  # the parts of a name without wrappers' parts
 
 
 class _Renaming(NamedTuple):
-    """The prefix `saved` of names in the file corresponds to the prefix `own` of names in the model."""
+    """A rule: replace the prefix `saved` of a name in the file by `own` to get the name in the model."""
 
     saved: Plain
     own: Plain
@@ -44,26 +44,27 @@ def weights_for(
     key: str | None = None,
     freeze: Sequence[str] = (),
 ) -> dict[str, Tensor]:
-    """Return the tensors in ``path`` for the tensors of ``model``, by name; never runs code from the file.
+    """Return the tensors in ``path`` for the tensors of ``model``, by name, without running code from the
+    file.
 
     Name parts that wrappers insert are ignored. One prefix may be removed from the names in the file, such as
-    ``state_dict.model`` or ``teacher.backbone``, or added, such as ``transformer``: the prefix with which
-    most names match, if at least half of the names on one side match. Logs how many tensors matched, which
-    ones keep their initial values, and which ones in the file are not used.
+    ``state_dict.model`` or ``teacher.backbone``, or added, such as ``transformer``. The prefix with the most
+    matching names is chosen, if at least half of the names on one side match. The log says how many tensors
+    matched, which ones keep their initial values, and which ones in the file are not used.
 
     Args:
         model: only its names and shapes are used, so it may be on the meta device.
         path: a ``.safetensors`` file, a file of ``torch.save`` with (nested) mappings of tensors, a folder
-            saved by transformers, the directory of a checkpoint, or the directory of a run, whose newest
-            intact checkpoint is used.
+            saved by transformers, the directory of a checkpoint, or a run directory, whose newest intact
+            checkpoint is used.
         ignore: names of modules and tensors of the model to skip ("fc" skips fc.weight and fc.bias).
         key: use only tensors of the file under this prefix; None for all.
         freeze: the patterns of model.freeze.
 
     Raises:
-        UserError: if the file cannot be read, no names match, several prefixes match equally well, shapes or
-            kinds of dtype differ, the file has different values for names that are tied in the model, or a
-            frozen parameter would keep its random initial values.
+        UserError: if the file cannot be read, no names or several prefixes match, shapes or kinds of dtype
+            differ, the file has different values for tied weights, or a frozen parameter would keep its
+            random initial values.
     """
     path, ignore = location(path), [ignore] if isinstance(ignore, str) else ignore
     state = model.state_dict(keep_vars=True).items()
@@ -101,7 +102,7 @@ def weights_for(
 def _match(
     path: Location, saved_names: Collection[str], wanted: Mapping[str, Tensor], key: str | None
 ) -> tuple[_Renaming, dict[str, str]]:
-    """Return how names differ, and the saved name of each tensor in ``wanted`` that is in the file."""
+    """Return the renaming, and for each tensor in ``wanted`` that the file contains its name in the file."""
     own, saved = _by_plain_name(wanted), _by_plain_name(saved_names)
     if key is not None:
         saved = {plain: names for plain, names in saved.items() if _starts_with(plain, _plain(key))}
@@ -147,7 +148,7 @@ def _match(
 def _renamings(own: Collection[Plain], saved: Collection[Plain]) -> Iterator[_Renaming]:
     """Yield, for each name on either side, the renamings that map it to a name on the other side.
 
-    A prefix is removed, or one is added, perhaps in place of the first part, such as state_dict.
+    A renaming removes a prefix or adds one, which may replace the first part of a name, such as state_dict.
     """
     for plain in saved:
         yield from (_Renaming(plain[:cut], ()) for cut in range(len(plain)) if plain[cut:] in own)
@@ -174,9 +175,9 @@ def _starts_with(plain: Plain, prefix: Plain) -> bool:
 
 
 def _refuse_different(path: Location, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Raise UserError if shapes differ, or one tensor of a pair (saved, own) is quantized.
+    """Raise UserError if the tensors of a pair (saved, own) differ in shape, or if only one is quantized.
 
-    8-bit floats, and integers in place of floats, are quantized values, which are useless without scales.
+    8-bit floats, and integers in place of floats, are quantized: without their scales, they are useless.
     """
 
     def kind(tensor: Tensor) -> tuple[torch.Size, bool]:
@@ -211,7 +212,7 @@ def _refuse_untied(path: Location, common: Mapping[str, Tensor], wanted: Mapping
 def _refuse_frozen(
     path: Location, missing: Mapping[str, Tensor], ignore: Sequence[str], freeze: Sequence[str]
 ) -> None:
-    """Raise UserError if a parameter that is left as initialised is frozen."""
+    """Raise UserError if a frozen parameter would keep its random initial values."""
     names = [
         name
         for name, tensor in missing.items()
@@ -234,7 +235,6 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
 
 
 def _read(path: Location) -> dict[str, Any]:
-    """Return the tensors and extra state in ``path``, by name. UserError if it cannot be read."""
     if not path.exists():
         raise UserError(
             f"model.init_from={printable(path)} does not exist; set its current path. A new run needs it, "
@@ -251,7 +251,6 @@ def _read(path: Location) -> dict[str, Any]:
 
 
 def _read_file(path: Location) -> dict[str, Any]:
-    """Return the tensors of one file in the safetensors or torch format."""
     with opened(path) as file:
         if path.name.endswith(".safetensors") or file.read(0, min(9, file.size))[8:] == b"{":
             return tensors_in(file)
@@ -261,7 +260,6 @@ def _read_file(path: Location) -> dict[str, Any]:
 
 
 def _read_index(folder: Location) -> dict[str, Any]:
-    """Return the tensors of the files that `INDEX` lists, which are in the same folder."""
     with opened(folder / INDEX) as file:
         files = read_json(folder / INDEX, file.read())["weight_map"]
     tensors: dict[str, Any] = {}
@@ -273,7 +271,7 @@ def _read_index(folder: Location) -> dict[str, Any]:
 
 
 def _read_torch(file: PlainFile) -> dict[str, Any]:
-    """Return the tensors in a `file` of `torch.save`, mapped. Objects that could run code are refused."""
+    """Return the tensors in a `file` of `torch.save`, memory-mapped, without running code from the file."""
     path = file.descriptor_path
     try:
         loaded = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -291,7 +289,7 @@ def _read_torch(file: PlainFile) -> dict[str, Any]:
 
 
 def _flat(mapping: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors in nested mappings by their joined keys; skip other keys, as of optimizer state."""
+    """Yield the tensors in nested mappings by their joined keys, without those of an optimizer's state."""
     for key, value in mapping.items():
         if isinstance(key, str) and isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

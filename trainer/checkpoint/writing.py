@@ -1,6 +1,6 @@
 """Write a checkpoint, optionally from a copy while training continues.
 
-Each file of tensors is written by one rank; rank 0 then writes state.json and the manifest.
+Each file of tensors is written by one rank. Then rank 0 writes state.json and the manifest.
 """
 
 import json
@@ -38,9 +38,8 @@ class Contents:
     """The contents of a checkpoint that is being written.
 
     Attributes:
-        tensors: returns the tensors that this rank writes in full or in part, by their names in the
-            checkpoint; waits until they are copied.
-        facts: everything else in state.json; used on rank 0.
+        tensors: waits for the copies of the tensors that this rank writes, and returns them by name.
+        facts: the other contents of state.json; used on rank 0.
         branch: the branch of the run, for the manifest.
     """
 
@@ -51,11 +50,7 @@ class Contents:
     branch: str
 
     def write_tensors(self, directory: Path, rank: int) -> dict[str, FileDigest]:
-        """Write and fsync this rank's files; return their digests by name.
-
-        Raises:
-            OSError: if writing fails.
-        """
+        """Write and fsync this rank's files; return their digests by name. Raises OSError."""
         files: dict[str, list[ToStore]] = {}
         for name, tensor in self.tensors().items():
             local = to_local(tensor)
@@ -77,12 +72,11 @@ def write_checkpoint(
 
     Args:
         directory: from ``store.new_directory``.
-        cleans_up: whether this rank deletes partial files after a failure; one rank on each host, because
-            hosts may not share a disk.
+        cleans_up: whether this rank deletes partial files after a failure; true on one rank of each host.
         check: called on rank 0 when all files are written; raises if the checkpoint must not be published.
 
     Raises:
-        UserError, RetryableError: on every rank, if writing fails. Existing checkpoints are unchanged.
+        UserError, RetryableError: on every rank, if writing fails. Existing checkpoints stay unchanged.
     """
     plan = contents.plan
 
@@ -110,11 +104,11 @@ def write_checkpoint(
 def host_stager(
     device: torch.device,
 ) -> Callable[[Mapping[str, Tensor], Collection[str]], Future[dict[str, Tensor]]]:
-    """Return a function that copies tensors to host memory, pinned if possible, which is reused.
+    """Return a function that copies tensors to host memory, which it reuses and pins if possible.
 
-    The function returns a Future of the copies immediately. A thread copies them on a separate stream, after
-    the work that is queued on the current stream. The tensors named in the second argument, such as buffers
-    that the next forward pass changes, are first copied on their device, before the function returns.
+    The function immediately returns a Future of the copies, which a thread makes on a separate stream, after
+    the work that is queued on the current stream. Tensors that are named in the second argument, such as
+    buffers that the next forward pass changes, are copied on their device before the function returns.
     """
     stream, memory = accelerator.stream(device), dict[str, Tensor]()
 
@@ -154,15 +148,15 @@ def host_stager(
 class Saving:
     """A save in progress.
 
-    The thread that writes is a daemon: when training fails, the process ends at once and leaves a temporary
-    directory, which the next start removes.
+    The thread is a daemon, so that the process can end at once if training fails. The next start then removes
+    the temporary directory.
 
     Args:
         what: the description in the log.
         copy: the copy of the state in progress, if any.
         write: called in a thread; None if nothing remains to be done.
-        device: the current device of the thread. By default a thread uses GPU 0, where its first call would
-            take some hundred MB for every rank of a host.
+        device: the current device of the thread. By default, it would be GPU 0, where the first call of each
+            rank allocates some hundred MB.
     """
 
     def __init__(
@@ -180,7 +174,7 @@ class Saving:
             self._thread.start()
 
     def wait_until_copied(self) -> None:
-        """Wait until the state is copied; call before changing it. If the copy failed, `wait` raises."""
+        """Wait until the state is copied and may be changed. If the copy failed, `wait` raises the error."""
         if self._copy is not None:
             wait([self._copy])
             self._copy = None

@@ -1,1 +1,1 @@
-"""All-reduce algorithms, their execution and timeline; parameter servers; a check of the network."""
+"""All-reduce algorithms, their execution and timeline, parameter servers, and a check of the network."""

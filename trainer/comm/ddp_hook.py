@@ -36,7 +36,7 @@ Enter = Callable[[str, int], None]
 
 
 class CommHook:
-    """The gradient all-reduce of one DDP model; created by `attach`.
+    """The gradient all-reduce of one DDP model, which `attach` creates.
 
     Attributes:
         timeline: measures the cost of the all-reduce, and which ranks are late.
@@ -54,7 +54,7 @@ class CommHook:
         self._reduce, self._runner = reduce, runner
 
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        """Called by DDP when a bucket of gradients is complete."""
+        """Reduce a complete bucket of gradients; called by DDP."""
         self._enter("all_reduce", bucket.index())
         sent = bucket if self._chunk_sums is None else self._chunk_sums.message(bucket)
         record = self.timeline.arrive(bucket.index(), sent.buffer().nbytes, bucket.is_last())
@@ -80,7 +80,7 @@ class CommHook:
             raise
 
     def close(self) -> None:
-        """Stop the worker thread; no backward pass may follow. Do not call this on error paths."""
+        """Stop the worker thread after the last backward pass. Do not call this on error paths."""
         if self._runner is not None:
             self._runner.close()
 
@@ -99,9 +99,9 @@ def attach(
 ) -> CommHook:
     """Make `algorithm` the gradient all-reduce of `model` (a collective of all ranks).
 
-    Gradients are averaged over ranks. A schedule divides the sum on the rank that owns it, or with
-    wire_dtype fp16, each rank divides its gradients first, so that the sum does not overflow. `native`
-    divides before it adds.
+    Gradients are averaged over ranks. In a schedule, the rank that owns a sum divides it, or with wire_dtype
+    fp16, each rank divides its gradients first, so that the sum does not overflow. `native` divides before it
+    adds.
 
     Args:
         algorithm: the name of a schedule; `native` for the backend's all-reduce, by torch's default hooks; or
@@ -111,10 +111,10 @@ def attach(
             the backend does. `hook` ignores it.
         segment_mb: see `Executor`; schedules only.
         timeout_s: the longest wait for a peer, in seconds.
-        hook: a communication hook of DDP, bound to its state; returns the mean of a bucket over ranks.
+        hook: a communication hook of DDP, bound to its state, which returns the mean of a bucket over ranks.
         enter: called with `("all_reduce", bucket)` before the all-reduce of each bucket starts.
-        chunk_sums: converts buckets to integers; gradients are then summed over ranks, not averaged. Not
-            supported with `hook`.
+        chunk_sums: converts buckets to integers, which are summed over ranks, not averaged. Not supported
+            with `hook`.
     """
     device = next(model.parameters()).device
     clock = GpuClock(device) if accelerator.is_accelerator(device) else None
@@ -150,7 +150,7 @@ def _decoded(message: Message, done: Future[torch.Tensor]) -> torch.Tensor:
 
 
 def _summed(message: Message) -> Future[torch.Tensor]:
-    """A hook that adds integers without dividing them."""
+    """Add integers over ranks without dividing the sums; a communication hook of DDP."""
     work = dist.all_reduce(message.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
@@ -159,8 +159,8 @@ def _by_hook(hook: Hook, gpu_clock: GpuClock | None, one_at_a_time: bool) -> Red
     """Return a function that passes buckets to a communication hook of DDP, and records their times.
 
     Args:
-        one_at_a_time: wait for each bucket. A hook may start further messages in a callback, which gloo runs
-            in an order that differs between ranks, so that two buckets in flight could be mixed up.
+        one_at_a_time: wait for each bucket. A hook may start more messages in a callback, and gloo runs
+            callbacks in an order that differs between ranks, so two buckets in flight could be mixed up.
     """
 
     def reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:

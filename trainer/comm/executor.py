@@ -5,14 +5,14 @@ queued and the CPU continues. On CPUs, the calling thread waits.
 
 There are no deadlocks. All ranks process the buckets in the same order and the visits of a bucket in the same
 order, and at each visit first the receives, then the sends. A message that is sent at one visit is received
-at the next visit of its segment, and a rank waits only for such messages, sent at an earlier visit. Since
-each wait is for something earlier in that order, waits cannot form a cycle, for any number of ranks, buckets
+at the next visit of its segment, and a rank waits only for such messages, sent at an earlier visit. So each
+wait is for something earlier in that order, and waits cannot form a cycle, for any number of ranks, buckets
 and segments. Shared memory adds two waits; see shared_memory.py.
 
-Messages are not mixed up, because a group has only one user, and the messages between two ranks arrive in the
-order in which they were sent. Chunks are sent from the bucket and finished sums are received into it without
-a copy. That is safe because in a schedule a rank adds nothing to a chunk that it has sent, so only the
-finished sum, which contains that message, overwrites it.
+Messages are not mixed up, because a group has only one user, and messages between two ranks arrive in the
+order in which they were sent. Chunks are sent from the bucket, and finished sums are received into it,
+without a copy. This is safe because a rank adds nothing to a chunk that it has sent: only the finished sum,
+which contains that message, overwrites it.
 """
 
 from collections import deque
@@ -39,9 +39,9 @@ class Executor:
     """Runs one schedule on buckets, one at a time and in the same order on every rank.
 
     gloo requests a message only after its receive was posted, and the request queues behind data that flows
-    in the same direction. So on CPUs, receives are posted some visits ahead, for each visit separately. On a
-    GPU, all messages of a sweep are one NCCL group, so that links inside a host and between hosts are busy at
-    the same time. Since each group costs a launch, a bucket is one segment there by default.
+    in the same direction. Therefore, on CPUs, receives are posted some visits ahead, for each visit
+    separately. On a GPU, all messages of a sweep are one NCCL group, so that links inside a host and between
+    hosts are busy at the same time. Each group costs a launch, so by default a bucket is one segment there.
 
     Args:
         group: contains all ranks of the schedule, supports tensors on `device`, and has no other user.
@@ -113,7 +113,9 @@ class Executor:
             self._shared.close()
 
     def _program(self, numel: int, itemsize: int) -> tuple[list[list[Visit]], int]:
-        """Return the visits, grouped in steps whose messages start together, and how far ahead to receive."""
+        """Return the visits in steps, whose messages start together, and by how many steps to post receives
+        early.
+        """
         if (numel, itemsize) not in self._programs:
             size = max(1, numel * itemsize)
             segment_bytes = size if self._segment_mb is None else int(self._segment_mb * 2**20)

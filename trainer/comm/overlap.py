@@ -21,8 +21,8 @@ Task = tuple[Any, BucketRecord, Future[torch.Tensor]]
 class SideStream:
     """Queues the all-reduce of each bucket on a side stream, without blocking the CPU.
 
-    Buckets are recorded as used by the side stream, because the backward pass may otherwise reuse their
-    memory when the gradients have been read.
+    Buckets are recorded as used by the side stream, because the backward pass may reuse their memory after
+    the gradients have been read.
     """
 
     def __init__(self, all_reduce: AllReduce, clock: GpuClock) -> None:
@@ -47,7 +47,7 @@ class SideStream:
         return future
 
     def close(self) -> None:
-        """Do nothing: destroying NCCL's process group ends queued work."""
+        """Do nothing, because destroying NCCL's process group ends queued work."""
 
 
 class Worker:
@@ -73,7 +73,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
-        """Queue a bucket of DDP for the all-reduce; the value of the returned Future is the mean.
+        """Queue a bucket of DDP for the all-reduce. The value of the returned Future is the mean.
 
         After the last bucket of a pass, DDP only waits. So if the thread is idle then, the caller reduces
         that bucket itself, which saves a switch between threads.

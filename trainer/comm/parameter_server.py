@@ -1,7 +1,7 @@
 """The communication of a parameter server: workers push gradients to servers, and all ranks pull new values.
 
-Each trainable parameter has one server as its owner. Buckets are sent between ranks by gloo, through CPU
-memory. Servers get the values of other servers too, since all ranks evaluate the model and update its moving
+Each trainable parameter has one server as its owner. gloo sends buckets between ranks through CPU memory.
+Servers also get the values of other servers, because all ranks evaluate the model and update its moving
 average. Source: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 class Bucket:
     """Parameters of one dtype that are sent as one flat tensor.
 
-    A push has an additional number for each parameter: whether the worker has a gradient for it.
+    A push also contains a number for each parameter: whether the worker has a gradient for it.
     """
 
     owner: int
@@ -36,13 +36,12 @@ class Bucket:
         return torch.cat([*parts, parts[0].new_tensor([g is not None for _, g in given])]).cpu()
 
     def parts(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Return pairs of a parameter and its part of `flat`, on the parameter's device."""
         parts = flat.to(self.parameters[0]).split([p.numel() for p in self.parameters])
         return ((p, part.view(p.shape)) for p, part in zip(self.parameters, parts, strict=True))
 
 
 class Exchange:
-    """The communication of one rank, which may be a server, a worker or both, and sends nothing to itself.
+    """The communication of one rank, which may be a server, a worker or both.
 
     Args:
         parameters: the same on each rank; only those that require gradients are communicated.
@@ -73,7 +72,7 @@ class Exchange:
         self.reset_counters()
 
     def follow_trainable(self) -> None:
-        """Communicate the parameters that require gradients now; owners stay the same."""
+        """Communicate the parameters that now require gradients, with the same owners as before."""
         self.buckets = [
             bucket
             for server, own in self.owned.items()
@@ -86,8 +85,8 @@ class Exchange:
     def bytes_of(self, server: int) -> int:
         """Return the bytes that a server receives and sends in a step.
 
-        A server of N bytes receives N bytes, and one number for each parameter, from every other rank that is
-        a worker, and sends N bytes to every other rank.
+        A server with N bytes of parameters receives N bytes, and one number for each parameter, from every
+        other rank that is a worker, and sends N bytes to every other rank.
         """
         num_workers, num_others = sum(worker != server for worker in self._workers), len(self._others)
         own = [bucket for bucket in self.buckets if bucket.owner == server]
@@ -96,7 +95,7 @@ class Exchange:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Give each server the mean of all workers' gradients for its parameters; drop other gradients."""
+        """Give each server the mean gradients of all workers for its parameters; drop other gradients."""
         start, works, pushed = time.perf_counter(), [], list[Tensor]()
         for number, bucket in enumerate(self.buckets):
             if self._rank in self._workers:
@@ -115,7 +114,7 @@ class Exchange:
         self.waited_s += time.perf_counter() - start
 
     def _mean(self, number: int, bucket: Bucket, pushed: Sequence[Tensor]) -> Tensor:
-        """Return the mean of all workers' buckets, added in the order of their ranks in fp32 or higher."""
+        """Return the mean of the workers' buckets, added in the order of ranks in fp32 or a wider dtype."""
         size = bucket.numel + len(bucket.parameters)
         parts = [
             pushed[number] if worker == self._rank else torch.empty(size, dtype=bucket.dtype)
@@ -135,7 +134,7 @@ class Exchange:
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Give every rank the values of the owners."""
+        """Give every rank the values that the owners have."""
         start, works, arriving = time.perf_counter(), [], []
         for number, bucket in enumerate(self.buckets):
             if bucket.owner == self._rank:

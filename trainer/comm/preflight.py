@@ -2,9 +2,9 @@
 
 The ranks connect and watch each other as in training. Every host connects to every other host. Then the ranks
 run every operation that training needs on values with a known result, measure all links between hosts, and
-print one table on rank 0. Exits with status 1 if two hosts cannot connect, if a result is wrong, or if a
-link is slower than `--min-gbit`, and names the hosts. If a rank does not start, fails or keeps the others
-waiting for `--timeout-s`, the preflight names the rank and exits with the status of a run that ends that way.
+print one table on rank 0. The exit status is 1 if two hosts cannot connect, if a result is wrong, or if a
+link is slower than `--min-gbit`; the output names the hosts. If a rank does not start, fails or keeps the
+others waiting for `--timeout-s`, the preflight ends with the same report and status as a run.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _SLOW = 1 / 10  # of the median; slower links get a warning
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank found."""
+    """The results of one rank."""
 
     host_name: str
     address: str  # where gloo listens
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _conclude(ranks: Ranks, reports: list[RankReport], options: argparse.Namespace) -> bool:
-    """Print the table and write the file, on rank 0; return whether every check has passed."""
+    """Print the table and write the file on rank 0; return whether all checks passed."""
     links = sorted((link for report in reports for link in report.links), key=lambda link: link["gbit_s"])
     faults = [
         f"{ranks.describe(rank)} on {report.host_name}: {operation}: {fault}"
@@ -113,7 +113,7 @@ def _settings(options: argparse.Namespace) -> DistributedConfig:
 
 
 def _report(ranks: Ranks, timeout_s: float) -> RankReport:
-    """Run everything (a collective)."""
+    """Run all checks (a collective)."""
     # The default group waits an hour longer than timeout_s, so that the watch reports a hang first. Before
     # step 1, the watch can't tell which rank is behind unless the other ranks fail. So gloo's operations fail
     # in time. After each NCCL operation, all ranks wait for each other by gloo, which fails in time, too.
@@ -148,7 +148,6 @@ def _report(ranks: Ranks, timeout_s: float) -> RankReport:
 
 
 def _address() -> str:
-    """Return the address at which gloo listens on this host; "-" if it isn't known."""
     listener = gloo_listener()
     if listener is None:
         return "-"

@@ -1,4 +1,4 @@
-"""The checks of the preflight: operations on known values, and the speed of links and processors."""
+"""The checks of the preflight: operations on known values, and the speed of links and CPUs."""
 
 import os
 import time
@@ -36,9 +36,10 @@ class GroupRank:
     control: dist.ProcessGroup | None = None
 
     def data(self, rank: int) -> Tensor:
-        """Return what `rank` contributes, (1031,) float64, so that sums are exact at any world size.
+        """Return the contribution of `rank`, (1031,) float64, whose sums are exact at any world size.
 
-        Signs alternate, so the maximum comes from the last rank in one element, from rank 0 in the next.
+        Signs alternate, so that the maximum of one element comes from the last rank, and that of the next
+        from rank 0.
         """
         index = torch.arange(1, _LENGTH + 1, dtype=torch.float64, device=self.device)
         return (rank + 1) * torch.where(index % 2 == 0, index, -index)
@@ -47,11 +48,11 @@ class GroupRank:
         return torch.full(shape, torch.nan, dtype=torch.float64, device=self.device)
 
     def finish(self) -> None:
-        """Wait for queued work on a GPU; a CPU queues none."""
+        """Wait for the queued work of a GPU."""
         accelerator.synchronize(self.device)
 
     def barrier(self) -> None:
-        """Wait for all ranks by gloo, which fails in time; a wait in NCCL may take an hour."""
+        """Wait for all ranks through gloo, which fails in time. A wait in NCCL may take an hour."""
         dist.barrier(self.control)
 
 
@@ -62,7 +63,7 @@ OPERATIONS = (
 
 
 def check(operation: str, me: GroupRank) -> str:
-    """Run `operation`; return the first difference from the known result, "" if there is none."""
+    """Run `operation`; return the first difference from the known result, or "" if there is none."""
     got, wanted = _made(operation, me)
     differs = (got != wanted).flatten().cpu()  # waits for a GPU
     if not differs.any():
@@ -73,7 +74,7 @@ def check(operation: str, me: GroupRank) -> str:
 
 
 def _made(operation: str, me: GroupRank) -> tuple[Tensor, Tensor]:
-    """Run the operation; return this rank's result and the expected one. The last rank is the root."""
+    """Run the operation; return this rank's result, and the expected result. The last rank is the root."""
     mine, everyones = me.data(me.rank), torch.stack([me.data(rank) for rank in range(me.world_size)])
     left, right, root = (me.rank - 1) % me.world_size, (me.rank + 1) % me.world_size, me.world_size - 1
     is_root, group, got, nothing = me.rank == root, me.group, me.blank(_LENGTH), (mine[:0], mine[:0])
@@ -133,10 +134,10 @@ def rounds(num_hosts: int) -> Iterator[list[tuple[int, int]]]:
 def measure_links(
     me: GroupRank, pairs: Iterable[tuple[int, int]], ranks_by_host: Sequence[Sequence[int]]
 ) -> list[dict[str, float]]:
-    """Measure each pair of hosts in both directions, first rank to first rank; or two ranks of one host.
+    """Measure links in both directions between the first ranks of two hosts, or between two ranks of a host.
 
-    A collective over all ranks. The pairs are measured at the same time, so no host may be in two of them.
-    The result has the links that start at this rank.
+    This is a collective of all ranks. The pairs are measured at the same time, so no host may be in two
+    pairs. Each rank returns the links that start at it.
     """
     found: list[dict[str, float]] = []
     for pair in pairs:
@@ -157,7 +158,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
         (dist.send if sends else dist.recv)(message, peer, me.group)
 
     def stream_s(message: Tensor, count: int) -> float:
-        """Return the time until `count` messages have arrived, and the leader knows it."""
+        """Return the time until `count` messages have arrived and the leader knows it."""
         began = time.perf_counter()
         for _ in range(count):
             move(message, leads)
@@ -185,9 +186,9 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
 
 
 def measure_costs(me: GroupRank) -> dict[str, float]:
-    """Return what a byte costs one processor while all ranks work, and how many processors the host has.
+    """Return the CPU time per byte while all ranks work, and the number of processors of the host.
 
-    On a CPU the clock is CPU time, which other programs hardly change; on a GPU it is wall time.
+    On a GPU, this measures wall time. On a CPU, it measures CPU time, which other programs hardly change.
     """
     on_gpu = is_accelerator(me.device)
     clock = time.perf_counter if on_gpu else time.thread_time

@@ -5,13 +5,13 @@ and sends the slot's offset to its peers over a socket; they read the chunk from
 slots are few, so that they stay in the CPU cache. The memory has no name (memfd), so nothing remains when a
 process dies, and /dev/shm may be small. A dead peer is noticed at once, because its socket closes.
 
-There are no deadlocks together with the waits of executor.py. Before a rank sends, the peers must have read
-the chunk in the next slot, and the window of each peer, a number of unread messages, must not be full. Both
-have room for all messages that are received after visit p: only `IN_FLIGHT` segments are in flight, each with
-the messages of one round. So a wait for room, before a send of visit p, ends when a peer receives a message
-at visit p or before. Since a visit's receives come before its sends, this wait, too, is for something
-earlier. No wait is in the kernel: a socket has room for the messages of a window and for the acknowledgements
-of another.
+There are no deadlocks in combination with the waits of executor.py. Before a rank sends, the peers must have
+read the chunk in the next slot, and the window of each peer, a number of unread messages, must not be full.
+Both have room for all messages that are received after visit p, because only `IN_FLIGHT` segments are in
+flight, each with the messages of one round. So a wait for room, before a send of visit p, ends when a peer
+receives a message at visit p or before. A visit's receives come before its sends, so this wait, too, is for
+something earlier. No wait is in the kernel: a socket has room for the messages of a window and for the
+acknowledgements of another.
 """
 
 import mmap
@@ -101,7 +101,7 @@ class SharedMemory:
             self._readers[slot].append((move.peer, self._sent[move.peer]))
 
     def receive(self, move: Move, sums: Tensor, wire: torch.dtype) -> None:
-        """Wait for the next message of the peer, and add it to `sums` or copy it into `sums`."""
+        """Wait for the next message of the peer, and add it to `sums` or copy it there."""
         while not self._arrived[move.peer]:
             self._read_socket(move.peer)
         begin = self._arrived[move.peer].popleft()
@@ -116,7 +116,7 @@ class SharedMemory:
             connection.close()
 
     def _free_slot(self) -> int:
-        """Wait until the chunk in the next slot has been read, and return that slot."""
+        """Return the next slot, after waiting until the chunk in it has been read."""
         slot = self._next_slot
         self._next_slot = (slot + 1) % len(self._slots)
         for reader in self._readers[slot]:
@@ -135,7 +135,6 @@ class SharedMemory:
             raise self._lost(peer, error) from error
 
     def _read_socket(self, peer: int) -> None:
-        """Wait for messages or acknowledgements of the peer."""
         try:
             if not (packets := self._sockets[peer].recv(64 * _OFFSET.size)):
                 raise ConnectionResetError("it has closed its connection")
@@ -148,7 +147,7 @@ class SharedMemory:
                 self._arrived[peer].append(offset)
 
     def _lost(self, peer: int, error: OSError) -> dist.DistNetworkError:
-        """Return an error of torch.distributed, whose cause the watch looks for on all ranks."""
+        """Return an error of torch.distributed, so that the watch looks for its cause on all ranks."""
         if isinstance(error, BlockingIOError | TimeoutError):  # the timeout of the socket
             return dist.DistNetworkError(f"rank {peer} did not answer within {self._timeout_s:g} s")
         return dist.DistNetworkError(f"lost the connection to rank {peer}: {error.strerror or error}")
@@ -156,7 +155,9 @@ class SharedMemory:
     def _connected(
         self, rank: int, addresses: Sequence[bytes], listener: socket.socket, own: int
     ) -> tuple[dict[int, socket.socket], dict[int, int]]:
-        """Return a socket and a file for each peer; the lower rank connects, and sends its file first."""
+        """Return a socket and a file for each peer. The lower rank connects and is the first to send its
+        file.
+        """
         sockets, files = dict[int, socket.socket](), dict[int, int]()
         higher, peer = sorted(peer for peer in self.peers if peer > rank), rank
         try:
@@ -183,9 +184,10 @@ class SharedMemory:
         return sockets, files
 
     def _prepare(self, connection: socket.socket, packets: int) -> None:
-        """Give a socket room for a number of packets, and set timeouts.
+        """Make room for a number of packets in a socket, and set its timeouts.
 
-        The timeouts are socket options, since with Python's `settimeout` every call makes two system calls.
+        The timeouts are socket options, because Python's `settimeout` adds a system call to every send and
+        receive.
         """
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < packets * _PACKET_ROOM:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, packets * _PACKET_ROOM)
@@ -199,8 +201,8 @@ class SharedMemory:
 class HostRows:
     """An all-gather of one row from each rank of a host: `send` returns at once, `receive` waits.
 
-    Each rank sends its row to all others and no thread is involved: between two ranks, this takes a tenth of
-    the CPU time of gloo's all-reduce.
+    Each rank sends its row to all others, without a thread. Between two ranks, this takes a tenth of the CPU
+    time of gloo's all-reduce.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -213,7 +215,7 @@ class HostRows:
         self._rows = torch.empty(0)
 
     def send(self, row: Tensor) -> None:
-        """Send `row`, which has the same shape and dtype on all ranks, and at most 4 KiB."""
+        """Send `row`, at most 4 KiB, whose shape and dtype are the same on all ranks."""
         self._rows = row.new_empty(self._size, *row.shape)
         self._rows[self._rank] = row
         self._memory.send(self._moves(Kind.SEND), self._rows.view(-1), row.dtype)

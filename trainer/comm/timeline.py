@@ -1,8 +1,8 @@
 """Measure when each gradient bucket was ready, started and done, and which rank was the last to be ready.
 
-A late rank makes the all-reduce of all other ranks look long. Since an all-reduce ends on all ranks at about
-the same time, the late rank is the one with the shortest time between its bucket being ready and the end, so
-no clocks need to be compared. Differences below the time of one message are noise.
+A late rank makes the all-reduce of all other ranks look long. An all-reduce ends on all ranks at about the
+same time, so the late rank is the one whose bucket was ready the shortest time before the end. Therefore,
+clocks need not be compared. Differences below the time of one message are noise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GpuClock:
         self.restart()
 
     def restart(self) -> None:
-        """Reset the origin; called between some passes, since events measure in single precision."""
+        """Reset the origin between passes, because events measure time in single precision."""
         self._origin = self.mark()
 
     def mark(self) -> Any:
@@ -47,7 +47,10 @@ class GpuClock:
         return event
 
     def times(self, *marks: Any) -> ReadGpu:
-        """Return a function that returns the times in seconds, or None if unknown and `wait` is false."""
+        """Return a function that returns the times in seconds, or None if they aren't known yet.
+
+        With `wait`, the function waits until they are known.
+        """
         origin = self._origin
 
         def read(wait: bool) -> tuple[float, ...] | None:
@@ -63,7 +66,7 @@ class GpuClock:
 
 @dataclass(slots=True)
 class BucketRecord:
-    """One bucket of one backward pass; times are in seconds of this rank's clock."""
+    """One bucket of one backward pass. Times are in seconds of this rank's clock."""
 
     index: int
     num_bytes: int
@@ -77,9 +80,7 @@ class BucketRecord:
         return f"bucket {self.index}, {self.num_bytes / 2**20:.3g} MiB"
 
     def fetch_times(self, wait: bool) -> bool:
-        """Fetch the times from the GPU, if there is one; return False if they are not ready and `wait` is
-        false.
-        """
+        """Fetch the times from the GPU, if any; return False if they are not ready and `wait` is false."""
         if self.read_gpu is not None:
             times = self.read_gpu(wait)
             if times is None:
@@ -91,14 +92,14 @@ class BucketRecord:
 
 @dataclass(slots=True)
 class PassSum:
-    """The time of communication, summed over passes; overlapped + exposed = total."""
+    """The time of communication, summed over passes: the total is the overlapped and the exposed time."""
 
     count: int = 0
     total_s: float = 0.0  # while at least one bucket was being reduced
     exposed_s: float = 0.0  # the part after all buckets were ready, when nothing was left to compute
 
     def add(self, records: Sequence[BucketRecord]) -> None:
-        """Add the buckets of one pass; times at which several are being reduced count once."""
+        """Add the buckets of one pass. Times at which several of them are reduced count once."""
         last_ready = max(record.ready for record in records)
         counted_to = float("-inf")
         for record in sorted(records, key=lambda record: record.start):
@@ -145,10 +146,10 @@ class Timeline:
         return record
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean times per backward pass since the previous call, and the slowest rank of the last
-        pass.
+        """Return mean times per backward pass since the previous call, and the slowest rank of the last pass.
 
-        Call between backward passes (a collective of the model's ranks). Returns {} if there was no pass.
+        Call it between backward passes (a collective of the model's ranks). The result is {} if there was no
+        pass.
         """
         self._sum_up(wait=True)
         if self._gpu_clock is not None:
@@ -168,14 +169,16 @@ class Timeline:
         }
 
     def _latest(self, waits: torch.Tensor) -> tuple[int, float]:
-        """Return the last rank in the bucket for which ranks differ most, and that difference in seconds."""
+        """Return the last rank to be ready with the bucket for which ranks differ most, and its delay in
+        seconds.
+        """
         spread = waits.amax(0) - waits.amin(0)
         return int(waits[:, spread.argmax()].argmin()), float(spread.max())
 
     def measured(self) -> dict[str, Any]:
         """Return medians over the newest backward passes of this rank, for result.json; {} without passes.
 
-        These are the total, overlapped and exposed communication in milliseconds; and for each bucket, in the
+        These are the total, overlapped and exposed communication in milliseconds, and for each bucket, in the
         order in which they become ready, its size and how long before the last bucket it was ready.
         """
         self._sum_up(wait=True)
@@ -211,10 +214,11 @@ class Timeline:
         return text
 
     def plots(self) -> dict[str, Figure]:
-        """Plot the last backward pass of this rank: a row for each bucket, times in milliseconds.
+        """Plot the last backward pass of this rank, with a row for each bucket and times in milliseconds.
 
-        Grey: queued; blue: communication that overlaps with computation; red: exposed communication. A mark
-        shows when the bucket was ready on the last rank, at the last call of `metrics`.
+        Grey is queued, blue is communication that overlaps with computation, and red is exposed
+        communication. A mark shows when the bucket was ready on the slowest rank, at the last call of
+        `metrics`.
         """
         from matplotlib.figure import Figure  # takes half a second to import, and only rank 0 plots
 
@@ -247,7 +251,7 @@ class Timeline:
         return {"usage/comm/buckets": figure}
 
     def _sum_up(self, wait: bool) -> None:
-        """Add the complete passes whose times are known; with `wait`, wait for the GPU and add all."""
+        """Add the complete passes whose times are known, or with `wait` all complete passes."""
         while self._waiting and (len(self._waiting) > 1 or self.is_complete):
             records = self._waiting[0]
             if not all(record.fetch_times(wait) for record in records):

@@ -1,4 +1,4 @@
-"""Agreement between ranks: an error on one rank is raised on all ranks."""
+"""Agreement between ranks: an error of one rank is raised on all ranks."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +28,10 @@ def compare_across_ranks(
     ranks: Ranks,
     way_out: str = "start every host with the same command, code and data",
 ) -> None:
-    """Check that `facts` (name to printable value) are equal on all ranks (a collective).
+    """Check that `facts`, printable values by name, are equal on all ranks (a collective).
 
     Raises:
-        UserError: a rank differs; the message has the first rank that differs from rank 0, the key and both
-            values. Raised on every rank.
+        UserError: on every rank; names the first rank that differs from rank 0, with the key and both values.
     """
     if not differs(sorted(facts.items())):
         return
@@ -52,7 +51,7 @@ def differs(value: Any) -> bool:
 
 
 def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """Return the `value` of every rank, by rank, on every rank (a collective of `group`, or of all ranks)."""
+    """Return the `value` of every rank, in rank order, on every rank of `group` (a collective)."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -61,24 +60,23 @@ def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T
 
 
 def on_main(action: Callable[[], _T], ranks: Ranks) -> _T:
-    """Call `action` on rank 0 only, and return its result on every rank (a collective).
+    """Call `action` on rank 0, and return its result on every rank (a collective).
 
     Raises:
-        UserError, RetryableError: `action` raised this error; raised on every rank. Any other error is raised
-            on rank 0 only.
+        UserError, RetryableError: on every rank, if `action` raised it. Rank 0 alone raises other errors.
     """
     return Agreement(ranks)._from_main(action, (UserError, RetryableError))
 
 
 class Agreement:
-    """Operations on files by all ranks, which raise an error of one rank on all ranks.
+    """Runs actions such as file operations on the ranks, and raises an error of one rank on all ranks.
 
     All methods are collectives.
 
     Args:
         ranks: None in a process without other ranks.
-        timeout_s: the timeout of a separate gloo group (see `gloo_group`), which is required in a thread;
-            without it, the default group is used.
+        timeout_s: the timeout of a separate gloo group, which is required in a thread; None uses the default
+            group.
         in_time: whether operations of that group fail after `timeout_s` (see `gloo_group`).
 
     Raises:
@@ -97,15 +95,15 @@ class Agreement:
             self.group = gloo_group(timeout_s, in_time)
 
     def gather(self, value: _T) -> list[_T]:
-        """Return the `value` of every rank, by rank, on every rank."""
+        """Return the `value` of every rank, in rank order, on every rank."""
         return [value] if self.world_size == 1 else gather_objects(value, self.group)
 
     def on_main(self, action: Callable[[], _T]) -> _T:
-        """Call `action` on rank 0, and return its result or raise its error on every rank."""
+        """Call `action` on rank 0, and return its result, or raise its error, on every rank."""
         return self._from_main(action, (Exception,))
 
     def everywhere(self, action: Callable[[], _T]) -> _T:
-        """Call `action` on every rank, and return this rank's result; raise the first error, if any."""
+        """Call `action` on every rank, and return this rank's result, or raise the first error."""
         value, failure, cause = _attempt(action, (Exception,))
         _raise_first(self.gather(failure), cause)
         return cast(_T, value)
@@ -113,7 +111,7 @@ class Agreement:
     def decide_on_rank0(self, report: Callable[[], _Report], decide: Callable[[list[_Report]], _T]) -> _T:
         """Call `decide` on rank 0 with the `report` of every rank, and return the decision on every rank.
 
-        If a report raises an error, it is raised on every rank, and `decide` is not called.
+        If a report raises an error, every rank raises it, and `decide` is not called.
         """
         own, failure, cause = _attempt(report, (Exception,))
         gathered: list[Any] = [(own, failure)] * self.world_size
@@ -132,7 +130,7 @@ class Agreement:
         """Return the result of rank 0's `action`, or raise its `expected` error, on every rank.
 
         Args:
-            cause: on ranks other than 0, the local error because of which `action` may raise one.
+            cause: this rank's error, if it may be the reason for the error of `action`.
         """
         box: list[Any] = [None]
         if self.rank == 0:
@@ -147,7 +145,6 @@ class Agreement:
 
 
 def _raise_first(failures: Sequence[_Failure | None], cause: Exception | None) -> None:
-    """Raise the failure of the first rank that has one."""
     for rank, first in enumerate(failures):
         if first is not None:
             message = first.message if all(other == first for other in failures) else None
@@ -157,7 +154,7 @@ def _raise_first(failures: Sequence[_Failure | None], cause: Exception | None) -
 def _attempt(
     action: Callable[[], _T], expected: tuple[type[Exception], ...]
 ) -> tuple[_T | None, _Failure | None, Exception | None]:
-    """Return the result of `action`; or, for an `expected` error, its failure and the error."""
+    """Return the result of `action`, or, after an `expected` error, its failure and the error."""
     try:
         return action(), None, None
     except expected as error:

@@ -1,4 +1,4 @@
-"""Process-wide flags: fp32 precision and cuDNN on a GPU, and memory of the C library."""
+"""Set process-wide flags: fp32 precision and cuDNN on a GPU, and the memory of the C library on a CPU."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ _M_MMAP_THRESHOLD = -3  # from <malloc.h>
 
 
 def set_backend_flags(train: TrainConfig, device: torch.device) -> None:
-    """Set torch's precision flags and cuDNN's autotuning. Does nothing on a CPU."""
+    """Set torch's precision flags and cuDNN autotuning. Do nothing on a CPU."""
     if device.type != "cuda":
         return
     torch.set_float32_matmul_precision(train.matmul_precision)
@@ -48,7 +48,7 @@ def return_large_blocks(device: torch.device) -> None:
 
 
 def facts_of(device: torch.device) -> dict[str, str]:
-    """Return the properties of `device`, by name, that affect its results, without torch's version."""
+    """Return the properties of `device` that affect its results, by name, apart from torch's version."""
     if device.type != "cuda":
         return {"the GPU": accelerator.name(device)}
     gpu = torch.cuda.get_device_properties(device)
@@ -69,7 +69,6 @@ def peak_is_tf32(device: torch.device) -> bool:
 
 
 def record_memory_history(device: torch.device) -> None:
-    """Start to record memory allocations, on CUDA only."""
     if device.type == "cuda":
         torch_private.record_memory_history(max_entries=200_000)
 
@@ -82,7 +81,7 @@ def write_memory_history(device: torch.device, file: Path) -> None:
 
 
 def described(train: TrainConfig, device: torch.device) -> str:
-    """Return a description of the precision and related flags, for the table at the start of a run."""
+    """Describe the precision and related flags, for the table at the start of a run."""
     words = train.precision
     if device.type == "cuda":
         in_tf32 = train.precision == "fp32" and train.matmul_precision == "high"

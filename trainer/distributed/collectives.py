@@ -20,10 +20,10 @@ _BACKSTOP_S = 3600.0
 
 
 def backstop(timeout_s: float) -> timedelta:
-    """Return the timeout of a process group: longer than `timeout_s`, after which the watch ends the run.
+    """Return a timeout for process groups that is longer than `timeout_s`: the watch ends the run first.
 
-    The watch reports the failed rank; NCCL's watchdog, which would abort first, does not. Also, torch counts
-    the time during which a job was suspended.
+    Unlike NCCL's watchdog, the watch reports the failed rank, and doesn't count the time during which a job
+    was suspended.
     """
     return timedelta(seconds=timeout_s + _BACKSTOP_S)
 
@@ -32,7 +32,8 @@ def gloo_group(timeout_s: float, in_time: bool = False) -> dist.ProcessGroup:
     """Create a gloo group of all ranks (a collective).
 
     Args:
-        in_time: whether operations of the group fail after `timeout_s`, instead of leaving that to the watch.
+        in_time: whether operations of the group fail after `timeout_s`. By default, the watch ends the run
+            instead.
     """
     timeout = timedelta(seconds=timeout_s) if in_time else backstop(timeout_s)
     with connecting():
@@ -75,12 +76,11 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
 
 
 def broadcast_buffers(module: nn.Module, src: int) -> None:
-    """Broadcast the buffers of `module` in the order of their names, in which all ranks agree."""
+    """Broadcast the buffers of `module`, in the order of their names, which is the same on all ranks."""
     if buffers := sorted(module.named_buffers(), key=itemgetter(0)):
         broadcast_tensors((buffer for _, buffer in buffers), src)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Sum `values` in place over all ranks (a collective) and return it."""
     dist.all_reduce(values)
     return values

@@ -1,4 +1,4 @@
-"""Gathering across ranks: rows of samples on rank 0 in the dataset's order, and outputs for a loss."""
+"""Gather rows of samples on rank 0 in the dataset's order, and outputs on all ranks for a loss."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ _refusals: list[str | None] = []  # a stack of reasons why `gather` is not suppo
 
 
 class SampleGather:
-    """Gather rows batch by batch, so that ranks other than 0 never hold more than a batch.
+    """Gathers rows batch by batch, so that only rank 0 needs memory for more than one batch.
 
     Args:
         source: the name of the function that produced the rows, for messages.
@@ -47,11 +47,11 @@ class SampleGather:
             indices: the indices of the B samples; empty for a filler.
 
         Returns:
-            On rank 0, the indices and rows of all ranks in the order of the indices; None on other ranks.
+            On rank 0, the indices and rows of all ranks, sorted by index; None on other ranks.
 
         Raises:
-            UserError: the number of rows is not the number of samples; or their shape or dtype differs from
-                that of the previous batch or another rank.
+            UserError: the number of rows is not the number of samples, or their shape or dtype differs from
+                that of the previous batch or of another rank.
         """
         self._check(rows, len(indices))
         own = (
@@ -159,7 +159,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Sum gradients over ranks, since all losses depend on each row; the strategy divides the sum."""
+        """Sum gradients over ranks, because the losses of all ranks depend on each row."""
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total[ctx.rows], None, None

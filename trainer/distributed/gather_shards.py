@@ -1,4 +1,4 @@
-"""Gather a sharded tensor on rank 0 shard by shard, so that no rank ever holds the whole tensor."""
+"""Gather a sharded tensor on rank 0 shard by shard, so that no rank needs memory for the whole tensor."""
 
 from collections.abc import Iterator
 
@@ -10,10 +10,10 @@ from trainer.tensors.local_shard import is_dtensor, is_sharded, rows_of_shard, t
 
 
 def gather_shards_to_rank0(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield on rank 0 the shards of `tensor` along its first dimension, in order and on the CPU.
+    """Yield the shards of `tensor` on rank 0, in order and on the CPU (a collective).
 
-    This is a collective: other ranks get nothing, but must exhaust the iterator too. A tensor that is not
-    sharded is a single shard, which rank 0 already has. Rank 0 needs memory for the largest shard.
+    Other ranks get nothing, but must exhaust the iterator, too. A tensor that is not sharded is a single
+    shard, which rank 0 already has.
 
     Args:
         tensor: a tensor, or a DTensor created by fully_shard: sharded along its first dimension, over the

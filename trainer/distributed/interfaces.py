@@ -1,4 +1,4 @@
-"""The network interface through which other hosts reach this host.
+"""Find the network interface through which other hosts reach this host.
 
 gloo listens at the address to which the host name resolves. Debian's /etc/hosts maps it to 127.0.1.1, which
 other hosts cannot reach, and a container may not resolve it. In both cases, the route to rank 0's store
@@ -21,7 +21,7 @@ _SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
 
 
 def address_towards(host: str | None) -> str | None:
-    """Return this host's address on the route to `host`; None without a route. Sends no packet."""
+    """Return this host's address on the route to `host`, without sending a packet; None without a route."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as udp:
@@ -37,10 +37,10 @@ def store_host(init_method: str | None) -> str | None:
 
 
 def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | None]) -> None:
-    """Make gloo listen where other hosts reach it, unless it already does or the environment sets it.
+    """Make gloo listen where other hosts can reach it, unless it already does or the environment decides.
 
     Args:
-        addresses: for each rank, the result of `address_towards` the store.
+        addresses: for each rank, its host's address on the route to the store.
 
     Raises:
         UserError: the environment sets an interface that this host does not have.
@@ -67,9 +67,9 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
 
 
 def gloo_listener() -> socket.socket | None:
-    """Open a port at the address at which gloo listens on this host; None if the address isn't known.
+    """Open a port at the address at which gloo listens on this host; None if the address is unknown.
 
-    That is the first address of the interface in GLOO_SOCKET_IFNAME. Without that variable, it is the first
+    This is the first address of the interface in GLOO_SOCKET_IFNAME, or without that variable the first
     address of this host to which the host name resolves, or else loopback.
     """
     if interface := os.environ.get(_VARIABLE, "").split(",")[0]:
@@ -87,7 +87,6 @@ def gloo_listener() -> socket.socket | None:
 
 
 def _address_of(interface: str) -> str | None:
-    """Return the first IPv4 address of a network interface; None if it has none."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
         answer = fcntl.ioctl(any_, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
         return socket.inet_ntoa(answer[20:24])
@@ -95,5 +94,5 @@ def _address_of(interface: str) -> str | None:
 
 
 def is_loopback(address: str | None) -> bool:
-    """Return whether other hosts cannot reach `address`: a loopback address, or None."""
+    """Return whether `address` is None or a loopback address, so that other hosts cannot reach it."""
     return address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -1,8 +1,8 @@
 """Check that every host can connect to every other host, before gloo connects all ranks.
 
-If gloo can't connect two ranks, its error names neither host, and every rank that waits for them looks
-like the cause. Here the first rank of each host listens at gloo's address, every host connects to every other
-host, and the results are exchanged in the store.
+If gloo can't connect two ranks, its error names neither host, and every rank that waits for them looks like
+the cause. Therefore, the first rank of each host listens at gloo's address and connects to every other host,
+and the ranks exchange the results in the store.
 """
 
 import contextlib
@@ -40,17 +40,17 @@ def check_links(
     timeout_s: float,
     both_ways: bool,
 ) -> None:
-    """Raise if a host can't connect to another host (a collective of all ranks, in `store`).
+    """Raise RetryableError if a host can't connect to another host (a collective of all ranks, in `store`).
 
-    gloo connects two hosts from the one with the higher address. If only the other direction fails,
-    that is an error with `both_ways`, and otherwise a warning.
+    gloo connects two hosts from the one with the higher address. If only the other direction fails, that is
+    an error with `both_ways`, and otherwise a warning.
 
     Args:
         hosts: index of the host of every rank.
         names: host name of every rank.
 
     Raises:
-        RetryableError: on all ranks, with one line for each ordered pair of hosts.
+        RetryableError: on all ranks, with one line for each direction that fails between two hosts.
     """
     if len(set(hosts)) == 1:
         return
@@ -110,7 +110,6 @@ def _answer(token: str) -> bytes:
 
 
 def _failures(endpoints: Mapping[int, Endpoint], rank: int, limit_s: float) -> list[tuple[int, str]]:
-    """Return the endpoints to which this host can't connect, each with the reason."""
     # Each host begins with the next one, so that not all of them connect to the same host at once.
     others = sorted(endpoints.keys() - {rank}, key=lambda other: (other < rank, other))
     with ThreadPoolExecutor(_MOST_THREADS, "links") as pool:
@@ -136,5 +135,4 @@ def _failure(endpoint: Endpoint, limit_s: float) -> str:
 
 
 def _packed(endpoint: Endpoint) -> bytes:
-    """Return the address in the form that gloo compares."""
     return ipaddress.ip_address(endpoint[0].partition("%")[0]).packed

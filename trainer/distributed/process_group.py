@@ -1,4 +1,4 @@
-"""Set-up and clean-up of the default process group: the only place that calls init_process_group."""
+"""Set up and clean up the default process group: the only place that calls init_process_group."""
 
 import logging
 import os
@@ -38,7 +38,7 @@ _COMMUNICATION_ERRORS = ("gloo/", "pair closure", "NCCLException", "NCCL operati
 
 @contextmanager
 def process_group(settings: DistributedConfig, both_ways: bool = False) -> Iterator[Ranks]:
-    """Join the other processes, like `watched_process_group`, for callers that don't need the watch."""
+    """Join the other processes, like `watched_process_group`, in programs that don't need the watch."""
     with watched_process_group(settings, both_ways=both_ways) as (ranks, _):
         yield ranks
 
@@ -54,22 +54,23 @@ def watched_process_group(
     """Initialize the default process group and the watch; destroy the group after a success.
 
     `rank_info` determines the ranks; a single process gets a group without a port. After an exception among
-    several processes, nothing is torn down: other ranks may be gone, and a collective would wait for them and
-    delay the exception.
+    several processes, nothing is torn down: other ranks may have ended, and a collective would wait for them
+    and delay the exception.
 
     Args:
         is_stopped: whether a signal requested a stop before this call.
         here: the rank info to use instead of the launcher's.
-        check_batch_sizes: raises UserError if the batch can't be divided among a number of ranks; the run
+        check_batch_sizes: raises UserError if the batch can't be divided among a number of ranks. The run
             then ends instead of continuing without the lost ranks.
-        both_ways: whether both directions between two hosts must work, and not only the one that gloo uses.
+        both_ways: whether two hosts must be able to connect in both directions, not only in the one that gloo
+            uses.
 
     Yields:
         The rank of this process, and the watch, which monitors the other ranks.
 
     Raises:
-        UserError: a device or backend is not available on this machine or in this torch; or ranks contradict
-            each other or have no rendezvous address.
+        UserError: a device or backend is not available, ranks contradict each other, or there is no
+            rendezvous address.
         RetryableError: ranks did not arrive within `distributed.timeout_s`, or hosts can't connect to each
             other; the message names them.
         Shrunk: other ranks died or hang, and this rank continues without them.
@@ -180,7 +181,6 @@ def _is_communication_error(error: BaseException) -> bool:
 
 
 def _device(wanted: str, local_rank: int, here: RankInfo) -> torch.device:
-    """Return the device of this process."""
     kind, num_gpus = accelerator.found(wanted)
     if wanted in ("cpu", "auto") and num_gpus == 0:
         return torch.device("cpu")

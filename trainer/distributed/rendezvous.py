@@ -39,14 +39,15 @@ def join(
         is_stopped: whether a signal requested a stop before this call.
 
     Returns:
-        The store of the run; by rank, the index of its host; and by rank, its introduction. Ranks of one host
-        see each other's processes and can share memory.
+        The store of the run, the index of each rank's host, and each rank's introduction. Ranks of one host
+        see each
+        other's processes and can share memory.
 
     Raises:
         UserError: the port is in use, the file cannot be written, or a rank was started twice.
         StoppedBySignal: a signal requested a stop.
-        RetryableError: ranks did not arrive within `timeout`, at least AT_LEAST_S, or the store did not
-            respond; the message names the ranks.
+        RetryableError: ranks did not arrive within `timeout`, or AT_LEAST_S if that is longer, or the store
+            did not respond; the message names the ranks.
     """
     if here.init_method is None:
         return dist.HashStore(), [0], [dict(introduction)]
@@ -62,7 +63,7 @@ def join(
 def _in_time(
     action: Callable[[], _T], here: RankInfo, timeout: timedelta, is_stopped: Callable[[], bool]
 ) -> _T:
-    """Return the result of `action`, which may hang in a store whose host is unreachable."""
+    """Return the result of `action`, or raise RetryableError if an unreachable store makes it hang."""
     results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
     def run() -> None:
@@ -92,7 +93,6 @@ def _shown(patience: timedelta) -> str:
 
 
 def _store_address(here: RankInfo) -> str:
-    """Return the rendezvous address, for messages."""
     if here.init_method != ENV:
         return str(here.init_method)
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -146,7 +146,7 @@ def _join(
 def gather_in_store(
     store: dist.Store, name: str, rank: int, world_size: int, value: Any, timeout: timedelta
 ) -> list[Any]:
-    """Return the `value` (JSON) of every rank, by rank, on every rank.
+    """Return the `value` (JSON) of every rank, in rank order, on every rank.
 
     Only rank 0 reads all values, so that the number of calls of each other rank is constant.
 
@@ -167,12 +167,12 @@ def gather_in_store(
 def _store_of_attempt(
     store: dist.Store, here: RankInfo, timeout: timedelta, done: threading.Event
 ) -> dist.Store:
-    """Return a view of the store with the entries of this attempt only.
+    """Return a view of the store that contains only the entries of this attempt.
 
-    The store may contain entries of other attempts: torchrun's agent keeps its store across restarts, whose
-    numbers may differ between hosts; a file remains after a failed run; and a second run in the same
-    processes uses the same store. Therefore, rank 0 draws a random name for the attempt. The other ranks
-    request it under random names of their own, because ranks of previous attempts make no requests.
+    torchrun's agent keeps its store across restarts, and hosts may count restarts differently. A file remains
+    after a failed run. A second run in the same processes uses the same store. Therefore, rank 0 draws a
+    random name for the attempt. The other ranks request it under random names of their own, which ranks of
+    earlier attempts never use.
     """
     name = secrets.token_hex(8)
     if here.rank == 0:
@@ -193,9 +193,9 @@ def _store_of_attempt(
 
 
 def _answer_requests(store: dist.Store, name: str, done: threading.Event) -> None:
-    """Send `name` to all ranks that request it, until `done` is set.
+    """Send `name` to each rank that requests it, until `done` is set.
 
-    The thread must end before Python does: inside a call of the store, it would abort the process.
+    The thread must end before Python does: an exit within a call of the store would abort the process.
     """
     seen, requests = 0, set[int]()
     with contextlib.suppress(RuntimeError):
@@ -209,7 +209,7 @@ def _answer_requests(store: dist.Store, name: str, done: threading.Event) -> Non
 
 
 def local_rank_and_size(here: RankInfo, hosts: list[int]) -> tuple[int, int]:
-    """Return the local rank and local world size: as given, or from `hosts`, the host of each rank."""
+    """Return the local rank and local world size, as the launcher set them or from the host of each rank."""
     if here.local_rank is not None and here.local_world_size is not None:
         return here.local_rank, here.local_world_size
     local_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[here.rank]] or [here.rank]

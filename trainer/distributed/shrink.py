@@ -1,4 +1,4 @@
-"""Continuing without a restart: survivors destroy their groups and rendezvous again in the same processes.
+"""Continue without a restart: survivors destroy their groups and rendezvous again in the same processes.
 
 A rank that waits for a dead rank gets an error from gloo. A rank that waits for a survivor with such an error
 would wait forever. Therefore, each survivor cuts the connections of its groups, which ends all waits. The run
@@ -44,7 +44,7 @@ def check_launcher(here: RankInfo, hosts: Sequence[int]) -> None:
 
 
 def unsupported(device: torch.device, backend: str, addresses: Sequence[str | None]) -> str | None:
-    """Return why ranks cannot continue here after others have failed; None if they can."""
+    """Return why survivors cannot continue here after other ranks have failed; None if they can."""
     if device.type != "cpu" or backend != "gloo":
         return f"only gloo on CPUs can drop a dead rank, but this run uses {backend} on {device.type}"
     if len({is_loopback(address) for address in addresses}) > 1:
@@ -54,14 +54,14 @@ def unsupported(device: torch.device, backend: str, addresses: Sequence[str | No
 
 @contextlib.contextmanager
 def connecting() -> Iterator[None]:
-    """Record the connections of the groups that are created within the block, for `cut`."""
+    """Record the connections of groups that are created within the block, for `cut`."""
     before = _sockets().keys()
     yield
     _group_sockets.update(_sockets().keys() - before)
 
 
 def cut() -> None:
-    """Shut down all connections of this process's groups, which ends the waits of all threads for a rank."""
+    """Shut down all connections of this process's groups, which ends all waits for other ranks."""
     for inode, descriptor in _sockets().items():
         with contextlib.suppress(OSError):  # closed in the meantime, or never connected
             if inode in _group_sockets:
@@ -73,7 +73,7 @@ def cut() -> None:
 
 
 def _sockets() -> dict[int, int]:
-    """Return the descriptors of this process's sockets, by inode."""
+    """Return the file descriptor of each socket of this process, by inode."""
     descriptors = {}
     for path in Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir():
         with contextlib.suppress(OSError):  # closed in the meantime
@@ -83,7 +83,7 @@ def _sockets() -> dict[int, int]:
 
 
 def listen_for_survivors(address: str | None) -> socket.socket:
-    """Open the socket of a store for survivors, which is used if this rank is the lowest survivor."""
+    """Open the socket of the store that this rank serves if it becomes the lowest survivor."""
     address = address or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family)
@@ -94,7 +94,7 @@ def rank_info_among(
 ) -> RankInfo:
     """Return the rank info of this process among the survivors.
 
-    The lowest survivor serves the store from `own`, its listening socket.
+    The lowest survivor serves the store at `own`, its listening socket.
     """
     first, rank = members[survivors[0]], survivors.index(here.rank)
     local_ranks = [other for other in survivors if members[other].host == members[here.rank].host]

@@ -28,7 +28,8 @@ def dry_run_of_evaluation(run: Run) -> None:
     """Evaluate the first held-out batch without side effects (a collective).
 
     This uses a copy of the task, and does nothing if the task can't be copied. `summarise` may need more than
-    one batch, for example samples of each class, so its errors that may come from the data are only warnings.
+    one batch, for example samples of each class, so errors in it that may come from the data are only
+    warnings.
 
     Raises:
         UserError: the evaluation fails, or does not return a metric that a setting names.
@@ -112,6 +113,6 @@ def _lenient(summarise: Callable[[Any], dict[str, float]], failures: list[str]) 
 
 
 def _by_collective(error: Exception) -> bool:
-    """Return whether a collective raised the error, perhaps because another rank failed."""
+    """Return whether a collective raised the error, which another rank may have caused."""
     collectives, frames = Path(torch.distributed.__file__).parent, traceback.extract_tb(error.__traceback__)
     return any(Path(frame.filename).is_relative_to(collectives) for frame in frames)

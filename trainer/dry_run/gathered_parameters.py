@@ -1,4 +1,4 @@
-"""Detect changes of the copies that FSDP gathers: they are lost when the copies are freed."""
+"""Detect changes of the parameters that FSDP gathers, which are lost when the gathered copies are freed."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -18,11 +18,11 @@ from trainer.torch_private import version_of
 class GatheredParameters:
     """Detects changes of gathered parameters during one pass of a sharded model.
 
-    After each unit's forward pass, each rank compares its rows of the gathered parameters with its shard, so
-    that the ranks together compare all values.
+    After each unit's forward pass, each rank compares its rows of the gathered parameters with its shard.
+    Together, the ranks compare all values.
 
     Attributes:
-        names: gathered parameter to its name; these parameters are the leaves of the graph.
+        names: the names of the gathered parameters, which are the leaves of the graph.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,14 +41,14 @@ class GatheredParameters:
                 ]
 
     def compare_root(self) -> None:
-        """Compare the root's parameters again, since the loss may have changed them after the root's call."""
+        """Compare the root's parameters again, because the loss may have changed them since its call."""
         self._after_forward("", self._model)
 
     def close(self) -> None:
         """Remove the hooks after the pass.
 
         Raises:
-            UserError: the pass changed a gathered parameter; raised only on this rank.
+            UserError: on this rank only, if the pass changed a gathered parameter.
         """
         for handle in self._handles:
             handle.remove()
@@ -83,6 +83,6 @@ class GatheredParameters:
 
 
 def _gathered(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the gathered parameters of a unit, without those of other units within it."""
+    """Return the gathered parameters of a unit, without those of nested units."""
     named = module.named_parameters(prefix)
     return ((name, parameter) for name, parameter in named if not is_dtensor(parameter))

@@ -2,8 +2,8 @@
 
 It is repeated when a step changes which parameters are trainable, so that torch must rebuild its buckets.
 
-Buffers, extra state, global random generators and gradients are restored afterwards. DDP rebuilds its buckets
-after this pass, in the order in which gradients became ready, in new and resumed runs alike. This matters,
+Buffers, extra state, global random generators and gradients are restored afterwards. In new and resumed runs
+alike, DDP rebuilds its buckets after this pass, in the order in which gradients became ready. This matters,
 because the position of an element determines the order in which an all-reduce adds the ranks' values, and so
 the last bit of the sum. User code that counts its calls in plain attributes, or draws from its own generator,
 does so one more time. After a resume, `Checkpointer.check` restores weights that the pass changed.
@@ -42,14 +42,13 @@ log = logging.getLogger(__name__)
 def dry_run(run: Run, batches: Batches) -> list[str]:
     """Compute gradients of the first micro-batch of the next step of `batches` (a collective).
 
-    With train.exact, use all of the step's micro-batches, since the chunks of all ranks are averaged.
+    With train.exact, use all of the step's micro-batches, because the chunks of all ranks are averaged.
 
     Returns:
         The names of the parameters that the forward or backward pass changes on this rank.
 
     Raises:
-        UserError: the model, the task or the loss cannot be trained as it is; most errors are raised on every
-            rank.
+        UserError: the model, the task or the loss cannot be trained; raised on every rank in most cases.
     """
     start, micro_batches = time.perf_counter(), batches.ahead()
     _compare_data(run, batches.first_read())
@@ -61,7 +60,7 @@ def dry_run(run: Run, batches: Batches) -> list[str]:
 
 
 def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = False) -> list[str]:
-    """Compute and drop gradients as `dry_run`, whose result this returns too (a collective).
+    """Compute and drop gradients like `dry_run`, and return the same (a collective).
 
     Args:
         begins_step: whether to call the task's `begin_step`, because no step has called it yet.
@@ -108,11 +107,11 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
 
 
 def _compare_data(run: Run, first: Mapping[int, int]) -> None:
-    """Warn if ranks read different data, or raise an error for different streams (a collective).
+    """Warn if ranks read different data, or raise UserError if they read different streams (a collective).
 
     Args:
-        first: hashes of the samples that all ranks have read, by sample number: sample 0 of map-style data,
-            or the first samples of a stream, of which each rank also reads those before its own.
+        first: hashes of samples that every rank has read, by sample number: sample 0 of map-style data, or
+            the first samples of a stream, up to the first one of this rank.
     """
     known: dict[int, tuple[int, int]] = {}
     for rank, hashes in enumerate(gather_objects(first)):
@@ -139,7 +138,7 @@ def _compare_data(run: Run, first: Mapping[int, int]) -> None:
 
 
 def _make_pass(run: Run, batch: Any, number: int, last: bool, gathered: "GatheredParameters | None") -> None:
-    """Make the pass of micro-batch `number`; check the loss in the first one."""
+    """Make the forward and backward pass of micro-batch `number`; check the loss of the first micro-batch."""
     enter = run.ranks.heartbeat.enter
 
     def on_loss(loss: Any, parts: Any) -> Tensor:
@@ -176,9 +175,7 @@ def state_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _check_loss(run: Run, loss: Any, gathered: "GatheredParameters | None") -> None:
-    """Raise UserError for a loss without gradients, or one that uses other parameters on other ranks (a
-    collective).
-    """
+    """Raise UserError if the loss has no gradient, or uses other parameters on other ranks (a collective)."""
     refuse_changed_by_loss(run)
     names: dict[Tensor, str] = {p: name for name, p in run.state.model.named_parameters()}
     if gathered is not None:
@@ -205,11 +202,10 @@ def _check_type(task: Task, loss: Any, names: Mapping[Tensor, str]) -> None:
 
 
 def _compare_use(run: Run, loss: Tensor, names: dict[Tensor, str]) -> None:
-    """Raise UserError if ranks use different parameters (a collective); called before gradients are reduced.
+    """Raise UserError if ranks use different parameters (a collective). Call it before gradients are reduced.
 
-    The graph shows which parameters a backward pass will reach. Without this check, DDP would wait for
-    a gradient forever, and FSDP, which reduces all gradients of a unit as one tensor, would add unrelated
-    gradients.
+    The graph shows which parameters a backward pass will reach. Without this check, DDP would wait forever
+    for a gradient. FSDP reduces all gradients of a unit as one tensor, and would add unrelated gradients.
     """
     strategy = run.strategy
     own = {names[leaf] for leaf in _leaves(loss) if leaf in names}
@@ -230,7 +226,7 @@ def _compare_use(run: Run, loss: Tensor, names: dict[Tensor, str]) -> None:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaf tensors to which a backward pass from `loss` gives gradients."""
+    """Yield the leaf tensors that get gradients in a backward pass from `loss`."""
     nodes = [loss.grad_fn]
     seen = set(nodes)
     while nodes:
@@ -244,12 +240,12 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 
 def _versions(model: nn.Module) -> dict[str, int]:
-    """Return how often each parameter was written, which also shows changes to equal values."""
+    """Return the version counter of each parameter, which also counts writes of equal values."""
     return {name: 0 if p.is_inference() else version_of(p) for name, p in model.named_parameters()}
 
 
 def _changed(model: nn.Module, weights: Mapping[str, int], versions: Mapping[str, int]) -> list[str]:
-    """Return the names of parameters that were written since, whether or not torch counted it."""
+    """Return the names of parameters that were written since, including writes that torch did not count."""
     if not weights:
         return []
     by_bits, now = changed_bits(weights, model.named_parameters()), _versions(model)
@@ -257,7 +253,6 @@ def _changed(model: nn.Module, weights: Mapping[str, int], versions: Mapping[str
 
 
 def _causes(is_sharded: bool) -> str:
-    """Return the possible causes of missing gradients, and how to fix them."""
     if is_sharded:
         return (
             "Either the loss does not depend on the parameters. Or the model returns an object in which "
@@ -277,7 +272,9 @@ def _drop_gradients(model: nn.Module) -> None:
 
 
 def _refuse_changed_weights(changed: Sequence[str]) -> None:
-    """With train.exact, a chunk must not affect the next one, which may be on another rank."""
+    """Raise UserError, because with train.exact a chunk must not affect the next one, perhaps on another
+    rank.
+    """
     if changed:
         raise UserError(
             f"train.exact: the forward or backward pass changes {changed[0]}, so that the result for a chunk "

@@ -1,4 +1,4 @@
-"""Diagnosis of the rank that failed first, from observations of every rank. Uses no clock and no process."""
+"""Diagnose which rank failed first, from observations of every rank, without a clock or other processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ class Observed:
         position: the number of phases entered, as in a heartbeat.
         buckets: the number of gradient buckets sent.
         bucket: the last bucket sent in this phase, if any.
-        heard_s: the age of the observation: 0 on this host, else the age of the host's last report.
+        heard_s: the age of the observation: 0 on this host, otherwise the age of the host's last report.
         silent_s: time since its last progress.
         asleep_s: time since its own watch was awake.
         state: running | stopped (by SIGSTOP or a debugger) | dead.
@@ -35,7 +35,7 @@ class Observed:
         waits: whether its stack shows that it waits in communication.
         waited_s: how long its stacks have shown this at the same location.
         worker: a description of its data worker, if that is stuck.
-        patience_s: how long it may wait for the disk, while it does; this silence is not a failure.
+        patience_s: while it waits for the disk, how long it may do so.
         finished: the last step whose state is complete in its memory; 0 if unknown.
     """
 
@@ -71,14 +71,14 @@ class Observed:
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether the rank recorded an exception of its own, or is dead without a record."""
+        """Whether the rank recorded an exception that no other rank caused, or died without recording one."""
         if self.status is None:
             return self.state == "dead"
         return self.status != 0 and not self.symptom
 
     @property
     def ended_ago_s(self) -> float:
-        """Seconds since the rank ended, if it has."""
+        """The time since the rank ended; 0 or the age of the observation if it has not."""
         return (self.ended_s or 0.0) + self.heard_s
 
     @property
@@ -91,7 +91,7 @@ class Observed:
         return f"{phase} of step {self.step}" if self.step else f"{phase} before the first step"
 
     def is_late(self, timeout_s: float) -> bool:
-        """Return whether the rank has been silent for too long, considering its waits for the disk."""
+        """Return whether the rank has been silent for longer than it may, also if it waits for the disk."""
         waits_for_disk = (
             self.patience_s and self.state == "running" and self.asleep_s + self.heard_s < ASLEEP_S
         )
@@ -107,9 +107,9 @@ class Failure:
         ranks: the ranks that failed first.
         kind: orderly | raised | died | lost | stopped | hangs | unknown.
         status: the exit status of every rank of the run.
-        facts: rank, host, phase, where, step, silent_s of the first failed rank, for failure.json.
+        facts: rank, host, phase, where, step and silent_s of the first failed rank, for failure.json.
         saving_host: the host that saves the last finished step.
-        survivors: the ranks that continue without the others; empty if the run ends.
+        survivors: the ranks that continue without the failed ranks; empty if the run ends.
     """
 
     ranks: tuple[int, ...]
@@ -125,7 +125,7 @@ class Failure:
 
 
 def is_usable(rank: Observed) -> bool:
-    """Return whether the rank is at work or waits for the diagnosis, so that it can save or continue."""
+    """Return whether the rank can save or continue, because it is at work or waits for the diagnosis."""
     is_awake = rank.asleep_s < ASLEEP_S and rank.heard_s < UNHEARD_S
     return rank.state == "running" and is_awake and (rank.status is None or rank.symptom)
 
@@ -134,8 +134,8 @@ def diagnose(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Fai
     """Return the first failure, or None if no rank has failed yet.
 
     Args:
-        pressing: whether the communication of a rank has failed, and the other ranks have had time to report
-            a cause. Otherwise, only recorded ends count, or a silence of `timeout_s`.
+        pressing: whether the communication of a rank has failed, and other ranks have had time to report a
+            cause. Otherwise, a rank fails only by ending or by a silence of `timeout_s`.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
     if failure := _first_that_ended(ranks):
@@ -146,7 +146,7 @@ def diagnose(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Fai
 
 
 def _first_that_ended(ranks: Sequence[Observed]) -> Failure | None:
-    """Return the failure of the rank that first failed by itself; None if no rank did."""
+    """Return the failure of the rank that was the first to fail by itself; None if no rank did."""
     ended = [rank for rank in ranks if rank.failed_by_itself]
     if not ended:
         return None
@@ -162,12 +162,12 @@ def _first_that_ended(ranks: Sequence[Observed]) -> Failure | None:
 
 
 def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
-    """Return whether a rank has been silent, and has kept the others waiting, for `timeout_s`.
+    """Return whether a rank has been silent, and has kept the other ranks waiting, for `timeout_s`.
 
-    Its own silence is not enough: a phase may take long on all ranks (the set-up, a save to a slow disk), and
-    slightly longer on one rank. The rank that is behind all others waits for none of them. If no rank is
-    behind, all ranks must be silent. Before the second step, torch may compile for that long on all ranks:
-    then, a rank must also have waited at the same location for most of that time.
+    Silence alone is not a failure: a phase such as the set-up or a save may take long on all ranks, and
+    slightly longer on one. The rank that is behind all others waits for none of them. If no rank is behind,
+    all ranks must be silent. Before the second step, torch may compile on all ranks for that long, so a rank
+    must also have waited at the same location for most of that time.
     """
     alive = [rank for rank in ranks if rank.status is None or rank.symptom]
     if len(alive) < 2:
@@ -186,9 +186,7 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
 
 
 def _first_that_waits(ranks: Sequence[Observed]) -> Failure:
-    """Return the failure to report if no rank has ended by itself: that of the rank that the others wait
-    for.
-    """
+    """Return the failure of the rank that the other ranks wait for, if no rank has ended by itself."""
     silent = [rank for rank in ranks if rank.status is None or rank.symptom]
     if unheard := [rank for rank in silent if rank.heard_s >= UNHEARD_S]:
         return _lost(unheard)
@@ -207,7 +205,7 @@ def _first_that_waits(ranks: Sequence[Observed]) -> Failure:
 
 
 def _first_of(quiet: Sequence[Observed]) -> Sequence[Observed]:
-    """Return the ranks that the others wait for: asleep, behind or not waiting; several if undecided."""
+    """Return the ranks that may keep the others waiting: those that are asleep, behind, or not waiting."""
     asleep = [rank for rank in quiet if rank.asleep_s >= ASLEEP_S]
     if asleep and len(asleep) < len(quiet):
         return asleep
@@ -262,7 +260,7 @@ def _lost(unheard: Sequence[Observed]) -> Failure:
 
 
 def _unknown(ranks: Sequence[Observed]) -> Failure:
-    """Return the failure if communication failed, but every process seems to be alive."""
+    """Return the failure if communication failed although every process seems to be alive."""
     reported = [rank for rank in ranks if rank.symptom] or list(ranks)
     first = max(reported, key=lambda rank: rank.ended_s or 0.0)
     message = f"cannot continue in {first.doing}: {first.error or 'all ranks are waiting'}"
@@ -275,7 +273,7 @@ def _unknown(ranks: Sequence[Observed]) -> Failure:
 
 
 def _locations(ranks: Sequence[Observed]) -> str:
-    """Return the locations of the ranks with the first rank at each, the rarest locations first."""
+    """Describe the three rarest locations of ranks, each with its first rank."""
     locations: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.where:

@@ -38,7 +38,7 @@ class Ending:
     Attributes:
         reports: the exchange of reports with other hosts.
         save: this rank's part in saving on failure.
-        survivors: the ranks that continue without the others, including this rank, once that is decided.
+        survivors: the ranks, including this one, that have decided to continue without the failed ranks.
         run_dir: the directory of failure.json and stacks/; None before it exists.
     """
 
@@ -71,7 +71,7 @@ class Ending:
         """Set the directory of failure.json and stacks/.
 
         Args:
-            refusals: whether to write orderly ends too.
+            refusals: whether to write failure.json also for orderly ends.
         """
         self.run_dir, self._refusals = run_dir, refusals
 
@@ -80,12 +80,12 @@ class Ending:
 
         Args:
             cut: ends all waits of this process for other ranks.
-            check_batch_sizes: raises UserError if a batch can't be divided among a number of ranks.
+            check_batch_sizes: raises UserError if a batch can't be divided among this number of ranks.
         """
         self._cut, self._check_shares = cut, check_batch_sizes
 
     def send_last_report(self) -> None:
-        """Send the other hosts a last report, because no rank of this host can report later."""
+        """Send a last report to the other hosts, because no rank of this host can report later."""
         self._heartbeat.tick()  # so that no other rank of this host takes over in the meantime
         self.reports.close(self._observe())
 
@@ -105,10 +105,9 @@ class Ending:
     def _agreed(self, failure: Failure) -> Failure:
         """Return the failure that a host declared first, or `failure` if the store does not respond.
 
-        In that case, the store's host may be lost, so the host after it saves, too. If the network is
-        partitioned, both sides may save, which does no harm: run_dir has a lock, and the rank that comes
-        second
-        finds the step already saved.
+        If it doesn't, its host may be lost, so the next host saves, too. After a network partition, both
+        sides may save, which does no harm: run_dir has a lock, and the second rank finds the step already
+        saved.
         """
         if (agreed := self.reports.agree(failure, timeout_s=1.0)) is not None:
             return agreed
@@ -116,7 +115,7 @@ class Ending:
         return replace(failure, saving_host=host, survivors=())
 
     def prints_traceback(self, failure: Failure) -> bool:
-        """Return whether the failed rank is on this host and still exiting: its traceback comes first."""
+        """Return whether the failed rank is on this host and still printing its traceback."""
         if failure.kind != "raised" or failure.ranks[0] not in self._here:
             return False
         culprit = self._here[failure.ranks[0]].observe()
@@ -143,7 +142,7 @@ class Ending:
         exit_report.exit_now(failure.status)
 
     def _report_to_torchrun(self, failure: Failure, began: float) -> None:
-        """Make torchrun show the failed rank as the root cause, whichever rank's end it notices first."""
+        """Make torchrun name the failed rank as the root cause, even if another rank exits first."""
         for rank in self._here:
             after_s = -1 if rank in failure.ranks else 3 * (failure.kind == "raised")
             if (file := self._members[rank].error_file) is not None:
@@ -159,7 +158,6 @@ class Ending:
                     os.kill(neighbour.member.pid, signal.SIGKILL)
 
     def _let_survivors_continue(self, failure: Failure) -> None:
-        """Continue with the survivors on this host, and kill the other ranks."""
         shown = ", ".join(map(str, failure.survivors))
         failure = failure.followed_by(f"continuing without a restart on rank {shown}")
         _with_deadline(self._write, failure, False)
@@ -169,7 +167,7 @@ class Ending:
         self.continue_with(failure.survivors)
 
     def _with_survivors(self, failure: Failure, everyone: Sequence[Observed]) -> Failure:
-        """Return the failure with its survivors, or with the reason why no rank can continue."""
+        """Return the failure with its survivors, or with the reason why there are none."""
         if self._cut is None:
             return failure
         # When a rank dies, torchrun kills its other ranks on the host.
@@ -181,7 +179,7 @@ class Ending:
         return replace(failure, survivors=ranks)
 
     def continue_with(self, ranks: Sequence[int]) -> None:
-        """Continue with the survivors `ranks`, or end this process if it is not one of them."""
+        """Continue with the survivors `ranks`, or kill this process if it is not one of them."""
         if self._rank not in ranks:  # after a normal exit, launch=local would end all ranks
             os.kill(os.getpid(), signal.SIGKILL)
         deadline = time.monotonic() + _DEAD_S
@@ -204,14 +202,14 @@ class Ending:
         time.sleep(seconds)
 
     def exit(self, status: int) -> None:
-        """Write the log of this rank's last collectives, and exit with `status`, as the host's leader
-        decided.
-        """
+        """Write this rank's last collectives, and exit with the `status` chosen by this host's leader."""
         _with_deadline(exit_report.write_collectives, self.run_dir, self._rank)
         exit_report.exit_now(status)
 
     def _write(self, failure: Failure, ends: bool = True) -> None:
-        """Write the failure to train.log, and stacks and collectives; failure.json only if the run `ends`."""
+        """Write the failure to train.log, and stacks and collectives to stacks/. If the run `ends`, write
+        failure.json.
+        """
         if ends:
             self._record(failure)
         run_dir = self._written_to if ends else self.run_dir
@@ -220,14 +218,14 @@ class Ending:
         exit_report.write_collectives(run_dir, self._rank)
 
     def _record(self, failure: Failure) -> None:
-        """Write failure.json if possible; orderly ends are written only if `writes_to` asks for them."""
+        """Write failure.json, unless the failure is an orderly end and `writes_to` has excluded those."""
         run_dir = self.run_dir if self._refusals or failure.kind != "orderly" else None
         facts = {"status": failure.status, **failure.facts, "message": failure.message, "kind": failure.kind}
         if run_dir is not None and failure_file.write(run_dir, facts | {"attempt": self._attempt}):
             self._written_to = run_dir
 
     def exit_when_orphaned(self) -> None:
-        """Exit if the launcher died and the requested stop takes too long."""
+        """Exit if the launcher died and the stop that this requested takes too long."""
         if os.getppid() == self._parent:
             return
         now = time.monotonic()
@@ -239,12 +237,12 @@ class Ending:
             exit_report.exit_now(1)
 
     def record_orderly(self, error: RunEndError) -> None:
-        """Write an error that all ranks raise at the same location, unless another rank has written it."""
+        """Write failure.json for an error that all ranks raise, unless another rank has written it."""
         if self._rank == 0 or self.run_dir is None or failure_file.read(self.run_dir) is None:
             self._record_orderly(error.ranks[:1], error.exit_code, str(error))
 
     def _record_orderly(self, ranks: tuple[int, ...], status: int, message: str) -> None:
-        """Write failure.json; `ranks` is empty if all ranks failed, or it is unknown which rank did."""
+        """Write failure.json. `ranks` is empty if all ranks failed or the failed rank is unknown."""
         own = self._here[self._rank].observe()
         rank, host = (ranks[0], self._members[ranks[0]].hostname) if ranks else (None, None)
         facts: dict[str, Any] = {"rank": rank, "host": host, "phase": own.phase}
@@ -252,7 +250,7 @@ class Ending:
         self._record(Failure(ranks or (self._rank,), "orderly", status, message, facts))
 
     def print_at_exit(self) -> None:
-        """Print the failure after the traceback, because no other rank of this host is left to print it."""
+        """Print the failure after the traceback, because no other rank of this host can print it."""
         own = replace(self._here[self._rank].observe(), symptom=False)
         failure = diagnose([own], self._timeout_s, pressing=False)
         if failure is None:
@@ -269,7 +267,7 @@ class Ending:
 
 
 def _with_deadline(function: Callable[..., None], *arguments: Any) -> None:
-    """Call `function`, and wait for 1 s at most: the disk of the lost host may hang."""
+    """Call `function` and wait for at most 1 s, because the disk of a lost host may hang."""
     thread = threading.Thread(target=function, args=arguments, daemon=True)
     thread.start()
     thread.join(timeout=1.0)

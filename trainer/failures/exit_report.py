@@ -1,4 +1,4 @@
-"""Output at the end of a failed run: print and write the failure, then exit immediately."""
+"""Print and write the failure at the end of a run, then exit immediately."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ _MAX_CHARACTERS = 4000  # per line
 
 
 def print_failure(failure: Failure, num_ranks: int, run_dir: Path | None) -> None:
-    """Print the failure, except for an orderly end, which each rank prints itself.
+    """Print the failure, unless it is an orderly end, which each rank prints itself.
 
     Args:
         run_dir: the directory of failure.json, if it was written.
@@ -31,9 +31,9 @@ def print_failure(failure: Failure, num_ranks: int, run_dir: Path | None) -> Non
 
 
 def print_line(line: str) -> None:
-    """Print with a single system call, without Python's buffers and locks, which a thread may hold forever.
+    """Print with a single system call, because a thread may hold the locks of Python's buffers forever.
 
-    Control characters are escaped, except newlines, because part of the line may come from another host.
+    Control characters other than newlines are escaped, because part of the line may come from another host.
     """
     shown = "\n".join(printable(part, _MAX_CHARACTERS) for part in line.split("\n"))
     with contextlib.suppress(OSError):  # the reader may have died
@@ -41,7 +41,7 @@ def print_line(line: str) -> None:
 
 
 def write_logs(failure: Failure, run_dir: Path | None, stacks: Mapping[int, str]) -> None:
-    """Write the failure to train.log, and the stacks, by rank, to stacks/."""
+    """Write the failure to train.log, and the stack of each rank to stacks/."""
     if run_dir is None or not run_dir.is_dir():
         return
     with contextlib.suppress(OSError), (run_dir / "train.log").open("a") as log:
@@ -53,9 +53,9 @@ def write_logs(failure: Failure, run_dir: Path | None, stacks: Mapping[int, str]
 
 
 def write_collectives(run_dir: Path | None, rank: int) -> None:
-    """Write the last collectives of this rank, from torch's flight recorder, to stacks/. Never raises.
+    """Write the last collectives of this rank, from torch's flight recorder, to stacks/. Never raise.
 
-    With `TORCH_FR_BUFFER_SIZE=N` in the environment of every rank, gloo and NCCL record the last N.
+    The environment variable `TORCH_FR_BUFFER_SIZE=N` makes gloo and NCCL record the last N collectives.
     """
     if run_dir is None or os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
         return
@@ -66,7 +66,7 @@ def write_collectives(run_dir: Path | None, rank: int) -> None:
 
 
 def exit_now(status: int) -> None:
-    """Exit without the clean-up of torch and Python, which could wait for a rank that has died."""
+    """Exit without the clean-up of torch and Python, which might wait for a dead rank."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,8 +1,8 @@
 """The state of a process in memory that other processes of its host can read, even if it is stuck or dead.
 
 A rank records the phases that it enters, and its data workers record the samples that they read. Recording
-needs no lock and no system call except for the clock. Times are in nanoseconds of CLOCK_MONOTONIC, which all
-processes of a host share.
+needs no lock, and no system call other than reading the clock. Times are in nanoseconds of CLOCK_MONOTONIC,
+which all processes of a host share.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Beat(ctypes.Structure):
         finished: the last step whose state is complete in memory; 0 if unknown.
         resumed_ns: the time at which the watch woke up after a pause; 0 without a pause.
         disk_progress_ns: the time at which a thread last started or ended a disk operation; 0 before the
-            first. An asynchronous save is not progress of the current step.
+            first. It is separate, because an asynchronous save is not progress of the current step.
         num_workers: the number of data workers that may have a record.
         note_bytes: the length of all notes.
     """
@@ -88,17 +88,17 @@ _SIZE = _NOTES + 16384
 
 
 def _number(name: str) -> Any:
-    """Return a property for a number of this process's record."""
+    """Return a property that reads and writes a field of this process's record."""
     return property(lambda self: getattr(self._own, name), lambda self, new: setattr(self._own, name, new))
 
 
 class Heartbeat:
-    """The record of this process, which only this process writes, and the records of its data workers.
+    """The record of this process, which no other process writes, and the records of its data workers.
 
     Attributes:
-        step: the current optimizer step, counted from 1; set before the phases of a step are entered.
+        step: the current optimizer step, counted from 1; set it before entering the phases of a step.
         finished: the last step that is finished and counted.
-        fd: the descriptor of the memory; other processes open it as /proc/PID/fd/FD.
+        fd: the file descriptor of the memory, which other processes open as /proc/PID/fd/FD.
     """
 
     step, finished = _number("step"), _number("finished")
@@ -131,12 +131,11 @@ class Heartbeat:
             own.position += 1
 
     def skip(self, phases: tuple[str, ...], times: int) -> None:
-        """Enter `phases` several times, as ranks with work do, so that this rank does not seem behind."""
+        """Enter `phases` several times, so that a rank with less work does not seem to be behind."""
         for phase in phases * times:
             self.enter(phase)
 
     def read(self, index: int) -> None:
-        """Record that this process starts to read sample `index`."""
         self._own._index = index
         self.beat()
 
@@ -145,12 +144,12 @@ class Heartbeat:
         self.read(_NONE)
 
     def reserve(self, num_workers: int) -> int:
-        """Reserve records for data workers that are forked later; return the number of the first."""
+        """Reserve records for data workers that will be forked; return the number of the first record."""
         self._own.num_workers += num_workers
         return int(self._own.num_workers) - num_workers + 1
 
     def become_worker(self, number: int) -> None:
-        """Called in a data worker: make this object write the record `number`."""
+        """Make this object, in a data worker, write the record `number`."""
         if number <= MAX_WORKERS:
             self._serve(number)
             self._own._phase = _NAMES.index("data")
@@ -158,7 +157,7 @@ class Heartbeat:
             self._own = Beat()
 
     def beat(self) -> None:
-        """Record progress within a phase that may take long, such as a written part of a file."""
+        """Record progress within a phase that may take long, such as a part of a file that is written."""
         self._own.progress_ns = time.monotonic_ns()
 
     def disk_may_take(self, seconds: float) -> None:
@@ -167,7 +166,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def at_disk(self) -> Iterator[None]:
-        """Mark a disk operation that may take long without progress, such as fsync, in any thread."""
+        """Mark a disk operation of any thread that may take long without progress, such as fsync."""
         self._count_at_disk(1)
         try:
             yield
@@ -186,7 +185,7 @@ class Heartbeat:
         own.tick_ns = now
 
     def note(self, **facts: Any) -> None:
-        """Add plain values for other processes to read: how this process ends, or saves a step on failure."""
+        """Add plain values that other processes can read, such as the status with which this process ends."""
         text = json.dumps(facts, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
         with self._lock:
             begin = _NOTES + self._own.note_bytes
@@ -206,7 +205,7 @@ class Records:
         """Open the records of another process of this host.
 
         Raises:
-            OSError: the process is gone, or belongs to another host, container or user.
+            OSError: the process has ended, or belongs to another host, container or user.
         """
         with open(path_of_fd(pid, fd), "rb") as file:  # noqa: PTH123, a handle, not a path
             if os.fstat(file.fileno()).st_size != _SIZE:
@@ -238,19 +237,19 @@ _process_heartbeat: Heartbeat | None = None
 
 
 def set_process_heartbeat(heartbeat: Heartbeat) -> None:
-    """Set the heartbeat for `beat` and `at_disk`, which code without a reference to it calls."""
+    """Set the heartbeat that the functions `beat` and `at_disk` of this module use."""
     global _process_heartbeat
     _process_heartbeat = heartbeat
 
 
 def beat() -> None:
-    """Call `Heartbeat.beat` of the heartbeat of this process, if it has one."""
+    """Record progress in the heartbeat of this process, if it has one."""
     if _process_heartbeat is not None:
         _process_heartbeat.beat()
 
 
 @contextlib.contextmanager
 def at_disk() -> Iterator[None]:
-    """Enter `Heartbeat.at_disk` of the heartbeat of this process, if it has one."""
+    """Mark a disk operation in the heartbeat of this process, if it has one."""
     with contextlib.nullcontext() if _process_heartbeat is None else _process_heartbeat.at_disk():
         yield

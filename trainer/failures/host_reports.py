@@ -1,6 +1,6 @@
-"""Communication between hosts through the store: reports about ranks, and a single failure.
+"""Exchange reports about ranks between hosts through the store, and agree on one failure.
 
-It runs in a separate thread, because a call of a store whose host is unreachable may block for minutes.
+A separate thread does this, because a call of a store whose host is unreachable may block for minutes.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ _FAILURE, _NEWS, _ENDS = "failure", "news", "ends"
 class HostReports:
     """The exchange of reports between this host and the others.
 
-    While all is well, a host reads one counter per second and rarely reports. The counter increases with a
-    failure, a failed end, and the suspicion of a host. Then, all hosts report often ("eagerly"), and hosts
-    with a suspicion read the reports of all others in one call.
+    While all is well, a host reads one counter per second and rarely reports. A failure, a failed end or the
+    suspicion of a host increases the counter. Then all hosts report often ("eagerly"), and hosts with a
+    suspicion read the reports of all others in one call.
 
-    Only one rank of a host reports. The thread starts with the first report, and never without other hosts.
+    Only one rank of a host reports. The thread starts with the first report, if there are other hosts.
 
     Args:
         connect: opens a separate connection to the store, with the keys of this attempt.
-        first: observations of the ranks of other hosts before they have reported.
+        first: observations of the ranks of other hosts, used until they have reported.
 
     Attributes:
         failure: the failure of the run, once a host has declared one.
@@ -74,7 +74,7 @@ class HostReports:
             self._thread.start()
 
     def set_own(self, own: Sequence[Observed], eager: bool) -> None:
-        """Set this host's report; `eager`: something is wrong, so write and read immediately and often."""
+        """Set this host's report. If it is `eager`, because something is wrong, write and read often."""
         self._begin()
         self._own = list(own)
         if eager and not self._eager:
@@ -83,7 +83,7 @@ class HostReports:
         self._eager = eager
 
     def resumed(self) -> None:
-        """Restart all timers after a suspension, during which this host could not receive reports."""
+        """Restart all timers after a suspension, during which this host received no reports."""
         now = time.monotonic()
         self._heard_at = dict.fromkeys(self._hosts, now)
         self._answered_at = self._eager_since = now
@@ -93,7 +93,7 @@ class HostReports:
         self._own, self._eager = [], False
 
     def others(self) -> list[Observed]:
-        """Return the last observations of the ranks of other hosts, with their age."""
+        """Return the last observations of the ranks of other hosts, with the age of each observation."""
         now = time.monotonic()
         answer_age = now - self._answered_at
         observed = []
@@ -107,10 +107,10 @@ class HostReports:
         return observed
 
     def confirmed(self, suspicion: Hashable, host: int) -> bool:
-        """Return whether two reports of `host` have arrived since the suspicion; true for this host.
+        """Return whether `host` has sent two reports since the suspicion arose; always true for this host.
 
-        An older report, or a late report of a busy machine, may show a previous position of a rank, which
-        then seems to block other ranks.
+        An earlier or delayed report may show a previous position of a rank, which then seems to block other
+        ranks.
         """
         if suspicion != self.suspicion:
             self.suspicion, self._counts_before = suspicion, dict(self.counts)
@@ -203,7 +203,6 @@ class HostReports:
             self._receive(host, text)
 
     def _receive(self, host: int, text: bytes) -> None:
-        """Store the report of the host, if it is new."""
         name, ranks = _opened(text)
         if name != self._last_read.get(host):
             self._last_read[host] = name
@@ -221,7 +220,7 @@ class HostReports:
 
 
 def _report(name: str, ranks: Sequence[Observed]) -> bytes:
-    """Return a compressed report, because after a failure each host reads the reports of all others often."""
+    """Return a compressed report: after a failure, each host often reads the reports of all other hosts."""
     return zlib.compress(json.dumps([name, [dataclasses.astuple(rank) for rank in ranks]]).encode())
 
 

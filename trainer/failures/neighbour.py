@@ -1,4 +1,4 @@
-"""Observation of a rank of this host, also of this rank, from outside and even after its death."""
+"""Observe a rank of this host from outside, even after its death."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ class RankIdentity:
 
 
 def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> dict[str, Any]:
-    """Return the fields of a `RankIdentity` except the index of its host, which the rendezvous determines."""
+    """Return this rank's `RankIdentity` as a dict, without its host, which the rendezvous determines."""
     return {
         "rank": rank,
         "hostname": socket.gethostname(),
@@ -50,10 +50,12 @@ def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> 
 
 
 class Neighbour:
-    """The memory and the process of a rank of this host. Create it while the rank is alive.
+    """The memory and the process of a rank of this host, perhaps of this rank.
+
+    Create it while the rank is alive.
 
     Raises:
-        OSError: the process is gone, or belongs to another container or user.
+        OSError: the process has ended, or belongs to another container or user.
     """
 
     def __init__(self, member: RankIdentity) -> None:
@@ -77,7 +79,7 @@ class Neighbour:
             os.close(self.death_fd)
 
     def look_for_death(self) -> bool:
-        """Check whether the rank is dead, record its death, and return whether it is dead."""
+        """Return whether the rank is dead, and record when and how it died."""
         is_alive = self.death_fd != -1 and not self._poll.poll(0)
         if not is_alive and self.died_at_ns is None and processes.state(self.member.pid) == "dead":
             self.died_at_ns = time.monotonic_ns()
@@ -88,8 +90,8 @@ class Neighbour:
         """Return an observation of the rank.
 
         Args:
-            since_ns: the time at which all ranks of this host were awake again after a suspension, which
-                limits all silences.
+            since_ns: the time at which all ranks of this host were awake again after a suspension. No silence
+                counts from an earlier time.
         """
         beat, note, now = self.records.main(), self.records.notes(), time.monotonic_ns()
         member, frames = self.member, None
@@ -131,7 +133,7 @@ class Neighbour:
     def busy_workers(self, beat: Beat, error: str = "") -> list[Beat]:
         """Return the data workers that are in the middle of a batch.
 
-        Outside the phases that wait for data workers, return only workers whose pid `error` contains.
+        Outside the phases that wait for data workers, return only the workers whose pids are in `error`.
         """
         if beat.phase not in _MAY_READ and not error:
             return []
@@ -141,7 +143,7 @@ class Neighbour:
         return [worker for worker in busy if str(worker.pid) in re.findall(r"\d+", error)]
 
     def stuck_worker(self, error: str = "") -> str | None:
-        """Describe the data worker that this rank waits for: a dead worker, or the one that reads longest.
+        """Describe the data worker that this rank waits for: a dead worker, or the slowest one.
 
         torch raises an error about a dead worker in any phase; `error` then contains its pid.
         """
@@ -160,10 +162,10 @@ class Neighbour:
         return f"{state}, at {where}" if where else state
 
     def end_workers(self, idle: bool) -> None:
-        """Kill the data workers that are in the middle of a batch, and also `idle` workers, after a failure.
+        """Kill the data workers that are in the middle of a batch after a failure, with `idle` all workers.
 
-        Otherwise, the exit of this process would wait for theirs, which may never come, even after a SIGTERM.
-        The garbage collector of a process that continues would wait 5 s for each worker.
+        Otherwise, this process would wait at its exit for workers that may never end, even after a SIGTERM.
+        In a process that continues, the garbage collector would wait 5 s for each worker.
         """
         with contextlib.suppress(ValueError):  # torch's handler raises on such a death; not in other threads
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -174,7 +176,11 @@ class Neighbour:
 
 
 def take_stacks(neighbours: Iterable[Neighbour], fresh_s: float) -> bool:
-    """Read the stacks of ranks and their busy data workers; return False if all are newer than `fresh_s`."""
+    """Read the stacks of ranks and of their busy data workers, unless all stacks are newer than `fresh_s`.
+
+    Returns:
+        Whether stacks were read.
+    """
     wanted = []
     for neighbour in neighbours:
         position = neighbour.records.main().position

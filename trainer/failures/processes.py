@@ -14,8 +14,8 @@ EXITED = "exited with status"
 def surroundings() -> str:
     """Return an identifier of the machine, namespaces and user of this process.
 
-    It is equal for two processes that see each other's pids and can share memory and sockets. Two containers
-    on one machine differ, even if they have the same host name.
+    Processes with the same identifier see each other's pids and can share memory and sockets. Two containers
+    on one machine have different identifiers, even if they have the same host name.
     """
     if sys.platform != "linux":
         return ""
@@ -27,7 +27,7 @@ def surroundings() -> str:
 
 
 def state(pid: int) -> str:
-    """Return running, stopped or dead. A zombie is dead: it only waits for its parent."""
+    """Return running, stopped or dead. A zombie is dead, because it only waits for its parent."""
     if pid == os.getpid():
         return "running"
     fields = _stat(pid)
@@ -57,7 +57,7 @@ def death_of(pid: int) -> str | None:
 
 
 def nameless_file(name: str) -> int:
-    """Return a descriptor of an empty file without a name, which other processes open at `path_of_fd`."""
+    """Return the descriptor of an empty file without a name; other processes open it at `path_of_fd`."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:  # macOS
@@ -65,13 +65,13 @@ def nameless_file(name: str) -> int:
 
 
 def path_of_fd(pid: int, fd: int) -> str:
-    """Return the path at which to open a `nameless_file` of process `pid`; on macOS, only of this process."""
+    """Return the path at which to open a `nameless_file` of process `pid`; on macOS, of this process only."""
     shown = "self" if pid == os.getpid() else pid  # /proc may show the pids of another namespace
     return f"/proc/{shown}/fd/{fd}" if sys.platform == "linux" else f"/dev/fd/{fd}"
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the state on (on macOS: state, parent); None if it is gone."""
+    """Return the fields of /proc/PID/stat from the process state on (on macOS, the state and the parent)."""
     if sys.platform != "linux":
         ps = ["ps", "-o", "state=", "-o", "ppid=", "-p", str(pid)]
         state, *more = subprocess.run(ps, capture_output=True, text=True).stdout.split() or [""]

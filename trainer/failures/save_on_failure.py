@@ -1,7 +1,7 @@
-"""Saving the last finished step after a failure, and the choice of the ranks that save and survive.
+"""Save the last finished step after a failure, and choose the ranks that save and the survivors.
 
-Collectives are no longer possible. The leader of a host notes which rank is to save, and that rank answers in
-its own notes. If it dies too, the next rank of the host saves.
+Collectives are no longer possible. The leader of a host notes which rank must save, and that rank answers in
+its own notes. If it dies, too, the next rank of the host saves.
 """
 
 import threading
@@ -27,34 +27,38 @@ class LastStep(Protocol):
     """
 
     def freeze(self, failed: bool) -> int:
-        """Prevent changes of the state, and return its step; `failed`: whether the main thread has ended."""
+        """Prevent changes of the state, and return its step.
+
+        Args:
+            failed: whether the main thread has ended.
+        """
 
     def save(self) -> bool:
-        """Save a checkpoint without other ranks; return False if this step has been saved before."""
+        """Save a checkpoint without other ranks; return False if this step was saved before."""
 
     def thaw(self) -> None:
         """Allow changes of the state again."""
 
 
 def savers(ranks: Sequence[Observed], blamed: Sequence[int], own: int | None = None) -> list[Observed]:
-    """Return the ranks that can save: by the largest step, then on rank 0's host, then the lowest rank.
+    """Return the ranks that can save: the largest step first, then rank 0's host, then the lowest rank.
 
-    A rank that hangs, without an exception of its own, may still be able to save. No rank finishes a step
-    before all ranks have contributed their gradients, so ranks are at most one step apart.
+    A rank that hangs without an exception may still be able to save. No rank finishes a step before all ranks
+    have contributed their gradients, so ranks are at most one step apart.
 
     Args:
         blamed: the failed ranks, which come last.
-        own: a rank that can save in any case.
+        own: a rank that can always save.
     """
     able = [rank for rank in ranks if is_usable(rank) or rank.rank == own]
     return sorted(able, key=lambda r: (r.rank in blamed, -r.finished, r.host != ranks[0].host, r.rank))
 
 
 def saving_host(ranks: Sequence[Observed], blamed: Sequence[int]) -> int | None:
-    """Return the host that is to save; None if no rank can.
+    """Return the host that must save; None if no rank can.
 
-    The rank is chosen on that host, because observations of other hosts may be many seconds old or precede
-    their first step. A host on which all ranks are `blamed` is chosen only if there is no other host.
+    The host itself then chooses the rank, because observations of other hosts may be many seconds old or
+    precede their first step. A host on which all ranks are `blamed` is chosen only if there is no other host.
     """
     return next((rank.host for rank in savers(ranks, blamed)), None)
 
@@ -62,9 +66,9 @@ def saving_host(ranks: Sequence[Observed], blamed: Sequence[int]) -> int | None:
 def find_survivors(ranks: Sequence[Observed], failure: Failure, by_host: bool) -> tuple[int, ...]:
     """Return the ranks that can continue without the failed ranks and other unusable ranks.
 
-    There are no survivors after an exception of user code or an exit, which may occur again; during the
-    set-up; or at the end. If the network is partitioned, each side takes the other for lost: only the larger
-    side continues, or of two halves the one with rank 0.
+    There are none after an exception of user code or an exit, which may occur again, during the set-up, or at
+    the end. In a partitioned network, each side considers the other lost. Then only the larger side
+    continues, or of two halves the one with rank 0.
 
     Args:
         by_host: whether the launcher of a host kills its other ranks when one dies.
@@ -91,7 +95,7 @@ class SaveOnFailure:
         here: the ranks of this host, including this rank.
 
     Attributes:
-        last_step: the state to save, set once a single rank can save it.
+        last_step: the state to save; None until a single rank can save it.
         why_not: a short reason why no rank can save it.
         is_saved: whether a rank of this host has saved the step, or another host saves it.
     """
@@ -105,7 +109,7 @@ class SaveOnFailure:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the leader of this host has chosen a rank to save; no rank may exit before it has saved."""
+        """Whether the leader of this host has chosen a rank to save, so that no rank may exit yet."""
         return any({"saver", "survivors"} & each.records.notes().keys() for each in self._here.values())
 
     def serve(self) -> None:
@@ -116,7 +120,7 @@ class SaveOnFailure:
             self._thread.start()
 
     def lead(self, failure: Failure, wait: Callable[[float], None]) -> str:
-        """Make a rank of this host save, if it is the saving host, and return a description of the outcome.
+        """If this is the saving host, make one of its ranks save. Return a description of the outcome.
 
         Args:
             wait: sleeps for a number of seconds, and shows that this rank is awake.
@@ -141,7 +145,7 @@ class SaveOnFailure:
         return first_outcome
 
     def _save_on(self, saver: int, until: float, wait: Callable[[float], None]) -> tuple[str, bool]:
-        """Make rank `saver` save; return a description of the outcome, and whether the step was saved."""
+        """Make rank `saver` save. Return a description of the outcome, and whether the step was saved."""
         self._heartbeat.note(saver=saver)
         while time.monotonic() < until:
             self.serve()

@@ -1,7 +1,7 @@
 """The Python stacks of a process, written by a signal handler in C, or by Python code in its main thread.
 
 The C handler does not need the interpreter lock, so it works while the process is stuck. But while the main
-thread executes Python, about one in 30,000 walks of its frames finds a function that is just being freed, and
+thread executes Python, about one in 30,000 walks of its frames reaches a function that is being freed, and
 crashes with a SIGSEGV. Therefore, the main thread is asked to answer in Python first. If it does not answer
 in time, it is most likely in C code, where its frames do not change.
 """
@@ -45,7 +45,7 @@ _asking = threading.Lock()
 class Stacks:
     """The memory for the stacks of this process, which other processes can read even after its death.
 
-    It answers `ask`, also in processes forked from this one. A fatal signal writes the stack too.
+    This process and processes forked from it answer `ask`. A fatal signal also writes the stack.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,11 @@ class Stacks:
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
 
     def open(self, crashes: bool) -> None:
-        """Start to answer; `crashes`: whether to write stacks of fatal errors here instead of to stderr."""
+        """Start to answer.
+
+        Args:
+            crashes: whether to write stacks of fatal errors here instead of to stderr.
+        """
         self._crashes = crashes and not faulthandler.is_enabled()
         if self._crashes:
             faulthandler.enable(self._file, all_threads=True)
@@ -68,8 +72,8 @@ class Stacks:
     def _answer(self, number: int, frame: FrameType | None) -> None:
         """Write the main thread's stack in the format of faulthandler.
 
-        The header has the pid, because a late answer may follow the request to another process that writes to
-        the same file.
+        The header contains the pid, because a rank and its data workers write to the same file, and an answer
+        may arrive late.
         """
         with contextlib.suppress(Exception):  # this runs in the middle of user code
             lines = (
@@ -87,13 +91,13 @@ class Stacks:
 
 
 class StackReader:
-    """Read access to the `Stacks` of another process of this host, or of this one."""
+    """Read access to the `Stacks` of another process of this host, or of this process."""
 
     def __init__(self, pid: int, fd: int) -> None:
         self._fd = os.open(path_of_fd(pid, fd), os.O_RDONLY)
 
     def read(self, begin: int | None = None) -> str:
-        """Return up to 1 MiB from `begin` on; with None, the last MiB, because the file grows."""
+        """Return up to 1 MiB of text from byte `begin` on, or with None the last MiB."""
         begin = max(0, self.size() - _MOST_BYTES) if begin is None else begin
         return os.pread(self._fd, _MOST_BYTES, begin).decode(errors="replace")
 
@@ -105,13 +109,13 @@ class StackReader:
 
 
 def ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float = 0.4) -> list[str]:
-    """Return the current stack of each process's main thread; "" for a process that does not answer.
+    """Return the current stack of each process's main thread, or "" if a process does not answer.
 
-    A rank and its data workers write to the same file: ask the processes of a rank one at a time.
+    A rank and its data workers write to the same file, so ask them one at a time.
 
     Args:
         readers: the pid of each process, and the reader of its stacks.
-        timeout_s: seconds to wait for Python stacks, and again for the C stacks of processes that did not
+        timeout_s: seconds to wait for Python stacks, and then for the C stacks of processes that did not
             answer.
     """
     with _asking:
@@ -164,7 +168,7 @@ def frames_of_exception(error: BaseException) -> list[Frame]:
 
 
 def where(frames: Sequence[Frame]) -> str | None:
-    """Return the location of the innermost frame of user code, else of the trainer, else of any code."""
+    """Return the location of the innermost frame of user code, or else of the trainer, or else any."""
     users = [frame for frame in frames if not _is_library(frame[0]) and not frame[0].startswith(_ROOT)]
     ours = [frame for frame in frames if frame[0].startswith(_ROOT)]
     # Skip train.py, a test or another caller of the trainer, whose frames are the outermost.
@@ -180,7 +184,7 @@ def where(frames: Sequence[Frame]) -> str | None:
 
 
 def waits(frames: Sequence[Frame]) -> bool:
-    """Return whether the innermost relevant frame waits for other ranks."""
+    """Return whether the innermost frame that matters is in code that waits for other ranks."""
     for file, _, _ in frames:
         is_other_library = (
             _is_library(file) and "torch" not in Path(file).parts and not file.startswith(_ROOT)

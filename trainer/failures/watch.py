@@ -1,8 +1,8 @@
-"""A thread that reads the heartbeats, reports the rank that failed first, and ends ranks that wait for it.
+"""A thread that reads heartbeats, reports the rank that failed first, and ends the ranks that wait for it.
 
-Each rank has a watch. The lowest rank of a host that is awake leads: only the leader makes the diagnosis,
-informs other hosts and prints; the other ranks then exit. All waits for the store, a rank or a disk have
-short deadlines.
+Each rank has a watch. The lowest rank of a host whose watch is awake leads: only the leader makes the
+diagnosis, informs other hosts and prints, and then the other ranks exit. All waits for the store, a rank or a
+disk have short deadlines.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch after a success, or when the end is reported in another way."""
+        """Stop the watch after a success, or if the end is reported in another way."""
         self._stop_looking()
         self.ending.reports.close()
         self._stacks.close()
@@ -84,7 +84,7 @@ class Watch:
             neighbour.close()
 
     def ended_well(self) -> None:
-        """Record that this rank has finished, so that ranks that still work do not report it as dead."""
+        """Record that this rank has finished, so that other ranks do not report it as dead."""
         self._heartbeat.note(status=0, at_ns=time.monotonic_ns())
         self._stop_looking()
         # Only the last rank of a host sees that all ranks have ended; no other rank can report after it.
@@ -103,8 +103,9 @@ class Watch:
     def end_or_continue(self, error: BaseException, symptom: bool) -> tuple[int, ...]:
         """Record for the other ranks that this rank ends with `error`.
 
-        With a `symptom`, an error that another rank may have caused, this returns only if the watch itself
-        fails, or if survivors continue. Otherwise, the watch ends the process once the cause is known.
+        With a `symptom`, which is an error that another rank may have caused, the watch ends the process when
+        it knows the cause, unless survivors continue. So this returns only with survivors, or if the watch
+        itself fails.
 
         Returns:
             The survivors, including this rank; empty if this rank ends.
@@ -195,7 +196,7 @@ class Watch:
             reports.suspicion = None
 
     def _observe(self) -> list[Observed]:
-        """Observe the ranks of this host; the time during which all were suspended does not count."""
+        """Observe the ranks of this host. The time during which all of them were suspended doesn't count."""
         alive = [each.records for each in self._here.values() if each.died_at_ns is None]
         since_ns = min((own.main().resumed_ns for own in alive if "status" not in own.notes()), default=0)
         return [neighbour.observe(since_ns) for neighbour in self._here.values()]

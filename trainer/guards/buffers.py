@@ -1,4 +1,7 @@
-"""Compare buffers after forward passes, before rank 0's (or, with train.exact, their means) replace them."""
+"""Compare the buffers of ranks after forward passes, before a common value replaces them.
+
+This value is that of rank 0 or, with train.exact, the mean.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -30,10 +33,10 @@ _BETWEEN_PASSES = (
 
 
 class BufferCheck:
-    """Warns once about each buffer whose values differ between ranks, or between passes of an exact step.
+    """Warns once about each buffer that differs between ranks, or between the passes of an exact step.
 
     Args:
-        model: the unwrapped model; buffers that are registered later are not compared.
+        model: the unwrapped model. Buffers that are registered later are not compared.
         is_exact: whether train.exact is set.
     """
 
@@ -44,7 +47,7 @@ class BufferCheck:
         self._warned: set[str] = set()
 
     def hashes(self) -> Tensor:
-        """Return the hash of each buffer and its complement, as int64 (2, buffers); waits for the device."""
+        """Wait for the device; return the hash of each buffer and its complement, int64 (2, buffers)."""
         by_name = bit_hashes((name, getattr(*place)) for name, place in self._places.items())
         hashes = torch.tensor([*by_name.values()], dtype=torch.int64)
         return torch.stack([hashes, ~hashes])
@@ -53,7 +56,8 @@ class BufferCheck:
         """Warn about buffers that differ (a collective).
 
         Args:
-            passes: the `hashes` after each pass of this rank, or after the last one; [] if it made no pass.
+            passes: the `hashes` after each pass of this rank, or only after its last pass; [] if it made
+                none.
 
         Raises:
             UserError: on every rank, if a buffer of integers differs in an exact step.

@@ -29,29 +29,30 @@ class Snapshot:
     """The interface of `FailureSnapshot`, for runs that do not save on failure."""
 
     def note_changed_weights(self, names: Sequence[str]) -> None:
-        """Called after the dry run with the parameters that a forward pass changes, which have no copy."""
+        """Set the parameters that a forward pass changes, according to the dry run; they have no copy."""
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
-        """Enclose the update of `step`, until it is counted."""
+        """Return a context for the update of `step`, until the step is counted."""
         yield
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Enclose a wait for the device within `update`, which may never end if another rank has died.
+        """Return a context for a wait for the device within `update`.
 
-        Meanwhile the update may be queued on the device, but its step is not counted.
+        The wait never ends if a rank that it depends on has died. The update may be queued on the device, but
+        its step is not counted yet.
         """
         yield
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Enclose any other change of the state that a checkpoint contains."""
+        """Return a context for any other change of the state that a checkpoint contains."""
         yield
 
 
 class FailureSnapshot(Snapshot):
-    """The state after the last finished step, which the watch saves as `failures.save_on_failure.LastStep`.
+    """The state after the last finished step, which the watch saves as a `LastStep`.
 
     The watch's thread saves while the main thread may still be running. It acquires the lock and keeps it, so
     that no update starts during the save. If an update is in progress, it waits. That wait is short, because
@@ -154,7 +155,9 @@ class FailureSnapshot(Snapshot):
         return self._is_queued and self._gradients_arrived.query()
 
     def _check_no_update_started(self) -> None:
-        """Called when all files are written, before the checkpoint is published."""
+        """Raise UserError if the update of the next step has started; called just before the checkpoint is
+        published.
+        """
         if self._update_started():
             raise UserError("the gradients of the next step arrived during the save")
 
@@ -167,7 +170,7 @@ class FailureSnapshot(Snapshot):
         }
 
     def _own_stream(self) -> Any:
-        """Use a separate stream, because the main thread's may wait forever for a rank that has died."""
+        """Use a separate stream, because the main thread's stream may wait forever for a dead rank."""
         accelerator.use(self._ranks.device)  # the current device is per thread
         return accelerator.on(self._stream)
 

@@ -16,8 +16,8 @@ _SMALL_BYTES = 1 << 20
 class KeptBuffers:
     """Copies of a model's buffers as they were after the last step.
 
-    After each step, all small buffers are copied, and large buffers, such as masks, whose version counter has
-    changed.
+    After each step, all small buffers are copied, and those large buffers, such as masks, whose version
+    counter has changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +35,6 @@ class KeptBuffers:
         self._small = self._packed()
 
     def keep(self) -> None:
-        """Copy the current buffers."""
         if self._kinds:
             self._small = self._packed()
         for name, kept in self._large.items():
@@ -48,7 +47,7 @@ class KeptBuffers:
         """Return the copies, by their names in the model.
 
         Raises:
-            UserError: if a large buffer was changed without a change of its version counter, as through
+            UserError: if a large buffer was changed without updating its version counter, for example through
                 numpy(), or if a forward pass registered or removed a buffer.
         """
         if {name for name, _ in named_buffers(self._model)} != self._places.keys():
@@ -68,16 +67,14 @@ class KeptBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copy the kept values back to the buffers.
-
-        Raises:
-            UserError: as `kept` does.
-        """
+        """Copy the kept values back to the buffers. Raises as `kept` does."""
         for name, value in self.kept().items():
             self._buffer(name).copy_(value)
 
     def _packed(self) -> list[Tensor]:
-        """Return one tensor with the small buffers of each dtype and device; a model may have hundreds."""
+        """Copy the small buffers, of which a model may have hundreds, to one tensor for each dtype and
+        device.
+        """
         return [
             torch.cat([self._buffer(name).detach().reshape(-1) for name in names]) for names in self._kinds
         ]

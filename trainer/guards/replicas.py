@@ -1,11 +1,11 @@
 """Compare the parameters and optimizer state of replicas by hash.
 
-Gradients are averaged, so a rank whose memory or arithmetic failed once would continue with different
-parameters than its replicas, unnoticed: losses differ between ranks anyway, and a checkpoint contains the
-values of one rank.
+Because gradients are averaged, a rank whose memory or arithmetic failed once would continue with other
+parameters than its replicas. Nobody would notice: losses differ between ranks anyway, and a checkpoint
+contains the values of one rank.
 
-Buffers are compared in buffers.py, which only warns, because running statistics depend on each rank's data
-by design, and evaluations and saves use those of rank 0.
+Buffers are compared in buffers.py, which only warns, because running statistics depend on each rank's data by
+design, and evaluations and saves use those of rank 0.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class ReplicaCheck:
     """Compares the replicas of each group every few steps and before each save.
 
     A check reads each parameter and each tensor of the optimizer once, on its device, and gathers 8 bytes
-    from each rank. Hashes of single tensors are only gathered if the ranks' hashes differ.
+    from each rank. Only if these differ, hashes of single tensors are gathered.
     """
 
     def __init__(
@@ -56,12 +56,11 @@ class ReplicaCheck:
         self._checked_at: int | None = None  # the last step at which all replicas were equal
 
     def check_if_due(self, state: TrainState) -> None:
-        """Call `check` if the step is a multiple of `every`."""
         if self._every is not None and state.progress.step % self._every == 0:
             self.check(state)
 
     def check(self, state: TrainState) -> None:
-        """Compare the replicas, unless this step was compared already (a collective; waits for the device).
+        """Compare the replicas, unless this step has been compared (a collective that waits for the device).
 
         Raises:
             ReplicasDifferError: on every rank, if a rank differs from its replicas.
@@ -83,13 +82,14 @@ class ReplicaCheck:
         self._checked_at = step
 
     def _hashes(self, state: TrainState) -> dict[str, int]:
-        """Return the hashes of this rank's tensors, by name."""
         return bit_hashes((name, to_local(tensor)) for name, tensor in self._replicated(state))
 
     def _error(
         self, step: int, by_rank: Sequence[int], all_hashes: Sequence[Mapping[str, int]]
     ) -> ReplicasDifferError:
-        """Return the error that names the ranks outside the majority, or all ranks without a majority."""
+        """Return the error, which names the ranks that differ from the majority, or all ranks without a
+        majority.
+        """
         describe, suspects, differences = self._ranks.describe, [], []
         for group in self._groups:
             ranked = Counter(by_rank[rank] for rank in group).most_common()
@@ -124,7 +124,7 @@ def _overall(hashes: Mapping[str, int]) -> int:
 
 
 def _first_difference(hashes: Mapping[str, int], expected: Mapping[str, int]) -> str:
-    """Return the first tensor that differs, in the model's order, and the number of further ones."""
+    """Return the name of the first tensor that differs, and the number of others that differ."""
     names = [*expected, *(hashes.keys() - expected.keys())]
     different = [name for name in names if hashes.get(name) != expected.get(name)]
     return first_few(different, 1)

@@ -43,14 +43,13 @@ Fingerprint = tuple[int, int]
 class UnsavedState:
     """Warns about changing attributes of modules, task and optimizer that checkpoints do not contain.
 
-    Attributes are compared after the dry run, after each of the first two steps and at each save, and a
-    warning names those that have changed since the previous comparison. Except in the second step, new
-    attributes and changes of size are ignored, because they may be caches. After a resume, a warning names
-    the attributes that differ from their values at the save.
+    Attributes are compared after the dry run, after each of the first two steps and at each save. A warning
+    names those that have changed since the previous comparison. Except in the second step, new attributes and
+    changes of size are ignored, because they may be caches. After a resume, a warning names the attributes
+    that differ from their values at the save.
 
-    A module with `get_extra_state` and an optimizer with its own `state_dict` determine what is saved, so
-    their attributes are not compared, except for an optimizer that is combined with others. Plain attributes
-    of optimizers are saved.
+    Attributes of modules with `get_extra_state` and of optimizers with their own `state_dict` are not
+    compared, because these methods determine what is saved. Plain attributes of optimizers are saved.
 
     Args:
         model: the unwrapped model.
@@ -66,14 +65,14 @@ class UnsavedState:
         self._first = self._before = dict(self._attributes()) if compares else {}
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Ignore these attributes of the task, which each step sets again."""
+        """Ignore these attributes of the task, which each step sets."""
         self._ignored.update(names)
 
     def start(self, saved: Mapping[str, Sequence[int]]) -> None:
-        """Compare with a checkpoint's fingerprints; called after the dry run.
+        """Compare with the fingerprints in a checkpoint. Call it after the dry run.
 
         Args:
-            saved: what `compare_at_save` returned for the checkpoint that the run resumed from.
+            saved: the result of `compare_at_save` for the checkpoint that the run resumed from.
         """
         if not self._compares:
             return
@@ -87,7 +86,7 @@ class UnsavedState:
             )
 
     def after_step(self) -> None:
-        """Compare after the first two steps; called after each step."""
+        """Compare after the first two steps. Call it after each step."""
         self._num_steps += 1
         if self._compares and self._num_steps <= 2:
             self._compare(sizes_too=self._num_steps == 2)
@@ -100,7 +99,7 @@ class UnsavedState:
         return {name: now for name, now in self._before.items() if now and now != self._first.get(name)}
 
     def _compare(self, sizes_too: bool) -> None:
-        """Warn about attributes that have changed; about changes of size only if `sizes_too`."""
+        """Warn about attributes that have changed, including those whose size has changed if `sizes_too`."""
         attributes, changed = dict(self._attributes()), []
         for name, now in attributes.items():
             before = self._before.get(name)
@@ -119,7 +118,7 @@ class UnsavedState:
             )
 
     def _attributes(self) -> Iterator[tuple[str, Fingerprint | None]]:
-        """Yield the fingerprint of each attribute by name, except the model's tensors and modules."""
+        """Yield the name and fingerprint of each attribute other than the model's tensors and modules."""
         model, task = self._model, self._task
         known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
         for prefix, module in model.named_modules():
@@ -157,10 +156,11 @@ def fingerprint(value: Any, known: Collection[int]) -> Fingerprint | None:
 
 
 class _Fingerprinter(pickle.Pickler):
-    """Traverses containers, modules, optimizers and users' objects; its output is hashed and never loaded.
+    """Serializes containers, modules, optimizers and users' objects to a stream that is hashed and never
+    loaded.
 
-    For a tensor, writes its shape and a checksum (for a DTensor, of the local shard). For classes, functions
-    and objects of libraries, writes only the type.
+    A tensor is reduced to its shape and a checksum (for a DTensor, of the local shard). Classes, functions
+    and objects of libraries are reduced to the name of their type.
     """
 
     def __init__(self, file: io.BytesIO, known: Collection[int]) -> None:
@@ -203,7 +203,7 @@ def _tensor_fingerprint(tensor: Tensor) -> tuple[str, bytes] | str:
 
 @functools.cache
 def _is_users_package(package: str) -> bool:
-    """Return whether `package` is the user's own code, not a library, whose objects may be large."""
+    """Return whether `package` is the user's own code. Objects of libraries may be large."""
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     is_installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
     return package not in _NOT_TRAVERSED and not is_installed

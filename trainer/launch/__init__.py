@@ -1,1 +1,1 @@
-"""The start and the end of the processes of a run. Does not import torch."""
+"""Start and end the processes of a run, without importing torch."""

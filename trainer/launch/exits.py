@@ -1,4 +1,4 @@
-"""The end of a process of a run: messages and exit codes."""
+"""End a process of a run with a message and an exit code."""
 
 import atexit
 import contextlib
@@ -38,8 +38,8 @@ _printed: list[socket.socket] = []  # one per message that this process has prin
 def ends_its_threads() -> Iterator[None]:
     """End the program even if non-daemon threads of user code are still running.
 
-    Python would wait for these threads, and the launcher for Python. Without such threads, the process exits
-    as usual, so that a profiler, a debugger or a caller in this process notices its end.
+    Otherwise, Python would wait for these threads, and the launcher for Python. Without such threads, the
+    process exits as usual, so that a profiler, a debugger or a caller in this process notices its end.
     """
     try:
         yield
@@ -52,7 +52,7 @@ def ends_its_threads() -> Iterator[None]:
 
 
 def _is_idle_in_pool(thread: threading.Thread) -> bool:
-    """Return whether the thread is idle in a ThreadPoolExecutor, whose threads Python ends by itself."""
+    """Return whether the thread is idle in a ThreadPoolExecutor, in which case Python ends it."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None or frame.f_back is None or frame.f_globals["__name__"] != "concurrent.futures.thread":
         return False
@@ -60,7 +60,7 @@ def _is_idle_in_pool(thread: threading.Thread) -> bool:
 
 
 def _exit_without(running: Sequence[threading.Thread], error: BaseException | None) -> None:
-    """Exit as Python would after `error`, but without waiting for the threads `running`."""
+    """Exit with the status that Python would use after `error`, without waiting for the `running` threads."""
     status = 0 if error is None else 1
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -115,9 +115,10 @@ def exits() -> Iterator[None]:
 
 
 def _repeat_final_error() -> None:
-    """Raise the error of the previous attempt if a restart cannot help: torchrun restarts after any error.
+    """Raise the error of the previous attempt if a restart cannot help, because torchrun restarts after any
+    error.
 
-    After a retryable error, wait: the disk or the store that failed may need a moment.
+    After a retryable error, wait, because the disk or the store may need a moment.
     """
     file_of_end, restarts = failure_file.end_file(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if file_of_end is not None and restarts:
@@ -132,7 +133,7 @@ def _repeat_final_error() -> None:
 
 
 def refuse_sweep_in_ranks() -> None:
-    """Raise UserError if this process is one of several ranks: each rank would run every trial."""
+    """Raise UserError if this process is one of several ranks, because each rank would run every trial."""
     if rank_info().among_ranks:
         raise UserError(
             f"-m (multirun) inside {rank_info().launcher or 'ranks'} starts every trial on every rank; sweep "
@@ -142,10 +143,10 @@ def refuse_sweep_in_ranks() -> None:
 
 
 def _print_once(message: str) -> None:
-    """Print a message that several ranks may have: rank 0 at once, other ranks only if rank 0 doesn't.
+    """Print a message that several ranks may have: on rank 0 at once, on another rank only if rank 0 doesn't.
 
-    The first rank to print binds an abstract socket address made from the message, and keeps it until it
-    exits. torchrun and launch=local end the other ranks soon after rank 0 has exited.
+    The first rank to print binds an abstract socket address derived from the message, and keeps it until it
+    exits.
     """
     rank = rank_from_environment()
     if rank:

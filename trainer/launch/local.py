@@ -1,7 +1,7 @@
 """launch=local: start the processes of a run on this host and wait until all have ended.
 
-This module does not import torch, so that the launcher starts fast. Each rank is a new interpreter, so a
-program that has used CUDA can launch a run too.
+The module does not import torch, so that the launcher starts fast. Each rank is a new interpreter, so a
+program that has used CUDA can launch a run, too.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ _SHARED = (UserError.exit_code, NonFiniteError.exit_code)  # statuses that rank 
 def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tuple[int, str | None]:
     """Run `argv` in `launch.processes` processes on this host.
 
-    After a failure, up to `launch.max_restarts` further attempts start from the newest checkpoint, each after
-    a pause. A UserError, a non-finite loss and a stop by a signal are final.
+    After a failure, up to `launch.max_restarts` more attempts start from the newest checkpoint, each after a
+    pause. There is no further attempt after a UserError, a non-finite loss or a stop by a signal.
 
     Args:
         module: a module to run once instead of train.py, as in python -m trainer.evaluate.
@@ -79,10 +79,10 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tu
 def _attempt(
     processes: int, argv: Sequence[str], shrinks: bool = False, module: str | None = None
 ) -> tuple[int, str | None]:
-    """Start the ranks and wait for their end; return the same as `launch`.
+    """Start the ranks and wait until they end; return what `launch` returns.
 
     Args:
-        shrinks: whether the other ranks continue when some ranks are killed by a signal.
+        shrinks: whether the other ranks continue when a signal kills some of them.
     """
     ranks: list[subprocess.Popen[bytes]] = []
     printers: list[threading.Thread] = []
@@ -135,7 +135,7 @@ def _start(
 
 
 def _copy(pipe: IO[bytes], out: IO[str], rank: int) -> None:
-    """Copy the output of a rank to `out`, with the rank in front of each line."""
+    """Copy the output of a rank to `out`, with the rank at the start of each line."""
     prefix = f"[rank {rank}] " if rank else ""
     for line in pipe:
         text = line.decode(errors="replace")
@@ -145,7 +145,9 @@ def _copy(pipe: IO[bytes], out: IO[str], rank: int) -> None:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], shrinks: bool) -> list[int | None]:
-    """Wait for all ranks, or after a failure for the grace period; return exit codes (None: alive)."""
+    """Return the exit codes of all ranks. After a failure, wait only for the grace period (None: still
+    running).
+    """
     deadline = float("inf")
     while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
         if deadline == float("inf") and any(code and (code > 0 or not shrinks) for code in codes):
@@ -155,7 +157,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], shrinks: bool) -> list[int |
 
 
 def _status(codes: Sequence[int | None], received: Sequence[int], shrinks: bool) -> int:
-    """Return the exit status of the run; print the ranks that could not report their end themselves."""
+    """Return the exit status of the run, and print the ranks that could not report how they ended."""
     for rank, code in enumerate(codes):
         if code is None and codes[0] not in _SHARED:
             after = f"{_GRACE_S:.0f} s after the other ranks had ended"

@@ -1,4 +1,4 @@
-"""Start this program in a new process and session, which ends with the process that started it."""
+"""Start this program in a new process and session, which ends when the process that started it ends."""
 
 import os
 import resource
@@ -28,14 +28,14 @@ def start(
     """Start a run with this command line. See docs/reference/exit-codes.md for its exit status.
 
     The process leads a session, so a Ctrl-C at the terminal does not reach it: the caller must forward the
-    signal. It is killed when the *thread* that called this function ends, so call it from a thread that
-    outlives it. Variables by which a launcher set the rank of this process are removed.
+    signal. The process is killed when the *thread* that called this function ends, so that thread must
+    outlive it. Variables by which a launcher set the rank of this process are removed.
 
     Args:
         argv: overrides and Hydra options, such as `run_dir=D launch=local launch.processes=2`.
         module: a module to run instead of train.py, as in python -m trainer.evaluate.
         devices: the GPUs visible to the process, as in CUDA_VISIBLE_DEVICES; None: all visible GPUs.
-        launcher: the launcher that starts the ranks; the ranks then do not launch anything themselves.
+        launcher: the launcher that starts the ranks, which then do not launch anything themselves.
         environment: additional environment variables.
         popen: arguments of subprocess.Popen (stdout, cwd, ...).
     """
@@ -53,13 +53,13 @@ def start(
 
 
 def variables_for_ranks(launcher: str | None) -> dict[str, str]:
-    """Return the variables that pass on the launcher's name and the import path of the user's classes."""
+    """Return environment variables with the launcher's name and the import path of the user's classes."""
     variables = {_PATH: os.pathsep.join(_user_folders()), "PYTHONUNBUFFERED": "1"}
     return variables if launcher is None else variables | {_LAUNCHER: launcher}
 
 
 def launched_by() -> str | None:
-    """Return the launcher of this project that started this process as a rank of a run, if any."""
+    """Return the launcher of this project that started this process as a rank, if any."""
     return os.environ.get(_LAUNCHER)
 
 
@@ -78,7 +78,7 @@ def die_with_parent() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to the maximum, because the number of files grows with the ranks."""
+    """Raise the limit of open files to its maximum, because a run opens more files with more ranks."""
     _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = maximum if sys.platform == "linux" else min(maximum, 4096)  # macOS rejects its own maximum
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, maximum))
@@ -95,7 +95,6 @@ def extend_path() -> None:
 
 
 def _user_folders() -> list[str]:
-    """Return the folders that the user added to sys.path."""
     installed = (sys.prefix, sys.base_prefix, sys.exec_prefix)
     folders = [str(Path(folder).resolve()) for folder in (*sys.path, ".")]
     return [
@@ -106,7 +105,7 @@ def _user_folders() -> list[str]:
 
 
 def remember_script() -> None:
-    """Make `program` return the user's script or module, which may register resolvers before main."""
+    """Make `program` return the user's script or module, which may register resolvers."""
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if file and (script := Path(file).resolve()) == Path(sys.argv[0]).resolve():
@@ -122,7 +121,7 @@ def program() -> list[str]:
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs that torch sees. Imports torch, which takes seconds, only with a driver."""
+    """Return the number of GPUs that torch sees. Import torch, which takes seconds, only with a driver."""
     if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
         return 0
     import torch

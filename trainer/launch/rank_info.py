@@ -1,9 +1,8 @@
-"""The rank and the rendezvous address of this process, for any launcher.
+"""Find the rank and the rendezvous address of this process, for any launcher.
 
-torchrun, srun and mpirun each set their own environment variables; a process started by hand uses
+torchrun, srun and mpirun set different environment variables; a process started by hand uses
 `distributed.rank`, `distributed.world_size` and `distributed.init_method`. Sources that contradict each other
-raise an error. Otherwise, each process might run as a single process, and N processes would silently train N
-times.
+raise an error. Otherwise, N processes might silently train N times, each as a single process.
 """
 
 import contextlib
@@ -55,7 +54,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class _LauncherVariables:
-    """The names of a launcher's variables; "" if it does not set one."""
+    """The names of the variables that a launcher sets; "" for a variable that it does not set."""
 
     launcher: str | None
     rank: str
@@ -81,8 +80,8 @@ def rank_info(settings: DistributedConfig | None = None) -> RankInfo:
     """Return the rank of this process, from `settings` and the environment.
 
     Raises:
-        UserError: variables contradict each other, are incomplete or not numbers; or the rendezvous address
-            is unknown.
+        UserError: variables contradict each other, are incomplete or not numbers, or don't give the
+            rendezvous address.
     """
     variables = dict(os.environ)
     if _is_interactive_shell(variables.get("SLURM_TASK_PID", "")):
@@ -135,7 +134,7 @@ def rank_from_environment() -> int:
 def publish(here: RankInfo) -> None:
     """Set the variables that torchrun would set, for other libraries.
 
-    Call only in a process that makes a single run: a later run would read the variables of this one.
+    Call it only in a process that makes a single run, because a later run would read these variables.
     """
     if here.world_size > 1:
         names = ("rank", "world_size", "local_rank", "local_world_size", "host")
@@ -148,8 +147,8 @@ def publish(here: RankInfo) -> None:
 def _is_interactive_shell(pid: str) -> bool:
     """Return whether process `pid` is a shell with job control, such as that of `srun --pty bash`.
 
-    Such shells ignore SIGTTOU, and other programs don't. Environment variables can't distinguish them,
-    because an srun within the shell inherits the variables.
+    Such shells ignore SIGTTOU; other programs don't. An srun within the shell inherits its environment
+    variables, so these can't show the difference.
     """
     with contextlib.suppress(OSError):
         ignored = re.search(r"^SigIgn:\s*(\w+)", Path("/proc", pid, "status").read_text(), re.MULTILINE)
@@ -158,7 +157,7 @@ def _is_interactive_shell(pid: str) -> bool:
 
 
 def _source(variables: Mapping[str, str]) -> _LauncherVariables | None:
-    """Return the most reliable source, or None; raise UserError if another source contradicts it."""
+    """Return the most reliable source, if any; raise UserError if sources contradict each other."""
     found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _is_set(source, variables)]
     # A launcher of a single task may be nested: in a shell within srun, or with one srun per rank.
     if (found and found[0] is not _ENVIRONMENT) or len(found) > 1:
@@ -205,7 +204,7 @@ def _compare(variables: Mapping[str, str], one: _LauncherVariables, other: _Laun
 
 
 def _check_nested_torchrun(variables: Mapping[str, str], outer: _LauncherVariables) -> None:
-    """Raise UserError if each task of another launcher runs a torchrun of its own, with separate ranks."""
+    """Raise UserError if each task of another launcher runs its own torchrun, with separate ranks."""
     # An elastic torchrun may start with fewer hosts than the outer launcher has tasks.
     if variables.get("GROUP_WORLD_SIZE") == "1" and variables.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         raise UserError(
@@ -216,7 +215,7 @@ def _check_nested_torchrun(variables: Mapping[str, str], outer: _LauncherVariabl
 
 
 def _check_single_process(variables: Mapping[str, str]) -> None:
-    """Raise UserError if this process, whose rank is not set, is one of several tasks."""
+    """Raise UserError if this process has no rank although it is one of several tasks."""
     if "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables and _number(variables, "SLURM_NTASKS") > 1:
         count, way_out = "SLURM_NTASKS", "srun; use `srun python train.py ...`, or --ntasks=1"
     elif variables.get("PET_NNODES", "1") != "1":
@@ -230,7 +229,7 @@ def _check_single_process(variables: Mapping[str, str]) -> None:
 
 
 def _rendezvous_address(variables: Mapping[str, str], source: _LauncherVariables, alone_on_host: bool) -> str:
-    """Return tcp://HOST:PORT of rank 0; MASTER_ADDR and MASTER_PORT take precedence over derived values."""
+    """Return tcp://HOST:PORT of rank 0: MASTER_ADDR and MASTER_PORT, or else derived from the launcher."""
     address, port = variables.get("MASTER_ADDR", "").strip("[]"), variables.get("MASTER_PORT")
     job = variables.get("PMIX_NAMESPACE")
     if source is not _SRUN and alone_on_host:
@@ -256,7 +255,7 @@ def _rendezvous_address(variables: Mapping[str, str], source: _LauncherVariables
 
 
 def derived_port(job: str) -> int:
-    """Return a port that all ranks of a job derive without communication; it rarely equals another job's."""
+    """Return a port that all ranks of a job can derive, and that rarely equals another job's port."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
 
 

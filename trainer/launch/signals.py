@@ -1,4 +1,4 @@
-"""Stop requests by signals: the loop stops at the next step boundary, on all ranks at once."""
+"""Handle requests to stop: after a signal, all ranks stop together at the next step boundary."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ class StopRequest:
     """A flag that is set by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or the death of the launcher.
 
     Signals are handled while the ``with`` block runs; a second signal ends the process. The flag is local to
-    this process: ranks agree on it in each step, through `StepVote`. Enter the block in the main thread, to
+    this process; in each step, ranks agree on it through `StepVote`. Enter the block in the main thread, to
     which Python delivers signals. Handlers run between two bytecodes, so a rank that waits in a collective
     reacts when the collective returns.
 
@@ -68,7 +68,7 @@ class StopRequest:
 
 
 def signal_at_parents_death(number: int = signal.SIGKILL) -> None:
-    """Make the kernel send signal `number` to this process when the parent thread ends. Linux only."""
+    """Make the kernel send signal `number` to this process when the parent thread ends, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -79,8 +79,8 @@ def stop_signals_to(
 ) -> Iterator[None]:
     """Call `act` with the number of each stop signal that arrives while the ``with`` block runs.
 
-    Signals that were ignored before remain ignored. Does nothing outside the main thread, the only thread to
-    which Python delivers signals.
+    Signals that were ignored before remain ignored. Outside the main thread, to which Python delivers
+    signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,6 +1,6 @@
-"""launch=slurm: the run as a job, with a readable script, in which srun starts the ranks.
+"""launch=slurm: submit the run as a job, with a readable script, in which srun starts the ranks.
 
-srun tells each task its rank, and every rank, not only rank 0, gets the signal before the time limit.
+srun sets the rank of each task, and sends the signal before the time limit to every rank, not only to rank 0.
 """
 
 import shlex
@@ -28,7 +28,7 @@ _NO_STEP = (
 
 
 def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
-    """Submit the run, print its job and logs, and with launch.wait wait until it ends; return its status.
+    """Submit the run, print its job and logs, wait for its end if launch.wait is set, and return its status.
 
     Raises:
         UserError: SLURM is missing, or refuses the job.
@@ -68,7 +68,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
     failed_before = failure_file.written_at(run_dir)
 
     def pass_on(number: int) -> None:
-        """Have the job save and stop for good, or cancel it if it is still queued."""
+        """Make the job save and stop without being requeued, or cancel it if it is still queued."""
         stop.touch()
         for how in ("--state=PENDING", "--signal=USR1"):
             subprocess.run(["scancel", "--quiet", how, *jobs], check=False, timeout=60)
@@ -99,7 +99,7 @@ def _listed(job: str, *options: str) -> bool:
 
 
 def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bool) -> str:
-    """Return the batch script. A requeued job resumes from its newest checkpoint.
+    """Return the batch script, in which a requeued job resumes from its newest checkpoint.
 
     Args:
         shrinks: whether the other tasks continue when a task has died.

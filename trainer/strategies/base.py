@@ -30,7 +30,7 @@ Fill = Callable[[nn.Module], None]
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """How a model is computed under any strategy: the settings of `train` with the same names."""
+    """How any strategy computes a model: the settings of `train` with the same names."""
 
     precision: str = "fp32"
     compile: bool = False
@@ -39,14 +39,14 @@ class ComputeOptions:
 
 
 class Report(Protocol):
-    """What a strategy reports about its communication; by default nothing."""
+    """The report of a strategy on its communication; empty by default."""
 
     def metrics(self) -> dict[str, float]:
         """Return the measurements since the last call, for the log (a collective)."""
         return {}
 
     def plots(self) -> dict[str, "Figure"]:
-        """Return plots of the last `metrics`, for the log of one rank; slow, and not a collective."""
+        """Return plots of the last `metrics`, for the log of one rank. Slow, but not a collective."""
         return {}
 
     def summary(self) -> str:
@@ -67,8 +67,9 @@ class Strategy:
 
     Attributes:
         name: the value of the setting `strategy`.
-        num_replicas: the number of processes that divide the global batch among themselves.
-        replica: the index of this process's part of the batch; `num_replicas` or more on ranks without one.
+        num_replicas: the number of processes among which the global batch is divided.
+        replica: the index of this process's part of the batch; `num_replicas` or more on ranks without a
+            part.
         device: the device to which batches are copied.
         devices: all devices that this process uses.
         gradients_differ: whether ranks update different parameters, or different shards of them.
@@ -105,8 +106,8 @@ class Strategy:
         """Return the module to call in training.
 
         Args:
-            model: has the same names and shapes on every rank; on the CPU or on the meta device.
-            fill: called with `model` or its submodules, in the same order on every rank.
+            model: on the CPU or the meta device, with the same names and shapes on every rank.
+            fill: to be called with `model` or its submodules, in the same order on every rank.
         """
         fill(model)
         model = self._place(model)
@@ -132,11 +133,11 @@ class Strategy:
         return model.to(self.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's module within `model`, whose parameter names have no prefix (no collective)."""
+        """Return the user's module within `model`. Its parameter names have no prefix (not a collective)."""
         return model
 
     def prepare(self, state: TrainState) -> None:
-        """Called between the dry run and the first step, with the state that training changes."""
+        """Prepare for training `state`, between the dry run and the first step."""
 
     def follow_trainable(self, model: nn.Module) -> bool:
         """Prepare for steps that train the parameters that now require gradients (a collective).
@@ -148,26 +149,26 @@ class Strategy:
         return False
 
     def autocast(self) -> AbstractContextManager:
-        """Return the context that runs a forward pass in `train.precision`."""
+        """Return the context in which a forward pass runs in `train.precision`."""
         if self.compute.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.compute.precision])
 
     def begin_step(self, model: nn.Module) -> None:
-        """Called at the start of a step, before this process computes gradients (a collective)."""
+        """Prepare for a step, before this process computes gradients (a collective)."""
         self.order.begin_step()
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give every rank the buffers of rank 0, because running statistics differ (a collective).
 
-        Called before the first step and after the passes of each step, so that every rank has the same model
-        between steps.
+        This is called before the first step and after the passes of each step, so that every rank has the
+        same model between steps.
         """
         if self.num_replicas > 1 and not self.order.by_chunks:
             broadcast_buffers(self.unwrap(model), src=0)
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
-        """Return the context of one forward and backward pass; it reduces gradients only if `enabled`."""
+        """Return the context of a forward and backward pass, which reduces gradients only if `enabled`."""
         return self.order.chunk(enabled)
 
     def forward_groups(self) -> list[dist.ProcessGroup]:
@@ -186,26 +187,22 @@ class Strategy:
         """Give every rank the parameters that other ranks updated in this step (a collective)."""
 
     def gathered(self, state: TrainState) -> AbstractContextManager:
-        """Return a context manager for a save, inside which rank 0 has the state of all ranks (a
-        collective).
-        """
+        """Return the context of a save, within which rank 0 has the state of all ranks (a collective)."""
         return nullcontext()
 
     def weights_changed(self, model: nn.Module) -> None:
-        """Called after something other than a step has changed the values of parameters (a collective)."""
+        """Adapt after the values of parameters have changed other than by a step (a collective)."""
 
     def replica_groups(self) -> list[tuple[int, ...]]:
-        """Return the groups of ranks on which the tensors of `replicated` have the same bits, or []."""
+        """Return the groups of ranks on which the tensors of `replicated` have the same bits; [] if none."""
         return []
 
     def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the tensor, not copied, of all state that is equal on the ranks of a replica
-        group.
-        """
+        """Yield the names and tensors, not copied, that are equal on all ranks of a replica group."""
         return state.replicated()
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager:
-        """Return the context in which a task evaluates the module of `unwrap` (a collective)."""
+        """Return the context in which a task evaluates the module returned by `unwrap` (a collective)."""
         return self.explaining("evaluation")
 
     @contextmanager
@@ -219,15 +216,15 @@ class Strategy:
             raise
 
     def explain(self, error: Exception, phase: Phase) -> UserError | None:
-        """Return a UserError with the cause of an error of torch and the fix; None if it is unknown."""
+        """Return a UserError with the cause and the fix of an error of torch; None if it is unknown."""
         return None
 
     def close(self) -> None:
-        """Stop threads and close connections; called once, after a successful run."""
+        """Stop threads and close connections. Call it once, after a successful run."""
 
 
 def grad_scaler(strategy: Strategy) -> torch.amp.GradScaler:
-    """Return a scaler that keeps small fp16 gradients from underflow; it does nothing in other precisions."""
+    """Return a scaler that keeps small gradients from underflow in fp16, and does nothing in other dtypes."""
     device, enabled = strategy.device, strategy.compute.precision == "fp16"
     if not strategy.gradients_differ:
         return torch.amp.GradScaler(device.type, enabled=enabled)

@@ -19,8 +19,8 @@ def build_strategy(config: Config, ranks: Ranks) -> Strategy:
     """Set torch's flags by `config.train`, and return the strategy that `config.strategy` chooses.
 
     Raises:
-        UserError: there are more processes than the strategy can use, or this machine does not support an
-            option; with train.exact, there are fewer chunks than ranks, or ranks differ in their environment.
+        UserError: the strategy can't use this many processes, or this machine does not support an option.
+            With train.exact: there are fewer chunks than ranks, or ranks differ in their environment.
     """
     set_backend_flags(config.train, ranks.device)
     strategy = _named(config, ranks)

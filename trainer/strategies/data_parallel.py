@@ -45,8 +45,8 @@ class DataParallel(Strategy):
 class GpuReplica(nn.Module):
     """The module that DataParallel copies to each GPU and calls there in a thread.
 
-    DataParallel enables autocast in such a thread, but with the default dtype fp16 even if the run uses bf16,
-    so this module enters it again.
+    It enters autocast again, because DataParallel enters it in these threads with the default dtype, fp16,
+    even if the run uses bf16.
     """
 
     def __init__(self, module: nn.Module, autocast: Callable[[], AbstractContextManager]) -> None:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every rank has the whole model, and gradients are averaged by buckets."""
+"""DistributedDataParallel: every rank has the whole model, and buckets of gradients are averaged."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -166,10 +166,11 @@ class Ddp(Strategy):
     def _reduced(self, model: nn.Module, hook: CommHook) -> Iterator[None]:
         """Check after the last backward pass of a step that every bucket was reduced.
 
-        A parameter without a gradient blocks its bucket and all later ones.
+        A parameter without a gradient blocks its bucket and all later buckets.
 
         Raises:
-            UserError: the loss did not use all parameters; raised only on this rank, for which others wait.
+            UserError: the loss did not use all parameters. Only this rank raises it, while the other ranks
+                wait.
         """
         timeline, before = hook.timeline, hook.timeline.num_passes
         with hook.original_errors():

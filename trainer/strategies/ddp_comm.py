@@ -1,4 +1,4 @@
-"""The settings of `comm` under DDP, and the choice that comm=auto makes."""
+"""Options of DDP for the settings of `comm`, and the choice that comm=auto makes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,10 +17,11 @@ from trainer.optim.optimizers import sparse_weights
 def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) -> CommConfig:
     """Return the choice of comm=auto: `tree` for two ranks on the CPUs of one host, otherwise `native`.
 
-    Through shared memory, `tree` takes 0.7 times the CPU time of gloo's all-reduce for large buckets, and the
-    same time for small ones, but it needs a hook and does not add in half precision. More than two ranks use
-    `native`: the bits of a sum of three depend on the order, and must not change when a run continues on
-    other hosts. Sparse gradients have different indices on each rank, and only DDP without a hook adds them.
+    Through shared memory, `tree` takes 0.7 times the CPU time of gloo's all-reduce for large buckets and the
+    same time for small ones, but it needs a hook and does not add in half precision. Runs with more than two
+    ranks use `native`: the bits of a sum of three depend on the order, and must not change when a run
+    continues on other hosts. Sparse gradients have different indices on each rank, and only DDP without a
+    hook adds them.
 
     Args:
         hosts: host index of each rank.
@@ -55,7 +56,7 @@ def hook_options(comm: CommConfig, always: bool) -> dict[str, Any] | None:
 def users_hook(node: dict[str, Any]) -> Callable[[dist.GradBucket], Future[Tensor]]:
     """Return the communication hook that `comm.hook` names, bound to its state.
 
-    Call after the process group has been initialized, since the state may use it.
+    Call it after the process group has been initialized, because the state may use the group.
 
     Raises:
         UserError: the hook or its state cannot be built.

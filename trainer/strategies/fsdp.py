@@ -111,8 +111,8 @@ class Fsdp(Strategy):
     def _precision(self, unit: nn.Module, is_root: bool = False) -> MixedPrecisionPolicy:
         """Return the dtypes in which a unit is gathered, computed and reduced.
 
-        Shards keep their dtype. As under autocast, precision fp32 casts nothing, and float64 is never cast,
-        unless strategy.param_dtype is set. The root's output is cast to fp32 for the loss.
+        Shards keep their dtype. As under autocast, nothing is cast in fp32, and float64 is never cast, unless
+        strategy.param_dtype is set. The root's output is cast to fp32 for the loss.
         """
         reduce_dtype = DTYPES[self.settings.reduce_dtype]
         own = [p for p in unit.parameters() if not isinstance(p, DTensor)] or list(unit.parameters())
@@ -190,7 +190,9 @@ class Fsdp(Strategy):
                 module.reshard()
 
     def _reshard_without_gradient(self, root: nn.Module, *_: object) -> None:
-        """Reshard the root if no backward pass follows, for which it would stay gathered."""
+        """Reshard the root after a forward pass without gradients: only a backward pass would do it
+        otherwise.
+        """
         if not torch.is_grad_enabled() and not self._gathers_model:
             cast(FSDPModule, root).reshard()
 
@@ -200,9 +202,9 @@ class Fsdp(Strategy):
 
 
 class UsedParameters:
-    """Finds the parameters that no rank used in a step, to which torch gives a gradient of zeros.
+    """Finds the parameters that no rank used in a step, to which torch gives gradients of zeros.
 
-    An update with zeros would apply weight decay and momentum to them, unlike an update under ddp.
+    Unlike under ddp, an update with zeros would apply weight decay and momentum to them.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -227,7 +229,7 @@ class UsedParameters:
         self._flags[number] = 1
 
     def drop_unused(self) -> None:
-        """Drop the gradients of unused parameters after the last backward pass of a step (a collective)."""
+        """Drop the gradients of unused parameters, after the last backward pass of a step (a collective)."""
         flags = self._flags.to(self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         for shard, used in zip(self._shards, flags.tolist(), strict=True):

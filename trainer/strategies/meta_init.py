@@ -1,8 +1,8 @@
-"""Initialize the model: the same values for any number of ranks and any strategy.
+"""Initialize the model with the same values for any number of ranks and any strategy.
 
 If the strategy shards the model, only rank 0 builds it on the CPU. The other ranks build it on the meta
 device, whose tensors have no memory, and receive one unit after another from rank 0. If the model has
-`init_tensor`, each rank instead draws the values that it needs, by the seed and the tensor's name.
+`init_tensor`, each rank instead draws the values that it needs, from the seed and the tensor's name.
 """
 
 import gc
@@ -28,7 +28,7 @@ class InitialModel:
     """A model with its initial values, or on the meta device until `fill` gives it these values.
 
     Args:
-        ranks: if given, rank 0 sends its values to the other ranks; None: each rank has or draws the values.
+        ranks: the ranks to which rank 0 sends its values; None if each rank has or draws the values.
 
     Attributes:
         module: as its constructor built it; names and shapes are the same on every rank.
@@ -52,7 +52,7 @@ class InitialModel:
             self.module.load_state_dict(read(), strict=False)
 
     def extend(self, extend: Callable[[nn.Module], None]) -> None:
-        """Call `extend`, which adds submodules, on the meta device if the module is on the meta device."""
+        """Call `extend`, which adds submodules to the module, on the meta device if the module is there."""
         if hasattr(self.module, "init_tensor"):  # it cannot initialize the added submodules
             self.fill(self.module)
         before = [tensor for _, tensor in named_tensors(self.module)]
@@ -66,7 +66,8 @@ class InitialModel:
     def fill(self, module: nn.Module) -> None:
         """Give the tensors of `module`, the model or a submodule, their initial values on the CPU.
 
-        A collective if rank 0 sends the values; `module` must then be the same submodule on each rank.
+        This is a collective if rank 0 sends the values; `module` must then be the same submodule on each
+        rank.
 
         Raises:
             UserError: the model's `init_tensor` did not set all elements of a tensor.
@@ -101,7 +102,7 @@ def constructed(build: Callable[[], nn.Module], seed: int, ranks: Ranks | None) 
         ranks: if given, only rank 0 builds the whole model, because the strategy fills it unit by unit.
 
     Raises:
-        UserError: a cache returned a meta tensor of the first call in the second one.
+        UserError: in the second call, a cache returned a meta tensor of the first call.
     """
     if ranks is None or ranks.world_size == 1:
         return InitialModel(_whole(build, seed), seed)
@@ -117,13 +118,13 @@ def constructed(build: Callable[[], nn.Module], seed: int, ranks: Ranks | None) 
 
 
 def constructed_on_meta(build: Callable[[], nn.Module], seed: int) -> InitialModel:
-    """Build the model on the meta device, or on the CPU if the meta device is not possible."""
+    """Build the model on the meta device, or on the CPU if that fails."""
     draft, _ = on_meta(build, seed)
     return InitialModel(draft, seed) if draft else constructed(build, seed, None)
 
 
 def on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module | None, str]:
-    """Build the model on the meta device; if this is not possible, return None and the reason."""
+    """Build the model on the meta device; if that fails, return None and the reason."""
     seed_everything(seed, 0)
     known = _alive()
     try:
@@ -159,7 +160,7 @@ def _whole(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def _from_rank_0(tensors: list[Tensor], ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of each tensor and its replacement with rank 0's values; [] on rank 0 itself."""
+    """Return pairs of each tensor and its replacement with rank 0's values; rank 0 replaces none."""
     if ranks.is_main:
         broadcast_tensors([tensor.detach().to(ranks.device) for tensor in tensors], src=0)
         return []
@@ -175,7 +176,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _described(model: nn.Module) -> list[tuple[object, ...]]:
-    """Return what must be equal on all ranks for a broadcast: names, ties, types, layouts, dtypes."""
+    """Describe the tensors that are broadcast: their names, ties, types and layouts must be equal on all
+    ranks.
+    """
     first: dict[int, str] = {}
     return [
         (name, first.setdefault(id(tensor), name), type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
@@ -185,14 +188,13 @@ def _described(model: nn.Module) -> list[tuple[object, ...]]:
 
 
 def _alive() -> dict[int, Tensor]:
-    """Return all existing tensors on the meta device, by id."""
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     # Tensors that are not autograd leaves belong to a graph of the constructor, which is never used again.
     return {id(tensor): tensor for tensor in tensors if tensor.is_meta and tensor.is_leaf}
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, buffers and the tensors in other attributes, nested in lists and dicts or not."""
+    """Yield parameters, buffers, and the tensors in other attributes, also in nested lists and dicts."""
     for prefix, part in module.named_modules():
         others = {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
         for key, value in (own_tensors(part) | others).items():
@@ -201,7 +203,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def replace(module: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Replace the first tensor of each pair by the second, if possible in place for all references."""
+    """Replace the first tensor of each pair by the second, in place for all references if possible."""
     others: dict[int, tuple[Tensor, Tensor]] = {}
     for old, real in pairs:
         new = _like(old, real)
@@ -216,7 +218,9 @@ def replace(module: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _like(old: Tensor, real: Tensor) -> Tensor:
-    """Give `real` the properties of `old`: nn.Parameter, requires_grad and attributes set by users."""
+    """Copy the properties of `old` to `real`: nn.Parameter, requires_grad, and attributes that users have
+    set.
+    """
     if isinstance(old, nn.Parameter):
         real = nn.Parameter(real, old.requires_grad)
     elif old.requires_grad and old.is_leaf:

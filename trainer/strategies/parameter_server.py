@@ -1,4 +1,4 @@
-"""Parameter server: workers compute gradients; servers add these, update their parameters and send them."""
+"""Parameter server: workers compute gradients, and servers add them, update parameters and send these."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +24,9 @@ from trainer.tensors.nested import mapped
 
 
 class ParameterServer(Strategy):
-    """A synchronous parameter server: in each step all workers push gradients, and all ranks pull new values.
+    """A synchronous parameter server: in each step, workers push gradients and all ranks pull new values.
 
-    Every rank has the whole model, and its optimizer has all parameters, so that groups, learning rates and
+    Every rank has the whole model, and an optimizer with all parameters, so that groups, learning rates and
     names are the same as under other strategies. The optimizer gets gradients, and so has state, only for the
     parameters that its rank owns. A rank that is only a server gets no micro-batches.
     """
@@ -64,7 +64,7 @@ class ParameterServer(Strategy):
         return super().follow_trainable(model)
 
     def connect(self, parameters: list[nn.Parameter]) -> Exchange:
-        """Return the exchange of gradients and values (a collective); planner/simulated.py overrides it."""
+        """Return the exchange of gradients and values (a collective). planner/simulated.py overrides it."""
         self._group = gloo_group(self.timeout_s)  # NCCL does not support CPU tensors
         bucket_bytes = int(self.settings.bucket_mb * 2**20)
         return Exchange(parameters, self.servers, self.workers, self.ranks.rank, self._group, bucket_bytes)
@@ -95,7 +95,7 @@ class ParameterServer(Strategy):
 
     @contextmanager
     def gathered(self, state: TrainState) -> Iterator[None]:
-        """Give rank 0 each server's optimizer state and the first worker's extra state within the context."""
+        """Within the context, give rank 0 the optimizer state of all servers and a worker's extra state."""
         optimizer_state, borrowed = state.optimizer.state, list[Tensor]()
         for server, parameters in self.exchange.owned.items():
             received = self._to_main(server, [optimizer_state.get(parameter) for parameter in parameters])
@@ -112,7 +112,9 @@ class ParameterServer(Strategy):
             del optimizer_state[key]
 
     def _to_main(self, src: int, values: list[Any]) -> list[Any]:
-        """Return on rank 0 the values of `src`, else []; all ranks must pass the same number of values."""
+        """Return the values of rank `src` on rank 0, and [] on other ranks. All ranks must pass the same
+        number.
+        """
         box: list[Any] = [[]]
         if values and self.ranks.rank == src != 0:
             on_host = mapped(values, lambda value: value.cpu() if isinstance(value, Tensor) else value)
@@ -129,7 +131,7 @@ class ParameterServer(Strategy):
 
 
 class TrafficReport(Report):
-    """Per step on average: MB that each server received and sent, and ms that each worker waited."""
+    """Measures per step, on average, each server's traffic in MB and each worker's waiting time in ms."""
 
     def __init__(self, exchange: Exchange, servers: Sequence[int], workers: Sequence[int]) -> None:
         self.exchange, self._servers, self._workers = exchange, servers, workers
@@ -153,7 +155,7 @@ class TrafficReport(Report):
 def roles(servers: str, world_size: int) -> tuple[list[int], list[int]]:
     """Return the ranks of the servers and of the workers.
 
-    The first `servers` ranks are servers and the others workers; with "all", every rank is both.
+    The first `servers` ranks are servers and the others are workers; with "all", every rank is both.
 
     Raises:
         UserError: no rank would be left as a worker.

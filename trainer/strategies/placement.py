@@ -1,4 +1,4 @@
-"""Checks and changes of where and how a model's parameters are in memory."""
+"""Check and change where and how the parameters of a model are in memory."""
 
 import itertools
 from collections import defaultdict
@@ -12,7 +12,7 @@ from trainer.tensors.local_shard import spanned_bytes, storage_of
 
 
 def lay_out_channels_last(model: nn.Module) -> None:
-    """Convert 4-dimensional weights once; otherwise a convolution would convert its weight in each call."""
+    """Convert 4-dimensional weights now, because a convolution would convert its weight in each call."""
     for parameter in model.parameters():
         if parameter.ndim == 4:
             # contiguous() would not change the strides of 1x1 convolutions, by which torch chooses kernels.
@@ -21,7 +21,7 @@ def lay_out_channels_last(model: nn.Module) -> None:
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:
-    """Return the devices of the parameters in order; several if the model's constructor placed it there."""
+    """Return the devices of the parameters, in order; several if the model's constructor used them."""
     return list(dict.fromkeys(parameter.device for parameter in model.parameters()))
 
 
@@ -53,7 +53,7 @@ def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
 
 
 def unused_parameters(unused: Sequence[str]) -> str:
-    """Return the end of an error message about unused parameters, whose names may be unknown ([])."""
+    """Return the end of an error message about unused parameters; [] if their names are unknown."""
     return (
         f"{first_few(unused, 3) if unused else 'all parameters'}, but DDP waits for the gradient of every "
         "parameter; set strategy.find_unused_parameters=true, remove unused parameters from the model, or "

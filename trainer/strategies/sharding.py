@@ -23,7 +23,7 @@ def sharding_mesh(shard_group: str, ranks: Ranks) -> DeviceMesh:
     """Return the mesh for strategy.shard_group, with dimensions (shard) or (replicate, shard).
 
     Raises:
-        UserError: the number of ranks is not divisible by the group size; raised on every rank.
+        UserError: on every rank, if the number of ranks is not divisible by the group size.
     """
     every = range(ranks.world_size)
     if shard_group == "host":
@@ -45,7 +45,7 @@ def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
     """Return the ranks of each host, which need not be consecutive.
 
     Raises:
-        UserError: hosts have different numbers of ranks; raised on every rank.
+        UserError: on every rank, if hosts have different numbers of ranks.
     """
     rows = [[rank for rank, at in enumerate(hosts) if at == host] for host in dict.fromkeys(hosts)]
     if len({len(row) for row in rows}) > 1:
@@ -67,7 +67,7 @@ def _refuse_stale(name: str, parameter: Tensor) -> None:
 class StaleReferenceCheck:
     """Raises an error if the model uses parameters that sharding has replaced.
 
-    Code may refer to a parameter not by a module's attribute, but for example by a list or a closure. It
+    Code may refer to a parameter not by a module's attribute, but by a list or a closure, for example. It
     would always compute with the initial value, and the optimizer would not get the gradient.
     """
 
@@ -76,7 +76,7 @@ class StaleReferenceCheck:
         self._replaced: dict[str, weakref.ref[nn.Parameter]] = {}
 
     def note(self, unit: nn.Module) -> None:
-        """Record, by weak references, the parameters of `unit`, which is sharded next."""
+        """Record weak references to the parameters of `unit`, which is about to be sharded."""
         for name, parameter in unit.named_parameters():
             if not is_dtensor(parameter):
                 self._replaced[self._prefixes[unit] + name] = weakref.ref(parameter)
@@ -99,19 +99,18 @@ def holders_of(model: nn.Module) -> dict[object, set[nn.Module]]:
 
 
 def is_self_contained(module: nn.Module, holders: dict[object, set[nn.Module]]) -> bool:
-    """Return whether `module` shares no parameter with modules outside, as fully_shard requires of a unit."""
+    """Return whether `module` shares no parameter with modules outside, as fully_shard requires."""
     within = set(module.modules())
     parts = (part for part in within - {module} if any(True for _ in part.parameters()))
     return all(holders[each] <= within for each in (*module.parameters(), *parts))
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the batch norms that have a weight."""
     return [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.affine]
 
 
 def refuse_unshardable(model: nn.Module, units: Iterable[nn.Module]) -> None:
-    """Raise UserError for parameters that fully_shard would refuse later or with an unclear error."""
+    """Raise UserError for parameters that fully_shard would reject later or with an unclear error."""
     refuse_several_devices(model, "strategy=fsdp")
     refuse_shared_memory(model, "strategy=fsdp")
     scripted = {p for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for p in m.parameters()}

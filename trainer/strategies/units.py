@@ -1,4 +1,4 @@
-"""Units: the modules that FSDP gathers one at a time, or whose activations are recomputed."""
+"""Units are the modules that FSDP gathers one at a time, or whose activations are recomputed."""
 
 import functools
 import importlib
@@ -42,14 +42,15 @@ def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bo
     Args:
         settings: `every` applies it to every n-th unit, starting with the first; `keep` names operations
             whose results are stored, so that only cheap operations are recomputed.
-        compiled: whether torch.compile follows; it handles buffers itself, and supports only `keep`.
+        compiled: whether the model will be compiled. torch.compile handles buffers itself, and supports only
+            `keep`.
 
     Returns:
         A description for the user.
 
     Raises:
-        UserError: the model has no fsdp_units and no module of the required size; an entry of fsdp_units
-            can't be a unit; or `keep` names an unknown operation.
+        UserError: the model has no fsdp_units and no module of the required size, an entry of fsdp_units
+            can't be a unit, or `keep` names an unknown operation.
     """
     units = named_units(model)
     if not units:
@@ -77,7 +78,8 @@ def _keeping_buffers(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a forward pass and of its recomputation.
 
-    The second one restores the buffers; otherwise running statistics would count each batch twice.
+    The second context restores the buffers, because running statistics would otherwise count each batch
+    twice.
     """
     first, again = selective() if selective is not None else (nullcontext(), nullcontext())
 
@@ -95,11 +97,7 @@ def _keeping_buffers(
 
 
 def _operations(names: Sequence[str]) -> list[OpOverload]:
-    """Return all overloads of the ATen operations in `names`.
-
-    Raises:
-        UserError: a name is unknown.
-    """
+    """Return all overloads of the ATen operations in `names`. Raise UserError for an unknown name."""
     operations, spaces = list[OpOverload](), (torch.ops.aten, torch.ops.torch_attn)
     if "attention" in names and torch.accelerator.is_available():
         importlib.import_module("torch.nn.attention.varlen")  # registers _varlen_attn; takes 3 s
@@ -115,7 +113,7 @@ def _operations(names: Sequence[str]) -> list[OpOverload]:
 
 
 def named_units(model: nn.Module) -> list[nn.Module]:
-    """Return the submodules in the model's `fsdp_units`, without repetition; [] without that attribute.
+    """Return the distinct submodules in the model's `fsdp_units`; [] if it has no such attribute.
 
     Raises:
         UserError: an entry is not a submodule, or is never called.
@@ -152,8 +150,8 @@ def units_by_size(
 ) -> Iterator[nn.Module]:
     """Yield the smallest submodules with at least `min_params` parameters.
 
-    Containers are never units, since they are never called, but their modules may be. A module that shares a
-    parameter with a module outside is not a unit; a parent that contains both may be.
+    Containers are never called, so only the modules in them may be units. A module that shares a parameter
+    with a module outside is not a unit, but a parent of both may be.
     """
     for child in module.children() if not isinstance(module, _INDIVISIBLE) else ():
         if parameter_count(child.parameters()) < min_params:

@@ -1,9 +1,9 @@
-"""All-reduce algorithms as data; schedule.py defines schedules.
+"""All-reduce algorithms as data, in the form that schedule.py defines.
 
 To add an algorithm, write a function here, and add its name to ALGORITHMS below, to COMMS in
-trainer/config/schema.py, and as a file conf/comm/NAME.yaml with its settings. Then DDP,
-`benchmarks.allreduce` and `planner.comm` offer it, and the tests verify it. `planner.comm --formulas` shows
-it if CLASSIC in planner/formulas.py has its textbook formula.
+trainer/config/schema.py, and as a file conf/comm/NAME.yaml with its settings. DDP, `benchmarks.allreduce` and
+`planner.comm` then offer it, and the tests verify it. `planner.comm --formulas` shows it if CLASSIC in
+planner/formulas.py has its textbook formula.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every ran
 
 
 def _ring(ring: Sequence[int], position: int, parts: int, low: int = 0) -> Schedule:
-    """Return a reduce-scatter and an all-gather of len(ring) parts from `low` on, sending to the right."""
+    """Return a reduce-scatter and an all-gather around `ring`, of the parts from `low` on."""
     size = len(ring)
     left, right = ring[position - 1], ring[(position + 1) % size]
 
@@ -37,8 +37,8 @@ def _ring(ring: Sequence[int], position: int, parts: int, low: int = 0) -> Sched
 def ring(rank: int, hosts: Sequence[int]) -> Schedule:
     """Ring: each rank sends 1/P of the bucket to its right neighbour, P-1 times to add and P-1 times to copy.
 
-    Sends 2N(P-1)/P bytes per rank, the minimum, in 2(P-1) rounds. Source: Patarasuk & Yuan,
-    "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
+    Each rank sends 2N(P-1)/P bytes, the minimum, in 2(P-1) rounds. Source: Patarasuk & Yuan, "Bandwidth
+    optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
     """
     order, position = line(Hosts.of(hosts))
     return _ring(order, position[rank], parts=len(hosts))
@@ -50,7 +50,7 @@ def _deepest(hosts: Hosts) -> int:
 
 
 def tree(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Tree: sums go up a binary tree to its root, and the total comes down: 2 log2 P rounds of N bytes.
+    """Tree: sums go up a binary tree to its root, and the total goes down, in 2 log2 P rounds of N bytes.
 
     The first ranks of the hosts form a binary tree, and so do the ranks of each host, so each host's link
     carries N bytes up and N down per neighbour. Source: Thakur, Rabenseifner & Gropp, "Optimization of
@@ -72,9 +72,9 @@ def tree(rank: int, hosts: Sequence[int]) -> Schedule:
 
 
 def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Halving-doubling: pairs exchange halves, quarters ... to add, then back to copy: 2 log2 P rounds.
+    """Halving-doubling: pairs exchange halves, quarters, ... to add, then back to copy, in 2 log2 P rounds.
 
-    Sends 2N(P-1)/P bytes per rank if P is a power of two. Otherwise, each of the P - 2^k excess ranks first
+    Each rank sends 2N(P-1)/P bytes if P is a power of two. Otherwise, each of the P - 2^k excess ranks first
     sends N bytes to a neighbour, and receives the result at the end. The nearest partners exchange the
     largest chunks, so little data crosses hosts. Source: Rabenseifner, "Optimization of collective reduction
     operations", ICCS 2004; Thakur, Rabenseifner & Gropp 2005, section 4.5.
@@ -114,17 +114,19 @@ def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
 
 @lru_cache(maxsize=16)
 def _shard_rings(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
-    """Return, for each shard, its owner on each host; the smallest host has one rank per shard."""
+    """Return the owner of each shard on each host; the number of shards is that of ranks on the smallest
+    host.
+    """
     return tuple(zip(*by_host(hosts), strict=False))
 
 
 def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
     """Hierarchical: reduce-scatter inside each host, a ring across hosts per shard, all-gather in each host.
 
-    Each host's link carries 2N(H-1)/H bytes for H hosts and any number of ranks; a flat ring carries
-    2N(P-1)/P. The smallest host has one shard per rank; further ranks of a larger host send to the owners of
-    the shards, and receive from them. Source: Jia et al., "Highly Scalable Deep Learning Training System with
-    Mixed-Precision", 2018, section 4.2 (there with one shard); NCCL's in-host stage.
+    Each host's link carries 2N(H-1)/H bytes for H hosts and any number of ranks; with a flat ring, it carries
+    2N(P-1)/P. The smallest host has one shard per rank; additional ranks of a larger host send to the owners
+    of the shards, and receive from them. Source: Jia et al., "Highly Scalable Deep Learning Training System
+    with Mixed-Precision", 2018, section 4.2 (there with one shard); NCCL's in-host stage.
     """
     members = by_host(Hosts.of(hosts))
     host, index = positions_in_hosts(Hosts.of(hosts))[rank]
@@ -152,7 +154,7 @@ def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
 
 
 def master_worker(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Master-worker, a baseline: all ranks send (P-1)N bytes to rank 0, which adds and sends the sum back.
+    """Master-worker, a baseline: rank 0 receives (P-1)N bytes from the other ranks, and sends the sum back.
 
     Source: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014, with one
     synchronous server.

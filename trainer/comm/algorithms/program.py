@@ -1,4 +1,4 @@
-"""Apply a schedule to a bucket of known length: which elements a rank sends and receives at which visit."""
+"""Apply a schedule to a bucket of known length: what a rank sends and receives at each visit."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ _MAX_ITEMSIZE = 8  # bytes of an element
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One message, with the elements [begin, end) of the bucket."""
+    """One message, which carries the elements [begin, end) of the bucket."""
 
     kind: Kind
     peer: int
@@ -31,7 +31,6 @@ class Move:
         return sums[self.begin : self.end]
 
     def take(self, sums: "Tensor", received: "Tensor") -> None:
-        """Add the received elements to `sums`, or copy them into `sums`."""
         if self.kind is Kind.ADD:
             self.chunk(sums).add_(received)
         else:
@@ -40,7 +39,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """Process `receives`, then finish the sum of the elements `owned`, if any, then start `sends`."""
+    """Process `receives`, then complete the sum of the elements `owned`, if any, then start `sends`."""
 
     receives: tuple[Move, ...]
     owned: tuple[int, int] | None
@@ -50,7 +49,7 @@ class Visit:
 def lay_out(
     schedule: Schedule, numel: int, itemsize: int, segment_bytes: int, width: int
 ) -> list[list[Visit]]:
-    """Return, for each sweep over a bucket's segments, its visits; they receive what the previous sweep sent.
+    """Return the visits of each sweep over a bucket's segments; they receive what the previous sweep sent.
 
     Args:
         itemsize: bytes per element on the wire.
@@ -76,7 +75,7 @@ def lay_out(
 
 
 def _elements(schedule: Schedule, begin: int, end: int, segment: tuple[int, int]) -> tuple[int, int]:
-    """Return the elements of the parts [begin, end) within a segment."""
+    """Return the elements of the parts [begin, end) within a segment, as a range."""
     first, last = segment
     return first + schedule.boundary(begin, last - first), first + schedule.boundary(end, last - first)
 
@@ -91,7 +90,8 @@ def _messages(schedule: Schedule, ops: Sequence[Op], segment: tuple[int, int]) -
 def messages_in_flight(schedule: Schedule) -> int:
     """Return the largest number of messages to one peer that the peer reads only at later visits.
 
-    A message is read at the next visit of its segment, so a segment in flight has the messages of one round.
+    A message is read at the next visit of its segment, so each segment in flight has the messages of one
+    round.
     """
     per_round = (Counter(op.peer for op in ops if op.kind is Kind.SEND) for ops in schedule.rounds())
     return IN_FLIGHT * max((max(peers.values(), default=0) for peers in per_round), default=0)
@@ -108,6 +108,6 @@ def chunks_in_flight(schedule: Schedule, width: int) -> int:
 
 
 def largest_chunk(schedule: Schedule, segment_bytes: int) -> int:
-    """Return an upper limit for the bytes of a chunk; segments and parts differ by at most one element."""
+    """Return an upper limit for the bytes of a chunk: segments and parts differ by at most one element."""
     widest = max((op.end - op.begin for ops in schedule.rounds() for op in ops), default=0)
     return (segment_bytes + _MAX_ITEMSIZE) * widest // schedule.parts + 2 * _MAX_ITEMSIZE

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and the order of ranks in lines and trees."""
+"""Find out which ranks share a host, and arrange ranks in lines and trees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 
 
 class Hosts(tuple[int, ...]):
-    """The host of every rank, hashed only once, for creating the schedules of thousands of ranks."""
+    """The host of every rank, with a cached hash, to build the schedules of thousands of ranks fast."""
 
     @classmethod
     def of(cls, hosts: Sequence[int]) -> "Hosts":
@@ -22,7 +22,7 @@ class Hosts(tuple[int, ...]):
 
 @lru_cache(maxsize=16)
 def by_host(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host; hosts are in the order of their first ranks."""
+    """Return the ranks of each host, in the order of the hosts' first ranks."""
     groups: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
         groups.setdefault(host, []).append(rank)
@@ -38,15 +38,13 @@ def positions_in_hosts(hosts: Hosts) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=16)
 def line(hosts: Hosts) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks host by host, so that most neighbours share a host; and each rank's index in it."""
+    """Return the ranks host by host, so that most neighbours share a host, and each rank's index."""
     order = tuple(rank for ranks in by_host(hosts) for rank in ranks)
     return order, tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 @dataclass(frozen=True, slots=True)
 class TreePosition:
-    """A rank's position in the tree."""
-
     parent: int | None
     children: tuple[int, ...]
     depth: int  # 0 at the root
@@ -54,7 +52,7 @@ class TreePosition:
 
 @lru_cache(maxsize=16)
 def tree(hosts: Hosts) -> tuple[TreePosition, ...]:
-    """Return each rank's position in a tree of hosts, whose first ranks are the roots of in-host trees."""
+    """Return each rank's position in a tree of hosts, whose first ranks are the roots of trees of ranks."""
     groups = by_host(hosts)
     leaders = [ranks[0] for ranks in groups]
 

@@ -45,7 +45,6 @@ class Phase:
     ring: tuple[int, int] = (0, 1)  # the parts [low, high) within which chunks move
 
     def round(self, index: int) -> tuple[Op, ...]:
-        """Return the ops of the round at its repetition `index`."""
         if index == 0:
             return self.ops
         low, high = self.ring
@@ -58,7 +57,7 @@ class Phase:
 
 
 def in_phases(rounds: Sequence[Sequence[Op]]) -> tuple[Phase, ...]:
-    """Return a phase for each round, and one for consecutive idle rounds, of which a large tree has many."""
+    """Return one phase for each round, and one for all consecutive idle rounds, which large trees have."""
     phases: list[Phase] = []
     for idle, run in groupby(map(tuple, rounds), key=lambda ops: not ops):
         same = list(run)
@@ -84,7 +83,6 @@ class Schedule:
         return self.num_reduce_rounds + sum(phase.repeat for phase in self.gather)
 
     def rounds(self) -> Iterator[tuple[Op, ...]]:
-        """Yield the rounds in order."""
         for phase in (*self.reduce, *self.gather):
             for index in range(phase.repeat):
                 yield phase.round(index)
@@ -97,5 +95,5 @@ class Schedule:
         return (op for phase in (*self.reduce, *self.gather) for op in phase.ops)
 
     def boundary(self, part: int, numel: int) -> int:
-        """Return the first element of `part` in a bucket of `numel` elements; for part `parts`, its end."""
+        """Return the first element of `part` in a bucket of `numel` elements; of part `parts`, the end."""
         return part * numel // self.parts
