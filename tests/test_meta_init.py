@@ -1,7 +1,6 @@
 """A model that is built on the meta device and filled later has the values of one that was built for real."""
 
 import resource
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from tests.runs import context_of
 from tests.strategies.test_fsdp import fsdp
-from trainer.errors import UserError
 from trainer.strategies.meta_init import InitialModel, constructed, named_tensors, on_meta
 
 
@@ -74,31 +72,11 @@ class Shares(nn.Linear):
         self.register_buffer("row", self.weight.data[0])
 
 
-class Drawn(nn.Module):
-    """A weight, tied, and a table, each given a value by its name alone."""
-
-    def __init__(self, forgets: bool = False) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(20, 20, bias=False), nn.Linear(20, 20, bias=False)
-        self.second.weight = self.first.weight
-        self.register_buffer("table", torch.empty(4))
-        self.forgets = forgets
-
-    def init_tensor(self, name: str, tensor: Tensor) -> None:
-        if name == "table":
-            tensor.copy_(torch.arange(4))
-        elif self.forgets:
-            tensor[1:].normal_()
-        else:
-            assert name == "first.weight"
-            tensor.normal_()
-
-
 def _gpt() -> nn.Module:
     return GPT(vocab_size=50, block_size=16, width=32, depth=2, num_heads=2)
 
 
-ON_META = (Everything, View, _gpt, Drawn)
+ON_META = (Everything, View, _gpt)
 WHOLE = {
     Reads: "tolist|meta",
     Hides: "it stores tensors elsewhere than in attributes",
@@ -153,64 +131,43 @@ def test_every_rank_has_the_values_of_one_that_builds_alone() -> None:
             assert bool(notes) == (build not in ON_META), (build, notes)
         assert second[number][1] == (build in ON_META)
     assert not first[0][1]
-    other_seed = dict(_values(constructed(Drawn, 1, None)))
-    assert not other_seed["first.weight"].equal(dict(first[ON_META.index(Drawn)][0])["first.weight"])
 
 
-def test_what_init_tensor_forgets_is_refused_by_name() -> None:
-    model = constructed(partial(Drawn, forgets=True), 0, None)
-    with pytest.raises(
-        UserError, match=r"init_tensor must set all 400 elements of first.weight, but 20 are unset"
-    ):
-        model.fill(model.module)
-
-
-def _extended() -> list[list[tuple[str, Tensor]]]:
+def _extended() -> list[tuple[str, Tensor]]:
     def extend(module: nn.Module) -> None:
         own = next(module.parameters())
         module.added = nn.Linear(5, 5).to(own.device)
         module.norms = nn.Parameter(torch.empty(3) if own.is_meta else own.detach().flatten()[:3].clone())
 
-    found = []
-    for build in (_normed, Drawn):
-        model = constructed(build, 0, tiny.facts() if torch.distributed.is_initialized() else None)
-        model.extend(extend)
-        found.append(_values(model))
-    return found
+    model = constructed(_normed, 0, tiny.facts() if torch.distributed.is_initialized() else None)
+    model.extend(extend)
+    return _values(model)
 
 
 def test_what_extends_a_model_has_the_same_values_on_every_rank() -> None:
     """Also where these depend on the model's, as the norms of weights in DoRA."""
     (alone,) = run_ranks(_extended, 1, init=False)
     for rank in run_ranks(_extended, 2):
-        for ours, theirs in zip(rank, alone, strict=True):
-            assert [name for name, _ in ours] == [name for name, _ in theirs]
-            assert all(one.equal(other) for (_, one), (_, other) in zip(ours, theirs, strict=True))
-
-
-def _loaded(build: Callable[[], nn.Module], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    model = constructed(build, 0, tiny.facts())
-    model.load(lambda: tensors)
-    return dict(_values(model))
+        assert [name for name, _ in rank] == [name for name, _ in alone]
+        assert all(one.equal(other) for (_, one), (_, other) in zip(rank, alone, strict=True))
 
 
 def _normed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-@pytest.mark.parametrize(
-    ("build", "names"), [(_normed, ("0.weight", "1.running_mean")), (Drawn, ("second.weight",))]
-)
-def test_weights_from_elsewhere_take_the_place_of_those_drawn(
-    build: Callable[[], nn.Module], names: tuple[str, ...]
-) -> None:
-    drawn = dict(_values(constructed(build, 0, None)))
-    given = {name: torch.randn(drawn[name].shape) for name in names}
-    for rank in run_ranks(_loaded, 2, build, given):
+def _loaded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    model = constructed(_normed, 0, tiny.facts())
+    model.load(lambda: tensors)
+    return dict(_values(model))
+
+
+def test_weights_from_elsewhere_take_the_place_of_those_drawn() -> None:
+    drawn = dict(_values(constructed(_normed, 0, None)))
+    given = {name: torch.randn(drawn[name].shape) for name in ("0.weight", "1.running_mean")}
+    for rank in run_ranks(_loaded, 2, given):
         assert all(rank[name].equal(value) for name, value in given.items())
-        assert all(
-            value.equal(drawn[name]) for name, value in rank.items() if "bias" in name or name == "table"
-        )
+        assert all(value.equal(drawn[name]) for name, value in rank.items() if "bias" in name)
 
 
 def _start(run_dir: Path, strategy: str) -> dict[str, Tensor]:

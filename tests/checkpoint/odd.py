@@ -117,8 +117,8 @@ class AllThatIsRight(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        late = [Late(grows, persistent=False) for grows in (False, True)]
-        self.parts = nn.ModuleList([*(Counting(kind) for kind in EXTRA), *late, Averaging()])
+        late = Late(grows=True, persistent=False)
+        self.parts = nn.ModuleList([*(Counting(kind) for kind in EXTRA), late, Averaging()])
         self.layers = nn.ModuleList([nn.Linear(2, 2)])
         self.register_state_dict_post_hook(_rename)
         self.register_load_state_dict_pre_hook(_rename_back)

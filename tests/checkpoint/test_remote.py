@@ -125,7 +125,7 @@ def test_a_truncated_upload_gets_no_manifest(
     monkeypatch.setattr(Address, "put", lambda address, file: address.write(file.read_bytes()[:-1]))
     _save(store, 10)
     remote.follow(10)
-    _wait(lambda: "arrived with 7 of 8 bytes" in caplog.text)
+    _wait(lambda: "has 7 of 8 bytes after the upload" in caplog.text)
     assert not _steps_there(tmp_path)
 
 

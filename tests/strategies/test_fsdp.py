@@ -279,15 +279,15 @@ def test_units_of_any_model() -> None:
     assert units["ParentsFirst"] == ["outer.1.0", "outer.1", "outer"]
     assert units["Attention"] == ["layer", "attention"]
     expected = [
-        "odd: parameters with no dim",
-        "odd: parameters with no elem",
-        "odd: parameters with non-contiguous",
+        "odd: it does not support parameters without dim",
+        "odd: it does not support parameters without elem",
+        "odd: it does not support parameters in non-contiguous",
     ]
-    expected += ["odd: parameters with complex values"]
+    expected += ["odd: it does not support parameters with complex values"]
     expected += ["torch.float32 in whole.weight and torch.bfloat16 in short.weight"]
-    expected += ["cannot shard weight: parameters with a hook on the gradient"]
-    expected += ["cannot shard 0.weight: parameters with a sparse gradient"]
-    expected += ["cannot shard 0.weight, 0.bias: parameters with a torch.jit.script module"]
+    expected += ["cannot shard weight: it does not support parameters with a hook on the gradient"]
+    expected += ["cannot shard 0.weight: it does not support parameters with a sparse gradient"]
+    expected += ["cannot shard 0.weight, 0.bias: it does not support parameters of a torch.jit.script module"]
     expected += ["0.weight and 1.weight share memory, but "]
     expected += ["(return self.blocks[0](x) @ self.embed[0].weight) uses a parameter of a unit"]
     expected += ["uses embed.0.weight by a reference kept in a list"]

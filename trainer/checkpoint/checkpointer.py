@@ -144,7 +144,7 @@ class Checkpointer:
         self._branch, before, self._saved = self._agreement.on_main(lambda: self._before(self._opened))
         if self._opened is None:
             return []
-        data_states = restore(state, self._opened, frozen, self._agreement, self._ranks.device)
+        data_states = restore(state, self._opened, frozen, self._agreement)
         state.early_end.continue_after(self._opened.facts.get(_HOURS, 0.0))
         if self._ranks.is_main:
             log_changed_settings(self._opened.facts["config"], self._facts["config"])
@@ -201,7 +201,7 @@ class Checkpointer:
                 with writing(self._store.root.parent):
                     self._evaluations.write()
             if source is not None and changed:
-                load_model(state.model, source, self._ranks.device)
+                load_model(state.model, source)
 
         self._agreement.on_main(make_root)
         self._agreement.everywhere(check_save)

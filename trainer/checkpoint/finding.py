@@ -57,7 +57,7 @@ def candidates(
     if which == "newest":
         if not (listed := listing.checkpoints() or all_checkpoints(listing, remote)):
             raise UserError(
-                f"{run_dir} has no checkpoint: none of this run was found in {run_dir / 'checkpoints'}"
+                f"{run_dir} has no checkpoint: {run_dir / 'checkpoints'} contains none of this run"
             )
         return [each.path for each in listed]
     below = run_dir / "checkpoints" / which
@@ -72,7 +72,6 @@ def read_model(
     which: str,
     settings: CheckpointConfig,
     agreement: Agreement,
-    device: torch.device,
     frozen: Mapping[str, str],
 ) -> OpenCheckpoint:
     """Load a checkpoint into `model`, sharded or not, and return the checkpoint (a collective).
@@ -82,7 +81,6 @@ def read_model(
     Args:
         run_id: the run whose checkpoints `newest` and `best` refer to; None for all runs.
         which: newest (intact), best (by the metric of `settings`), or a path.
-        device: the device of the model.
         frozen: the `frozen_digests` of the model.
 
     Raises:
@@ -95,7 +93,7 @@ def read_model(
 
     def load() -> None:
         check_left_out(source, frozen)
-        load_model(model, source, device)
+        load_model(model, source)
 
     agreement.everywhere(load)
     return source

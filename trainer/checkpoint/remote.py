@@ -17,7 +17,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -85,8 +84,6 @@ class Remote(NoRemote):
         self._requested = self._done = 0  # number of calls of `follow`, and how many of them are complete
         self._newest_step = self._safe_step = 0  # of the newest checkpoint on disk, and at the address
         self._longest_pause_s = _LONGEST_PAUSE_S
-        self._copied: dict[str, tuple[int, int]] = {}  # mtime_ns and size of the local file, by address
-        self._metrics_upload = 0.0, 0.0  # start and end time of the last upload of metrics.jsonl
         self._problem: str | None = None  # why the last attempt failed
         self._thread: threading.Thread | None = None
         self._has_started = False  # whether run.json has named this launch
@@ -168,11 +165,8 @@ class Remote(NoRemote):
                 self._start()
             self._check_owner()
             for file in map(self._local.root.parent.joinpath, _SMALL_FILES):
-                if file.exists() and (file.name != METRICS or self._is_time_for_metrics()):
-                    start = time.monotonic()
-                    self._upload_file(file, self._address / file.name)
-                    if file.name == METRICS:
-                        self._metrics_upload = start, time.monotonic()
+                if file.exists():
+                    (self._address / file.name).put(file)
             if newest is None:
                 return
             self._safe_step = self._upload_checkpoint(newest).step
@@ -183,12 +177,6 @@ class Remote(NoRemote):
                     self._upload_checkpoint(best)
         finally:
             self.copying = None
-
-    def _is_time_for_metrics(self) -> bool:
-        """Return whether to upload metrics.jsonl, which grows for months; limited to 1/20 of the time."""
-        start, end = self._metrics_upload
-        is_last = self._longest_pause_s == _LAST_PAUSE_S
-        return is_last or time.monotonic() - end >= 20 * (end - start)
 
     def _start(self) -> None:
         """Take ownership of the address for this launch, and remove incomplete checkpoints there."""
@@ -233,7 +221,6 @@ class Remote(NoRemote):
         self._upload_files(path, folder, manifest.files)
         self._check_owner()
         (folder / MANIFEST).write(manifest_text(manifest).encode(), create=True)
-        self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
         for old in self._uploaded.to_prune(self._settings, self._evaluations):
             if old != folder:
                 (old / MANIFEST).remove()  # first: a folder without it is not a checkpoint
@@ -242,27 +229,20 @@ class Remote(NoRemote):
         return manifest
 
     def _upload_files(self, path: Path, folder: Address, names: Iterable[str]) -> None:
-        """Upload files of the directory `path` to `folder`, and check that they arrived."""
+        """Upload files of the directory `path` that `folder` lacks, and check that they arrived."""
         sizes = {name: (path / name).stat().st_size for name in sorted(names)}
-        arrived = folder.sizes() if any(str(folder / name) in self._copied for name in sizes) else {}
+        arrived = folder.sizes()
 
         def upload(name: str) -> None:
             self._check_owner()  # before each file, because this process may have been suspended for hours
-            self._upload_file(path / name, folder / name, has_arrived=arrived.get(name) == sizes[name])
+            (folder / name).put(path / name)
 
         with ThreadPoolExecutor(_NUM_THREADS, "remote") as threads:
-            list(threads.map(upload, sizes))
+            list(threads.map(upload, [name for name, size in sizes.items() if arrived.get(name) != size]))
         arrived = folder.sizes()
         for name, size in sizes.items():
             if arrived.get(name) != size:
-                raise UserError(f"{folder / name} arrived with {arrived.get(name)} of {size} bytes")
-
-    def _upload_file(self, file: Path, target: Address, has_arrived: bool = True) -> None:
-        status = file.stat()
-        version = (status.st_mtime_ns, status.st_size)
-        if not has_arrived or self._copied.get(str(target)) != version:
-            target.put(file)
-            self._copied[str(target)] = version
+                raise UserError(f"{folder / name} has {arrived.get(name)} of {size} bytes after the upload")
 
     def _free_folder(self, manifest: Manifest) -> Address | None:
         """Return an unused folder for a checkpoint; None if the checkpoint is uploaded already."""

@@ -43,13 +43,11 @@ def restore(
     source: OpenCheckpoint,
     frozen: Mapping[str, str],
     agreement: Agreement,
-    device: torch.device,
 ) -> list[dict[str, Any]]:
     """Load a checkpoint into ``state``, and return the data position of each rank (a collective).
 
     Args:
         frozen: the `frozen_digests` of the model.
-        device: the device of the model.
 
     Raises:
         UserError: on every rank, if the checkpoint is from a different model or optimizer, or cannot be read.
@@ -57,14 +55,11 @@ def restore(
     plain, targets = source.facts["state"], dict[str, Tensor]()
 
     def fit() -> tuple[list[str], list[dict[str, Any]]]:
-        """Check that the state fits, on all ranks, before anything except buffers is changed."""
+        """Check on all ranks that the state fits, before any value is changed."""
         check_left_out(source, frozen)
-        unused = make_buffers(state.model, source, device)
-        found, lacks = targets_for(state, source)
+        _separate_buffers(state.model, source)
+        found, notes = targets_for(state, source)
         targets.update(found)
-        notes = [f"lacks {missing}" for missing in lacks]
-        if unused:
-            notes.append(f"contains buffers that the model does not have: {first_five(unused)}")
         return notes, source.data_states()
 
     def read() -> None:
@@ -80,9 +75,9 @@ def restore(
     return data_states
 
 
-def load_model(model: nn.Module, source: OpenCheckpoint, device: torch.device) -> None:
+def load_model(model: nn.Module, source: OpenCheckpoint) -> None:
     """Load the model's state dict, and the non-persistent buffers that were saved with the same shape."""
-    make_buffers(model, source, device)
+    _separate_buffers(model, source)
     own = model_state(model)
     targets = model_targets(own, source.shapes, source.left_out)
     others = {f"buffers.{name}": buffer for name, buffer in buffers_outside(model, set(own)).items()}
@@ -93,7 +88,7 @@ def load_model(model: nn.Module, source: OpenCheckpoint, device: torch.device) -
 
 
 def targets_for(state: TrainState, source: OpenCheckpoint) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors to read a checkpoint into, by their saved names, and descriptions of what it lacks.
+    """Return the tensors to read a checkpoint into, by their saved names, and notes on what does not match.
 
     The targets are the model's own tensors, its non-persistent buffers if they were saved with the same
     shape, and new tensors for this rank's optimizer state. State with the shape of its parameter is laid out
@@ -103,22 +98,27 @@ def targets_for(state: TrainState, source: OpenCheckpoint) -> tuple[dict[str, Te
     Raises:
         UserError: if the checkpoint is from a different model or optimizer.
     """
-    own, shapes, lacks = state.state_dict(), source.shapes, []
+    own, shapes, notes = state.state_dict(), source.shapes, []
     targets = model_targets(own["model"], shapes, source.left_out)
     saved_groups = source.facts["state"]["optimizer"]["param_groups"]
     _compare_optimizers(state, own["optimizer"]["param_groups"], saved_groups)
     buffers = {f"buffers.{name}": value for name, value in own["buffers"].items()}
     matching = _matching(buffers, shapes)
     if missing := sorted(name.partition(".")[2] for name in buffers.keys() - matching.keys()):
-        lacks.append(
-            f"these buffers, or has them with other shapes, so they keep their initial values: "
+        notes.append(
+            f"lacks these buffers, or has them with other shapes, so they keep their initial values: "
             f"{first_five(missing)}"
         )
+    if unused := [name for name in shapes if name.startswith("buffers.") and name not in buffers]:
+        unused = [name.partition(".")[2] for name in unused]
+        notes.append(f"contains buffers that the model does not have: {first_five(unused)}")
     averages = {f"ema.weights.{name}": value for name, value in own["ema"].get("weights", {}).items()}
     if _matching(averages, shapes).keys() != averages.keys():
         averages = {}
     if state.average is not None and not averages:
-        lacks.append("moving averages of these weights (ema.decay); averaging starts from the saved weights")
+        notes.append(
+            "lacks moving averages of these weights (ema.decay); averaging starts from the saved weights"
+        )
     targets |= matching | averages
     for name, (shape, dtype) in shapes.items():
         if name in targets or name.startswith(("buffers.", "ema.")):
@@ -133,7 +133,7 @@ def targets_for(state: TrainState, source: OpenCheckpoint) -> tuple[dict[str, Te
                 targets[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:
                 targets[name] = torch.empty(shape, dtype=dtype)
-    return targets, lacks
+    return targets, notes
 
 
 def model_targets(own: Mapping[str, Any], shapes: Shapes, left_out: Collection[str]) -> dict[str, Tensor]:
@@ -248,35 +248,11 @@ def _matching(tensors: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor
     return {name: value for name, value in tensors.items() if shapes.get(name) == (value.shape, value.dtype)}
 
 
-@torch.no_grad()
-def make_buffers(model: nn.Module, source: OpenCheckpoint, device: torch.device) -> list[str]:
-    """Register buffers in `model` as `source` has them, before the saved values are read into them.
-
-    Non-persistent buffers that a forward pass created are registered. Buffers that share memory with another
-    tensor of the model, but were saved with different values, get separate memory.
-
-    Args:
-        device: the device of the model; modules on another device of the same type keep theirs.
-
-    Returns:
-        The names of saved buffers that the model does not have.
-    """
-    modules, unused = dict(named_modules(model)), []
-    saved = {
-        name.partition(".")[2]: name for name in source.shapes if name.startswith(("model.", "buffers."))
-    }
-    buffers = dict(named_buffers(model))
-    for name in sorted(saved.keys() - buffers.keys()):
-        if not saved[name].startswith("buffers."):
-            continue
-        prefix, _, attribute = name.rpartition(".")
-        value = source.read_named([saved[name]])[saved[name]]
-        try:
-            module = modules[prefix]
-            value = value.to(_device_of(module, device), copy=True)
-            module.register_buffer(attribute, value, persistent=False)
-        except KeyError:  # there is no such module, or it has another attribute of this name
-            unused.append(name)
+def _separate_buffers(model: nn.Module, source: OpenCheckpoint) -> None:
+    """Give buffers separate memory that share it with another tensor, but were saved with other values."""
+    modules, buffers = dict(named_modules(model)), dict(named_buffers(model))
+    prefixes = ("model.", "buffers.")
+    saved = {name.partition(".")[2]: name for name in source.shapes if name.startswith(prefixes)}
     # Parameters come first, and so keep the memory.
     plain = {name: p.detach() for name, p in every_parameter(model) if not is_dtensor(p)}
     for name, other in aliases_in({**plain, **buffers}).items():
@@ -285,10 +261,3 @@ def make_buffers(model: nn.Module, source: OpenCheckpoint, device: torch.device)
             if not same_bits(values[saved[name]], values[saved[other]]):
                 prefix, _, attribute = name.rpartition(".")
                 setattr(modules[prefix], attribute, buffers[name].clone())
-    return unused
-
-
-def _device_of(module: nn.Module, device: torch.device) -> torch.device:
-    """Return the device of the module's tensors if it has the type of `device`, otherwise `device`."""
-    devices = (tensor.device for tensor in (*module.buffers(), *module.parameters()))
-    return next((each for each in devices if each.type == device.type), device)

@@ -69,9 +69,8 @@ class Savable:
         if replaced:
             raise UserError(
                 f"parameters of the model were replaced after the first step: {first_five(replaced)}. The "
-                "optimizer still updates the old ones. Do not replace parameters in a forward pass; "
-                "create them "
-                "in __init__, and change their values in place under torch.no_grad()"
+                "optimizer still updates the old ones. Create parameters in __init__ only, and change their "
+                "values in place under torch.no_grad()"
             )
         tree, left_out_tensors = self._split(state)
         if changed := changed_bits(self._left_out_bits, left_out_tensors.items()):

@@ -44,8 +44,9 @@ def seal(temporary: Path, manifest: Manifest) -> None:
     if present != set(manifest.files):
         missing, unexpected = sorted(set(manifest.files) - present), sorted(present - set(manifest.files))
         raise UserError(
-            f"{temporary}: missing files: {first_few(missing) or 'none'}; unexpected files: "
-            f"{first_few(unexpected) or 'none'}: is run_dir on a file system that all hosts share?"
+            f"{temporary} lacks {first_few(missing) or 'no file'} and contains "
+            f"{first_few(unexpected) or 'no file'} that the manifest does not list: is run_dir on a file "
+            "system that all hosts share?"
         )
     fsync_directory(temporary)
     write_text(temporary / MANIFEST, manifest_text(manifest))

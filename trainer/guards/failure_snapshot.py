@@ -124,7 +124,7 @@ class FailureSnapshot(Snapshot):
             time.sleep(0.01)
         if self._changed_weights:
             raise UserError(
-                f"a forward pass changes {self._changed_weights[0]}, and parameters are not copied before it"
+                f"a forward pass changes {self._changed_weights[0]}, and no copy from before the pass exists"
             )
         return step
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from tqdm import tqdm
 
@@ -84,7 +83,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         model, frozen, train_set = _initial(config, agreement, ranks.local_rank, sharded_over)
         assert config.seed is not None
         wrapped = strategy.wrap(model.module, model.fill)
-        source = _read(strategy.unwrap(wrapped), config, checkpoint, agreement, strategy.device, frozen)
+        source = _read(strategy.unwrap(wrapped), config, checkpoint, agreement, frozen)
         strategy.weights_changed(wrapped)
         where = f"{config.strategy.name} on {ranks.world_size} x {ranks.device.type}"
         log.info("%s, %s", source.directory, where)
@@ -113,7 +112,7 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
     with generators_kept():
         model, frozen, _ = _initial(config, Agreement(), local_rank=0, sharded_over=None)
         model.fill(model.module)
-    _read(model.module, config, checkpoint, Agreement(), torch.device("cpu"), frozen)
+    _read(model.module, config, checkpoint, Agreement(), frozen)
     model.module.eval()
     return model.module
 
@@ -142,12 +141,11 @@ def _read(
     config: Config,
     checkpoint: str,
     agreement: Agreement,
-    device: torch.device,
     frozen: dict[str, str],
 ) -> OpenCheckpoint:
     run_dir = location(config.run_dir or "")
     run_id = agreement.on_main(lambda: run_id_of(run_dir))
-    source = read_model(model, run_dir, run_id, checkpoint, config.checkpoint, agreement, device, frozen)
+    source = read_model(model, run_dir, run_id, checkpoint, config.checkpoint, agreement, frozen)
     if agreement.rank == 0 and source.manifest.run_id not in (run_id, None):
         log.warning("%s was saved by a different run than the one in %s", source.directory, run_dir)
     if evaluates_ema(config):

@@ -267,7 +267,7 @@ def first_node(nodes: str) -> str:
 
 def _number(variables: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"\d+", variables[name]):
-        raise UserError(f"{_shown(variables, name)}, but must be a number of at least 0")
+        raise UserError(f"{_shown(variables, name)}: expected an integer of at least 0")
     return int(variables[name])
 
 

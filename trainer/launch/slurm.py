@@ -45,7 +45,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
         return 0, None
     if shutil.which("sbatch") is None:
         raise UserError(
-            "launch=slurm needs SLURM's sbatch, which is not here; submit from a login node, or print the "
+            "launch=slurm needs SLURM's sbatch, which was not found. Submit from a login node, or print the "
             "script with launch.dry_run=true"
         )
     (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
     assert submitted.stdout is not None
     job = submitted.stdout.readline().strip().partition(";")[0]
     if not job:
-        raise UserError("SLURM refuses the job; the reason is in the line above")
+        raise UserError("SLURM rejected the job; see the line above for the reason")
     jobs.append(job)
     number.write_text(job)
     failed_before = failure_file.written_at(run_dir)

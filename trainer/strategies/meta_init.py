@@ -1,12 +1,10 @@
 """Initialize the model with the same values for any number of ranks and any strategy.
 
 If the strategy shards the model, only rank 0 builds it on the CPU. The other ranks build it on the meta
-device, whose tensors have no memory, and receive one unit after another from rank 0. If the model has
-`init_tensor`, each rank instead draws the values that it needs, from the seed and the tensor's name.
+device, whose tensors have no memory, and receive one unit after another from rank 0.
 """
 
 import gc
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -16,7 +14,7 @@ from trainer.distributed.agreement import on_main
 from trainer.distributed.collectives import broadcast_tensors
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError, first_line
-from trainer.tensors.generators import mixed_seed, seed_everything
+from trainer.tensors.generators import seed_everything
 from trainer.tensors.local_shard import storage_of
 from trainer.tensors.nested import leaves
 from trainer.torch_private import own_tensors
@@ -28,7 +26,7 @@ class InitialModel:
     """A model with its initial values, or on the meta device until `fill` gives it these values.
 
     Args:
-        ranks: the ranks to which rank 0 sends its values; None if each rank has or draws the values.
+        ranks: the ranks to which rank 0 sends its values; None if each rank has the values.
 
     Attributes:
         module: as its constructor built it; names and shapes are the same on every rank.
@@ -39,28 +37,20 @@ class InitialModel:
     def __init__(self, module: nn.Module, seed: int, ranks: Ranks | None = None, *notes: str) -> None:
         self.module, self.notes, self._seed, self._ranks = module, notes, seed, ranks
         self.loaded: dict[int, Tensor] = {}
-        tensors = [(id(tensor), name) for name, tensor in named_tensors(module) if _is_plain(tensor)]
-        self._unfilled = dict(reversed(tensors))  # tensor id to its first name
-        self._given: dict[int, Tensor] = {}  # id of the model's tensor to the tensor that replaces it
+        self._unfilled = {id(tensor) for _, tensor in named_tensors(module) if _is_plain(tensor)}
 
     def load(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         """Use the tensors that `read` returns, by their names in the module, as initial values."""
-        if hasattr(self.module, "init_tensor"):  # each rank copies the tensors that it fills
-            tensors = self.module.state_dict(keep_vars=True)
-            self._given = {id(tensors[name]): tensor for name, tensor in read().items()}
-        elif self._ranks is None or self._ranks.is_main:  # rank 0 sends them to the other ranks
+        if self._ranks is None or self._ranks.is_main:  # rank 0 sends them to the other ranks
             self.module.load_state_dict(read(), strict=False)
 
     def extend(self, extend: Callable[[nn.Module], None]) -> None:
         """Call `extend`, which adds submodules to the module, on the meta device if the module is there."""
-        if hasattr(self.module, "init_tensor"):  # it cannot initialize the added submodules
-            self.fill(self.module)
         before = [tensor for _, tensor in named_tensors(self.module)]
         known = {id(tensor) for tensor in before}
         seed_everything(self._seed, 0)
         extend(self.module)
-        new = [(id(tensor), name) for name, tensor in named_tensors(self.module) if id(tensor) not in known]
-        self._unfilled |= {} if hasattr(self.module, "init_tensor") else dict(reversed(new))
+        self._unfilled |= {id(tensor) for _, tensor in named_tensors(self.module)} - known
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
@@ -68,30 +58,11 @@ class InitialModel:
 
         This is a collective if rank 0 sends the values; `module` must then be the same submodule on each
         rank.
-
-        Raises:
-            UserError: the model's `init_tensor` did not set all elements of a tensor.
         """
         tensors = {id(tensor): tensor for _, tensor in named_tensors(module) if id(tensor) in self._unfilled}
-        named = [(self._unfilled.pop(key), tensor) for key, tensor in tensors.items()]
-        if hasattr(self.module, "init_tensor"):
-            replace(module, ((tensor, self._drawn(name, tensor)) for name, tensor in named))
-        elif self._ranks is not None:
+        self._unfilled -= tensors.keys()
+        if self._ranks is not None:
             replace(module, _from_rank_0(list(tensors.values()), self._ranks))
-
-    def _drawn(self, name: str, tensor: Tensor) -> Tensor:
-        value = torch.empty_like(tensor, device="cpu")
-        if id(tensor) in self._given:
-            return value.copy_(self._given[id(tensor)])
-        value.fill_(torch.nan if value.is_floating_point() else 0)
-        torch.manual_seed(mixed_seed(self._seed, zlib.crc32(name.encode())))
-        self.module.init_tensor(name, value)  # type: ignore[operator]
-        if num_unset := int(value.isnan().sum()):
-            raise UserError(
-                f"model: init_tensor must set all {value.numel()} elements of {name}, but {num_unset} are "
-                "unset"
-            )
-        return value
 
 
 def constructed(build: Callable[[], nn.Module], seed: int, ranks: Ranks | None) -> InitialModel:
@@ -107,8 +78,6 @@ def constructed(build: Callable[[], nn.Module], seed: int, ranks: Ranks | None) 
     if ranks is None or ranks.world_size == 1:
         return InitialModel(_whole(build, seed), seed)
     draft, reason = on_meta(build, seed)
-    if draft is not None and hasattr(draft, "init_tensor"):
-        return InitialModel(draft, seed)
     model = _whole(build, seed) if ranks.is_main or draft is None else draft
     if draft is not None and on_main(lambda: _described(model) != _described(draft), ranks):
         reason = "its constructor builds something else on the meta device"

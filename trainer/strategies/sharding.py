@@ -115,23 +115,23 @@ def refuse_unshardable(model: nn.Module, units: Iterable[nn.Module]) -> None:
     refuse_shared_memory(model, "strategy=fsdp")
     scripted = {p for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for p in m.parameters()}
     reasons = {
-        "no dimension; give them one, of size 1": lambda parameter: parameter.ndim == 0,
-        "no elements; remove them": lambda parameter: parameter.numel() == 0,
-        "non-contiguous memory; call .contiguous() before nn.Parameter": lambda parameter: (
+        "without dimensions. Give them one, of size 1": lambda parameter: parameter.ndim == 0,
+        "without elements. Remove them": lambda parameter: parameter.numel() == 0,
+        "in non-contiguous memory. Call .contiguous() before nn.Parameter": lambda parameter: (
             not parameter.is_contiguous()
         ),
-        "complex values, of which torch's fully_shard would sum only the real parts": torch.is_complex,
-        "a hook on the gradient, which would be called with shards": lambda parameter: bool(
+        "with complex values, of which it would sum only the real parts. Use real tensors": torch.is_complex,
+        "with a hook on the gradient, because it would get shards. Remove the hook": lambda parameter: bool(
             parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         ),
-        "a sparse gradient; build the embedding with sparse=False": sparse_weights(model).__contains__,
-        "a torch.jit.script module; do not script it, or use train.compile instead": scripted.__contains__,
+        "with a sparse gradient. Build the embedding with sparse=False": sparse_weights(model).__contains__,
+        "of a torch.jit.script module. Use train.compile instead of scripting": scripted.__contains__,
     }
     for reason, applies in reasons.items():
         if found := [name for name, parameter in model.named_parameters() if applies(parameter)]:
             raise UserError(
-                f"strategy=fsdp cannot shard {first_few(found)}: parameters with {reason}; or use "
-                "strategy=ddp"
+                f"strategy=fsdp cannot shard {first_few(found)}: it does not support parameters {reason}, or "
+                "use strategy=ddp"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[nn.Parameter] = set()
