@@ -59,10 +59,11 @@ class Checkpointer:
         num_samples: int | None,
         config: Mapping[str, Any],
     ) -> None:
-        """Args:
-        run_id: identifies this run's checkpoints in ``run_dir``.
-        num_samples: the length of the training data; None for a stream.
-        config: the settings as plain values, by dotted name. They are saved, and compared on resume.
+        """
+        Args:
+            run_id: identifies this run's checkpoints in ``run_dir``.
+            num_samples: the length of the training data; None for a stream.
+            config: the settings as plain values, by dotted name. They are saved, and compared on resume.
         """
         self._settings, self._ranks = settings, ranks
         self._store = Store(Path(run_dir) / "checkpoints", run_id)

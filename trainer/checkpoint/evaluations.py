@@ -42,11 +42,7 @@ class Evaluations:
 
     @staticmethod
     def read(run_dir: Location) -> "Evaluations":
-        """Return the evaluations of the run in `run_dir`, which may be an address; empty if there are none.
-
-        Raises:
-            OSError, UserError, RetryableError: if the file cannot be read or is damaged.
-        """
+        """Return the evaluations of the run in `run_dir`, a directory or an address, if there are any."""
         evaluations = Evaluations(Path())
         origins, metrics = {}, {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), (run_dir / FILE).open("rb") as file:

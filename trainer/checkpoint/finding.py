@@ -32,9 +32,6 @@ def candidates(
     """Return the checkpoints that `which` can refer to, in the order in which to try them.
 
     This includes those at `checkpoint.remote`, because the disk of the run may have been lost.
-
-    Raises:
-        UserError: if there is none.
     """
     listing: Listing[Any] = Listing(run_dir / "checkpoints", run_id)
     remote = settings.remote if isinstance(run_dir, Path) else None
@@ -81,7 +78,6 @@ def read_model(
     Args:
         run_id: the run whose checkpoints `newest` and `best` refer to; None for all runs.
         which: newest (intact), best (by the metric of `settings`), or a path.
-        frozen: the `frozen_digests` of the model.
 
     Raises:
         UserError: on every rank, if the checkpoint is missing, damaged or from a different model.
@@ -100,11 +96,7 @@ def read_model(
 
 
 def read_averages(model: nn.Module, source: OpenCheckpoint, agreement: Agreement) -> None:
-    """Replace the weights of `model`, sharded or not, with their moving averages in `source` (a collective).
-
-    Raises:
-        UserError: if `source` has no averages, or they cannot be read.
-    """
+    """Replace the weights of `model` with their moving averages in `source` (a collective)."""
     if not any(name.startswith(_AVERAGE) for name in source.shapes):
         raise UserError(no_averages(source.directory))
     targets = {
@@ -172,9 +164,6 @@ def saved_settings_of(
     """Return the settings of the run that ``resume`` continues, by dotted name; {} if there is none.
 
     Call it on rank 0. Only state.json of the checkpoint is read and verified.
-
-    Args:
-        remote: the value of `checkpoint.remote`.
     """
     candidates: list[Location] = [Path(resume or "")]
     if resume == "auto":

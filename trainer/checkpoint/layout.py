@@ -197,7 +197,6 @@ def plan_save(
     """Decide which rank writes which of the live ``tensors``; all ranks reach the same decision.
 
     Args:
-        tensors: the tensors of this rank, by name.
         format: "full" if rank 0 has every tensor in full and writes it; "sharded" if each rank writes its
             shards, and the rank with the least to write writes a replicated tensor.
         written_by: the rank that must write a tensor, by the tensor's name.

@@ -128,9 +128,6 @@ def all_checkpoints(own: Listing[Any], remote: str | None) -> list[ListedCheckpo
 
     If both have a checkpoint, the one in ``own`` comes first. Folders without a manifest at an address are
     skipped: their upload was never completed.
-
-    Raises:
-        UserError, RetryableError: if ``remote`` cannot be reached and ``own`` has no checkpoint.
     """
     checkpoints: list[ListedCheckpoint[Any]] = list(own.checkpoints())
     if remote is None:

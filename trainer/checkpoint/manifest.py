@@ -43,9 +43,6 @@ def write_hashed(path: Path, pieces: Iterable[Any]) -> FileDigest:
 
     Args:
         pieces: contiguous buffers, such as bytes, which must not change before this returns.
-
-    Raises:
-        OSError: if ``path`` exists or writing fails.
     """
     num_bytes, hashes = 0, list[Future[str]]()
     syncing: Future[None] | None = None
@@ -98,11 +95,7 @@ def _sha256(parts: list[memoryview]) -> str:
 
 
 def check_blocks(file: PlainFile, digest: FileDigest, blocks: Sequence[int]) -> None:
-    """Compare the blocks of ``file`` with the given numbers to ``digest``.
-
-    Raises:
-        UserError: if a block differs or cannot be read.
-    """
+    """Compare the blocks of ``file`` with the given numbers to ``digest``."""
 
     def is_intact(number: int) -> bool:
         sha, begin = hashlib.sha256(), number * BLOCK_BYTES
@@ -217,11 +210,7 @@ def step_of(name: str) -> int | None:
 
 
 def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile:
-    """Open the file ``name`` of the checkpoint in ``directory``.
-
-    Raises:
-        UserError: if it cannot be opened, or its size differs from the manifest.
-    """
+    """Open the file ``name`` of the checkpoint in ``directory``."""
     try:
         file = opened(directory / name)
     except (UnreachableError, NoAccessError):
@@ -239,9 +228,6 @@ def verify(directory: Location, reader: int = 0, num_readers: int = 1) -> Manife
     """Verify all blocks of the files, or the ``reader``-th of ``num_readers`` equal parts of the blocks.
 
     This compares only bytes; `open_checkpoint.verified` also reads the contents.
-
-    Raises:
-        UserError: if a file differs from the manifest.
     """
     manifest = read_manifest(directory)
     for name, blocks in blocks_to_verify(manifest, reader, num_readers):

@@ -233,11 +233,7 @@ def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> Non
 
 
 def verified(directory: Location, reader: int = 0, num_readers: int = 1) -> OpenCheckpoint:
-    """Verify and open the checkpoint in ``directory``; each of several readers verifies a part of the files.
-
-    Raises:
-        UserError: if the checkpoint is incomplete or damaged.
-    """
+    """Verify and open the checkpoint in ``directory``; each of several readers verifies a part."""
     return OpenCheckpoint.open(directory, verify(directory, reader, num_readers))
 
 

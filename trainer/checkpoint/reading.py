@@ -91,11 +91,7 @@ class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
 
 
 class RemoteFile(PlainFile):
-    """A file at an address. Small reads use blocks of 1 MiB, the last 32 of which are cached.
-
-    Raises:
-        MissingFileError: if the file does not exist.
-    """
+    """A file at an address. Small reads use blocks of 1 MiB, the last 32 of which are cached."""
 
     chunk_bytes = 1 << 24
 

@@ -66,11 +66,7 @@ class NoRemote:
 
 
 class Remote(NoRemote):
-    """Uploads the newest checkpoint, in a thread that never delays training.
-
-    Args:
-        local: the run's checkpoints on disk.
-    """
+    """Uploads the newest checkpoint, in a thread that never delays training."""
 
     def __init__(
         self, address: Address, local: Listing[Path], settings: CheckpointConfig, evaluations: Evaluations
@@ -274,11 +270,7 @@ def _owner(address: Address) -> dict[str, str] | None:
 
 
 def run_at(address: str) -> str | None:
-    """Return the id of the run to which `address` belongs; None if it is free.
-
-    Raises:
-        UserError, RetryableError: if the address cannot be reached.
-    """
+    """Return the id of the run to which `address` belongs; None if it is free."""
     try:
         return _run_of(_owner(Address(address)), Address(address))
     except (UserError, RetryableError) as error:

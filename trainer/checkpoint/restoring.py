@@ -46,9 +46,6 @@ def restore(
 ) -> list[dict[str, Any]]:
     """Load a checkpoint into ``state``, and return the data position of each rank (a collective).
 
-    Args:
-        frozen: the `frozen_digests` of the model.
-
     Raises:
         UserError: on every rank, if the checkpoint is from a different model or optimizer, or cannot be read.
     """
@@ -94,9 +91,6 @@ def targets_for(state: TrainState, source: OpenCheckpoint) -> tuple[dict[str, Te
     shape, and new tensors for this rank's optimizer state. State with the shape of its parameter is laid out
     and sharded like the parameter. Other state is on the CPU, from where ``Optimizer.load_state_dict`` moves
     it.
-
-    Raises:
-        UserError: if the checkpoint is from a different model or optimizer.
     """
     own, shapes, notes = state.state_dict(), source.shapes, []
     targets = model_targets(own["model"], shapes, source.left_out)
@@ -141,9 +135,6 @@ def model_targets(own: Mapping[str, Any], shapes: Shapes, left_out: Collection[s
 
     These are the tensors in ``own``, the model's state dict, including the parameters in ``left_out``, which
     the checkpoint does not contain, and new tensors for the extra state of modules.
-
-    Raises:
-        UserError: if the checkpoint is from a different model.
     """
     named = {f"model.{name}": value for name, value in own.items() if isinstance(value, Tensor)}
     tensors = {name: value for name, value in named.items() if not is_extra_state(name)}

@@ -71,9 +71,6 @@ def write_file(path: Path, tensors: Sequence[ToStore]) -> FileDigest:
     """Write a new file, fsync it and return its digest.
 
     Sort tensors by descending element size, because readers that map the file rely on alignment.
-
-    Raises:
-        OSError: if writing fails.
     """
     parts = (as_bytes(each.tensor.to("cpu", each.dtype)) for each in tensors if each.tensor.numel())
     return write_hashed(path, itertools.chain([_header_of(tensors)], parts))

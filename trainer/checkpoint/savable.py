@@ -22,7 +22,6 @@ class Savable:
     """The names, shapes and dtypes that each save of a run must contain, so that a resume can load it.
 
     Args:
-        state: the state as built.
         left_out: the names of frozen parameters that are not saved.
 
     Attributes:
@@ -119,12 +118,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def refuse_not_finite(not_finite: Sequence[Sequence[str]], step: int, descriptions: Sequence[str]) -> None:
-    """Raise NonFiniteError if a rank reports tensors with NaN or Inf.
-
-    Args:
-        not_finite: the names of these tensors on each rank.
-        descriptions: a description of each rank, for the message.
-    """
+    """Raise NonFiniteError if a rank reports tensors with NaN or Inf."""
     for rank, names in enumerate(not_finite):
         if names:
             shown = first_few((name.removeprefix("model.") for name in names), 1)
@@ -212,9 +206,7 @@ def compare_shapes(
     """Raise UserError unless names, shapes and dtypes are equal. The message has up to five differences.
 
     Args:
-        summary: the beginning of the message.
         sides: the labels of ``saved`` and ``wanted`` in the message.
-        way_out: the end of the message.
     """
     problems = []
     if missing := sorted(set(wanted) - set(saved)):

@@ -38,7 +38,6 @@ def seal(temporary: Path, manifest: Manifest) -> None:
 
     Raises:
         UserError: if the files are not those in the manifest.
-        OSError: if writing fails.
     """
     present = {entry.name for entry in temporary.iterdir()}
     if present != set(manifest.files):

@@ -71,7 +71,6 @@ def write_checkpoint(
     """Write a checkpoint to ``store`` atomically (a collective).
 
     Args:
-        directory: from ``store.new_directory``.
         cleans_up: whether this rank deletes partial files after a failure; true on one rank of each host.
         check: called on rank 0 when all files are written; raises if the checkpoint must not be published.
 
@@ -152,8 +151,6 @@ class Saving:
     the temporary directory.
 
     Args:
-        what: the description in the log.
-        copy: the copy of the state in progress, if any.
         write: called in a thread; None if nothing remains to be done.
         device: the current device of the thread. By default, it would be GPU 0, where the first call of each
             rank allocates some hundred MB.

@@ -106,11 +106,9 @@ def attach(
     Args:
         algorithm: the name of a schedule; `native` for the backend's all-reduce, by torch's default hooks; or
             `hook` for the argument `hook`.
-        hosts: host index of every rank.
         wire_dtype: fp32 | bf16 | fp16. A schedule always adds in fp32; `native` adds in the wire dtype, as
             the backend does. `hook` ignores it.
         segment_mb: see `Executor`; schedules only.
-        timeout_s: the longest wait for a peer, in seconds.
         hook: a communication hook of DDP, bound to its state, which returns the mean of a bucket over ranks.
         enter: called with `("all_reduce", bucket)` before the all-reduce of each bucket starts.
         chunk_sums: converts buckets to integers, which are summed over ranks, not averaged. Not supported

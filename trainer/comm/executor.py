@@ -45,14 +45,11 @@ class Executor:
 
     Args:
         group: contains all ranks of the schedule, supports tensors on `device`, and has no other user.
-        schedule: this rank's schedule.
-        device: the device of the buckets.
         wire_dtype: the dtype in which chunks are sent; None: the dtype of the bucket. Half-precision and
             integer buckets are always sent in their own dtype.
         segment_mb: MiB per segment; None: 2 on a CPU, a whole bucket on a GPU.
         width: the number of segments that enter with each sweep; None: 2 on a CPU, 1 on a GPU.
         hosts: host index of every rank, by which ranks on CPUs share memory; None: no shared memory.
-        timeout_s: the longest wait for a peer on this host, in seconds.
     """
 
     def __init__(
@@ -88,7 +85,6 @@ class Executor:
 
         Args:
             bucket: (numel,), contiguous; fp32, fp64 or int64; or fp16 or bf16, which are added in fp32.
-            divisor: divides the sums.
 
         Raises:
             ValueError: the dtype is not supported.

@@ -44,10 +44,7 @@ class SharedMemory:
     """The messages between this rank and its peers on the same host (a collective of `group`).
 
     Args:
-        group: a gloo group; all ranks here are ranks of this group.
-        hosts: host index of each rank.
         segment_bytes, width: see `trainer.comm.algorithms.pipeline`.
-        timeout_s: the longest wait for a peer, in seconds.
 
     Attributes:
         peers: the ranks with which this rank shares memory.

@@ -29,11 +29,7 @@ _refusals: list[str | None] = []  # a stack of reasons why `gather` is not suppo
 
 
 class SampleGather:
-    """Gathers rows batch by batch, so that only rank 0 needs memory for more than one batch.
-
-    Args:
-        source: the name of the function that produced the rows, for messages.
-    """
+    """Gathers rows batch by batch, so that only rank 0 needs memory for more than one batch."""
 
     def __init__(self, ranks: Ranks, source: str) -> None:
         self._ranks, self._source = ranks, source

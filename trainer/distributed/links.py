@@ -45,10 +45,6 @@ def check_links(
     gloo connects two hosts from the one with the higher address. If only the other direction fails, that is
     an error with `both_ways`, and otherwise a warning.
 
-    Args:
-        hosts: index of the host of every rank.
-        names: host name of every rank.
-
     Raises:
         RetryableError: on all ranks, with one line for each direction that fails between two hosts.
     """

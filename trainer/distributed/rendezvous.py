@@ -40,8 +40,7 @@ def join(
 
     Returns:
         The store of the run, the index of each rank's host, and each rank's introduction. Ranks of one host
-        see each
-        other's processes and can share memory.
+        see each other's processes and can share memory.
 
     Raises:
         UserError: the port is in use, the file cannot be written, or a rank was started twice.

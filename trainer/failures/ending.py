@@ -29,12 +29,6 @@ ALONE_S = 5.0  # time for the ranks to end by themselves after an orderly end, o
 class Ending:
     """The actions of a `Watch` at the end of a failed run.
 
-    Args:
-        members: all ranks, in order.
-        here: the ranks of this host that can be observed.
-        connect: opens a connection to the store of this attempt.
-        timeout_s: the longest time that a rank may keep the others waiting.
-
     Attributes:
         reports: the exchange of reports with other hosts.
         save: this rank's part in saving on failure.

@@ -91,9 +91,6 @@ def find_survivors(ranks: Sequence[Observed], failure: Failure, by_host: bool) -
 class SaveOnFailure:
     """This rank's part in saving on failure.
 
-    Args:
-        here: the ranks of this host, including this rank.
-
     Attributes:
         last_step: the state to save; None until a single rank can save it.
         why_not: a short reason why no rank can save it.

@@ -33,9 +33,6 @@ class Watch:
     """Monitors the ranks of a run, and ends the run if one of them fails.
 
     Args:
-        members: all ranks, in order.
-        connect: opens a connection to the store of this attempt.
-        timeout_s: the longest time that a rank may keep the others waiting.
         launched: whether this process must not outlive its parent.
 
     Attributes:

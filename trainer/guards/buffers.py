@@ -37,7 +37,6 @@ class BufferCheck:
 
     Args:
         model: the unwrapped model. Buffers that are registered later are not compared.
-        is_exact: whether train.exact is set.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, is_exact: bool) -> None:

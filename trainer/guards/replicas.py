@@ -46,7 +46,6 @@ class ReplicaCheck:
         Args:
             groups: disjoint groups of ranks that must have equal values.
             every: steps between checks; None disables them.
-            replicated: yields the tensors to compare, by name.
             record: called with the hash of the whole model's weights and the step, at each check of a run
                 whose ranks have all of them.
         """

@@ -52,7 +52,6 @@ class UnsavedState:
     compared, because these methods determine what is saved. Plain attributes of optimizers are saved.
 
     Args:
-        model: the unwrapped model.
         optimizer: the current optimizer; the attribute may be set to another one later.
         compares: whether this rank compares; the first rank that trains is enough.
     """

@@ -28,11 +28,7 @@ _NO_STEP = (
 
 
 def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
-    """Submit the run, print its job and logs, wait for its end if launch.wait is set, and return its status.
-
-    Raises:
-        UserError: SLURM is missing, or refuses the job.
-    """
+    """Submit the run and print its job and logs; with launch.wait, wait and return its status."""
     settings = config.launch
     assert isinstance(settings, SlurmLaunchConfig)
     named = config.run_dir or ("runs/..." if settings.dry_run else str(new_run_dir()))

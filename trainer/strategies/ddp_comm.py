@@ -22,9 +22,6 @@ def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) ->
     ranks use `native`: the bits of a sum of three depend on the order, and must not change when a run
     continues on other hosts. Sparse gradients have different indices on each rank, and only DDP without a
     hook adds them.
-
-    Args:
-        hosts: host index of each rank.
     """
     if sparse_weights(model) and comm.wire_dtype == "fp32":
         return NativeCommConfig("native", "fp32", timeline=False)
@@ -57,9 +54,6 @@ def users_hook(node: dict[str, Any]) -> Callable[[dist.GradBucket], Future[Tenso
     """Return the communication hook that `comm.hook` names, bound to its state.
 
     Call it after the process group has been initialized, because the state may use the group.
-
-    Raises:
-        UserError: the hook or its state cannot be built.
     """
     own = dict(node)
     state = own.pop("state", None)

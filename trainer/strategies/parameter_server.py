@@ -156,9 +156,6 @@ def roles(servers: str, world_size: int) -> tuple[list[int], list[int]]:
     """Return the ranks of the servers and of the workers.
 
     The first `servers` ranks are servers and the others are workers; with "all", every rank is both.
-
-    Raises:
-        UserError: no rank would be left as a worker.
     """
     ranks, count = list(range(world_size)), 1 if servers == "all" else int(servers)
     if count >= world_size:

@@ -150,12 +150,7 @@ def refuse_unshardable(model: nn.Module, units: Iterable[nn.Module]) -> None:
 
 
 def explained(error: Exception, phase: str, param_dtype: torch.dtype) -> UserError | None:
-    """Return a UserError that explains an error of torch, or None if it is unknown.
-
-    Args:
-        phase: see `Phase` in strategies/base.py.
-        param_dtype: the dtype in which parameters are gathered.
-    """
+    """Return a UserError that explains an error of torch, or None if it is unknown."""
     message = str(error)
     is_mixed = "mixed torch.Tensor and DTensor" in message
     if is_mixed and phase == "evaluation":

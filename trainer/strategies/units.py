@@ -45,9 +45,6 @@ def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bo
         compiled: whether the model will be compiled. torch.compile handles buffers itself, and supports only
             `keep`.
 
-    Returns:
-        A description for the user.
-
     Raises:
         UserError: the model has no fsdp_units and no module of the required size, an entry of fsdp_units
             can't be a unit, or `keep` names an unknown operation.

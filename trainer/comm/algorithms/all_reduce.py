@@ -177,9 +177,5 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def build(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
-    """Return the schedule of `rank` for the named algorithm.
-
-    Args:
-        hosts: host index of every rank; the ranks of a host need not be consecutive.
-    """
+    """Return the schedule of `rank` for the named algorithm."""
     return ALGORITHMS[algorithm](rank, hosts)
