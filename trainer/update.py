@@ -107,6 +107,7 @@ def _skip(run: Run, step: int, losses: Sequence[Tensor]) -> Update:
         return Update.OVERFLOW
     error = non_finite_error(run, step, losses)
     if in_a_row > max_skipped:
+        run.report.meter.record_steps()  # every rank is here, and no later log step will record them
         raise error
     if run.guards.kept_buffers is not None:
         run.guards.kept_buffers.restore()  # otherwise running statistics would stay NaN

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -36,8 +37,7 @@ from trainer.run_dir.steps_file import read_steps
 log = logging.getLogger("trainer")
 
 
-@dataclass(frozen=True)
-class Mismatch:
+class Mismatch(NamedTuple):
     """A number of a step that was made again, which differs from the record of the run."""
 
     step: int
@@ -136,6 +136,7 @@ def replayed(
             torch.set_num_threads(int(attempt.environment["threads"]))
         folder = on_main(lambda: _temporary_folder(run_dir), ranks)
         try:
+            log.setLevel(logging.WARNING)  # the settings that `_settings` changes are not of interest
             run = assemble(_settings(config, folder, checkpoint), secrets.token_hex(8), ranks, StopRequest())
             norms = ParameterNorms(run, step - 1)
             report = run.report._replace(weight_statistics=norms)

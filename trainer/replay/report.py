@@ -2,51 +2,29 @@
 
 import csv
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trainer.distributed.agreement import on_main
 from trainer.errors import NonFiniteError, first_few, writing
 from trainer.exact.environment import environment
+from trainer.files import failure_file
 from trainer.files.columns import cell, columns
-from trainer.replay.non_finite_watch import NonFinite, NonFiniteWatch
+from trainer.replay.non_finite_watch import NonFiniteWatch
 from trainer.replay.observed import Sample, samples_of
 from trainer.replay.replayed import Mismatch, Replayed, replayed
 from trainer.run_dir.attempts import code_hashes
 from trainer.run_dir.console import table
 from trainer.run_dir.steps_file import StepRecord, read_steps
 
-log = logging.getLogger("trainer")
-
 _ROWS = 8  # of each printed table; the files have all
 _STEPS_AROUND = 100  # in the diagram
 _INK, _MARK = "#8a8a8a", "#d9534f"  # legible on light and dark pages
-
-
-@dataclass(frozen=True)
-class ReplayReport:
-    """What is known about a step."""
-
-    step: int
-    run: str
-    processes: str
-    checkpoint: str | None
-    remade: list[int]  # the first and the last step
-    recorded: int  # how many of them the run has recorded
-    loss: float
-    grad_norm: float
-    mismatches: list[Mismatch]
-    reasons: list[str]  # why numbers may differ from the record
-    error: str | None  # with which the step ended
-    non_finite: NonFinite | None
-    samples: list[Sample]
-    no_losses: str  # why samples have no losses of their own
-    parameters: dict[str, dict[str, float]]
+_NORMS = ("gradient", "weight", "update", "change")
 
 
 def replay(
@@ -79,26 +57,23 @@ def replay(
         def report() -> None:
             remade = read_steps(Path(run.config.run_dir or ""))
             now = remade.get(step, StepRecord(step, math.nan, math.nan))
-            report = ReplayReport(
-                step=step,
-                run=str(run_dir),
-                processes=f"{run.strategy.name}, {run.ranks.world_size} on {run.ranks.device.type}",
-                checkpoint=None if made.checkpoint is None else str(made.checkpoint),
-                remade=[made.checkpoint_step + 1, step],
-                recorded=len(recorded),
-                loss=now.loss,
-                grad_norm=now.grad_norm,
-                mismatches=mismatches,
-                reasons=_reasons(made, overrides),
-                error=error,
-                non_finite=None if math.isfinite(now.loss + now.grad_norm) else first,
-                samples=samples,
-                no_losses=no_losses,
-                parameters=_with_change(*(made.norms.of_step.get(each, {}) for each in (step, step - 1))),
-            )
-            print(_text(report, step in recorded, folder), flush=True)
+            norms = _with_change(*(made.norms.of_step.get(each, {}) for each in (step, step - 1)))
+            is_finite = math.isfinite(now.loss + now.grad_norm)
+            rows = {
+                "run": f"{run_dir} ({run.strategy.name}, processes: {run.ranks.world_size})",
+                "start": str(made.checkpoint or "the initial weights"),
+                "steps made": f"{made.checkpoint_step + 1} to {step}",
+                **_comparison(made, recorded, mismatches, overrides),
+                f"step {step}": f"loss {now.loss:.6g}, gradient norm {now.grad_norm:.6g}",
+                **({} if is_finite or first is None else {"first NaN or Inf": str(first)}),
+                **({"error": error} if error else {}),
+            }
+            print(_text(rows, samples, no_losses, norms), f"files: {folder}", sep="\n\n", flush=True)
+            facts: dict[str, Any] = {"summary": rows, "mismatches": [each._asdict() for each in mismatches]}
+            facts["non_finite"] = None if is_finite or first is None else first._asdict()
             with writing(folder):
-                _write(report, {**read_steps(run_dir), **remade}, folder)
+                _write(folder, facts, samples, norms)
+                _draw(folder / "step.png", step, {**read_steps(run_dir), **remade}, samples, norms)
 
         on_main(report, run.ranks)
     return not mismatches
@@ -113,8 +88,23 @@ def _with_change(
         earlier = before.get("gradient", {}).get(name, math.nan)
         change = gradient / earlier if earlier else math.nan
         rows[name] = {norm: values[name] for norm, values in now.items()} | {"change": change}
-    names = sorted(rows, key=lambda name: -rows[name]["change"] if rows[name]["change"] > 0 else -math.inf)
-    return {name: rows[name] for name in names}
+    return dict(sorted(rows.items(), key=lambda row: change if (change := row[1]["change"]) > 0 else 0)[::-1])
+
+
+def _comparison(
+    made: Replayed, recorded: Sequence[int], mismatches: Sequence[Mismatch], overrides: Sequence[str]
+) -> dict[str, str]:
+    """Return rows of the table: whether numbers equal the record of the run, and otherwise why not."""
+    if mismatches:
+        first = mismatches[0]
+        difference = f"step {first.step}, {first.name} was {first.recorded!r}, is {first.remade!r}"
+        reasons = "; ".join(_reasons(made, overrides)) or "none found in settings, code and environment"
+        return {"record": f"DIFFERENT: {difference}", "reasons": reasons}
+    words = f"equal, bit for bit, in steps {recorded[0]} to {recorded[-1]}" if recorded else "no such steps"
+    if made.step not in recorded:
+        failure = failure_file.read(made.run_dir) or {}
+        words += f"; the run failed in step {made.step}" if failure.get("step") == made.step else ""
+    return {"record": words}
 
 
 def _reasons(made: Replayed, overrides: Sequence[str]) -> list[str]:
@@ -123,96 +113,71 @@ def _reasons(made: Replayed, overrides: Sequence[str]) -> list[str]:
     if (attempt := made.attempt) is None:
         return [*reasons, "the run has no code.json, so its environment and code are unknown"]
     now, code = environment(made.run.ranks.device), code_hashes()
-    reasons += [
-        f"{name} was {was}, is {now.get(name)}"
-        for name, was in attempt.environment.items()
-        if was != now.get(name)
-    ]
+    pairs = ((name, was, now.get(name)) for name, was in attempt.environment.items())
+    reasons += [f"{name} was {was}, is {is_now}" for name, was, is_now in pairs if was != is_now]
     changed = [name for name, was in attempt.code.items() if code.get(name, was) != was]
     return reasons + ([f"changed code: {first_few(changed, 8)}"] if changed else [])
 
 
-def _text(report: ReplayReport, is_recorded: bool, folder: Path) -> str:
-    first, last = report.remade
-    equal = "loss and gradient norm have the bits of the record"
-    if report.mismatches:
-        worst = report.mismatches[0]
-        numbers = f"{worst.name} of step {worst.step} was {worst.recorded!r}, is {worst.remade!r}"
-        equal = f"NOT equal to the record: {numbers}"
-    elif not report.recorded:
-        equal = "the run has no record of these steps"
-    elif not is_recorded:
-        equal = f"{equal}; the run ended before it recorded step {last}"
-    rows = {
-        "run": f"{report.run} ({report.processes})",
-        "start": report.checkpoint or "initial weights",
-        "steps made": f"{first} to {last}: {equal}",
-    }
-    if report.mismatches:
-        rows["reasons"] = (
-            "; ".join(report.reasons) or "unknown: code, torch and hardware are those of the run"
-        )
-    rows[f"step {last}"] = f"loss {report.loss:.6g}, gradient norm {report.grad_norm:.6g}"
-    if report.non_finite is not None:
-        rows["first NaN or Inf"] = str(report.non_finite)
-    rows["error"] = report.error or "none"
-    samples = [["sample", "loss", "rank", "epoch", "hash", "label or text"]]
-    samples += [
-        [each.name, cell(each.loss), str(each.rank), str(each.epoch), each.hash, each.shown]
-        for each in report.samples[:_ROWS]
-    ]
-    norms = [["parameter", "gradient", "weight", "update", "gradient / step before"]]
-    for name, values in [*report.parameters.items()][:_ROWS]:
-        norms.append(
-            [name, *(cell(values.get(key), ".4g") for key in ("gradient", "weight", "update", "change"))]
-        )
-    title = (
-        f"samples without losses of their own ({report.no_losses})"
-        if report.no_losses
-        else "samples, highest loss first"
+def _text(
+    rows: Mapping[str, str],
+    samples: Sequence[Sample],
+    no_losses: str,
+    norms: Mapping[str, Mapping[str, float]],
+) -> str:
+    title = f"samples, without losses ({no_losses})" if no_losses else "samples, highest loss first"
+    shown = [["sample", "loss", "rank", "epoch", "hash", "label or text"]]
+    for each in samples[:_ROWS]:
+        shown.append([each.name, cell(each.loss), *map(str, (each.rank, each.epoch, each.hash, each.shown))])
+    parameters = [["parameter", *_NORMS[:-1], "gradient / step before"]]
+    for name, values in list(norms.items())[:_ROWS]:
+        parameters.append([name, *(cell(values.get(norm), ".4g") for norm in _NORMS)])
+    tables = {title: shown, "parameters, largest change of the gradient first": parameters}
+    return "\n\n".join([table(rows), *(f"{title}\n{columns(cells)}" for title, cells in tables.items())])
+
+
+def _write(
+    folder: Path,
+    facts: Mapping[str, Any],
+    samples: Sequence[Sample],
+    norms: Mapping[str, Mapping[str, float]],
+) -> None:
+    (folder / "report.json").write_text(
+        json.dumps(facts, indent=1, default=lambda each: each._asdict()) + "\n"
     )
-    blocks = [
-        table(rows),
-        f"{title}\n{columns(samples)}",
-        f"parameters, largest change first\n{columns(norms)}",
-    ]
-    return "\n\n".join([*blocks, f"files: {folder}"])
-
-
-def _write(report: ReplayReport, steps: Mapping[int, StepRecord], folder: Path) -> None:
-    (folder / "report.json").write_text(json.dumps(asdict(report), indent=1, default=str) + "\n")
-    for name, header, rows in (
-        ("samples", Sample._fields, report.samples),
-        (
-            "parameters",
-            ("parameter", "gradient", "weight", "update", "change"),
-            [(name, *values.values()) for name, values in report.parameters.items()],
-        ),
-    ):
+    parameters = [[name, *(values.get(norm) for norm in _NORMS)] for name, values in norms.items()]
+    tables: dict[str, list[Any]] = {
+        "samples": [Sample._fields, *samples],
+        "parameters": [["parameter", *_NORMS], *parameters],
+    }
+    for name, rows in tables.items():
         with (folder / f"{name}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([header, *rows])
-    _draw(report, steps, folder / "step.png")
+            csv.writer(file).writerows(rows)
 
 
-def _draw(report: ReplayReport, steps: Mapping[int, StepRecord], path: Path) -> None:
-    """Draw the losses of the steps around this one, of its samples, and the change of each gradient."""
+def _draw(
+    path: Path,
+    step: int,
+    steps: Mapping[int, StepRecord],
+    samples: Sequence[Sample],
+    norms: Mapping[str, Mapping[str, float]],
+) -> None:
+    """Draw the losses of the steps around this one and of its samples, and the change of each gradient."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.2), layout="constrained", facecolor="none")
-    around, of_samples, of_parameters = figure.subplots(1, 3)
-    near = [s for s in steps.values() if abs(s.step - report.step) <= _STEPS_AROUND and math.isfinite(s.loss)]
+    around, of_samples, of_parameters = figure.subplots(1, 3, subplot_kw={"facecolor": "none"})
+    near = [each for each in steps.values() if abs(each.step - step) <= _STEPS_AROUND]
     around.plot([each.step for each in near], [each.loss for each in near], color=_INK)
-    around.axvline(report.step, color=_MARK)
-    around.set_title("loss by step", color=_INK)
-    losses = [each.loss for each in report.samples if each.loss is not None and math.isfinite(each.loss)]
+    around.axvline(step, color=_MARK)
+    losses = [math.nan if each.loss is None else each.loss for each in samples]
     of_samples.plot(losses, ".", color=_MARK)
-    of_samples.set_title(f"losses of the samples of step {report.step}", color=_INK)
-    changes = {n: v["change"] for n, v in report.parameters.items() if math.isfinite(v["change"])}
-    shown = [*changes][:12][::-1]
-    of_parameters.barh(shown, [changes[name] for name in shown], color=_MARK)
-    of_parameters.set_title("gradient norm / that of the step before", color=_INK)
-    for axes in (around, of_samples, of_parameters):
-        axes.set_facecolor("none")
+    changes = [(name, values["change"]) for name, values in norms.items() if math.isfinite(values["change"])]
+    names, ratios = zip(*changes[11::-1], strict=True) if changes else ((), ())
+    of_parameters.barh(names, ratios, color=_MARK)
+    titles = ("loss by step", f"losses of the samples of step {step}", "gradient norm / step before")
+    for axes, title in zip((around, of_samples, of_parameters), titles, strict=True):
+        axes.set_title(title, color=_INK)
         axes.tick_params(colors=_INK)
         axes.spines[:].set_color(_INK)
     figure.savefig(path, dpi=110)
