@@ -26,7 +26,7 @@ from planner.dry_run import DryRun, Footprint, Stage
 from planner.fit import MOST, largest_micro_batch_size
 from planner.ledger import KINDS
 from planner.pretend import DryRunWorld
-from trainer.api import composed, searched
+from trainer.api import composed, search_path
 from trainer.config import Config, ParameterServerConfig
 from trainer.config.overrides import CONF
 from trainer.data.loading.batch import BatchSplit
@@ -102,7 +102,7 @@ def predict(options: argparse.Namespace) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     refused: dict[str, UserError] = {}
     dry_run: DryRun | None = None
-    choices = _choices([*options.overrides, *searched(options.config_dir)])
+    choices = _choices([*options.overrides, *search_path(options.config_dir)])
     for name, overrides in choices.items():
         try:
             config = composed(overrides)

@@ -133,5 +133,5 @@ def test_a_sweep_stands_for_its_trials_that_are_done(tmp_path: Path) -> None:
             write(tmp_path / trial.folder)
     log.write()
     assert list(read_runs([str(tmp_path)])) == ["000_lr-0", "002_lr-2"]
-    with pytest.raises(UserError, match="comparing needs at least two"):
+    with pytest.raises(UserError, match="a comparison needs at least two"):
         read_runs([str(tmp_path / "000_lr-0")])

@@ -15,7 +15,7 @@ __all__ = ["gather", "load_model", "open", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Those of `__all__`, imported at their first use: a command line needs no torch to check settings."""
+    """Import a public name at its first use, so that checking settings does not load torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "trainer.distributed.gather_samples" if name == "gather" else "trainer.api"

@@ -18,7 +18,7 @@ FUSED = frozenset({"cuda", "xpu"})
 
 
 class _Done:
-    """The stream and the events of a CPU, on which all work is done."""
+    """Placeholder for the streams and events of a CPU, whose work is always complete."""
 
     def wait_stream(self, of: Any = None) -> None: ...
 
@@ -37,12 +37,9 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def found(wanted: str) -> tuple[str, int]:
-    """Return the type and number of this process's accelerators; ("cpu", 0) without one.
-
-    Args:
-        wanted: the type, or "auto". MPS is not used, because it lacks float64, in which losses are summed.
-    """
+    """Return the type and number of accelerators of the type `wanted` or "auto"; ("cpu", 0) without one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # MPS lacks float64, in which losses are summed.
     if accelerator is None or accelerator.type == "mps" or wanted not in ("auto", accelerator.type):
         return "cpu", 0
     return accelerator.type, torch.accelerator.device_count()
@@ -55,13 +52,12 @@ def backend_of(device: torch.device) -> str:
 
 
 def use(device: torch.device) -> None:
-    """Make `device` the current device of this thread; otherwise, it opens a context on the first device."""
+    """Make `device` the current device of this thread, which would otherwise use the first device."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
 
 
 def stream(device: torch.device) -> Any:
-    """Return a new stream."""
     return torch.Stream(device) if is_accelerator(device) else _DONE
 
 
@@ -75,18 +71,17 @@ def on(stream: Any) -> AbstractContextManager[Any]:
 
 
 def event(device: torch.device, timing: bool = False) -> Any:
-    """Return an event, to be recorded on a stream. `elapsed_time` requires `timing` and an accelerator."""
+    """Return an event to record on a stream; `timing` enables `elapsed_time`, on accelerators only."""
     return torch.Event(device, enable_timing=timing) if is_accelerator(device) else _DONE
 
 
 def keep_for(tensor: Tensor, stream: Any) -> None:
-    """Keep the memory of a tensor of another stream until the queued work of `stream` is done."""
+    """Keep the memory of `tensor` allocated until the work queued on `stream` is done."""
     if stream is not _DONE:
         tensor.record_stream(stream)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work queued on `device`."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
@@ -97,7 +92,7 @@ def can_pin(device: torch.device) -> bool:
 
 
 def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
-    """Return the peak memory by device: of torch's allocator, or for a CPU the resident set size."""
+    """Return peak memory by device: from torch's allocator, or the resident set size of a CPU."""
     if not any(map(is_accelerator, devices)):
         unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
         return {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

@@ -56,11 +56,11 @@ def train(
     Args:
         overrides: settings as on the command line, such as `["strategy=ddp", "optim.lr=0.01"]`.
         processes: the number of processes to start on this host. None or 1 trains in the current process,
-            unless `overrides` select a launcher. Called from a thread other than the main one, training
-            always uses new processes, because Python handles signals only in the main thread; several runs
-            can train at the same time this way.
-        config_dirs: folders with the structure of conf/, with your own `data/mine.yaml` and so on. If a file
-            exists in both, the one in conf/ is used.
+            unless `overrides` select a launcher. Outside the main thread, training always starts new
+            processes, because Python handles signals only in the main thread, so several runs can train at
+            the same time.
+        config_dirs: folders structured like conf/, for example with your own `data/mine.yaml`. Files in conf/
+            take precedence.
 
     Raises:
         UserError: if a setting is wrong, or a file cannot be read or written; a subclass of ValueError.
@@ -68,13 +68,13 @@ def train(
         StoppedBySignal: on Ctrl-C or a signal, after saving; resume=auto with the same run_dir continues.
         RuntimeError: if a started process failed. Errors in the current process are raised unchanged.
 
-    The first three are defined in `trainer.errors`; their messages say what to do.
+    The first three classes are in `trainer.errors`.
     """
     if isinstance(overrides, str):
         raise UserError(
             f"overrides must be a list of strings, but is the string {overrides!r}; pass [{overrides!r}]"
         )
-    overrides = [*overrides, *searched(config_dirs)]
+    overrides = [*overrides, *search_path(config_dirs)]
     if processes is not None and processes != 1:
         overrides += ["launch=local", f"launch.processes={processes}"]
     settings = composed(overrides)
@@ -107,10 +107,10 @@ def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> nn.Mod
     If the run evaluates only moving averages (`ema.evaluate=ema`), they are used in place of the weights.
 
     Args:
-        run_dir: the run directory, or its address. The classes named in its config.yaml are called to build
-            the model, so it must be trusted.
-        checkpoint: newest (the newest intact one), best (by the run's `checkpoint.keep_best`), or the path
-            of a checkpoint.
+        run_dir: the run directory, or its address. It must be trusted, because the classes named in its
+            config.yaml are called.
+        checkpoint: newest (and intact), best (by the run's `checkpoint.keep_best`), or the path of a
+            checkpoint.
 
     Raises:
         UserError: if the run or the checkpoint does not exist, is damaged, or does not match the model.
@@ -122,7 +122,7 @@ def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> nn.Mod
 def open(run_dir: str | Path, checkpoint: str | Path = "newest") -> TrainedRun:
     """Return a trained run with its `model` and the method `predict(samples)`, without loading training data.
 
-    Arguments and errors are those of `load_model`.
+    See `load_model` for arguments and errors.
     """
     config = saved_settings(location(run_dir))
     return TrainedRun(config, restored_model(config, str(checkpoint)))
@@ -139,8 +139,8 @@ def composed(overrides: list[str]) -> Config:
         raise UserError(explain(error)) from error
 
 
-def searched(config_dirs: Sequence[str | Path]) -> list[str]:
-    """Return the override for Hydra's search path, which launched processes get too; [] without folders."""
+def search_path(config_dirs: Sequence[str | Path]) -> list[str]:
+    """Return an override that adds `config_dirs` to Hydra's search path, also in launched processes."""
     if isinstance(config_dirs, str | Path):
         config_dirs = [config_dirs]
     folders = [Path(each).resolve() for each in config_dirs]
@@ -165,11 +165,7 @@ def _refuse_classes_of_main(settings: Config) -> None:
 
 
 def _failure(status: int, message: str | None, run_dir: Path, written_at: int | None) -> Exception:
-    """Return the exception that the run would have raised in this process.
-
-    Args:
-        written_at: the modification time of a previous failure.json, if there was one.
-    """
+    """Return the exception that the run would have raised in this process."""
     is_new = failure_file.written_at(run_dir) != written_at
     failure = (failure_file.read(run_dir) if is_new else None) or {}
     message = failure.get("message") or message or f"the run ended with status {status}; see its output"

@@ -56,12 +56,11 @@ def assemble(
     stop_request: StopRequest,
     failure_save: SaveOnFailure | None = None,
 ) -> Run:
-    """Build the parts of a run, ready for its first step or for the next one after a resume (a collective).
+    """Build the parts of a run, ready for its next step (a collective).
 
     Args:
         config: `run_dir` and `seed` must be set, to the same values on every rank.
-        run_id: the same on every rank.
-        failure_save: saves this process's state if another process fails; None: no such save.
+        failure_save: saves this process's state if another process fails; None disables this.
     """
     assert config.run_dir is not None and config.seed is not None
     run_dir, train = Path(config.run_dir), config.train
@@ -139,7 +138,7 @@ def _model(
 ) -> tuple[nn.Module, int, ModelFlops | None, dict[str, str]]:
     """Return the wrapped model, the number of its parameters, its FLOP counter and its `frozen_digests`.
 
-    The digests are empty unless the checkpoint to read, or those to save, omit frozen parameters.
+    The digests are empty unless the checkpoint to resume from, or the new ones, omit frozen parameters.
     """
     assert config.seed is not None
     omits_frozen = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
@@ -152,8 +151,8 @@ def _model(
     frozen = agreement.on_main(lambda: frozen_digests(model.module, model.loaded)) if omits_frozen else {}
     if not config.checkpoint.frozen and not frozen:
         raise UserError(
-            "checkpoint.frozen=false omits frozen parameters loaded by model.init_from from checkpoints, but "
-            "this model has no such parameters; set checkpoint.frozen=true, or set model.init_from and "
+            "checkpoint.frozen=false excludes from checkpoints the frozen parameters that model.init_from "
+            "loads, but this model has none; set checkpoint.frozen=true, or set model.init_from and "
             "model.freeze"
         )
     devices = max(strategy.devices, devices_of(model.module), key=len)
@@ -172,11 +171,7 @@ def _state(
     steps_per_epoch: int | None,
     trained_before: Collection[str],
 ) -> TrainState:
-    """Return the state that training changes, as it is before the first step.
-
-    Args:
-        trained_before: names of the parameters that the run trained before this resume.
-    """
+    """Return the state before the first step; `trained_before` names parameters trained before a resume."""
     fused_on_cpu = config.train.exact is None and config.train.precision != "fp16"
     facts = ScheduleFacts(total_steps, steps_per_epoch)
     schedule_options = facts.in_steps(config.schedule)

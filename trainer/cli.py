@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def compose() -> list[DictConfig]:
-    """Return a list with the composed settings; an empty list for a sweep or an option such as --help.
+    """Compose the settings of the command line; return [] for a sweep or an option such as --help.
 
     The run starts after Hydra's main function has returned, because Hydra shortens the tracebacks of errors
     that are raised inside it.
@@ -90,27 +90,23 @@ def compose() -> list[DictConfig]:
 
 
 def _is_of_hydra(error: Exception) -> bool:
-    """Return whether Hydra or YAML raised the error, as for model=null or a tab in a file."""
+    """Return whether Hydra or the YAML parser raised the error, for example for model=null."""
     *_, last = traceback.walk_tb(error.__traceback__)
     return str(last[0].f_globals.get("__name__")).startswith(("hydra.", "yaml."))
 
 
 def launcher(settings: config.LaunchConfig) -> Launch | None:
-    """Return the function that launches the run; None to run in this process.
-
-    A process that was started by a launcher of this project runs in this process.
-    """
+    """Return the function that launches the run; None to run in this process, as launched processes do."""
     return None if launched_by() else LAUNCHERS.get(settings.name)
 
 
 def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
-    """Run in this process, or through the launcher in the settings with the same command line.
+    """Run in this process, or launch the same command line with the configured launcher.
+
+    Exits with the status of the launched processes, unless it is 0.
 
     Returns:
         The contents of result.json after a run in this process, otherwise None.
-
-    Raises:
-        SystemExit: with the status of the launched processes, unless it is 0.
     """
     if (launch := launcher(settings.launch)) is not None:
         config.check_processes(settings)
@@ -145,8 +141,8 @@ def loaded_run() -> Callable[[config.Config], dict[str, Any]]:
     from trainer.torch_private import load_compiler
 
     gc.freeze()
-    # An optimizer, DDP or DTensor would import it later. Its objects, as numerous as those of the rest of
-    # torch, are not frozen, because Triton, which is among them, would report leaks at exit.
+    # An optimizer, DDP or DTensor would import the compiler later. Its objects must not be frozen, because
+    # Triton would report them as leaks at exit.
     load_compiler()
     gc.enable()
     return run

@@ -52,12 +52,12 @@ def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
         if not run.result:
             raise UserError(f"{name} cannot be compared: its result.json is damaged")
     if len(runs) < 2:
-        raise UserError(f"{' '.join(named)}: found {len(runs)} finished, but comparing needs at least two")
+        raise UserError(f"{' '.join(named)}: found {len(runs)} finished, but a comparison needs at least two")
     return runs
 
 
 def compare(runs: Mapping[str, RunFiles]) -> str:
-    """Return three tables, of results, speed and weights, and a summary, one sentence a line."""
+    """Return tables of results, speed and weights, and a summary."""
     settings = {name: _settings(run) for name, run in runs.items()}
     tables = {
         "Results": _results(runs, settings),
@@ -71,13 +71,13 @@ def compare(runs: Mapping[str, RunFiles]) -> str:
 
 
 def _settings(run: RunFiles) -> dict[str, str]:
-    """Return the settings of `run` by dotted name, except those that every run has for itself."""
+    """Return the settings of `run` by dotted name, except those that always differ."""
     values = leaves(OmegaConf.to_container(read_settings(run.folder)))
     return {name: printable(str(value)) for name, value in values if name not in _OF_A_RUN}
 
 
 def _differing(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the names of settings that differ between runs; first those that all of the runs have."""
+    """Return the names of settings that differ between runs; those that all runs have come first."""
     names = dict.fromkeys(name for each in settings for name in each)
     differing = [name for name in names if len({each.get(name) for each in settings}) > 1]
     return sorted(differing, key=lambda name: not all(name in each for each in settings))
@@ -98,7 +98,6 @@ def _not_alike(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
 
 
 def _results(runs: Mapping[str, RunFiles], settings: Mapping[str, Mapping[str, str]]) -> list[list[str]]:
-    """Return rows of the settings that differ and of the final metrics."""
     names = _differing(list(settings.values()))
     found = dict.fromkeys(name for run in runs.values() for name in run.result)
     metrics = ["train/loss", *(name for name in found if name.startswith("eval/"))]
@@ -127,7 +126,7 @@ _SPEED += ["comm ms", "overlapped", "exposed"]
 
 
 def _speed(name: str, run: RunFiles) -> list[str]:
-    """Return the row of `run` in the table of speed; times without a spread if it has few log windows."""
+    """Return the row of `run` in the table of speed; the spread is empty if it has few log windows."""
     numbers = run.metrics
     row = [name, *(str(run.result.get(fact, "")) for fact in ("strategy", "comm", "world_size"))]
     times = _ms_per_step(run)
@@ -142,7 +141,7 @@ def _speed(name: str, run: RunFiles) -> list[str]:
 
 
 def _weights(runs: Mapping[str, RunFiles]) -> list[list[str]]:
-    """Return rows of hashes, and of where the training loss of a run departs from that of the first run."""
+    """Return rows with the hash of each run, and where its training loss differs from the first run."""
     rows = [["run", "param_sha256", "first difference", "largest difference of train/loss"]]
     base, *_ = runs.values()
     for name, run in runs.items():
@@ -199,7 +198,6 @@ def _ms_per_step(run: RunFiles) -> list[float]:
 
 
 def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median, the first quartile and the third quartile."""
     if len(times) == 1:
         return times[0], times[0], times[0]
     first, median, third = statistics.quantiles(times, n=4, method="inclusive")

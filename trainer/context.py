@@ -30,7 +30,7 @@ from trainer.tasks import Task
 
 
 class RunData(NamedTuple):
-    """This process's data loaders, and how a batch reaches the model."""
+    """This process's data loaders, its part of each batch, and the transfer to the device."""
 
     train_loader: TrainLoader
     eval_loader: EvalLoader | None  # None: evaluation is disabled
@@ -49,12 +49,11 @@ class RunPlan(NamedTuple):
     log_interval: int | None  # steps; None: nothing is logged
 
     def logs(self, step: int) -> bool:
-        """Return whether `step` is a log step."""
         return self.log_interval is not None and step % self.log_interval == 0
 
 
 class Guards(NamedTuple):
-    """Checks for wrong results, and the copies that a failure or a skipped step needs."""
+    """Checks for wrong results, and copies of state for a failure or a skipped step."""
 
     replicas: ReplicaCheck
     unsaved: UnsavedState
@@ -64,8 +63,6 @@ class Guards(NamedTuple):
 
 
 class RunReport(NamedTuple):
-    """The meters and loggers of a run."""
-
     run_log: RunLog
     meter: Meter
     profile: Profile
@@ -74,8 +71,6 @@ class RunReport(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """All parts of a run in one process."""
-
     config: Config  # including values derived from the training data
     ranks: Ranks
     strategy: Strategy
@@ -102,7 +97,7 @@ class Run:
         return ModelContext(*parts, self.data.to_device, self.seed)
 
     def requested_action(self) -> AfterStep:
-        """Return what this rank requests after the step; only rank 0 looks at the time, as clocks differ."""
+        """Return this rank's request after the step. Only rank 0 checks the time, because clocks differ."""
         if self.stop_request.is_set:
             return AfterStep.STOP
         if not self.ranks.is_main:

@@ -20,7 +20,7 @@ class RunEndError(Exception):
     """Base class of errors that are printed once, without a traceback.
 
     Attributes:
-        ranks: the ranks that caused the error, if all ranks raise it because of some of them.
+        ranks: the ranks that caused the error, if every rank raises it.
     """
 
     exit_code: int
@@ -47,19 +47,13 @@ class RetryableError(RunEndError):
 
 
 class NonFiniteError(RunEndError, ArithmeticError):
-    """A loss, a gradient or a value to be saved was NaN or Inf.
-
-    No update was made with it, and no checkpoint contains it.
-    """
+    """A loss, a gradient or a value to be saved is NaN or Inf; no update or checkpoint contains it."""
 
     exit_code = 3
 
 
 class ReplicasDifferError(RunEndError):
-    """Replicas whose bits must be equal differ. No checkpoint was saved since they were last equal.
-
-    `ranks` are the ranks that differ from the majority of their replicas; empty without a majority.
-    """
+    """Replicas whose bits must be equal differ; `ranks` are those that differ from the majority, if any."""
 
     exit_code = 1
 
@@ -67,15 +61,15 @@ class ReplicasDifferError(RunEndError):
 class StoppedBySignal(RunEndError):  # noqa: N818, not an error
     """A signal stopped the run, which was saved at `step`, or had not made a step (None).
 
-    The exit status is 75 (EX_TEMPFAIL in sysexits.h, "try again later"): a job script can requeue on it, and
-    can distinguish it from a crash (1), a user error (2) or a kill without a save (128 + signal number).
+    The exit status is 75 (EX_TEMPFAIL in sysexits.h, "try again later"), so that a job script can requeue the
+    run.
     """
 
     exit_code = 75
 
     def __init__(self, step: int | None, run_dir: object = "DIR") -> None:
         super().__init__(
-            "stopped by a signal before all ranks had arrived; no step was made"
+            "stopped by a signal before all ranks had joined; no step was made"
             if step is None
             else f"stopped by a signal after step {step}; run_dir={run_dir} resume=auto continues from there"
         )
@@ -83,13 +77,10 @@ class StoppedBySignal(RunEndError):  # noqa: N818, not an error
 
 
 def optional(package: str, setting: str, extra: str | None = None) -> Any:
-    """Import and return a package that only `setting` requires.
+    """Import and return a package that only `setting` requires, or raise UserError.
 
     Args:
         extra: the extra of ringmaster-trainer that installs the package; by default, the package's name.
-
-    Raises:
-        UserError: the package cannot be imported.
     """
     try:
         return import_module(package)
@@ -101,10 +92,7 @@ def optional(package: str, setting: str, extra: str | None = None) -> Any:
 
 
 def without_internals(error: RunEndError) -> RunEndError:
-    """Return the error without its traceback, whose frames are internal.
-
-    A cause is kept only if its traceback contains user code.
-    """
+    """Return the error without its internal traceback; a cause is kept only if it contains user code."""
     if not _has_user_frames(error.__cause__):
         error.__cause__ = None
     return error.with_traceback(None)
@@ -134,10 +122,7 @@ _PERMANENT = {
 
 
 def kind_of(error: BaseException) -> "type[UserError] | type[RetryableError]":
-    """Return the class to raise: UserError if a person must fix the cause of `error`, else RetryableError.
-
-    An OSError must be fixed if it is about a path or its permissions.
-    """
+    """Return the class to raise for `error`: UserError if a person must fix it, otherwise RetryableError."""
     if isinstance(error, PermissionError | NoAccessError):
         return NoAccessError
     permanent = error.errno in _PERMANENT if isinstance(error, OSError) else isinstance(error, UserError)
@@ -145,7 +130,7 @@ def kind_of(error: BaseException) -> "type[UserError] | type[RetryableError]":
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return whether a disk or a network failed. An OSError without errno is a library's, about bad data."""
+    """Return whether a disk or network failed; a library's OSError about bad data has no errno."""
     has_number = isinstance(error, OSError) and error.errno is not None
     return (has_number or isinstance(error, ConnectionError | TimeoutError)) and kind_of(
         error
@@ -154,11 +139,7 @@ def is_retryable(error: BaseException) -> bool:
 
 @contextmanager
 def writing(run_dir: Path | str) -> Iterator[None]:
-    """Turn an OSError while writing to `run_dir` into a one-line error.
-
-    Raises:
-        UserError, RetryableError: an OSError occurred; see `kind_of`.
-    """
+    """Turn an OSError while writing to `run_dir` into a one-line error of the class `kind_of`."""
     try:
         yield
     except OSError as error:
@@ -169,9 +150,9 @@ def report_to_torchrun(message: str, file: str | None = None, at: float | None =
     """Make torchrun show `message` as the root cause, unless an error of the rank is already recorded.
 
     Args:
-        file: the error file of the rank; None: that of this rank.
-        at: the time of the failure; None: now. torchrun shows the earliest failure, so a slightly earlier
-            time is written.
+        file: the error file of the failed rank; by default, that of this rank.
+        at: the time of the failure, by default now. A slightly earlier time is written, because torchrun
+            shows the earliest failure.
     """
     path = file or os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None and not Path(path).exists():
@@ -181,7 +162,7 @@ def report_to_torchrun(message: str, file: str | None = None, at: float | None =
 
 
 def attempt_note() -> str:
-    """Return the number of torchrun's current attempt, to append to a message; "" without restarts."""
+    """Return a note with the number of torchrun's current attempt, for messages; "" without restarts."""
     attempts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) + 1
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + 1
     return f"; this was attempt {number} of {attempts}" if attempts > 1 else ""

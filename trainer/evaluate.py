@@ -1,9 +1,9 @@
 """Evaluate a trained model: `python -m trainer.evaluate RUN [--checkpoint newest|best|PATH] [OVERRIDES]`.
 
 Writes RUN/evaluation.json with eval/* as in result.json, the checkpoint and the number of samples. Each
-held-out sample is counted once. Runs in one process, under torchrun or with launch=local launch.processes=N,
-also while RUN is still training. With the world size and strategy of the run, the metrics are bit-identical
-to those of the run's own evaluation.
+validation sample is counted once. Runs in one process, under torchrun or with launch=local
+launch.processes=N, even while RUN is still training. With the world size and strategy of the run, the metrics
+are bit-identical to those of the run's own evaluation.
 """
 
 import json
@@ -29,15 +29,8 @@ def main() -> None:
 def evaluate(config: Config, checkpoint: str = "newest") -> dict[str, Any] | None:
     """Evaluate a checkpoint and write evaluation.json (a collective).
 
-    Args:
-        config: the `saved_settings` of the run.
-        checkpoint: newest, best, or the path of a checkpoint.
-
     Returns:
         The contents of evaluation.json on rank 0; None on other ranks.
-
-    Raises:
-        UserError: if the checkpoint or held-out data does not exist, or settings do not match them.
     """
     from trainer import evaluation
     from trainer.distributed.agreement import on_main

@@ -1,4 +1,4 @@
-"""Evaluate a model on held-out data, counting each sample once, and make predictions."""
+"""Evaluate a model on validation data, counting each sample once, and make predictions."""
 
 import copy
 import logging
@@ -39,12 +39,9 @@ class ModelContext:
 
 @torch.no_grad()
 def evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]]) -> Evaluation:
-    """Evaluate the model on the held-out data (a collective).
+    """Evaluate the model on the validation data (a collective).
 
-    A rank that has no samples left still takes part in each forward pass, because FSDP gathers in it.
-
-    Raises:
-        UserError: if there is not one row for each sample, rows differ in shape, or a metric is not a number.
+    A rank without samples left still takes part in each forward pass, in which FSDP gathers parameters.
     """
     context.ranks.heartbeat.enter("evaluate")
     with _model_to_evaluate(context) as model, gathering(IN_EVALUATION):
@@ -119,7 +116,7 @@ def _evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]], mo
 
 
 def independent_copy(task: Task) -> Task:
-    """Return a copy of `task` for a batch that its metrics must not count: a filler batch or the dry run.
+    """Return a copy of `task` for filler batches and the dry run, which its metrics must not count.
 
     The copy shares parameters, such as those of a teacher. Returns `task` itself if it cannot be copied.
     """
@@ -138,8 +135,8 @@ def _from_rank_0(own: dict[str, float], source: str, ranks: Ranks) -> dict[str, 
     different = {name: values for name, values in by_name.items() if len(set(map(str, values))) > 1}
     if different and ranks.is_main:
         log.warning(
-            "%s differs between ranks, and rank 0's values are used: %s. A metric object that a task keeps "
-            "sees only its rank's samples: reduce it over ranks, or compute it from eval_sums or rows",
+            "%s differs between ranks, and rank 0's values are used: %s. A metric object in a task sees only "
+            "the samples of its own rank; reduce it over ranks, or use eval_sums or rows instead",
             source,
             different,
         )
@@ -153,9 +150,6 @@ def predict(
     """Yield the indices and the task's predictions for each batch of all ranks (a collective).
 
     Rank 0 gets each sample once, in the order of the dataset, at any world size; other ranks get None.
-
-    Raises:
-        UserError: if there is not one row for each sample, or rows differ in shape.
     """
     context.ranks.heartbeat.enter("evaluate")
     gather = SampleGather(context.ranks, f"{type(context.task).__name__}.predict")
@@ -169,7 +163,7 @@ def predict(
 
 @torch.no_grad()
 def show(context: ModelContext, evaluation: Evaluation, run_log: RunLog, step: int, at_end: bool) -> None:
-    """Log the task's texts, images and plots at the end and every `train.show_every` (a collective)."""
+    """Log the task's texts, images and plots at the end and as `train.show_every` says (a collective)."""
     if not offers(context.task, "show") or not on_main(
         lambda: at_end or run_log.shows.is_due(), context.ranks
     ):

@@ -29,10 +29,7 @@ def forward_backward(
         model: the module wrapped by `strategy`.
         batch: on the device.
         label_count: the number of labels that count in the micro-batch; if 0, its gradients are 0.
-        is_last: whether to average the gradients over ranks, in the last micro-batch of the step.
-
-    Raises:
-        UserError: torch raised an error whose cause `strategy` recognizes.
+        is_last: whether this is the last micro-batch of the step, which averages gradients over ranks.
     """
     with strategy.gradient_sync(model, enabled=is_last):
         with strategy.autocast(), strategy.explaining("forward"):

@@ -47,11 +47,7 @@ def log_step(run: Run, grad_norm: Tensor) -> None:
 
 
 def log_first_step(run: Run) -> None:
-    """Print the loss and the time of this process's first step, alone (a collective).
-
-    A slow run says early that it trains, and how fast. Nothing is logged, because the metrics of a log step
-    are means since the one before.
-    """
+    """Print the loss and duration of this process's first step, without logging metrics (a collective)."""
     meter, step = run.report.meter, run.state.progress.step
     (loss,) = meter.record_steps()
     seconds = meter.ms_per_step(meter.window)["step"] / 1e3

@@ -1,4 +1,4 @@
-"""The training loop: `fit` makes the steps, and evaluates and saves between them; there are no callbacks."""
+"""The training loop: `fit` runs the steps, and evaluates and saves between them, without callbacks."""
 
 import logging
 import warnings
@@ -130,7 +130,7 @@ class Epochs:
 
 
 def make_step(run: Run, batches: Batches) -> AfterStep:
-    """Make the next step, count and check it, and log if that is due (a collective)."""
+    """Run the next step, count and check it, and log if that is due (a collective)."""
     progress, meter = run.state.progress, run.report.meter
     meter.start()
     run.report.profile.before(progress.step + 1, meter)
@@ -164,7 +164,7 @@ def is_over(run: Run) -> bool:
 
 
 def unsteady_steps(run: Run) -> int:
-    """Return how many first steps the measured speed excludes: an epoch if the run is longer, or else 10."""
+    """Return the number of first steps that the measured speed excludes: an epoch, or 10 in a short run."""
     steps_per_epoch = run.data.train_loader.steps_per_epoch
     if steps_per_epoch is None or run.plan.total_steps - run.plan.steps_before <= steps_per_epoch:
         return 10
@@ -172,11 +172,7 @@ def unsteady_steps(run: Run) -> int:
 
 
 def open_epoch(run: Run) -> Batches | None:
-    """Return the rest of the epoch, or end it and return None if a rank has no data left (a collective).
-
-    Raises:
-        UserError: the data of a rank ends before the first step of the epoch; raised on every rank.
-    """
+    """Return the rest of the epoch; if a rank has no data left, end it and return None (a collective)."""
     progress = run.state.progress
     run.ranks.heartbeat.enter("data")
     batches = run.data.train_loader.epoch(progress.epoch, progress.samples_in_epoch)
@@ -196,7 +192,7 @@ def open_epoch(run: Run) -> Batches | None:
 
 
 def warn_if_uneven(run: Run, batches: Batches, epoch: int, num_samples: int) -> bool:
-    """Warn if the epoch ended while ranks had data for a step, and return whether it did (a collective)."""
+    """Warn if the epoch ended while some ranks had data for a step; return whether it did (a collective)."""
     ended, with_data = run.vote.ranks_out_of_data(batches)
     if with_data and run.ranks.is_main:
         log.warning(
@@ -265,11 +261,7 @@ def _best_so_far(run: Run) -> str:
 
 
 def evaluate_as(run: Run, loader: EvalLoader, prefix: str, shows: bool) -> dict[str, float]:
-    """Evaluate the current weights, and return the metrics with `prefix` before their names.
-
-    Args:
-        shows: whether to log what the task shows of its outputs.
-    """
+    """Evaluate the model, log `Task.show` if `shows`, and return metrics with `prefix` (a collective)."""
     evaluation = evaluate(run.model_context, loader)
     check_metrics(run.config, evaluation.metrics)
     if shows:

@@ -1,7 +1,6 @@
-"""train.micro_batch_size=auto: find the largest size that fits, by trial steps before the run is built.
+"""Find the largest micro-batch that fits in memory, by trial steps (`train.micro_batch_size=auto`).
 
-A trial discards what it built and restores the random generators, so the run has the same bits as one that is
-given the number. Ranks communicate during a trial only under fsdp.
+A trial restores the random generators, so the run has the same bits as one with that size in its settings.
 """
 
 import dataclasses
@@ -44,12 +43,9 @@ _AUTO = "train.micro_batch_size=auto"
 def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) -> Config:
     """Return `config` with a number in place of `train.micro_batch_size=auto` (a collective).
 
-    A resumed run keeps its `previous` number if that still divides a rank's part of the batch. Otherwise the
-    first trial uses all samples of a rank, and each further trial at most half as many, until every rank has
-    enough memory.
-
-    Raises:
-        UserError: not even one sample fits; or, under fsdp, ranks ran out of memory at different points.
+    A resumed run keeps its `previous` size if it still divides the samples per rank. Otherwise, the first
+    trial uses all samples of a rank, and each further trial at most half as many, until every rank has enough
+    memory.
     """
     train = config.train
     if train.micro_batch_size != "auto":
@@ -95,9 +91,9 @@ def _first_without_memory(
 ) -> int | None:
     """Try `size` on all ranks, and return the first rank that ran out of memory (a collective).
 
-    Under fsdp, a rank that runs out of memory leaves the others waiting in a collective. Another trial is
-    possible only if all ranks started the same number of collectives: otherwise, a rank's next collective
-    would be matched with an older one of another rank.
+    Ranks communicate only under fsdp, where a rank that runs out of memory leaves the others waiting in a
+    collective. Another trial is possible only if all ranks started the same number of collectives. Otherwise,
+    a rank's next collective would match an older collective of another rank.
     """
     strategy, fits = build_strategy(config, ranks), True
     groups, is_sharded = strategy.forward_groups(), strategy.fills_by_unit
@@ -136,7 +132,7 @@ def _first_without_memory(
 def _make_steps(
     config: Config, strategy: Strategy, ranks: Ranks, size: int, num_micro_batches: int, num_copies: int
 ) -> None:
-    """Make two steps on the first samples: only the second needs the optimizer's state and activations."""
+    """Run two steps on the first samples, because only the second has optimizer state during its passes."""
     task, train_set = build_task(config), build_dataset(config.data, "train")
     batch = first_batch(config, train_set, size)
     to_device = build_to_device(config, ranks.device, train_set)

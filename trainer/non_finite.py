@@ -1,4 +1,4 @@
-"""The error for a NaN or Inf loss or gradient, which names the rank or the parameter."""
+"""The error message for a NaN or Inf loss or gradient."""
 
 import math
 from collections.abc import Sequence

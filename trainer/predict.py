@@ -1,8 +1,8 @@
-"""Write a trained model's predictions for held-out samples: `python -m trainer.predict RUN --out FILE`.
+"""Write a trained model's predictions for validation samples: `python -m trainer.predict RUN --out FILE`.
 
-FILE ends in .csv, .jsonl or .pt and is created atomically at the end. It contains a row for each held-out
+FILE ends in .csv, .jsonl or .pt and is created atomically at the end. It contains a row for each validation
 sample, in the order of the dataset: the index of the sample, the name of its input if the dataset has names,
-and the task's predictions. Runs in one process, under torchrun or with launch=local launch.processes=N, also
+and the task's predictions. Runs in one process, under torchrun or with launch=local launch.processes=N, even
 while RUN is still training.
 """
 
@@ -30,16 +30,7 @@ def main() -> None:
 
 
 def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
-    """Write the predictions of a checkpoint to `out` (a collective).
-
-    Args:
-        config: the `saved_settings` of the run.
-        checkpoint: newest, best, or the path of a checkpoint.
-
-    Raises:
-        UserError: if the checkpoint or held-out data does not exist, the task has no method `predict`, or
-            `out` exists or cannot be written.
-    """
+    """Write the predictions of a checkpoint to `out` (a collective)."""
     if rank_info(config.distributed).rank == 0:
         check_free(out)
     import torch  # after the check, so that its error comes at once

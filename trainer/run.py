@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Train as `config` says and return the contents of result.json.
+    """Train with the settings `config`, and return the contents of result.json.
 
     Raises:
         UserError: a setting does not fit this machine, this data or the other ranks.
@@ -56,27 +56,27 @@ def run(config: Config) -> dict[str, Any]:
                 here, run_dir = shrunk.rank_info, str(shrunk.run_dir)
                 shrunk.__context__ = None  # it would keep the run alive
             at_shrink.close()
-            gc.collect()  # among others DataLoaders, which then end their workers
+            gc.collect()  # frees, for example, DataLoaders, which then stop their workers
             publish(here)
             config = dataclasses.replace(config, run_dir=run_dir, resume="auto")
 
 
 def _close(run_: Run) -> None:
     for end in (run_.report.profile.close, run_.strategy.close, run_.report.run_log.close):
-        with suppress(Exception):  # of what other ranks, or the disk, have broken
+        with suppress(Exception):  # a failed rank or disk may have broken it
             end()
 
 
 def _run(
     config: Config, here: RankInfo | None, stop_request: StopRequest, at_shrink: ExitStack
 ) -> dict[str, Any]:
-    """`run`, to the end or until some of the ranks are gone.
+    """Run until the end of training, or until `Shrunk` is raised because ranks failed.
 
     Args:
-        here: the rank info of this process after other ranks are gone; None at the first start.
-        at_shrink: gets what must be closed if the run goes on without some ranks.
+        here: the rank info of this process after a shrink; None at the first start.
+        at_shrink: receives what to close before the surviving ranks continue.
     """
-    check_batch_sizes = _check_shares(config.train)
+    check_batch_sizes = _batch_size_check(config.train)
     with (
         watched_process_group(
             config.distributed, lambda: stop_request.is_set, here, check_batch_sizes
@@ -97,7 +97,7 @@ def _run(
                 on_main(take_over, ranks)
             run_ = assemble(config, claimed.run_id, ranks, stop_request, watch.ending.save)
             at_shrink.callback(_close, run_)
-            if claimed.used:  # a refusal before this line leaves the previous run unchanged
+            if claimed.used:  # an error before this line leaves the previous run unchanged
                 on_main(take_over, ranks)
                 watch.ending.writes_to(run_dir)
             on_main(partial(_write_settings, run_.config, run_dir), ranks)
@@ -122,15 +122,15 @@ def _run(
     return result
 
 
-def _check_shares(train: TrainConfig) -> Callable[[int], object]:
-    """Return what raises UserError if a global batch can't be divided among a number of ranks."""
+def _batch_size_check(train: TrainConfig) -> Callable[[int], object]:
+    """Return a function that checks whether a number of ranks can share the global batch."""
     if train.exact is not None:  # chunks are divided among any number of ranks
         return lambda num_ranks: None
     return partial(split_batch, train.global_batch_size, train.known_micro_batch_size)
 
 
 def _result(run_: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
-    """The contents of result.json (a collective)."""
+    """Return the contents of result.json (a collective)."""
     strategy, ended_by = run_.strategy, run_.state.early_end.setting
     return {
         "strategy": strategy.name,
@@ -171,7 +171,7 @@ def _log_end(run_: Run, metrics: Mapping[str, float]) -> None:
 
 
 def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int, int | None]:
-    """The run directory, locked until `resources` closes; the seed; a resumed run's micro-batch size."""
+    """Return the locked run directory, the seed, and the micro-batch size of a resumed run."""
     remote = config.checkpoint.remote
     run_dir = claim(config.run_dir, config.resume, resources, config.distributed.timeout_s / 2, remote)
     saved: Mapping[str, Any] = {}
@@ -182,7 +182,7 @@ def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int, int | Non
 
 
 def _take_over(config: Config, run_dir: Path, open_log: Callable[[], None]) -> None:
-    """Called on rank 0: from now on the files of the run directory are this run's."""
+    """Replace a previous run's files in the run directory with those of this run; called on rank 0."""
     failure_file.remove(run_dir)
     _write_settings(config, run_dir)
     open_log()
@@ -199,16 +199,15 @@ def _write_settings(config: Config, run_dir: Path) -> None:
 
 
 def why_no_gather(run_: Run) -> str | None:
-    """Why no loss can be over the outputs of all ranks, in words."""
+    """Return why `trainer.gather` is not supported by these settings; None if it is."""
     config = run_.config
     if config.train.exact is not None:
-        return f"train.exact={config.train.exact} computes each part of a batch alone; set it to null"
+        return f"train.exact={config.train.exact} computes each chunk of a batch separately; set it to null"
     if run_.data.split.num_micro_batches > run_.data.split.num_replicas:
         return (
             f"a step of train.global_batch_size={config.train.global_batch_size} has "
-            f"{run_.data.split.accumulation} micro-batches on each rank, each of which would be compared "
-            "with a part of the batch alone; set train.micro_batch_size=null, and a smaller global batch if "
-            "memory is short"
+            f"{run_.data.split.accumulation} micro-batches on each rank, and gather would combine one of "
+            "each rank; set train.micro_batch_size=null, and a smaller global batch if memory is short"
         )
     if run_.strategy.num_replicas < run_.ranks.world_size:
         return f"strategy={config.strategy.name} has ranks without samples; use ddp or fsdp"

@@ -34,7 +34,7 @@ from trainer.run_dir.metrics_file import RESULT, last_metrics
 from trainer.sweep.trials import FILE as TRIALS
 from trainer.sweep.trials import PRUNED, read_trials
 
-# What needs attention comes first.
+# States that need attention come first.
 _STATES = ["failed", "lost", "suspended", "stopped", "queued", "running", "pruned", "done"]
 _WITH_REASON = {"failed", "lost", "suspended", "queued"}  # the reason takes the place of the numbers
 _HEADER = ["run", "state", "step", "left", "train", "eval", "best", "samples/s", "host"]
@@ -43,9 +43,10 @@ _DEFAULT, _WIDTH, _REFRESH_S = "runs", 100, 5.0
 
 
 def look(folder: Path, pruned: Collection[Path] = ()) -> dict[str, Any]:
-    """Return the JSON object of the run in `folder`; a value that its files don't contain is None.
+    """Return the state of the run in `folder` as a JSON object; values that its files lack are None.
 
-    A run that its sweep has pruned knows only that a signal has stopped it, so it is looked up in `pruned`.
+    The files of a pruned trial say only that a signal stopped it, so `pruned` contains the folders of pruned
+    trials.
     """
     damaged: list[str] = []
 
@@ -124,12 +125,8 @@ def _state(
 ) -> tuple[str, str | None]:
     """Return one of _STATES, and the reason if a file or the process gives one.
 
-    A run keeps setting the modification time of its lock file to now, whatever else it does. On the host of
-    the run, its process shows whether it is alive; on another host, only the age of that time does.
-
-    Args:
-        owner: the contents of the lock file, whose time is `renewed_at`.
-        ended_at: when failure.json or result.json was written.
+    On the host of the run, its process shows whether it is alive. On other hosts, the age of its lock file
+    does, because a live run updates the modification time regularly.
     """
     here = {"host": socket.gethostname(), "surroundings": processes.surroundings()}
     process, pid = None, owner.get("pid")
@@ -162,11 +159,7 @@ def _queued_job(folder: Path) -> str | None:
 
 
 def report(folders: Sequence[str], as_json: bool, width: int) -> str:
-    """Return the table, or the JSON, of all runs below `folders`, including the trials of sweeps.
-
-    Raises:
-        UserError: one is not a directory; the default need not exist yet.
-    """
+    """Return the table, or the JSON, of all runs below `folders`, including the trials of sweeps."""
     runs: list[dict[str, Any]] = []
     pruned: set[Path] = set()
     damaged: list[str] = []

@@ -19,24 +19,17 @@ from trainer.update import apply_update, read_past
 
 
 class Step(NamedTuple):
-    """The results of a step."""
-
     losses: list[Tensor]
     """For each micro-batch of this rank, its part of the loss, a detached scalar; the parts add up."""
     grad_norm: Tensor
     """The norm of the gradients of the whole model, a scalar."""
     update: Update
     after: AfterStep
-    """What all ranks do after the step."""
+    """The action that all ranks take after the step."""
 
 
 def train_step(run: Run, batches: Batches) -> Step:
-    """Make the step after `run.state.progress` (a collective).
-
-    Raises:
-        NonFiniteError: a loss or gradient is NaN or Inf, and `train.skip_nonfinite` does not skip the step;
-            raised on all ranks, before any parameter changes.
-    """
+    """Run the step that follows `run.state.progress`; see `apply_update` for errors (a collective)."""
     state, strategy, heartbeat = run.state, run.strategy, run.ranks.heartbeat
     step = heartbeat.step = state.progress.step + 1
 
@@ -82,8 +75,7 @@ def train_step(run: Run, batches: Batches) -> Step:
 def add_gradients(run: Run, batch: Any, label_count: float, step: int, number: int) -> Tensor:
     """Run the forward and backward pass of this rank's micro-batch `number` in a step.
 
-    Returns:
-        The micro-batch's part of the loss of the step, a detached scalar.
+    Returns its part of the loss of the step, a detached scalar.
     """
     enter = run.ranks.heartbeat.enter
     loss_of_step: Tensor

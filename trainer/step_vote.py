@@ -1,4 +1,4 @@
-"""What all ranks agree on in each step: the number of labels, whether to stop, whether data is left."""
+"""Agreement of all ranks in each step: the number of labels, the next action, and whether data is left."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from trainer.exact.sum_order import DEFAULT_ORDER, SumOrder
 
 
 class AfterStep(IntEnum):
-    """What follows a step: the largest value that any rank requests."""
+    """The action after a step: the largest value that any rank requests."""
 
     CONTINUE = 0
     SAVE = 1
@@ -44,10 +44,8 @@ class StepVote:
     """Sums six numbers over the ranks in each step, so that all ranks leave the loop after the same step.
 
     Call `start` when the micro-batches of a step have been read, and `result` when the first loss is known:
-    the communication overlaps with the first forward pass.
-
-    Args:
-        rows: replaces gloo's all-reduce if all ranks are on the CPUs of one host.
+    the communication overlaps with the first forward pass. On the CPUs of one host, `rows` replaces gloo's
+    all-reduce.
     """
 
     def __init__(self, ranks: Ranks, order: SumOrder = DEFAULT_ORDER, rows: HostRows | None = None) -> None:
@@ -67,14 +65,7 @@ class StepVote:
         data_left: bool,
         trainable_changed: bool = False,
     ) -> None:
-        """Send this rank's numbers.
-
-        Args:
-            label_counts: the number of labels in each of this rank's micro-batches.
-            after: what this rank requests after the step.
-            data_left: whether this rank has data for another step of this epoch.
-            trainable_changed: whether the task's `begin_step` has frozen or unfrozen parameters.
-        """
+        """Send this rank's requested action, flags, and number of labels in each micro-batch."""
         if self._world_size == 1:
             self._agreed = Agreed(math.fsum(label_counts), after, data_left)
             return
@@ -104,11 +95,7 @@ class StepVote:
             self._done.record()
 
     def result(self) -> Agreed:
-        """Wait for the result of this step's vote; later calls in the step return the same result.
-
-        Raises:
-            UserError: the trainable parameters changed only on some ranks; raised on every rank.
-        """
+        """Wait for the result of this step's vote; later calls in the step return the same result."""
         if self._agreed is None:
             if self._rows is not None:
                 self._sums = self._rows.receive().sum(0)
@@ -128,7 +115,7 @@ class StepVote:
         return self._agreed
 
     def ranks_out_of_data(self, batches: Batches) -> tuple[list[int], list[int]]:
-        """Return the ranks without data for another step of the epoch, and the ranks with (a collective)."""
+        """Return the ranks without data for another step, and the ranks that have data (a collective)."""
         own = batches.data_left if batches.accumulation else None  # None: this rank reads no data
         data_left = gather_objects(own)
         out_of_data = [rank for rank, left in enumerate(data_left) if left is False]

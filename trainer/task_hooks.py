@@ -1,4 +1,4 @@
-"""Calls to the task's `begin_step` and `end_step`, and what the trainer does if they freeze parameters."""
+"""Calls of the task's `begin_step` and `end_step`, which may change the trainable parameters."""
 
 import logging
 
@@ -18,12 +18,9 @@ _BEGIN, _END = -(1 << 32), -(1 << 32) - 1  # no micro-batch has these numbers, s
 
 
 def begin_step_of_task(run: Run, step: int) -> bool:
-    """Called before the first micro-batch of `step`, and in the dry run.
+    """Call the task's `begin_step`, and return whether it froze parameters or made some trainable.
 
-    Attributes that the method sets on the task need not be saved, because each step sets them again.
-
-    Returns:
-        Whether `begin_step` froze parameters of the model or made some trainable.
+    Attributes that it sets on the task are not reported as unsaved, because each step sets them again.
     """
     task = run.task
     if getattr(task, "begin_step", None) is None:
@@ -40,13 +37,9 @@ def begin_step_of_task(run: Run, step: int) -> bool:
 
 
 def follow_begin_step(run: Run) -> bool:
-    """Called if `begin_step` froze parameters or made some trainable on any rank (a collective).
+    """Update the state after `begin_step` changed which parameters are trainable on any rank (a collective).
 
-    Returns:
-        Whether the caller must make a dry run, in which torch lays out its buckets again.
-
-    Raises:
-        UserError: on every rank, if ranks froze different parameters, or all parameters are frozen.
+    Returns whether the caller must make a dry run, in which torch rebuilds its buckets.
     """
     trained, step = run.state.trainable, run.ranks.heartbeat.step
     trainable = trained.trainable()
@@ -69,8 +62,7 @@ def follow_begin_step(run: Run) -> bool:
 def refuse_changed_by_loss(run: Run) -> None:
     """Raise UserError if `loss` made parameters trainable that this step does not train or average.
 
-    Called after a loss in the dry run, and before each save. A loss may freeze parameters, unless the
-    strategy needs all gradients.
+    A loss may freeze parameters, unless the strategy needs all gradients.
     """
     changed, trainable = run.state.trainable.changed(), run.state.trainable.trainable()
     new = [name for name in changed if name in trainable]

@@ -1,7 +1,7 @@
 """All uses of private names of torch, with their reasons.
 
-The names are checked when this module is loaded, so that a version of torch that renames one fails at the
-start. Some names are only assigned: a wrong name would change results without an error.
+The names are checked on import, so that a torch version that lacks one fails at the start. Some names are
+only assigned to, so a wrong name would change results without an error.
 """
 
 import functools

@@ -74,7 +74,7 @@ _CAUSES = {  # message of torch -> cause
 
 
 def see(message: str) -> str:
-    """Return a line with the address of the entry about `message`, to append to it; "" without an entry."""
+    """Return a line that refers to the troubleshooting entry for `message`; "" if there is none."""
     for anchor, heading in ENTRIES.items():
         if re.search(".*".join(map(re.escape, heading.split("..."))), message, re.DOTALL):
             return f"\n  see {PAGE}#{anchor}"

@@ -1,4 +1,4 @@
-"""The update of a step: complete gradients become new weights, or an error on every rank."""
+"""The update of a step, after its gradients are complete."""
 
 import logging
 import math
@@ -29,9 +29,9 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
     Call on every rank when the gradients of `step` are complete (a collective). A NaN or Inf loss makes the
     gradients of all ranks NaN (see `forward_backward`), so all ranks get the same norm.
 
-    On a GPU, the CPU waits for the norm. If the optimizer can skip its update by a flag on the device, the
-    CPU launches the update before it waits, so that the GPU does not idle. If `train.skip_nonfinite` allows
-    skipped steps, the CPU waits first, because the average must follow only the updates that were made.
+    On a GPU, an optimizer that can skip its update by a flag on the device is launched before the CPU waits
+    for the norm, so that the GPU does not idle. With `train.skip_nonfinite` the CPU waits first, because the
+    moving average must follow only the updates that were made.
 
     Args:
         norm: the norm of the gradients of the whole model, a scalar, the same on every rank.

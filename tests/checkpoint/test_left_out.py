@@ -102,7 +102,7 @@ def test_different_or_missing_initial_weights_are_refused(tmp_path: Path) -> Non
     assert f"model.init_from={tmp_path}/base.pt does not exist; set its current path. A new run" in missing
     assert left_out.format("layers.0.weight, layers.0.bias") in own
     assert (
-        "omits frozen parameters loaded by model.init_from from checkpoints, but this model has no such"
+        "excludes from checkpoints the frozen parameters that model.init_from loads, but this model has none"
         in none
     )
     assert (

@@ -287,7 +287,7 @@ def test_evaluation_counts_every_sample_once(
 
 
 def test_an_empty_evaluation_set_is_refused() -> None:
-    with pytest.raises(UserError, match="the evaluation data is empty"):
+    with pytest.raises(UserError, match="the validation data is empty"):
         list(eval_loader(Noisy(0), 8))
 
 

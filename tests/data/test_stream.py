@@ -116,7 +116,7 @@ def test_a_stream_that_divides_itself_is_taken_whole_on_each_rank() -> None:
         assert torch.equal(torch.cat(read(loaders[1], 0, 8)), torch.cat(whole)[9::2])
     with pytest.raises(UserError, match="now read as 1, which changes the order"):
         train_loader(Dividing(), 8).resume([loaders[0].state_dict()])
-    with pytest.raises(UserError, match=r"Dividing\.divides_itself is not supported for held-out data"):
+    with pytest.raises(UserError, match=r"Dividing\.divides_itself is not supported for validation data"):
         eval_loader(Dividing(), 8)
     with pytest.raises(
         UserError, match=r"data\.sharded is not supported with Dividing, because it divides itself"
@@ -240,7 +240,7 @@ def test_settings_that_do_not_fit_the_kind_of_data_are_refused() -> None:
         train_loader(Numbers(), 8, sharded=True)
     with pytest.raises(UserError, match="is for streams, but range is read by index"):
         train_loader(range(64), 8, sharded=True)
-    with pytest.raises(UserError, match="the evaluation data is empty"):
+    with pytest.raises(UserError, match="the validation data is empty"):
         list(eval_loader(Numbers(num_samples=0), 8))
     other = train_loader(Stateful(), 8, sharded=True)
     batches = other.epoch(0)

@@ -237,20 +237,6 @@ def test_settings_equal_the_runs_except_for_where_it_runs(tmp_path: Path) -> Non
     assert now.model["_target_"] == "tests.user_parts.Normed" and now.run_dir == str(tmp_path)
 
 
-def test_renamed_settings_of_an_older_run_are_read(tmp_path: Path) -> None:
-    now = settings(
-        *STRIPES, "ema.evaluate=ema", "train.early_stopping={metric: eval/loss, patience: 3}", "seed=5"
-    )
-    text = to_yaml(now)
-    for new, old in (("early_stopping:", "stop:"), ("on_failure:", "at_fault:"), ("no_decay:", "undecayed:")):
-        assert new in text
-        text = text.replace(new, old)
-    (tmp_path / "config.yaml").write_text(text.replace("evaluate: ema", "evaluate: instead"))
-    read = saved_settings(tmp_path)
-    assert (read.train, read.ema, read.optim) == (now.train, now.ema, now.optim)
-    assert read.checkpoint.on_failure == now.checkpoint.on_failure
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -299,7 +299,7 @@ def test_a_rank_that_waits_for_the_others_ends_on_a_signal(tmp_path: Path) -> No
         ended = program.wait(60)
     assert ended.code == 75, ended.output
     assert (
-        ended.stderr.splitlines()[-1] == "stopped by a signal before all ranks had arrived; no step was made"
+        ended.stderr.splitlines()[-1] == "stopped by a signal before all ranks had joined; no step was made"
     )
     assert "Traceback" not in ended.output
 
@@ -307,7 +307,7 @@ def test_a_rank_that_waits_for_the_others_ends_on_a_signal(tmp_path: Path) -> No
 def test_a_stop_before_the_rendezvous_ends_it(tmp_path: Path) -> None:
     """Otherwise, it would wait a minute for a rank that the same signal has ended."""
     alone = RankInfo(0, 2, None, None, None, None, f"file://{tmp_path}/store")
-    with pytest.raises(StoppedBySignal, match="before all ranks had arrived"):
+    with pytest.raises(StoppedBySignal, match="before all ranks had joined"):
         rendezvous.join(alone, {}, timedelta(seconds=60), lambda: True)
 
 

@@ -122,9 +122,6 @@ def test_refuses_what_the_optimizer_does_not_have() -> None:
     del rprop["lr"]
     with pytest.raises(UserError, match=r"lr_scale multiplies optim\.lr, which is not set"):
         build_optimizer(TrainableParameters(model), {**rprop, "groups": [{"match": "bias", "lr_scale": 0.1}]})
-    sgd = {"_target_": "torch.optim.SGD", "lr": 0.1, "weight_decay": 0.5}
-    with pytest.raises(UserError, match=r"=0\.5 is not supported by torch for weights with sparse gradients"):
-        build_optimizer(TrainableParameters(nn.Embedding(2, 2, sparse=True)), sgd)
 
 
 def test_a_frozen_batch_norm_keeps_its_statistics() -> None:

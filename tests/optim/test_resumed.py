@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.errors import UserError
 from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.schedules import ScheduleFacts, build_schedule, settings_of
@@ -49,13 +48,6 @@ class Counting(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         super().step()
         self.count += 1
-
-
-class Stubborn(torch.optim.SGD):
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            group["momentum"] = 0.9
 
 
 CONSTANT = {"_target_": "trainer.optim.schedules.constant", "warmup_steps": 9}
@@ -165,13 +157,6 @@ def test_groups_may_be_others_and_keep_their_state() -> None:
             for parameter in state.model.parameters()
         ]
         assert all(map(torch.equal, kept[:2], kept[2:]))
-
-
-def test_what_is_held_after_a_resume_is_compared_with_the_settings() -> None:
-    stubborn = {"_target_": __name__ + ".Stubborn"}
-    _resumed(_state(CONSTANT, **stubborn), _state(CONSTANT, **stubborn))
-    with pytest.raises(UserError, match=r"momentum should be 0.5, as set in this run, but is 0.9; load_"):
-        _resumed(_state(CONSTANT, **stubborn), _state(CONSTANT, **stubborn, momentum=0.5))
 
 
 @pytest.mark.parametrize("lr", [0.1, 0.02])

@@ -12,9 +12,7 @@ from benchmarks import fsdp_optimizers as optimizers
 from tests import runs
 from tests.failures.test_ends import TINY
 from tests.ranks import run_ranks
-from trainer.errors import UserError
 from trainer.loop import fit
-from trainer.optim.optimizers import check_gradients
 from trainer.optim.shard_trial import ShardTrial, needs_of
 from trainer.tensors.generators import generators_kept
 
@@ -79,15 +77,6 @@ def test_whole_tensors_give_what_one_process_does_and_so_do_saves() -> None:
             if not way.startswith("refused"):
                 assert optimizers.apart(end, right) < 1e-5, target
                 assert optimizers.apart(resumed, end) == 0, target
-
-
-def test_sparse_adam_with_dense_gradients_is_refused() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    with pytest.raises(
-        UserError, match=r"those of 1 of its 1 parameters are dense; use it only for weights of nn\.Embedding"
-    ):
-        check_gradients(torch.optim.SparseAdam([parameter]))
 
 
 def _continued(root: Path, strategy: str, chain: dict[str, tuple[str, int, str]]) -> dict[str, list[Tensor]]:

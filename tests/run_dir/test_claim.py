@@ -106,7 +106,7 @@ def test_a_used_run_directory_cannot_resume_another_run(tmp_path: Path) -> None:
     elsewhere, theirs = save(tmp_path / "copies", 5, run_id), save(tmp_path / "other", 5, "theirs")
     assert claimed(tmp_path / "run", str(elsewhere)).run_id == run_id
     with pytest.raises(
-        UserError, match=f"contains a different run .* from that of resume={theirs}.*run_dir={tmp_path}/run-2"
+        UserError, match=f"contains a different run .* than resume={theirs}.*run_dir={tmp_path}/run-2"
     ):
         claimed(tmp_path / "run", str(theirs))
 

@@ -260,7 +260,7 @@ def parsed(*overrides: str) -> list[Override]:
 
 
 def test_a_sweep_continues_when_the_reader_of_its_output_has_gone() -> None:
-    program = "from trainer.sweep.output import say; say('a'); input(); say('b'); say('c')"
+    program = "from trainer.sweep.search import say; say('a'); input(); say('b'); say('c')"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes) as sweep:
         assert sweep.stdout is not None and sweep.stdout.readline() == "a\n"

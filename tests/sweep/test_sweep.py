@@ -77,7 +77,7 @@ def test_a_second_sweep_in_the_folder_is_refused(sweep: Sweep) -> None:
     with sweep.started("optim.lr=0.1", acts={"optim.lr=0.1": ["wait"]}):
         wait_until(lambda: bool(list(sweep.folder.glob("*/ready"))), "the trial begins")
         second = sweep.run("optim.lr=0.1")
-        assert second.code == 2 and "another sweep runs in hydra.sweep.dir" in second.stderr
+        assert second.code == 2 and "another sweep is running in hydra.sweep.dir" in second.stderr
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_second_sweep_in_the_folder_is_refused(sweep: Sweep) -> None:
         ),
         pytest.param("optim=sgd,adamw optim.mumentum=1,2", "optim.mumentum is not", marks=pytest.mark.slow),
         pytest.param(
-            "hydra/launcher=joblib", "each trial of a sweep is a launch of its own", marks=pytest.mark.slow
+            "hydra/launcher=joblib", "each trial of a sweep is launched separately", marks=pytest.mark.slow
         ),
         pytest.param("run_dir=here", "would be the directory of every trial", marks=pytest.mark.slow),
         pytest.param(

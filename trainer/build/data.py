@@ -23,7 +23,7 @@ from trainer.strategies.base import Strategy
 
 
 class LoadedData(NamedTuple):
-    """The training data, and loaders of this process's part of the training and held-out data."""
+    """The training data, and loaders of this process's part of the training and validation data."""
 
     train_set: Any
     train_loader: TrainLoader
@@ -31,11 +31,7 @@ class LoadedData(NamedTuple):
 
 
 def split_for(train: TrainConfig, strategy: Strategy) -> BatchSplit:
-    """Return how a global batch is split over the replicas of `strategy`.
-
-    Raises:
-        UserError: the batch size is not divisible as required.
-    """
+    """Return how a global batch is split over the replicas of `strategy`."""
     size, micro, replicas = train.global_batch_size, train.known_micro_batch_size, strategy.num_replicas
     if train.exact is None:
         split = split_batch(size, micro, replicas)
@@ -55,7 +51,7 @@ def load_data(config: Config, batch: BatchSplit, strategy: Strategy, ranks: Rank
 
 
 def load_held_out(config: Config, batch: BatchSplit, ranks: Ranks) -> tuple[Any, EvalLoader]:
-    """Return the held-out data, and the loader of this process's part of it."""
+    """Return the validation data, and the loader of this process's part of it."""
     eval_set = build_dataset(config.data, "eval")
     # All ranks evaluate, including a rank that has no training samples.
     every_rank = dataclasses.replace(batch, num_replicas=ranks.world_size)
@@ -127,7 +123,7 @@ def _without_auto(node: dict[str, Any], built: dict[str, Any]) -> dict[str, Any]
 
 
 def build_to_device(config: Config, device: torch.device, train_set: Any = None) -> ToDevice:
-    """Build the transfer of batches to the device; mean and std are the settings', or else the dataset's."""
+    """Build the transfer of batches to `device`, with mean and std of the settings or of the dataset."""
     given = _normalisation(config, train_set)
     normalise = Normalise(given["mean"], given["std"], device) if given["mean"] and given["std"] else None
     return ToDevice(device, config.train.channels_last, normalise)

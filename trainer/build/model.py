@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def wrap_model(config: Config, model: InitialModel, strategy: Strategy) -> nn.Module:
-    """Wrap the model by `strategy`, after activation checkpointing if the settings ask for it."""
+    """Wrap the model with `strategy`, after activation checkpointing if the settings enable it."""
     if isinstance(config.strategy, UnitsConfig) and config.strategy.activation_checkpointing:
         compiled = config.train.compile
         strategy.notes.append(checkpoint_activations(model.module, config.strategy, compiled))
@@ -39,12 +39,7 @@ def wrap_model(config: Config, model: InitialModel, strategy: Strategy) -> nn.Mo
 
 
 def build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
-    """Build the model, with `auto` settings taken from the training data.
-
-    Raises:
-        UserError: the settings do not match the data, or the object is not a model that can be trained and
-        saved.
-    """
+    """Build the model, with `auto` settings taken from the training data."""
     for name, noun in (("num_classes", "classes"), ("vocab_size", "tokens")):
         given, required = node.get(name), getattr(train_set, name, None)
         if isinstance(given, int) and isinstance(required, int) and given < required:
@@ -99,10 +94,6 @@ def initial_model(
             time.
         read_by: agreement and local rank for reading `model.init_from`; None: the weights are not read.
         on_meta: build on the meta device where possible, to measure the model without allocating memory.
-
-    Raises:
-        UserError: the settings of the model are wrong; or adapters would freeze parameters with random
-        values.
     """
     assert config.seed is not None
     build = partial(build_model, config.model, train_set)

@@ -10,11 +10,7 @@ from trainer.tasks.base import refuse_own_parameters
 
 
 def build_task(config: Config) -> Task:
-    """Build the task of the settings.
-
-    Raises:
-        UserError: it lacks a method, or has parameters that no optimizer would train.
-    """
+    """Build the task of the settings. UserError if it lacks a method or has parameters to train."""
     task: Task = instantiate("data.task", config.data.task)
     if missing := _missing_methods(task, config.train.evaluates):
         raise UserError(
@@ -28,7 +24,6 @@ def build_task(config: Config) -> Task:
 
 
 def _missing_methods(task: Any, evaluates: bool) -> str:
-    """Return the names of the missing methods as a phrase for an error message."""
     missing = [] if offers(task, "loss") else ["loss"]
     if evaluates:
         pair = ("rows", "summarise_rows") if offers(task, "rows") else ("eval_sums", "summarise")

@@ -78,7 +78,7 @@ def check_contradictions(config: Config) -> None:
 
 
 def check_processes(config: Config) -> None:
-    """Raise UserError if the number of processes is known and does not suit the strategy or batch size.
+    """Raise UserError if the known number of processes does not suit the strategy or batch size.
 
     `load` does not call this, because evaluation works with any number of processes.
     """
@@ -135,7 +135,6 @@ def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
 
 
 def _check_shrink(config: Config) -> None:
-    """Raise UserError if the surviving ranks could not continue with these settings."""
     checkpoint = config.checkpoint
     if config.strategy.name != "ddp":
         reason = f"strategy={config.strategy.name}, because each rank needs the whole model; use strategy=ddp"
@@ -156,7 +155,6 @@ def _check_shrink(config: Config) -> None:
 
 
 def _check_slurm(launch: SlurmLaunchConfig) -> None:
-    """Raise UserError for a job array, whose tasks would share a run_dir, or for too short a time limit."""
     parameters = launch.parameters or {}
     if "array" in parameters:
         raise UserError(
@@ -185,7 +183,6 @@ def _seconds_of(time: str) -> int:
 
 
 def _check_exact(config: Config) -> None:
-    """Raise UserError for settings whose results depend on the number of ranks or the strategy."""
     strategy, comm, train = config.strategy, config.comm, config.train
     wire_dtype, options = getattr(comm, "wire_dtype", "fp32"), vars(strategy)
     if strategy.name not in ("single", "ddp", "fsdp"):
@@ -206,7 +203,7 @@ def _check_exact(config: Config) -> None:
     elif options.get("static_graph"):
         reason = "strategy.static_graph=true, because DDP then cannot accumulate chunks; set it to false"
     elif (group := options.get("shard_group", "world")) != "world":
-        reason = f"strategy.shard_group={group}, because replicas add up separate sums; set it to world"
+        reason = f"strategy.shard_group={group}, because gradients are added in two stages; set it to world"
     elif strategy.name == "fsdp" and train.channels_last:
         reason = "train.channels_last=true, because strategy=fsdp gathers weights in another memory layout; "
         reason += "use strategy=ddp"

@@ -1,4 +1,4 @@
-"""Hydra's own settings: the values of `${hydra:...}`, and a check for settings that have no effect."""
+"""Hydra's own settings: the values of `${hydra:...}`, and errors for settings that have no effect."""
 
 import os
 from pathlib import Path
@@ -25,12 +25,6 @@ def apply_hydra_settings(settings: DictConfig, shown: DictConfig) -> None:
     """Make `${hydra:...}` resolve to values of `shown.hydra`, and set the variables in its job.env_set.
 
     Hydra does this only while it calls the decorated function. `${hydra:runtime.output_dir}` is run_dir.
-
-    Args:
-        settings: the unresolved settings of the run.
-
-    Raises:
-        UserError: a setting of Hydra has no effect; or run_dir is needed, but not known yet.
     """
     for name, (fixed, way_out) in _FIXED.items():
         if (value := OmegaConf.select(shown.hydra, name)) != fixed:

@@ -18,7 +18,8 @@ _ALLOWED = {} if _ANY is None else {"_execution_whitelist_": _ANY}
 def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = None, **kwargs: Any) -> Any:
     """Call the node's `_target_` with its other keys, `args` and `kwargs`.
 
-    The value `auto` is replaced with the attribute of `facts` that has the key's name, also in nested nodes.
+    Each value `auto`, also in nested nodes, is replaced with the attribute of `facts` that has the key's
+    name.
 
     Args:
         name: the node's name in the config, for messages.
@@ -41,7 +42,7 @@ def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = Non
 
 
 def _within(name: str, node: dict[str, Any], error: InstantiationException) -> tuple[str, dict[str, Any]]:
-    """Return the name and the content of the node that cannot be built: `node` or a node inside it."""
+    """Return the name and content of the node that cannot be built, which may be inside `node`."""
     path = re.search(r"\nfull_key: (\S+)$", str(error))
     part: Any = node
     for word in path[1].split(".") if path else ():

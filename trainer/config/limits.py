@@ -1,4 +1,4 @@
-"""Limits of settings: a field of the schema declares its limit, and `check_limits` checks it."""
+"""Limits of settings: each field of the schema declares its limit, and `check_limits` checks them all."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from trainer.errors import UserError
 
 @dataclass(frozen=True)
 class Limit:
-    """A condition on a value and its description. None, which means absent, always satisfies it."""
+    """A condition on a value, and its description. None, which means absent, always satisfies it."""
 
     is_valid: Callable[[Any], bool]
     description: str
@@ -32,7 +32,7 @@ def at_least(limit: float) -> Any:
 
 
 def count_or_never() -> Any:
-    """Declare a count of which 0 means never. `load` turns null into 0."""
+    """Declare a count for which 0 means never. `load` turns null into 0."""
     limit = Limit(lambda value: value >= 0, "at least 0")
     return field(default=MISSING, metadata={"limit": limit, "null": 0})
 
@@ -61,7 +61,7 @@ PATTERN = Limit(_is_pattern, "a regular expression of parameter names")
 
 
 def seconds() -> Any:
-    """Declare a timeout; torch and the C library use 64-bit nanoseconds."""
+    """Declare a timeout. The maximum fits in the 64-bit nanoseconds of torch and the C library."""
     return limited(lambda value: 0 < value <= 1e9, "greater than 0, and at most 1e9 (30 years)")
 
 
@@ -69,7 +69,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def check_limits(node: Any, prefix: str = "") -> None:
-    """Check every setting of the dataclass ``node`` against the limit of its field."""
+    """Check every setting of the dataclass `node` against the limit of its field."""
     for setting in dataclasses.fields(node):
         name, value = prefix + setting.name.rstrip("_"), getattr(node, setting.name)
         if dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""Conversion of the composed Hydra config to a `Config`, and of a `Config` to names or YAML."""
+"""Convert the composed Hydra config to a `Config`, and a `Config` to names or YAML."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Checks of the trainer's own keys in `_target_` nodes. The other keys are arguments of the class."""
+"""Check the trainer's own keys in `_target_` nodes, whose other keys are arguments of the class."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ class NoDecay:
 
 
 def check_nodes(config: Config) -> None:
-    """Check the keys that are known to the trainer; the class of the node validates the others."""
+    """Check the trainer's keys; classes check their own arguments when they are built."""
     nodes = {"data.dataset": config.data.dataset, "data.task": config.data.task}
     nodes |= {"model": config.model, "optim": config.optim, "schedule": config.schedule}
     nodes |= {f"logger.{name}": node for name, node in config.logger.items()}
@@ -72,11 +72,7 @@ def check_nodes(config: Config) -> None:
 
 
 def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], NoDecay]:
-    """Return `groups` and `no_decay` of `optim`, which are not passed to the optimizer.
-
-    Raises:
-        UserError: a key is unknown, or a value has a wrong type or is outside its limits.
-    """
+    """Return `groups` and `no_decay` of `optim`, which are not passed to the optimizer."""
     nodes = optim.get("groups") or []
     if not isinstance(nodes, list):
         raise UserError(f"optim.groups is {nodes}, but must be a list: [{{match: REGEX, weight_decay: 0}}]")
@@ -121,11 +117,7 @@ def patterns(name: str, value: Any) -> list[str]:
 
 
 def typed(kind: type[Any], name: str, node: Any) -> Any:
-    """Return the mapping ``node``, which is the setting ``name``, as an instance of the dataclass ``kind``.
-
-    Raises:
-        UserError: a key is unknown, or a value has a wrong type or is outside its limits.
-    """
+    """Return `node`, the mapping in the setting `name`, as an instance of the dataclass `kind`."""
     keys = [setting.name for setting in dataclasses.fields(kind)]
     if not isinstance(node, Mapping):
         raise UserError(f"{name} is {node}, but must be a mapping with the keys {', '.join(keys)}")

@@ -1,4 +1,4 @@
-"""One-line messages for mistakes on the command line, and formatting of overrides."""
+"""Messages for mistakes on the command line, and formatting of overrides."""
 
 import dataclasses
 import difflib
@@ -26,7 +26,7 @@ RENAMED = {
     "optim.undecayed": "optim.no_decay",
 }
 EACH_TRIAL_LAUNCHES = (
-    "each trial of a sweep is a launch of its own; remove this setting, and use launch=local "
+    "each trial of a sweep is launched separately; remove this setting, and use launch=local "
     "launch.processes=N or launch=slurm, with hydra.sweeper.concurrent=N to run several trials at a time"
 )
 
@@ -66,7 +66,7 @@ def explain(error: Exception) -> str:
 
 
 def missing_key(error: Exception) -> str | None:
-    """Return the key of an override that failed because the config has no such key; None otherwise."""
+    """Return the key of an override that failed because the config has no such key, or None."""
     unknown = re.match(r"Could not override '(.+?)'", str(error))
     return unknown[1] if unknown else None
 
@@ -78,7 +78,7 @@ def set_to(name: str, text: str) -> str:
 
 
 def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
-    """Return the message for an unknown ``key``, with a setting, group or choice that may be meant."""
+    """Return the message for an unknown `key`, with a setting, group or choice that may be meant."""
     for old, new in RENAMED.items():
         if f"{key}.".startswith(f"{old}."):
             return f"{old} has been renamed; set {new}"
@@ -106,14 +106,14 @@ def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
 
 
 def no_value(key: str) -> str:
-    """Return the message for a required ``key`` that is not set."""
+    """Return the message for a required `key` that is not set."""
     node, _, word = key.rpartition(".")
     way = f"'{node}={{{word}: ..., ...}}'" if node in dict(mapping_settings(Config)) else f"{key}=..."
     return f"{key} has no value; set {way}"
 
 
 def wrong_type(key: str, message: str) -> str:
-    """Return the message for a value of a wrong type at ``key``; ``message`` is OmegaConf's."""
+    """Return the message for a value of the wrong type at `key`; `message` is OmegaConf's."""
     keys = dict(mapping_settings(Config)).get(key)
     if keys == []:
         return f"{key} must be null or name a class or function: '{key}={{_target_: ...}}'"
@@ -131,13 +131,7 @@ def _all_of(node: str, names: Iterable[str]) -> str:
 
 
 def mapping_settings(kind: type, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Yield the settings that are a mapping or null, such as train.early_stopping, and the keys of each.
-
-    The keys are [] for a mapping that may have any keys.
-
-    Args:
-        kind: a dataclass of the schema.
-    """
+    """Yield each setting that is a mapping or null, with its keys; [] if any keys are allowed."""
     for name, hint in typing.get_type_hints(kind).items():
         for part in (hint, *typing.get_args(hint)):
             if dataclasses.is_dataclass(part) and part is hint:
@@ -149,7 +143,6 @@ def mapping_settings(kind: type, prefix: str = "") -> Iterator[tuple[str, list[s
 
 
 def _for_a_class(key: str, known: Iterable[str]) -> str:
-    """Return a hint on how to pass ``key`` to the class of its node; "" if the node has no class."""
     node = key.rpartition(".")[0]
     if f"{node}._target_" not in known or node.startswith("hydra."):
         return ""
@@ -166,7 +159,7 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _nearest(name: str, names: Iterable[str], group: str | None = None) -> str:
-    """Return a hint with the nearest name: equal in the last word, containing it, or spelled alike."""
+    """Return a hint with a name that has the same last word, contains it, or is spelled alike."""
     node, _, word = name.rpartition(".")
     last = {each: each.rpartition(".")[2] for each in sorted(names)}
     same = [each for each in last if last[each] == word]
@@ -178,7 +171,7 @@ def _nearest(name: str, names: Iterable[str], group: str | None = None) -> str:
 
 
 def _settings() -> dict[str, list[str]]:
-    """Return every setting and group in conf/, with the choices (``group=choice``) that have it."""
+    """Return every setting and group in conf/, with the choices (`group=choice`) that have it."""
     found: dict[str, list[str]] = {}
     for file in sorted(CONF.glob("**/*.yaml")):
         group = ".".join(file.relative_to(CONF).parts[:-1])

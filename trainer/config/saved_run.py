@@ -1,7 +1,7 @@
 """The settings of an existing run, read from its config.yaml by commands such as `trainer.evaluate`.
 
-Settings of the launch, the ranks and the all-reduce are not those of the run, but of the current command.
-This module never imports torch, so that user errors are reported before torch is loaded.
+Settings of the launch, the ranks and the all-reduce come from the current command instead. This module never
+imports torch, so that user errors are reported before torch is loaded.
 """
 
 import io
@@ -17,11 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer.config import Config, load
-from trainer.config.overrides import CONF, RENAMED, explain, not_a_setting
+from trainer.config.overrides import CONF, explain, not_a_setting
 from trainer.errors import UserError, on_one_line
 
 MAY_CHANGE = ("strategy", "data", "train", "distributed", "launch", "checkpoint", "model", "ema")
-_EVALUATE = {"beside": "both", "instead": "ema"}  # ema.evaluate: before version 0.2.0 -> since
 _COMMAND_GROUPS = {"launch": "external", "comm": "native"}  # not taken from the run
 
 
@@ -70,11 +69,7 @@ def saved_settings(run_dir: Folder, overrides: Sequence[str] = (), trains: bool 
 
 
 def read_settings(run_dir: Folder) -> DictConfig:
-    """Return the saved settings.
-
-    Raises:
-        UserError: config.yaml does not exist or cannot be read.
-    """
+    """Return the saved settings. UserError if config.yaml does not exist or cannot be read."""
     path = run_dir / "config.yaml"
     try:
         with path.open("rb") as file:
@@ -90,22 +85,11 @@ def read_settings(run_dir: Folder) -> DictConfig:
         raise UserError(f"{path} cannot be read: {on_one_line(error)}") from error
     if not isinstance(saved, DictConfig) or not {"model", "data", "strategy"} <= saved.keys():
         raise UserError(f"{path} does not contain the settings of a run")
-    _rename(saved)
     return saved
 
 
-def _rename(saved: DictConfig) -> None:
-    """Rename the settings and values of a run that was made before version 0.2.0."""
-    for old, new in RENAMED.items():
-        group, _, name = old.rpartition(".")
-        if name in saved.get(group, {}):
-            saved[group][new.rpartition(".")[2]] = saved[group].pop(name)
-    if (evaluate := OmegaConf.select(saved, "ema.evaluate")) in _EVALUATE:
-        saved.ema.evaluate = _EVALUATE[evaluate]
-
-
 def _merged(composed: DictConfig, saved: DictConfig, groups: dict[str, str]) -> DictConfig:
-    """Return the saved settings, with `groups` and settings newer than the run taken from `composed`."""
+    """Return `saved` with `groups`, and settings that are newer than the run, taken from `composed`."""
     own = OmegaConf.load(CONF / "train.yaml")  # settings outside groups
     assert isinstance(own, DictConfig)
     with open_dict(own):

@@ -235,7 +235,7 @@ class TrainConfig:
     def log_interval(self, total_steps: int) -> int | None:
         """Return the number of steps between log lines in a run of `total_steps`; None if it never logs.
 
-        With `auto`, short runs log 50 points, and the interval divides `histograms_every`.
+        With `auto`, short runs log 50 times, and the interval divides `histograms_every`.
         """
         if self.log_every_steps != "auto":
             return None if self.log_every_steps is None else int(self.log_every_steps)
@@ -252,7 +252,7 @@ class TrainConfig:
 
     @property
     def known_micro_batch_size(self) -> int | None:
-        """`micro_batch_size` if it is a number; None for null, and for `auto` until a run determines it."""
+        """`micro_batch_size` if it is a number, otherwise None."""
         return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
     @property
@@ -336,7 +336,7 @@ class CheckpointConfig:
 
     @property
     def best(self) -> KeepBest:
-        """What the best evaluation is, also in runs without `keep_best`."""
+        """The metric and mode that define the best evaluation, also in runs without `keep_best`."""
         return self.keep_best or KeepBest("eval/loss")
 
 

@@ -1,4 +1,4 @@
-"""Transfer of batches to the device, where uint8 images become float32: a quarter of the bytes to copy."""
+"""Transfer of batches to the device, where uint8 images become float32 to save memory bandwidth."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from trainer.tensors.nested import leaves, mapped, moves_itself
 
 
 class Normalise:
-    """Convert uint8 images (B, C, H, W) to float32: scale to [0, 1], subtract `mean` and divide by `std`."""
+    """Scales uint8 images (B, C, H, W) to [0, 1], in float32, subtracts `mean` and divides by `std`."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
         means, stds = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
@@ -34,11 +34,11 @@ class ToDevice:
     """A callable that copies a batch (see `trainer.tensors.nested`) to the device and normalises its images.
 
     Copies from pinned memory are asynchronous. On a GPU they run on a separate stream, so that `ahead` can
-    copy the next batch while the GPU computes gradients. The first uint8 tensor (B, C, H, W) of a batch is
-    taken as its images.
+    copy the next batch while the GPU computes gradients. The first uint8 tensor (B, C, H, W) of a batch
+    contains its images.
 
     Args:
-        channels_last: whether to convert tensors of four dimensions to this memory format.
+        channels_last: whether to convert 4-D tensors to this memory format.
         normalise: applied to the images; None leaves them unchanged.
     """
 
@@ -91,7 +91,7 @@ def _with_channels_last(value: Any) -> Any:
 
 
 def _is_of_tensors(batch: Any) -> bool:
-    """Return whether no object in it has `to`, which may move it in place, before `weight` reads it."""
+    """Return whether no object in the batch has a method `to`, which might move it in place too early."""
     moving: list[bool] = []
 
     def note(value: Any) -> Any:

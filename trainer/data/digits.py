@@ -19,7 +19,7 @@ HOLD_OUT_EVERY = 5
 class Digits(ImagesInMemory):
     """Handwritten digits: images (1, 8, 8), float32 in [0, 1], with labels from 0 to 9.
 
-    Every fifth sample (index % 5 == 4) is held out: 1,438 training and 359 evaluation samples.
+    Every fifth sample (index % 5 == 4) is used for validation: 1,438 training and 359 validation samples.
     """
 
     def __init__(self, split: str) -> None:

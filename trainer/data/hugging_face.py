@@ -28,15 +28,12 @@ def hugging_face(
         columns: the columns of each row to return, as a tuple; None returns all columns, as a dict.
         splits: the dataset's names of the splits train and eval, such as {eval: validation}.
         shuffle_buffer: number of rows of training data in the shuffle buffer; 0 does not shuffle. Checkpoints
-            do not contain the buffer: a resumed run reads all rows up to its position again.
-        map: function that takes a row of plain values and returns a dict to replace it, as a tokenizer does.
-        pack: tokens per sample. The ``input_ids`` of all rows are concatenated and cut into samples of this
-            length, without padding. A sample is a dict of input_ids and labels, which are equal. Tokens that
-            remain at the end of an epoch are dropped. ``map`` should append an end-of-text token.
+            do not contain the buffer, so a resumed run reads all rows up to its position again.
+        map: function that takes a row of plain values and returns a dict to replace it, such as a tokenizer.
+        pack: tokens per sample. The ``input_ids`` of all rows, to which ``map`` should append an end-of-text
+            token, are concatenated and cut into samples of this length. A sample is a dict of input_ids and
+            labels, which are equal. Tokens that remain at the end of an epoch are dropped.
         options: further arguments of ``load_dataset``, such as data_files={train: ..., eval: ...}.
-
-    Raises:
-        UserError: `datasets` is not installed, or cannot load the data.
     """
     check_split(split)
     datasets = optional("datasets", "data=hugging_face")
@@ -58,15 +55,7 @@ def hugging_face(
 
 
 class HubStream(IterableDataset[Any]):
-    """A streaming dataset with the methods of ``trainer.data.stream.Stream``.
-
-    Args:
-        has_state: whether it can resume at a position without reading the rows before it.
-        map, pack: see `hugging_face`.
-
-    Attributes:
-        num_classes: number of classes, if one of the columns has class labels.
-    """
+    """A streaming dataset with the methods of ``trainer.data.stream.Stream``."""
 
     def __init__(
         self,
@@ -76,6 +65,7 @@ class HubStream(IterableDataset[Any]):
         map: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
         pack: int | None,
     ) -> None:
+        # `has_state`: it can resume at a position without reading the rows before it
         self.rows, self.columns, self._has_state, self._map, self._pack = rows, columns, has_state, map, pack
         self._start = list[int]()  # the tokens in `_rest` at the start of an epoch, or at a resume
         self._rest, self._used = list[int](), 0  # tokens that were read; how many of them were returned
@@ -143,6 +133,5 @@ class HubStream(IterableDataset[Any]):
 
 
 def _as_tensor(value: Any) -> Any:
-    """Convert numbers and lists of numbers to tensors; return text and lists of text unchanged."""
     first = value[0] if isinstance(value, list) and value else value
     return torch.tensor(value) if isinstance(first, int | float | list) else value

@@ -16,10 +16,10 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 
 
 class ImageFolder(datasets.ImageFolder):
-    """Images in ``root/train/<class>/*`` and ``root/val/<class>/*`` (or eval). Hidden files are ignored.
+    """Images in ``root/train/<class>/*`` and ``root/val/<class>/*`` (or eval), without hidden files.
 
     Images are uint8, (3, image_size, image_size), and are normalised on the device. A training image is a
-    random crop of 8 to 100 % of the area, randomly mirrored; an evaluation image is a centre crop of 7/8 of
+    random crop of 8 to 100 % of the area, randomly mirrored; a validation image is a centre crop of 7/8 of
     the shorter side.
 
     Args:
@@ -68,7 +68,7 @@ class ImageFolder(datasets.ImageFolder):
 
 
 def _is_image(path: str) -> bool:
-    """Return whether to read a file. On some disks, macOS adds a hidden file ._1.jpg to each 1.jpg."""
+    """Return whether `path` is an image, and not a hidden file such as ._1.jpg, which macOS creates."""
     name = Path(path)
     return name.suffix.lower() in IMG_EXTENSIONS and not name.name.startswith(".")
 
@@ -91,11 +91,7 @@ def _folder_of(split: str, root: Path) -> Path:
 
 
 def read_rgb(path: str) -> Image.Image:
-    """Decode the whole image as RGB with 8 bits per channel, rotated as its EXIF data specifies.
-
-    Raises:
-        OSError: the image cannot be decoded, or has 32 bits per channel; the message contains the path.
-    """
+    """Decode an image as RGB, 8 bits per channel, rotated as its EXIF data specifies, or raise OSError."""
     try:
         with Image.open(path) as opened:
             image = ImageOps.exif_transpose(opened)
@@ -103,7 +99,7 @@ def read_rgb(path: str) -> Image.Image:
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             if image.mode in ("I", "F"):  # Pillow would clip values above 255
                 raise ValueError(
-                    f"32 bits per channel (mode {image.mode}) are not supported; save it with 8 or 16"
+                    f"32 bits per channel (mode {image.mode}) are not supported; save the image with 8 or 16"
                 )
             return image.convert("RGB")
     except Exception as error:

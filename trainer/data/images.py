@@ -27,8 +27,7 @@ class ImagesInMemory(Dataset[tuple[Tensor, Tensor]]):
     """Labelled images, fetched a whole batch at a time.
 
     Args:
-        images: (N, C, H, W). Floats are returned unchanged; uint8 images are scaled to [0, 1] and normalised
-            with ``mean`` and ``std`` on the device.
+        images: (N, C, H, W). Floats are returned unchanged; uint8 images are normalised on the device.
         labels: (N,), any integer dtype.
         mean, std: one value per channel, or one for all channels.
     """

@@ -19,9 +19,9 @@ class Mixture(Dataset[Any]):
     """A mixture of datasets that are read by index.
 
     A training epoch has `num_samples` samples, which are divided among the datasets in proportion to their
-    weights, rounded to whole samples. If this is more than a dataset has, its samples are repeated, with
-    different augmentation; if it is less, a different subset is drawn in each epoch. Held-out data is the
-    concatenation of all datasets.
+    weights, rounded to whole samples. If a dataset has fewer samples than its part, its samples are repeated
+    with different augmentation; if it has more, a different subset is drawn in each epoch. Validation data is
+    the concatenation of all datasets.
 
     The mixture has the attributes that all datasets have with equal values, such as num_classes.
 

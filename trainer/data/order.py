@@ -54,10 +54,7 @@ class ByLength:
 
 
 class ByWeight:
-    """An order of samples drawn with replacement, with probabilities in proportion to their weights.
-
-    The weights are `dataset.sample_weights`, a number of at least 0 per sample.
-    """
+    """Draws samples with replacement, with probabilities in proportion to `dataset.sample_weights`."""
 
     def __call__(self, dataset: Any, generator: Generator) -> Tensor:
         weights = _per_sample(dataset, "sample_weights", torch.float64)

@@ -36,11 +36,7 @@ class Padding:
         self._fill, self._multiple = fill, multiple_of
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch: a tensor, a list for samples of tuples or lists, or a dict.
-
-        Raises:
-            UserError: `fill` has a field that samples do not have, or samples differ in fields or dimensions.
-        """
+        """Return the batch: a tensor, a list for samples of tuples or lists, or a dict."""
         kind = type(samples[0])
         fields = [_fields(sample) for sample in samples]
         if any(sample.keys() != fields[0].keys() for sample in fields):

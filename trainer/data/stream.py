@@ -28,10 +28,9 @@ class Stream(Protocol):
 
     divides_itself: bool
     """Whether the stream yields different samples on each rank, like those of webdataset, or of Hugging Face
-    after split_dataset_by_node. An epoch then ends on all ranks when one rank has no samples left. Held-out
+    after split_dataset_by_node. An epoch then ends on all ranks when one rank has no samples left. Validation
     data must be the same on every rank. Without this attribute, ranks compare the first samples before step
-    1;
-    False disables the comparison."""
+    1; False disables the comparison."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples of an epoch from its start."""
@@ -43,10 +42,7 @@ class Stream(Protocol):
         """Return the position after the last sample that was yielded, in plain values and tensors."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next ``__iter__`` continue at ``state``.
-
-        Without ``state_dict`` and this method, a resumed run reads all earlier samples again.
-        """
+        """Make the next ``__iter__`` continue at ``state``, instead of reading all earlier samples again."""
 
     def decode(self, item: Any) -> Any:
         """Convert an item of ``__iter__`` to a sample; called only for samples that this process uses."""

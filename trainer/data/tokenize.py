@@ -35,9 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="the folder to create; must not exist")
     parser.add_argument("--tokenizer", default="gpt2", metavar="bytes|gpt2|FOLDER")
     parser.add_argument("--field", default="text", help="the key of the text in JSON lines (text)")
-    parser.add_argument(
-        "--eval-fraction", type=float, default=0.005, help="fraction of the bytes to hold out (0.005)"
-    )
+    fraction = "fraction of the bytes for validation (0.005)"
+    parser.add_argument("--eval-fraction", type=float, default=0.005, help=fraction)
     chosen = parser.parse_args(arguments)
     try:
         facts = tokenize(
@@ -57,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"failed to write {chosen.out}: {error}", file=sys.stderr)
         return UserError.exit_code
     print(
-        f"{chosen.out}: {facts['train']:,} training and {facts['eval']:,} held-out tokens, {facts['dtype']}; "
-        f"set data.task.bytes_per_token={facts['bytes_per_token']} to log bits_per_byte"
+        f"{chosen.out}: {facts['train']:,} training and {facts['eval']:,} validation tokens, "
+        f"{facts['dtype']}; set data.task.bytes_per_token={facts['bytes_per_token']} to log bits_per_byte"
     )
     return 0
 
@@ -66,12 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def tokenize(
     texts: TextFiles, out: Path, by: Tokenizer, name: str, eval_fraction: float
 ) -> dict[str, int | float | str]:
-    """Write the folder ``out`` atomically, and return the contents of its tokens.json.
-
-    Raises:
-        UserError: ``out`` exists, the fraction is out of range, or a split would be empty.
-        OSError: ``out`` cannot be written.
-    """
+    """Write the folder ``out`` atomically, and return the contents of its tokens.json."""
     if out.exists():
         raise UserError(f"{out} already exists; remove it, or choose another folder")
     if not 0 < eval_fraction < 1:
@@ -113,7 +107,6 @@ def tokenize(
 def _write(
     path: Path, chunks: Iterator[TextChunk], by: Tokenizer, dtype: np.dtype, bar: "tqdm[None]"
 ) -> tuple[int, int]:
-    """Write the tokens of ``chunks``; return the numbers of tokens, and of the bytes that they encode."""
     count = num_bytes = 0
     with path.open("wb") as file:
         while group := list(itertools.islice(chunks, CHUNKS_AT_ONCE)):

@@ -18,12 +18,6 @@ class Transformed(Dataset[Any]):
     In a tuple or dict, they transform the PIL image or tv_tensor or, if there is neither, the first tensor.
     Random numbers are determined by the seed, the epoch and the index, as for any dataset. The attributes of
     `dataset`, such as num_classes and mean, are available.
-
-    Args:
-        setting: the setting that lists the transforms, for error messages.
-
-    Raises:
-        UserError: the dataset is a stream.
     """
 
     def __init__(self, dataset: Any, transforms: Sequence[Callable[..., Any]], setting: str) -> None:

@@ -1,7 +1,4 @@
-"""MNIST and CIFAR-10 from torchvision, in memory.
-
-The functions raise UserError if the data is missing or damaged, or cannot be downloaded.
-"""
+"""MNIST and CIFAR-10 from torchvision, in memory."""
 
 from pathlib import Path
 from typing import Any

@@ -21,10 +21,6 @@ class ChunkBuffers:
 
     The dry run finds the buffers that change, by comparing bits, because torch does not count writes through
     ``.data``, NumPy or the kernel of a batch norm as new versions. Later steps compare versions.
-
-    Args:
-        model: the unwrapped model; its buffers may be replaced by others of the same size.
-        num_chunks: number of chunks per step, over all ranks.
     """
 
     def __init__(self, model: nn.Module, num_chunks: int) -> None:
@@ -38,7 +34,7 @@ class ChunkBuffers:
         self._results: list[dict[str, Tensor]] = []  # after each of this rank's chunks
 
     def start_chunk(self) -> None:
-        """Called before each chunk's forward pass."""
+        """Restore the initial buffers of the step; called before each chunk's forward pass."""
         if not self._results:
             self._initial = self._copies()
         else:
@@ -48,7 +44,7 @@ class ChunkBuffers:
         self._seen = {name: (buffer := self._buffer(name), version_of(buffer)) for name in self._names}
 
     def end_chunk(self) -> None:
-        """Called after each chunk's backward pass, which may recompute the forward pass."""
+        """Record the changed buffers; called after each chunk's backward pass, which may recompute."""
         for name, (before, version) in self._seen.items():
             buffer = self._buffer(name)
             if buffer is not before or version_of(buffer) != version:
@@ -58,11 +54,9 @@ class ChunkBuffers:
         self._results.append(self._copies())
 
     def finish(self) -> None:
-        """Called after the last chunk of a step (a collective, if any buffer changes).
+        """Set the buffers that change to their means, after the last chunk of a step (a collective).
 
-        Raises:
-            UserError: chunks differ in a buffer of integers, a buffer changed that did not change in the dry
-                run, or the step created a buffer.
+        UserError if a step created a buffer, changed another one than the dry run, or if integers differ.
         """
         results, self._results = self._results, []
         if new := {name for name, _ in named_buffers(self._model)} - self._locations.keys():
@@ -83,7 +77,6 @@ class ChunkBuffers:
             self._set_means(self._changing, results)
 
     def _changed_anywhere(self) -> list[str]:
-        """Return the names of the buffers that changed on some rank (a collective)."""
         flags = [float(name in self._changed) for name in self._names]
         everywhere = sum_over_ranks(torch.tensor(flags, device=self._buffer(self._names[0]).device)).tolist()
         return [name for name, flag in zip(self._names, everywhere, strict=True) if flag]
@@ -112,7 +105,7 @@ class ChunkBuffers:
             buffer.copy_(mean.view(buffer.shape))
 
     def _copies(self) -> dict[str, Tensor]:
-        """Return copies of the buffers that change or, while these are not known, of all buffers."""
+        """Return copies of the buffers that change or, until they are known, of all buffers."""
         names = self._names if self._changing is None else self._changing
         return {name: self._buffer(name).clone() for name in names}
 

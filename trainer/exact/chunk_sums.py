@@ -2,9 +2,8 @@
 
 A chunk is a fixed part of the global batch. Its gradient is truncated to multiples of 2**-50, so that the
 chunks of all ranks can be added as int64 by any all-reduce or reduce-scatter. Gradients with NaN, Inf or
-numbers beyond
-a limit cannot be converted: they are counted, the count is sent as an additional element, and the sum becomes
-NaN.
+numbers beyond a limit cannot be converted: they are counted, the count is sent as an additional element, and
+the sum becomes NaN.
 
 Source: J. Demmel and H. D. Nguyen, "Parallel reproducible summation", 2015.
 """
@@ -29,7 +28,7 @@ _SMALL = 1 << 17  # elements of a parameter, up to which copying costs less than
 
 
 def limit(num_chunks: int) -> float:
-    """Return the bound for a chunk's gradient up to which the sum over all chunks fits in 64 bits."""
+    """Return the largest element of a chunk's gradient for which the sum over all chunks fits in 64 bits."""
     return min(512.0, 2.0**63 / _SCALE / num_chunks)
 
 
@@ -58,7 +57,7 @@ class Encoder:
         sums += (wide * _SCALE).to(torch.int64)  # exact until truncation: a power of two
 
     def _add_on_cpu(self, sums: Tensor, count: Tensor, gradient: Tensor) -> None:
-        """As `_add`, with NumPy, which converts and adds in one pass, in half the time."""
+        """Like `_add`, but with NumPy, which converts and adds in one pass, in half the time."""
         for part, block in zip(gradient.split(_BLOCK), sums.split(_BLOCK), strict=True):
             numbers = (part.float() if part.itemsize < 4 else part).numpy()
             if not (numbers.min(initial=0) > -self._limit and numbers.max(initial=0) < self._limit):
@@ -94,9 +93,6 @@ class ChunkSums:
     """Sums of the gradients of one process's chunks, for parameters that are not sharded.
 
     They take 8 bytes of memory per element, unless every step has only one chunk.
-
-    Raises:
-        UserError: a parameter is complex.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], num_chunks: int) -> None:
@@ -118,7 +114,7 @@ class ChunkSums:
         self._offsets: dict[Tensor, tuple[_Group, int]] = {}
 
     def reset(self) -> None:
-        """Called before the first chunk of a step."""
+        """Clear the sums; called before the first chunk of a step."""
         self._had.clear()
         for group in self._groups:
             group.sums.zero_()
@@ -126,11 +122,7 @@ class ChunkSums:
 
     @torch.no_grad()
     def add_chunk(self) -> None:
-        """Add the gradients of a chunk to the sums, and set them to None.
-
-        Raises:
-            UserError: a gradient is sparse.
-        """
+        """Add the gradients of a chunk to the sums, and set them to None. UserError if one is sparse."""
         if not self._groups:
             self._groups = _grouped(list(self.parameters))
             self._offsets = {
@@ -169,16 +161,16 @@ class ChunkSums:
                 parameter.grad = _as_gradient(row, parameter)
 
     def start_last_chunk(self) -> None:
-        """Called before the last chunk of a step if DDP looks for unused parameters.
+        """Add zero gradients before the last chunk of a step, if DDP looks for unused parameters.
 
-        DDP considers a parameter that an earlier chunk used as used, and then expects it to have a gradient.
+        DDP treats a parameter that an earlier chunk used as used, and then expects it to have a gradient.
         """
         for parameter in self._had:
             parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def message(self, bucket: dist.GradBucket) -> "Message":
-        """Return the sums of all chunks for a bucket, with its last chunk's gradients, to be all-reduced."""
+        """Return the sums of all chunks for a bucket, including the gradients in it, to be all-reduced."""
         row, index = bucket.buffer(), bucket.index()
         message = self._messages.get(index)
         if message is None or len(message) != len(row) + 1:  # DDP rebuilds its buckets once
@@ -197,7 +189,7 @@ class ChunkSums:
 
 
 class Message:
-    """Replaces a bucket of DDP: a row of integers, with the count of invalid parts as its last element."""
+    """The contents of a DDP bucket as integers, followed by the count of invalid parts."""
 
     def __init__(self, sums: Tensor, bucket: dist.GradBucket) -> None:
         self._sums, self._gradients, self.is_last = sums, bucket.buffer(), bucket.is_last
@@ -235,7 +227,7 @@ def _grouped(parameters: Sequence[nn.Parameter]) -> list[_Group]:
 
 
 def _row(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient (zeros if it is None) as a row, in the order of elements of a bucket of DDP."""
+    """Return the gradient (zeros if None) as a row, with its elements in the order of a DDP bucket."""
     if parameter.grad is None:
         return torch.zeros(to_local(parameter).numel(), dtype=parameter.dtype, device=parameter.device)
     if parameter.grad.is_sparse:
@@ -264,6 +256,5 @@ def _as_gradient(row: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _by_stride(parameter: nn.Parameter) -> list[int]:
-    """Return the dimensions from the largest to the smallest stride."""
     strides = to_local(parameter).stride()
     return sorted(range(parameter.ndim), key=lambda dim: -strides[dim])

@@ -39,6 +39,6 @@ def from_digits(sums: Tensor) -> Tensor:
 
 @cache
 def _scales(device: torch.device) -> Tensor:
-    """Return factors (12,): for a number's part from each digit up, for the number, and for its negative."""
+    """Return factors (12,) that scale a number to each digit, and 1 and -1 for the range check."""
     digits = [1 / (_LOWEST * _BASE**number) for number in reversed(range(_NUM_DIGITS + 1))]
     return torch.tensor([*digits, 1.0, -1.0], dtype=torch.float64, device=device)

@@ -56,10 +56,6 @@ def exact_facts(
 
     They are `leaves`, the number of chunks; `ground`, the environment; and `since`, the step since which both
     have been the same. Rank 0 logs a warning if they differ from those in the checkpoint.
-
-    Args:
-        num_chunks: the value of `train.exact`.
-        saved: the facts in the checkpoint of `step`; None without a checkpoint, or if its run was not exact.
     """
     if num_chunks is None:
         return None

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
@@ -12,23 +13,18 @@ from trainer.exact.buffers import ChunkBuffers
 from trainer.exact.chunk_sums import ChunkSums, limit
 from trainer.exact.digits import from_digits, to_digits
 from trainer.exact.environment import NUM_THREADS
-from trainer.exact.norm import exact_norm
 from trainer.exact.shard_sums import ShardSums
 from trainer.exact.sum_order import SumOrder
 from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.combined import parts_of
 from trainer.optim.whole_tensors import whole_parts
+from trainer.tensors.local_shard import num_rows
 
 _ELEMENTWISE = (AdamW, Adam, SGD, RMSprop, NAdam)  # tested: shards of any size have the same bits
 
 
 class ByChunks(SumOrder):
-    """Adds gradients and losses by chunks, which are fixed parts of each global batch, as integers.
-
-    Args:
-        num_chunks: number of chunks per step, over all ranks.
-        where: description of this rank for messages.
-    """
+    """Adds gradients and losses by chunks, which are fixed parts of each global batch, as integers."""
 
     by_chunks = True
 
@@ -100,9 +96,29 @@ class ByChunks(SumOrder):
             self.sums.write_gradients()
         self._buffers.finish()
 
+    @torch.no_grad()
     def norm(self, trainable: TrainableParameters) -> Tensor:
-        return exact_norm(trainable)
+        gradients = [own.grad for own in trainable.own.values() if own.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        sums = to_digits(torch.cat([_row_squares(part).to(gradients[0].device) for part in gradients]))
+        if trainable.group is not None:
+            dist.all_reduce(sums, group=trainable.group)
+        return from_digits(sums).sqrt().float()
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _row_squares(gradient: Tensor) -> Tensor:
+    """Return the sum of squares of each row, by additions whose order depends only on the length of a row."""
+    if not gradient.numel():
+        return gradient.new_zeros(0, dtype=torch.float32)
+    rows = gradient.float().square().reshape(num_rows(gradient.shape), -1)
+    length = rows.shape[1]
+    while length > 1:
+        half = (length + 1) // 2
+        rows[:, : length - half] += rows[:, half:length]
+        length = half
+    return rows[:, 0]

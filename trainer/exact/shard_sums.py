@@ -18,9 +18,7 @@ from trainer.tensors.local_shard import rows_of_shard
 def add_by_chunks(model: nn.Module, num_chunks: int) -> list["ShardSums"]:
     """Make FSDP add the gradients of each unit of `model` as integers.
 
-    Args:
-        model: `fully_shard` must have been applied to it and to each of its units, over several ranks;
-            hybrid sharding is not supported.
+    `fully_shard` must have been applied to the model and its units; hybrid sharding is not supported.
     """
     encoder, all_sums = Encoder(num_chunks), []
     for name, unit in units_of(model):
@@ -68,7 +66,7 @@ class ShardSums:
         self._sums: Tensor | None = None
 
     def reset(self) -> None:
-        """Called before the first chunk of a step."""
+        """Clear the sums; called before the first chunk of a step."""
         if self._sums is not None:
             self._sums.zero_()
 
@@ -90,9 +88,6 @@ class ShardSums:
         Args:
             output_tensor: (numel,), the sum of this rank's shard.
             input_tensor: (ranks * numel,), a block for each rank.
-
-        Raises:
-            UserError: a chunk used only some parameters of the unit; torch omits the others from its input.
         """
         world, numel, device = dist.get_world_size(group), len(output_tensor), output_tensor.device
         if numel != self._num_elements(world):

@@ -1,4 +1,4 @@
-"""How gradients and losses of micro-batches are added; order.py has the summation by chunks."""
+"""The default order of summation over micro-batches and ranks; order.py has the summation by chunks."""
 
 import math
 from collections.abc import Sequence
@@ -15,22 +15,15 @@ from trainer.model.trainable_parameters import TrainableParameters
 
 
 class SumOrder:
-    """The default order: each rank adds its micro-batches, and an all-reduce adds the ranks.
+    """The default order: each rank adds its micro-batches, and an all-reduce adds the ranks."""
 
-    Attributes:
-        by_chunks: whether sums have the same bits however chunks are distributed among ranks.
-        num_chunks: number of chunks per step, over all ranks.
-        limit: bound of the numbers in a gradient, beyond which it becomes NaN.
-        sums: the sums of the gradients of this rank's chunks; None if autograd adds gradients.
-    """
-
-    by_chunks = False
-    num_chunks = 1
-    limit = math.inf
-    sums: ChunkSums | None = None
+    by_chunks = False  # whether the bits of sums depend only on the chunks
+    num_chunks = 1  # per step, over all ranks
+    limit = math.inf  # gradients with larger numbers become NaN
+    sums: ChunkSums | None = None  # the sums of this rank's gradients; None if autograd adds them
 
     def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
-        """Return the sum of `numbers`, which have one shape, in a form that can be added."""
+        """Return the sum of `numbers`, of equal shapes, in a form that can be added further."""
         return torch.stack(list(numbers)).double().sum(0) if len(numbers) > 1 else numbers[0]
 
     def numbers(self, sums: Tensor) -> Tensor:
@@ -46,7 +39,7 @@ class SumOrder:
         return num_replicas
 
     def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:
-        """Called once, after the parameters and buffers of the model are on their device and sharded.
+        """Prepare the sums, after the parameters and buffers are on their device and sharded.
 
         Args:
             model: the unwrapped model.
@@ -58,17 +51,10 @@ class SumOrder:
         """Sum the gradients of the parameters that now require gradients, from the next step on."""
 
     def check(self, optimizer: Optimizer, sharded: bool) -> None:
-        """Check that the optimizer gives the same bits on shards; called once, before the first step.
-
-        Args:
-            sharded: whether ranks update shards of the parameters.
-
-        Raises:
-            UserError: the optimizer may update a shard differently from the same rows of the whole tensor.
-        """
+        """Raise UserError if the optimizer may update shards differently from the same rows of a tensor."""
 
     def begin_step(self) -> None:
-        """Called at the start of a step."""
+        """Clear the sums at the start of a step."""
 
     def chunk(self, last: bool) -> AbstractContextManager:
         """Return the context for one forward and backward pass of a step."""

@@ -1,4 +1,4 @@
-"""A folder or file that fsspec can access, such as in a bucket, with the methods of Path that are needed."""
+"""Folders and files that fsspec can access, such as in a bucket, with the methods of Path that are needed."""
 
 import contextlib
 import io
@@ -161,15 +161,11 @@ class Address:
     def write(self, data: bytes, create: bool = False) -> None:
         """Write `data` to this file.
 
-        After an error the previous file is unchanged, except on stores that show incomplete files; on a local
-        disk it always is.
+        After an error the previous file is unchanged, except on stores that show incomplete files.
 
         Args:
-            create: fail if the file exists. If two processes create it, one fails, except on stores that do
-                not support this, where the last one wins.
-
-        Raises:
-            FileExistsError: if `create` and the file exists.
+            create: raise FileExistsError if the file exists. If two processes create it, one fails, except on
+                stores that do not support this, where the last one wins.
         """
         if create and self._is_local and self.exists():
             raise FileExistsError(str(self))
@@ -181,7 +177,7 @@ class Address:
         self._replace(lambda fs, path: fs.put_file(str(file), path))
 
     def _replace(self, write: Callable[[Any, str], None]) -> None:
-        """Call `write` with the path to write; on a local disk, with a temporary one that is then renamed."""
+        """Call `write` with the path or, on a local disk, with a temporary path that is then renamed."""
         fs, path = self._store
         if not self._is_local:
             with self._translated_errors():

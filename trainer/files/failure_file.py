@@ -58,9 +58,7 @@ def end_file() -> Path | None:
     """Return the file in which this attempt's ranks on this host report how they ended; None without one.
 
     The launcher reads it to decide whether to restart: a restart cannot fix a user error, and after a
-    retryable error the next attempt waits. Under torchrun the file is in the directory of the attempt, and
-    torchrun creates a new directory if it restarts all ranks because hosts join or leave. launch=local
-    returns the message to its caller.
+    retryable error the next attempt waits. Under torchrun the file is in the directory of the attempt.
     """
     if (path := os.environ.get(END_FILE)) is not None:
         return Path(path)

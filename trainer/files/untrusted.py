@@ -10,22 +10,13 @@ _MAX_SHOWN = 300  # characters
 
 
 def load_json(path: Any) -> dict[str, Any]:
-    """Return the JSON object in the file at ``path``, a Path or an address.
-
-    Raises:
-        OSError: if the file does not exist or cannot be read.
-        UserError: as `read_json` does.
-    """
+    """Return the JSON object in the file at `path`, a Path or an address, or raise OSError or UserError."""
     with path.open("rb") as file:
         return read_json(path, file.read())
 
 
 def read_json(path: object, data: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``data``, which may contain NaN and Infinity.
-
-    Raises:
-        UserError: if ``data`` is not UTF-8, not JSON, or not an object; names ``path``.
-    """
+    """Return the JSON object in `data`, which may contain NaN and Infinity; UserError names `path`."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -36,7 +27,7 @@ def read_json(path: object, data: bytes) -> dict[str, Any]:
 
 
 def printable(text: object, limit: int = _MAX_SHOWN) -> str:
-    """Return ``text`` truncated to ``limit`` characters, with unprintable characters escaped."""
+    """Return `text` truncated to `limit` characters, with unprintable characters escaped."""
     shown = str(text)
     if len(shown) > limit:
         shown = f"{shown[:limit]}... ({len(shown):,} characters)"

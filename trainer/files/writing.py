@@ -16,11 +16,7 @@ from trainer.errors import UserError, kind_of
 def atomic_file(path: Path, on_disk: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` on exit; after an error, `path` is unchanged.
 
-    Args:
-        on_disk: wait until the data is on disk, so that the file is complete even after a power failure.
-
-    Raises:
-        OSError: if writing fails, for instance because the disk is full.
+    With `on_disk`, wait until the data is on disk, so that the file is complete even after a power failure.
     """
     # A process id is not unique: containers on one file system may have equal ids.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -38,14 +34,7 @@ def atomic_file(path: Path, on_disk: bool = False) -> Iterator[BinaryIO]:
 
 @contextmanager
 def output_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
-    """Open an `atomic_file` at a path given by the user.
-
-    Args:
-        replace: whether to replace an existing file.
-
-    Raises:
-        UserError, RetryableError: if the file exists, or in place of an OSError.
-    """
+    """Open an `atomic_file` at a path given by the user; an OSError becomes a UserError or RetryableError."""
     check_free(path, replace)
     try:
         with atomic_file(path, on_disk=True) as file:
@@ -71,7 +60,7 @@ def unused_path(path: Path) -> Path:
 
 
 def new_run_dir() -> Path:
-    """Create the default run directory, runs/<date>/<time>, and return its path. Raises OSError."""
+    """Create the default run directory, runs/<date>/<time>, and return its path."""
     named = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     named.parent.mkdir(parents=True, exist_ok=True)
     while True:  # mkdir is atomic, so two processes in the same second get different directories

@@ -23,7 +23,7 @@ def generate(
 ) -> Iterator[int]:
     """Yield tokens that continue `prompt`, each drawn from the model's prediction.
 
-    When the context exceeds `block_size` tokens, it is truncated to the last half, so that a cache is
+    When the context exceeds `block_size` tokens, it is truncated to its last half, so that a cache is
     recomputed once in half a block and not for each token.
 
     Args:
@@ -31,8 +31,7 @@ def generate(
         prompt: 1 to block_size tokens.
         num_tokens: the number of tokens to generate.
         block_size: the context length of the model, in tokens.
-        vocab_size: of the tokenizer; the model's vocabulary may be larger, such as a multiple of 64.
-        device: the device of the model.
+        vocab_size: size of the tokenizer's vocabulary; the model's may be larger, such as a multiple of 64.
         generator: a CPU generator; a seed gives the same tokens on every device, except for rounding.
         temperature: divides the logits; values below 1 favor likely tokens, and 0 selects the likeliest.
         top_k: draw only from this many of the likeliest tokens; None for all.

@@ -64,12 +64,12 @@ def writer_for(path: Path) -> Callable[[BinaryIO, Columns], None]:
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:
-    """Return a NumPy array, whose scalars print as the shortest text that reads back as the same number."""
+    """Return a NumPy array; bfloat16, which NumPy lacks, becomes float32."""
     return tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def _plain(numbers: np.ndarray) -> list[Any]:
-    """Return a list; a narrow float becomes the float that prints the same: 0.1, not 0.10000000149011612."""
+    """Return a list, in which a float32 prints as 0.1, not as 0.10000000149011612."""
     is_short = numbers.dtype in (np.float16, np.float32)
     plain: list[Any] = (numbers.astype(str).astype(np.float64) if is_short else numbers).tolist()
     return plain

@@ -1,4 +1,4 @@
-"""Restore a trained model: build it from its run's settings, and load the weights of a checkpoint."""
+"""Restore a trained model from its run's settings and a checkpoint."""
 
 import dataclasses
 import functools
@@ -66,13 +66,6 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
 
     With `ema.evaluate=ema`, use the moving averages in place of the weights. Nothing in the run directory is
     locked, created or changed, so the run may still be training.
-
-    Args:
-        checkpoint: newest, best, or the path of a checkpoint.
-
-    Raises:
-        UserError: if the checkpoint does not exist, is damaged or from a different model, or if settings do
-            not match this machine, the data or the other ranks.
     """
     with process_group(config.distributed) as ranks, terminal(ranks, sys.stderr):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
@@ -104,11 +97,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
 
 
 def restored_model(config: Config, checkpoint: str) -> nn.Module:
-    """Return the model with the weights of `checkpoint`, on the CPU, without changing random generators.
-
-    Raises:
-        UserError: see `restored_run`.
-    """
+    """Return the model with the weights of `checkpoint`, on the CPU, without changing random generators."""
     with generators_kept():
         model, frozen, _ = _initial(config, Agreement(), local_rank=0, sharded_over=None)
         model.fill(model.module)
@@ -154,29 +143,25 @@ def _read(
 
 
 def evaluates_ema(config: Config) -> bool:
-    """Whether the run evaluates its moving averages in place of the weights."""
+    """Return whether the run evaluates its moving averages in place of the weights."""
     return config.ema.decay is not None and config.ema.evaluate == "ema"
 
 
 def held_out(restored: RestoredRun, by_chunks: bool = True) -> tuple[Any, EvalLoader]:
-    """Return the held-out data and the loader of this rank's part.
+    """Return the validation data and the loader of this rank's part.
 
-    Args:
-        by_chunks: divide the samples as an exact run does; otherwise the k-th batches of all ranks are
-            consecutive.
-
-    Raises:
-        UserError: if the run has no held-out data.
+    The samples are divided as in an exact run if `by_chunks`, or else so that the k-th batches of all ranks
+    are consecutive.
     """
     config, ranks, strategy = restored.config, restored.ranks, restored.strategy
     train = config.train if by_chunks else dataclasses.replace(config.train, exact=None)
     dataset, loader = load_held_out(config, _batch(train, strategy), ranks)
-    compare_across_ranks({"the length of the evaluation data": loader.num_samples}, ranks)
+    compare_across_ranks({"the length of the validation data": loader.num_samples}, ranks)
     return dataset, loader
 
 
 def _batch(train: TrainConfig, strategy: Strategy) -> BatchSplit:
-    """Return the batch split of training, for bit-identical sums; if it is not divisible, a similar one."""
+    """Return the batch split of training, for bit-identical sums, or a similar one if it is not divisible."""
     size, micro = train.global_batch_size, train.known_micro_batch_size
     try:
         return split_for(train, strategy)

@@ -1,4 +1,4 @@
-"""Where the metrics of a run are written: metrics.jsonl always, and the loggers of `logger=`."""
+"""Destinations of a run's metrics: metrics.jsonl, and the loggers of `logger=`."""
 
 from trainer.loggers.base import Logger
 from trainer.loggers.run_log import RunLog

@@ -15,37 +15,37 @@ class Logger:
     """A logger that does nothing: inherit the methods you do not need, or write a class with all of them.
 
     It is created on rank 0 only, from the keys of its node and four more arguments: ``run_dir`` (a Path),
-    ``run_id`` (one word, the same when the run is resumed), ``first_step`` (0, or the step from which a
-    resumed run continues: it writes the later steps again) and ``settings`` (a read-only mapping,
-    by dotted names). Calls come from the training thread, so a slow one delays all ranks. An OSError or
-    UserError ends the run with its message, anything else with a traceback.
+    ``run_id`` (one word, the same when the run is resumed), ``first_step`` (0, or the step after which a
+    resumed run continues, writing later steps again) and ``settings`` (a read-only mapping by dotted names).
+    Calls come from the training thread, so a slow logger delays all ranks. An OSError or UserError ends the
+    run with its message, any other exception with a traceback.
     """
 
     look = ""
-    """The command or address to look at what it wrote; printed as the last line of a run."""
+    """The command or URL to view the results; printed as the last line of a run."""
 
-    def __init__(self, **told: Any) -> None: ...
+    def __init__(self, **arguments: Any) -> None: ...
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Metrics by names like ``train/loss``, which may be NaN or Inf; steps never decrease."""
+        """Write metrics by names like ``train/loss``, which may be NaN or Inf; steps never decrease."""
 
     def text(self, name: str, text: str, step: int) -> None:
-        """A text, in Markdown."""
+        """Write a text, in Markdown."""
 
     def image(self, name: str, image: Tensor, step: int) -> None:
-        """An image on the CPU: (1 or 3, height, width), uint8, or floats within 0..1."""
+        """Write an image on the CPU: (1 or 3, height, width), uint8, or floats in [0, 1]."""
 
     def figure(self, name: str, figure: "Figure", step: int) -> None:
-        """A matplotlib figure."""
+        """Write a matplotlib figure."""
 
     def histogram(self, name: str, counts: Tensor, edges: Tensor, step: int) -> None:
-        """The number of values between consecutive edges: (n,) and (n + 1,), float64 on the CPU."""
+        """Write the number of values between consecutive edges: (n,) and (n + 1,), float64 on the CPU."""
 
     def close(self) -> None:
-        """Write what is left; called once, after a successful run. A failed run may end without it."""
+        """Write remaining data; called once, after a successful run. A failed run may end without it."""
 
 
 def pixels_of(image: Tensor) -> Any:
-    """An image of `Logger.image` as a numpy array, uint8 (height, width, 3)."""
+    """Return an image of `Logger.image` as a NumPy array, uint8 (height, width, 3)."""
     levels = (image * 255).byte() if image.is_floating_point() else image
     return levels.expand(3, -1, -1).permute(1, 2, 0).numpy()

@@ -1,4 +1,4 @@
-"""MLflow: a tracking server, or run_dir/mlflow.db for `mlflow ui`."""
+"""The logger for MLflow: a tracking server, or run_dir/mlflow.db for `mlflow ui`."""
 
 import os
 import re
@@ -16,18 +16,19 @@ from trainer.loggers.base import Logger, pixels_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_AT_ONCE = 100  # the most parameters that MLflow takes in a call
+_AT_ONCE = 100  # maximum number of parameters per call of MLflow
 
 
 class MLflow(Logger):
-    """One MLflow run for each run, also when it is resumed, found by its tag `ringmaster.run_id`.
+    """One MLflow run for each run and its resumes, found by the tag `ringmaster.run_id`.
 
-    Texts, pictures and figures are artifacts, a file for each step; MLflow has no histograms.
+    Texts, images and figures become artifacts, one file per step. MLflow has no histograms.
 
     Args:
-        tracking_uri: of a server, http://host:5000; None: MLFLOW_TRACKING_URI or else run_dir/mlflow.db.
-        experiment: its name; it is made if there is none.
-        name: None: the name of run_dir.
+        tracking_uri: URI of a server, such as http://host:5000; None uses MLFLOW_TRACKING_URI or
+            run_dir/mlflow.db.
+        experiment: name of the experiment, which is created if it does not exist.
+        name: name of the run; None uses the name of run_dir.
 
     Raises:
         UserError: mlflow is not installed, or the server does not answer.
@@ -87,5 +88,4 @@ class MLflow(Logger):
 
 
 def _named(name: str) -> str:
-    """With the characters that MLflow takes in a name."""
     return re.sub(r"[^\w/. -]", "_", name)

@@ -1,4 +1,4 @@
-"""Reports the progress of a run from rank 0 to the loggers, metrics.jsonl and the terminal."""
+"""Report the progress of a run from rank 0 to the loggers, metrics.jsonl and the terminal."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """Limits what happens within `with pace:` to 1 % of the time, if `is_due` is asked before.
+    """Limits work within `with pace:` to 1 % of the time, if it is done only when `is_due` returns true.
 
-    Args:
-        first_after_s: seconds until it is due for the first time.
-        every: due at each `every`-th question instead, however long it takes.
+    The work is due for the first time after `first_after_s` seconds, or at every `every`-th call of `is_due`.
     """
 
     def __init__(self, first_after_s: float = 0, every: int | None = None) -> None:
@@ -52,11 +50,7 @@ class Pace:
 
 
 class RunLog:
-    """Reports from rank 0; any rank may call it, and on the others it does nothing.
-
-    Raises:
-        UserError: a logger of `config.logger` that cannot be built or lacks a method; on every rank.
-    """
+    """Writes to metrics.jsonl and all loggers on rank 0; on other ranks its methods do nothing."""
 
     def __init__(
         self, ranks: Ranks, config: Config, run_id: str, total_steps: int, steps_before: int
@@ -69,17 +63,18 @@ class RunLog:
         self._run_dir, self._total_steps, self._steps_before = run_dir, total_steps, steps_before
         self._loggers: dict[str, Logger] = {}  # by their settings
         self._run_id, self._best = run_id, config.checkpoint.best
-        told = {"run_dir": run_dir, "run_id": run_id, "first_step": steps_before, "settings": flatten(config)}
+        settings = MappingProxyType(flatten(config))  # Hydra would build a `_target_` in a dict
+        facts = {"run_dir": run_dir, "run_id": run_id, "first_step": steps_before, "settings": settings}
 
         def build() -> None:
             with writing(run_dir):
                 for name, node in config.logger.items():
-                    self._loggers[f"logger.{name}"] = _logger(f"logger.{name}", node, told)
+                    self._loggers[f"logger.{name}"] = _logger(f"logger.{name}", node, facts)
 
         on_main(build, ranks)
 
     def open(self) -> None:
-        """Called when the run begins for certain (a collective): until then run_dir is unchanged."""
+        """Open metrics.jsonl and run.json, once the run is certain to start (a collective)."""
 
         def start() -> None:
             facts = {"first_step": self._steps_before, "total_steps": self._total_steps}
@@ -93,7 +88,7 @@ class RunLog:
 
     @property
     def look(self) -> str:
-        """How to look at the run."""
+        """The commands or URLs to view the run."""
         ways = [getattr(logger, "look", "") for logger in self._loggers.values()]
         return "  ".join(filter(None, ways)) or str(self._run_dir / METRICS)
 
@@ -103,7 +98,7 @@ class RunLog:
             return
         with writing(self._run_dir):
             self._scalars.write(values, step)
-        self._tell("scalars", values, step)
+        self._call("scalars", values, step)
 
     def steps(self, records: Sequence[StepRecord]) -> None:
         """Write the numbers of consecutive steps to steps.bin."""
@@ -120,41 +115,40 @@ class RunLog:
     def texts(self, texts: Mapping[str, str], step: int) -> None:
         """Write Markdown by name; characters that UTF-8 cannot encode are escaped."""
         for name, text in texts.items():
-            self._tell("text", name, text.encode(errors="backslashreplace").decode(), step)
+            self._call("text", name, text.encode(errors="backslashreplace").decode(), step)
 
     def images(self, images: Mapping[str, Tensor], step: int) -> None:
         """Write images (3 or 1, H, W) by name, uint8 or floats in [0, 1]."""
         for name, image in images.items():
-            self._tell("image", name, image.cpu(), step)
+            self._call("image", name, image.cpu(), step)
 
     def histograms(self, histograms: Mapping[str, tuple[Tensor, Tensor]], step: int) -> None:
         """Write histograms by name: counts (n,) between edges (n + 1,), float64."""
         for name, (counts, edges) in histograms.items():
-            self._tell("histogram", name, counts, edges, step)
+            self._call("histogram", name, counts, edges, step)
 
     def plots(self, draw: Callable[[], Mapping[str, "Figure"]], step: int, at_end: bool = False) -> None:
         """Draw plots at the end of a run, and before that for at most 1 % of the time."""
         if self._loggers and (at_end or self._plotting.is_due()):
             with self._plotting:
                 for name, figure in draw().items():
-                    self._tell("figure", name, figure, step)
+                    self._call("figure", name, figure, step)
 
     def close(self) -> None:
-        """Close all loggers, even if one fails."""
         self.progress.close()
         with ExitStack() as closing:
             for setting in self._loggers:
-                closing.callback(self._tell_one, setting, "close")
+                closing.callback(self._call_one, setting, "close")
             if self.enabled:
                 closing.enter_context(writing(self._run_dir))
                 closing.callback(self._scalars.close)
                 closing.callback(self._steps.close)
 
-    def _tell(self, method: str, *arguments: Any) -> None:
+    def _call(self, method: str, *arguments: Any) -> None:
         for setting in self._loggers:
-            self._tell_one(setting, method, *arguments)
+            self._call_one(setting, method, *arguments)
 
-    def _tell_one(self, setting: str, method: str, *arguments: Any) -> None:
+    def _call_one(self, setting: str, method: str, *arguments: Any) -> None:
         try:
             getattr(self._loggers[setting], method)(*arguments)
         except OSError as error:  # from the disk, or from a server
@@ -162,9 +156,8 @@ class RunLog:
             raise kind_of(error)(message) from error
 
 
-def _logger(name: str, node: dict[str, Any], told: dict[str, Any]) -> Logger:
-    told = told | {"settings": MappingProxyType(told["settings"])}  # Hydra would build a `_target_` in a dict
-    logger: Logger = instantiate(name, node, **told)
+def _logger(name: str, node: dict[str, Any], facts: dict[str, Any]) -> Logger:
+    logger: Logger = instantiate(name, node, **facts)
     if lacking := [method for method in METHODS if not callable(getattr(logger, method, None))]:
         raise UserError(
             f"{name}: {node['_target_']} creates a {type(logger).__name__} that lacks the methods "

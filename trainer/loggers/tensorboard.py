@@ -1,4 +1,4 @@
-"""Writes TensorBoard event files."""
+"""The logger for TensorBoard."""
 
 import shlex
 from collections.abc import Mapping
@@ -17,25 +17,21 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Logger):
-    """Events in run_dir, under the names of metrics.jsonl.
+    """Writes event files in run_dir, under the names of metrics.jsonl.
 
-    They are flushed at every log step, so a killed run loses only later ones. A curve appears once it has a
-    value other than zero.
+    They are flushed at every log step, so a killed run loses only later metrics.
     """
 
-    def __init__(self, run_dir: Path, first_step: int, **told: Any) -> None:
+    def __init__(self, run_dir: Path, first_step: int, **_: Any) -> None:
         self._run_dir, self._first_step = run_dir, first_step
-        self._shown = set[str]()
-        self._last_zero: dict[str, int] = {}  # by the name of a curve that is not shown yet
         # TensorBoard names a run by its path below this folder.
         folder = run_dir.parent if run_dir.name else run_dir.resolve().parent
         self.look = f"tensorboard --logdir {shlex.quote(str(folder))}"
 
     @cached_property
     def _writer(self) -> SummaryWriter:
-        """Created at the first use: until then the run may be refused, and leaves no file."""
-        # A resumed run writes some steps again, all of them if it died before its first save;
-        # purge_step hides those of the earlier process.
+        """Created at the first use, because an error before the first step must leave no file."""
+        # A resumed run repeats the steps after the last save; purge_step hides those of the previous process.
         writer = SummaryWriter(str(self._run_dir), purge_step=self._first_step + 1)
         together = ["Multiline", ["^train/(plain_)?loss$", "^eval/loss$"]]
         writer.add_custom_scalars({"loss": {"training and validation": together}})
@@ -43,12 +39,6 @@ class TensorBoard(Logger):
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            if value == 0 and name not in self._shown:
-                self._last_zero[name] = step
-                continue
-            if name in self._last_zero:
-                self._writer.add_scalar(name, 0.0, self._last_zero.pop(name))
-            self._shown.add(name)
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: online, or offline in run_dir/wandb for `wandb sync`."""
+"""The logger for Weights & Biases: online, or offline in run_dir/wandb for `wandb sync`."""
 
 import html
 import os
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Wandb(Logger):
-    """One W&B run for each run, also when it is resumed: both have the same id.
+    """One W&B run for each run and its resumes, which have the same id.
 
-    The x-axis of metrics is `step`, the optimizer step. W&B counts its own steps and never rewinds: steps
+    The x-axis of metrics is `step`, the optimizer step. The steps that W&B counts never decrease, so steps
     that a resumed run repeats appear twice.
 
     Args:
-        mode: online | offline | disabled | shared; None leaves it to WANDB_MODE and the login.
+        mode: online | offline | disabled | shared; None uses WANDB_MODE and the login.
         init: further arguments of `wandb.init`: project, entity, group, tags, ...
 
     Raises:
@@ -45,11 +45,11 @@ class Wandb(Logger):
         init |= {"id": run_id, "mode": mode, "resume": "allow" if first_step and not offline else None}
         init |= {"name": name or run_dir.resolve().name, "dir": run_dir, "config": dict(settings)}
         try:
-            # This process controls the terminal, and train.log has its output.
+            # train.log contains the output, and W&B would interfere with the progress bar.
             self._run = wandb.init(settings=wandb.Settings(console="off"), **init)
         except wandb.errors.Error as error:
             raise UserError(
-                f"logger.wandb: {on_one_line(error)}; logger.wandb.mode=offline needs no network"
+                f"logger.wandb: {on_one_line(error)}; set logger.wandb.mode=offline to work without a network"
             ) from error
         self._run.define_metric("*", step_metric="step")
         self.look = self._run.url or f"wandb sync {Path(self._run.dir).parent}"

@@ -13,13 +13,8 @@ from trainer.model.plain_names import model_state
 def add_adapters(model: nn.Module, node: dict[str, Any]) -> None:
     """Add adapters to `model` in place, and freeze its other parameters.
 
-    The adapters are on the meta device if the model is.
-
-    Args:
-        node: the setting model.adapters, a `_target_` node of a `peft.PeftConfig`.
-
-    Raises:
-        UserError: peft is not installed, or cannot add these adapters to this model.
+    `node` is the setting model.adapters, a `_target_` node of a `peft.PeftConfig`. The adapters are on the
+    meta device if the model is.
     """
     optional("peft", "model.adapters")
     from peft import PeftConfig
@@ -42,8 +37,7 @@ def add_adapters(model: nn.Module, node: dict[str, Any]) -> None:
 def adapters_of(model: nn.Module) -> dict[str, Any] | None:
     """Return the configuration of the adapters, and the names of their tensors, for `convert --to peft`.
 
-    Return None without adapters of peft, or if their files would contain tensors that the model does not
-    have.
+    Return None without adapters of peft, or if their files would contain tensors that the model lacks.
     """
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict):

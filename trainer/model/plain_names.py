@@ -15,20 +15,13 @@ _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of `model`, sharded or not, by plain names.
 
-    torch.distributed.checkpoint.state_dict does this for more kinds of wrappers, but importing it takes 2 %
-    of the CPU time of a start.
+    torch.distributed.checkpoint.state_dict supports more kinds of wrappers, but its import is slow.
     """
     return {plain_name(name): value for name, value in model.state_dict().items()}
 
 
 def load_model_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load a state dict of `model_state` into `model`, sharded or not.
-
-    The modules' own versions are added to it, because torchvision's MNASNet requires them.
-
-    Raises:
-        RuntimeError: names or shapes differ from those of `model`.
-    """
+    """Load a state dict of `model_state`, with the modules' versions, which MNASNet requires."""
     names = {plain_name(name): name for name in model.state_dict()}
     by_model_name = {names.get(name, name): value for name, value in saved.items()}
     model.load_state_dict(with_versions(by_model_name, model))
@@ -41,7 +34,7 @@ def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def every_parameter(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """As `parameter_names`, but yield a tied parameter under each of its names."""
+    """Yield each parameter with its plain name; a tied parameter under each of its names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield plain_name(name), parameter
 
@@ -53,13 +46,13 @@ def buffers_outside(model: nn.Module, in_model_state: set[str]) -> dict[str, Ten
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each dense buffer under each of its plain names; sparse buffers are left unchanged by a run."""
+    """Yield each dense buffer under each of its plain names; training does not change sparse buffers."""
     for name, buffer in _dense_buffers(model, remove_duplicate=False):
         yield plain_name(name), buffer
 
 
 def buffer_locations(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return the module and attribute name of each of `named_buffers`: forward may replace the tensor."""
+    """Return the module and attribute name of each of `named_buffers`, whose tensor may be replaced."""
     paths = {name: name.rpartition(".") for name, _ in _dense_buffers(model, remove_duplicate=False)}
     return {plain_name(name): (model.get_submodule(path), own) for name, (path, _, own) in paths.items()}
 

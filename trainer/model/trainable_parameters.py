@@ -22,9 +22,7 @@ class TrainableParameters:
     gradients only during an update.
 
     Args:
-        model: the unwrapped model; its parameters are not moved.
         also: names of frozen parameters to include, because the run trained them earlier.
-        owners: the initial value of `owners`.
 
     Attributes:
         whole: the parameters of the model, by name.
@@ -128,10 +126,7 @@ class TrainableParameters:
     def as_rows(self, name: str, value: Any) -> Any:
         """Return `value`, a part of the optimizer's state, as a DTensor if it has the shape of the shard.
 
-        A checkpoint then knows the rows that `value` contains. It is not copied.
-
-        Raises:
-            UserError: `value` is a tensor subclass that contains several tensors.
+        From the DTensor, a checkpoint knows the rows that `value` contains. It is not copied.
         """
         if not self.is_sharded or name not in self.own or name in self.owners:
             return value

@@ -1,4 +1,4 @@
-"""Saving and restoring of the plain attributes of an optimizer that training changes."""
+"""Saving and restoring of plain attributes that an optimizer changes."""
 
 import copy
 import logging
@@ -21,14 +21,11 @@ _MAX_ELEMENTS = 10_000  # in a container or a tensor
 
 
 class OptimizerAttributes:
-    """The plain attributes of an optimizer, and of the optimizers that it contains.
+    """The plain attributes of a new optimizer, and of the optimizers that it contains.
 
     torch saves only `state` and `param_groups`, but an optimizer may keep a flag, a counter or an estimate in
-    another attribute, as DLRM's row-wise Adagrad does. An attribute whose initial value differs from that of
-    the saved run is not restored, because a changed setting determines it.
-
-    Args:
-        optimizer: a new optimizer, before its first step and before a resume.
+    another attribute. An attribute whose initial value differs from that of the saved run is not restored,
+    because a changed setting determines it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -36,7 +33,7 @@ class OptimizerAttributes:
         self._first = {name: copy.deepcopy(value) for name, value in self._values()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return [initial value, copy of the current value, is it on the CPU] for each changed attribute."""
+        """Return [initial value, copy of the current value, is it on the CPU] of each changed attribute."""
         return {
             name: [first, copy.deepcopy(value), _is_on_cpu(value)]
             for name, value in self._values()
@@ -70,7 +67,7 @@ class OptimizerAttributes:
 
 
 def optimizers_in(optimizer: Optimizer) -> dict[Optimizer, str]:
-    """Return `optimizer` and the optimizers in its attributes, lists and dicts included, with their paths."""
+    """Return `optimizer` and the optimizers in its attributes, also in lists and dicts, with their paths."""
     queue = [updater(optimizer)]
     found = {queue[0]: "optimizer"}
     for owner in queue:  # the loop extends it
@@ -92,7 +89,7 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether `value` can be saved: numbers, text and small tensors, and containers of these."""
+    """Return whether `value` can be saved: numbers, text, small tensors, and containers of these."""
     if type(value) in (list, tuple, dict):
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         return len(value) <= _MAX_ELEMENTS and all(map(is_plain, parts))

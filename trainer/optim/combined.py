@@ -1,4 +1,4 @@
-"""Several optimizers behind the interface of one."""
+"""An optimizer that combines several optimizers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,11 +9,7 @@ from trainer.optim.whole_tensors import updater
 
 
 class CombinedOptimizer(Optimizer):
-    """An optimizer that consists of `parts`, and shares its parameter groups and state with them.
-
-    Args:
-        parts: new optimizers, without state, of different parameters.
-    """
+    """Combines `parts`, new optimizers of different parameters, and shares groups and state with them."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = parts
@@ -37,7 +33,7 @@ class CombinedOptimizer(Optimizer):
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the user's optimizer of each parameter group."""
+    """Return, for each parameter group, the optimizer that updates it."""
     if isinstance(optimizer, CombinedOptimizer):
         return [own for part in optimizer.parts for own in parts_of(part)]
     return [updater(optimizer) for _ in optimizer.param_groups]

@@ -1,16 +1,15 @@
-"""Checks for optimizers that are not supported."""
+"""Checks of optimizers, and of parameters with sparse gradients."""
 
 import inspect
 
 from torch import Tensor, nn
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from trainer.errors import UserError
-from trainer.optim.combined import parts_of
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise UserError for an optimizer that would fail at its first step."""
+    """Raise UserError for an object that is not an optimizer, or whose step() needs a closure."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"optim: expected a torch.optim.Optimizer, got a {name}")
@@ -30,16 +29,3 @@ def sparse_weights(model: nn.Module) -> set[Tensor]:
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-
-
-def check_gradients(optimizer: Optimizer) -> None:
-    """Raise UserError if a parameter of `SparseAdam` has a dense gradient."""
-    for part, group in zip(parts_of(optimizer), optimizer.param_groups, strict=True):
-        dense = [p for p in group["params"] if p.grad is not None and not p.grad.is_sparse]
-        if isinstance(part, SparseAdam) and dense:
-            raise UserError(
-                f"optim: SparseAdam needs sparse gradients, but those of {len(dense)} of its "
-                f"{len(group['params'])} parameters are dense; use it only for weights of "
-                "nn.Embedding(sparse=True), by "
-                "optim.groups: [{match: embedding, optimizer: {_target_: torch.optim.SparseAdam}}]"
-            )

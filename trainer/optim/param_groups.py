@@ -25,11 +25,7 @@ _FUSED = (Adam, AdamW, SGD)  # torch's optimizers that have fused kernels
 
 
 def freeze(model: nn.Module, node: dict[str, Any]) -> None:
-    """Exclude the parameters that `model.freeze` matches from training.
-
-    Raises:
-        UserError: an expression matches no parameter, or all parameters are frozen.
-    """
+    """Exclude the parameters that `model.freeze` matches from training."""
     parameters = dict(parameter_names(model))
     for pattern in patterns("model.freeze", node.get("freeze")):
         for name in _matched("model.freeze", pattern, parameters):
@@ -46,14 +42,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of `trainable.own`.
 
-    Args:
-        fused_on_cpu: whether to use fused kernels on a CPU. They are not supported with `train.exact`,
-            because they round the last elements of a tensor differently, so shards would differ; nor with
-            fp16, because torch's Adam then subtracts the flag of ShardedGradScaler, of shape (1,), from steps
-            of shape ().
-
-    Raises:
-        UserError: the optimizer cannot be built, or does not fit the model; or as in `parameter_sets`.
+    On a CPU, fused kernels round the last elements of a tensor differently, so with `train.exact` shards
+    would differ, and with fp16 torch's Adam fails with the flag of ShardedGradScaler: then `fused_on_cpu`
+    must be false.
     """
     sets = parameter_sets(trainable, optim)
     parts = [_part(name, trainable, optim, groups, fused_on_cpu) for name, groups in sets.items()]
@@ -76,13 +67,6 @@ def _part(
     optimizer = _built(name, node, sets)
     check_optimizer(optimizer)
     sparse = sparse_weights(trainable.model)
-    for group in optimizer.param_groups:
-        if group.get("weight_decay") and not sparse.isdisjoint(group["params"]):
-            raise UserError(
-                f"weight_decay={group['weight_decay']:g} is not supported by torch for weights with sparse "
-                "gradients, such as those of an embedding; set it to 0, or create the embedding with "
-                "sparse=False"
-            )
     if (fused := _fused_option(optimizer, node, fused_on_cpu)) and not sparse:
         node = node | fused
         optimizer = _built(name, node, sets)
@@ -105,10 +89,10 @@ def _built(name: str, node: dict[str, Any], sets: list[dict[str, Any]]) -> Optim
 
 
 def _fused_option(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) -> dict[str, bool]:
-    """Return {"fused": True} if the optimizer and its parameters support it, and `optim` does not decide.
+    """Return {"fused": True} if the optimizer and its parameters support it, and `optim` does not set it.
 
-    Fused kernels read each tensor once, which takes a half to a quarter of the time on a CPU. With fp16, they
-    read the flag to skip a step on the device, for which other implementations make the host wait.
+    Fused kernels read each tensor once, which takes a quarter to a half of the time on a CPU. With fp16, they
+    read the flag to skip a step on the device, for which other implementations make the CPU wait.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable"))
@@ -123,8 +107,8 @@ def _before_fused_step(optimizer: Optimizer, arguments: Any, options: Any) -> No
     """Work around two bugs of torch 2.14 and older, as a hook before each step.
 
     Fused SGD fails if a parameter gets its first gradient later than others, because its momentum is missing.
-    A momentum of zero gives the same result as without `fused`, unless there is dampening. Fused Adam fails
-    with the flag of ShardedGradScaler, because its shape is (1,).
+    A momentum of zero is equivalent, unless there is dampening. Fused Adam fails with the flag of
+    ShardedGradScaler, because its shape is (1,).
     """
     found_inf: Any = getattr(optimizer, "found_inf", None)
     if found_inf is not None and found_inf.ndim:
@@ -137,7 +121,7 @@ def _before_fused_step(optimizer: Optimizer, arguments: Any, options: Any) -> No
 
 
 def _is_dense(parameter: Tensor) -> bool:
-    """Return whether a parameter is contiguous or channels-last; autograd's gradients then are, too.
+    """Return whether a parameter, and thus its gradient, is contiguous or channels-last.
 
     Fused kernels assume that parameter and gradient have the same layout; on a CPU they do not check it.
     """
@@ -149,12 +133,8 @@ def parameter_sets(trainable: TrainableParameters, optim: dict[str, Any]) -> dic
     """Divide `trainable.own` into parameter groups, by the setting of their optimizer.
 
     The settings are `optim` and `optim.groups.N.optimizer`. Parameters that no entry of `optim.groups`
-    matches come first, and then each entry; within an entry, parameters with weight decay come first. If all
+    matches come first, then each entry; within an entry, parameters with weight decay come first. If all
     parameters have the same options, there is one group without a name.
-
-    Raises:
-        UserError: an entry matches no parameter, scales a learning rate that is not set, or has the name of
-            another group.
     """
     entries, no_decay = parameter_groups(optim)
     entry_of: dict[str, ParameterGroup] = {}
@@ -188,7 +168,7 @@ def parameter_sets(trainable: TrainableParameters, optim: dict[str, Any]) -> dic
 def _by_decay(
     parameters: Mapping[str, Tensor], entry: ParameterGroup, optim: dict[str, Any], no_decay: NoDecay
 ) -> Iterator[tuple[list[str], bool]]:
-    """Yield the names of the parameters with weight decay, and of the parameters without."""
+    """Yield the names of the parameters with weight decay, then of those without."""
     splits = entry.weight_decay is None and optim.get("weight_decay") != 0
 
     def is_excluded(name: str) -> bool:
@@ -202,7 +182,7 @@ def _by_decay(
 def _title(entry: ParameterGroup, decays: bool) -> str:
     """Return the name of a group; empty for the parameters that no entry matches.
 
-    A pattern that is a word with anchors becomes that word: `^blocks\\.` becomes blocks, and `^(?!fc)` stays.
+    A pattern that is a word with anchors becomes that word: `^blocks\\.` becomes blocks.
     """
     word = re.sub(r"[\^$\\]", "", entry.match).strip("_.")
     title = entry.name or (word if re.fullmatch(r"[\w.-]*", word) else entry.match)
@@ -229,7 +209,7 @@ def _options(entry: ParameterGroup, decays: bool, optim: dict[str, Any]) -> dict
 
 
 def described(optimizer: Optimizer, trainable: TrainableParameters) -> dict[str, str]:
-    """Return a line for each group if there are several: its size, weight decay and learning rate."""
+    """Return a description of each group if there are several: size, weight decay and learning rate."""
     groups, parts = optimizer.param_groups, parts_of(optimizer)
     kinds = [f"{type(part).__name__}, " * isinstance(optimizer, CombinedOptimizer) for part in parts]
     return {

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainer.errors import UserError
 from trainer.optim.schedules import after_step
 from trainer.torch_private import set_last_lr
 
@@ -32,8 +31,8 @@ def continue_groups(
     now: Mapping[str, Any],
     step: int,
     earlier: Sequence[int],
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Advance `schedule` to `step`, and determine the options of each group.
+) -> list[dict[str, Any]]:
+    """Advance the new `schedule` to `step`, and return the options of each parameter group.
 
     An option whose setting has not changed keeps its saved value, which a schedule or the optimizer may have
     changed, so a resume without new settings is exact. A schedule whose settings have not changed gets its
@@ -42,13 +41,9 @@ def continue_groups(
     the saved rates is applied to the rates of this run.
 
     Args:
-        schedule: a new schedule of an optimizer with this run's settings.
         saved: the state in the checkpoint.
         now: this run's `settings`, as in `saved["settings"]`.
         earlier: for each group, the index of the group in the checkpoint that it continues.
-
-    Returns:
-        The options of each group, and the options of each group that this run's settings changed.
     """
     groups = schedule.optimizer.param_groups
     saved_settings: list[dict[str, Any]] = [saved["settings"]["groups"][index] for index in earlier]
@@ -84,20 +79,7 @@ def continue_groups(
         {key: value for key, value in before.items() if key in group or key not in settings}
         for before, group, settings in zip(saved_groups, groups, saved_settings, strict=True)
     ]
-    return [kept | new for kept, new in zip(kept_options, new_options, strict=True)], new_options
-
-
-def check_continued(
-    part: Optimizer, group: Mapping[str, Any], new_options: Mapping[str, Any], schedule: LRScheduler
-) -> None:
-    """Raise UserError unless `group` has `new_options`, the options that settings changed at the resume."""
-    if lost := [key for key, value in new_options.items() if _plain(group.get(key)) != _plain(value)]:
-        raise UserError(
-            f"after this resume, {lost[0]} should be {_plain(new_options[lost[0]])}, as set in this run, but "
-            f"is {_plain(group.get(lost[0]))}; load_state_dict() of {type(part).__name__} or "
-            f"{type(schedule).__name__} restored the old value. Change that method so that it does not "
-            "restore options, or use the previous settings of optim and schedule"
-        )
+    return [kept | new for kept, new in zip(kept_options, new_options, strict=True)]
 
 
 def set_rate(group: dict[str, Any], rate: Any) -> None:

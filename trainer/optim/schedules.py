@@ -76,8 +76,7 @@ def wsd(
 ) -> LambdaLR:
     """Return a warmup-stable-decay schedule: 1, then a linear decay in the last `decay_fraction` of the run.
 
-    The part before the decay does not depend on `total_steps`, so a run that is extended before the decay
-    continues as if it had had that length from the start.
+    The part before the decay does not depend on `total_steps`, so a run can be extended before its decay.
 
     Source: S. Hu et al., "MiniCPM", 2024, section 4.
     """
@@ -123,7 +122,7 @@ def _decay(
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """The values of `auto` in a schedule's settings, by the names of the schedules' arguments."""
+    """The values of `auto` in a schedule's settings, named like the schedules' arguments."""
 
     total_steps: int
     steps_per_epoch: int | None  # None: a stream of unknown length
@@ -186,11 +185,7 @@ def settings_of(node: dict[str, Any], facts: ScheduleFacts) -> dict[str, Any]:
 
 
 def after_step(schedule: LRScheduler) -> None:
-    """Advance `schedule` by one optimizer step, unless it depends on evaluations (ReduceLROnPlateau).
-
-    Raises:
-        UserError: the schedule has ended, such as torch's OneCycleLR after its total_steps.
-    """
+    """Advance `schedule` by one optimizer step, unless it depends on evaluations (ReduceLROnPlateau)."""
     if isinstance(schedule, ReduceLROnPlateau):
         return
     try:

@@ -58,13 +58,8 @@ def needs_whole_tensors(name: str, make: Make, groups: Sequence[dict[str, Any]])
     Small tensors with the same numbers of dimensions as the parameters are updated for a few steps in three
     ways: as whole tensors by one optimizer; as shards, with one optimizer per rank; and as whole tensors that
     are divided among three optimizers. The updates, the state and the group options must be equal. A
-    checkpoint
-    must be able to store the state: each tensor in it has the shape of its parameter, or is the same for all
-    shards.
-
-    Args:
-        name: name of the optimizer's class, for messages.
-        groups: parameter groups with the real parameters.
+    checkpoint must be able to store the state: each tensor in it has the shape of its parameter, or is the
+    same for all shards.
 
     Raises:
         UserError: on every rank, if neither way gives correct updates, or the trial fails.
@@ -87,7 +82,7 @@ def needs_whole_tensors(name: str, make: Make, groups: Sequence[dict[str, Any]])
 
 
 def needs_of(name: str, trial: "ShardTrial") -> tuple[Needs, str]:
-    """Return the tensors with which updates are correct, and the reason if neither works."""
+    """Return what the optimizer of `trial` needs, and the reason if it cannot be used."""
     try:
         expected = trial.train([trial.all_rows])
     except Exception as error:  # the user's code may raise anything
@@ -107,12 +102,7 @@ def needs_of(name: str, trial: "ShardTrial") -> tuple[Needs, str]:
 
 
 class ShardTrial:
-    """Small tensors in an optimizer's parameter groups, and their gradients for a few steps.
-
-    Args:
-        make: builds the optimizer for the trial.
-        groups: groups of the real parameters; a trial has two tensors per group and number of dimensions.
-    """
+    """Small tensors in an optimizer's parameter groups, and their gradients."""
 
     def __init__(self, make: Make, groups: Sequence[dict[str, Any]]) -> None:
         self._make, self._groups = make, groups
@@ -150,11 +140,7 @@ class ShardTrial:
         return [{n: rows for n, rows in self.all_rows.items() if n % parts == part} for part in range(parts)]
 
     def train(self, parts: Sequence[dict[int, Rows]], by_owner: bool = False) -> list[_Outcome]:
-        """Train each part with its own optimizer.
-
-        Args:
-            by_owner: build each optimizer on shards, then give it whole tensors, as `WholeTensors` does.
-        """
+        """Train each part with its own optimizer, which gets whole tensors if `by_owner`."""
         return [self._train_part(part, by_owner) for part in parts if part]
 
     def _train_part(self, part: dict[int, Rows], by_owner: bool) -> _Outcome:
@@ -189,7 +175,7 @@ class ShardTrial:
         )
 
     def is_correct(self, outcomes: Sequence[_Outcome], whole: Sequence[_Outcome]) -> bool:
-        """Return whether updates, states and options are those of one optimizer with whole tensors."""
+        """Return whether updates, states and options equal those of one optimizer with whole tensors."""
         expected = whole[0]
         for number, update in expected.updates.items():
             with_rows = [outcome for outcome in outcomes if number in outcome.updates]

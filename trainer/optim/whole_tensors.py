@@ -30,10 +30,6 @@ class WholeTensors(Optimizer):
     of the weights back, so each update is computed once. During a step, an owner needs memory for the whole
     weights and gradients of its parameters. Only the owner has their optimizer state, as whole tensors, and
     saves it. A rank sends and receives three times the size of its shards.
-
-    Args:
-        optimizer: a new optimizer of the shards in `trainable`. This object takes over its groups, and
-            `optimizer` then updates the whole parameters that this rank owns.
     """
 
     def __init__(self, optimizer: Optimizer, trainable: TrainableParameters) -> None:
@@ -86,12 +82,7 @@ class WholeTensors(Optimizer):
         self.optimizer.state.update(loaded | _shared_state(self.state))
 
     def _move(self, moved: Sequence[tuple[_Owned, list[Any], list[Any]]], to_owners: bool) -> None:
-        """Copy this rank's rows into the owners' whole tensors, or back (a collective).
-
-        Args:
-            moved: for each parameter, the local rows of tensors, and the whole tensors (None if not the
-                owner).
-        """
+        """Copy this rank's rows of each parameter into its owner's whole tensors, or back (a collective)."""
         num_ranks = self._ranks.size()
         by_owner: list[list[Tensor]] = [[] for _ in range(num_ranks)]
         by_rank: list[list[Tensor]] = [[] for _ in range(num_ranks)]

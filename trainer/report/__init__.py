@@ -1,1 +1,1 @@
-"""What is measured of a run: times, losses, FLOPs, hashes, statistics of weights; traces."""
+"""Measurements of a run: times, losses, FLOPs, hashes, weight statistics and traces."""

@@ -1,4 +1,4 @@
-"""The parts of a loss that a task names: their means for the log, weighted as the loss is."""
+"""Means of the named parts of a loss, for the log, weighted like the loss."""
 
 import math
 from collections import Counter
@@ -22,10 +22,7 @@ class LossParts:
     """Sums of each part and of its weights since the last log line; only `means` waits for the device.
 
     The weight of a micro-batch is its fraction of the labels that count in its step. The mean of a part is
-    over the micro-batches that name it, so that the mean of each of a GAN's losses is over its own steps.
-
-    Args:
-        rank_weight: the weight of a rank in a step whose ranks have equal weights.
+    over the micro-batches that name it, so that each loss of a GAN is averaged over its own steps.
     """
 
     def __init__(self, ranks: Ranks, order: SumOrder, rank_weight: float = 1) -> None:
@@ -35,11 +32,7 @@ class LossParts:
         self._sums: dict[str, Tensor] = {}  # sums of value and weight, as `order` adds them
 
     def add(self, parts: Mapping[str, Any] | None, all_labels: float, label_count: float) -> None:
-        """Add the parts of a micro-batch; see `divided` for the arguments.
-
-        Raises:
-            UserError: a part is not a number, or its name is the name of another metric.
-        """
+        """Add the parts of a micro-batch; see `divided` for the arguments."""
         for name, part in (parts or {}).items():
             if name not in self._sums:
                 self._sums[name] = self._zero()
@@ -67,7 +60,7 @@ class LossParts:
             self._add_pending()
 
     def begin_window(self) -> None:
-        """Drop the sums; the next means are over what is added from now on."""
+        """Drop the sums; the next means start from here."""
         self._pending.clear()
         self._sums.clear()
 

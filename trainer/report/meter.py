@@ -1,4 +1,4 @@
-"""Measures the time of steps by parts, and their mean loss."""
+"""Measures the time per step, in total and by part, and the mean loss."""
 
 import math
 import time
@@ -27,7 +27,7 @@ _RECORDED_AT_ONCE = 256  # steps, without log steps in between
 
 @dataclass(frozen=True)
 class Mark:
-    """The totals of a meter at one moment."""
+    """The totals of a meter at one point in time."""
 
     steps: int
     skipped: int  # of the steps: without a loss
@@ -38,7 +38,7 @@ class Mark:
 
 
 class _Unrecorded(NamedTuple):
-    """A step that is not recorded yet."""
+    """A step that has not been recorded yet."""
 
     step: int
     losses: Sequence[Tensor]  # of this rank's micro-batches
@@ -47,11 +47,15 @@ class _Unrecorded(NamedTuple):
 
 
 class Meter:
-    """Running totals over steps; the metrics between two moments are the difference of two marks.
+    """Running totals over steps; the metrics of an interval are the difference of two marks.
 
-    Only methods that reduce over ranks wait for the device. The clock stops while paused, so that
-    evaluations and checkpoints do not count. Seconds are the host's: on a GPU they equal the device's over
-    any interval whose loss was read at its end.
+    Only the methods that return losses wait for the device. The clock does not run while the meter is paused,
+    for example during evaluations and saves. On a GPU, times are accurate over intervals at whose end a loss
+    was read.
+
+    Args:
+        num_replicas: the number of ranks that compute losses; None: all.
+        record: called on rank 0 with the records of several steps at a time.
     """
 
     def __init__(
@@ -62,11 +66,6 @@ class Meter:
         num_replicas: int | None = None,
         record: Callable[[Sequence[StepRecord]], None] = lambda records: None,
     ) -> None:
-        """
-        Args:
-            num_replicas: the number of ranks that compute losses; None: all.
-            record: called on rank 0 with the numbers of each step, a window of steps at a time.
-        """
         self._ranks, self._flops = ranks, flops
         num_replicas = num_replicas or ranks.world_size
         self._order, self._mean_over = order, order.mean_over(num_replicas)
@@ -86,7 +85,7 @@ class Meter:
         self.begin_epoch()
 
     def start(self) -> None:
-        """Also called while it runs."""
+        """Start the clock, unless it is running."""
         if self._running_since is None:
             self._running_since = time.perf_counter()
 
@@ -112,7 +111,7 @@ class Meter:
     def count_batch(
         self, task: Task, batch: Any, parts: Mapping[str, Any] | None, all_labels: float, label_count: float
     ) -> None:
-        """Add the task's metrics of a micro-batch, after its loss was computed; see `divided`."""
+        """Add the task's metrics of a micro-batch; see `divided` for the numbers of labels."""
         self.parts.add(parts, all_labels, label_count)
         plain = getattr(task, "plain_loss", None)
         if plain is not None:
@@ -126,13 +125,10 @@ class Meter:
             self._flops.see(batch)
 
     def count_step(self, step: int, losses: Sequence[Tensor], grad_norm: Tensor, update: Update) -> None:
-        """Add a step to the totals, and to the steps to record (a collective if these become too many).
+        """Add a step, given the losses of this rank's micro-batches, as detached scalars on the device.
 
-        The losses of a skipped step are not counted: a NaN would stay in the sums.
-
-        Args:
-            losses: the losses of this rank's micro-batches, as detached scalars on the device.
-            grad_norm: the norm of all gradients, a scalar.
+        The losses of a skipped step are not counted, because a NaN would stay in the sums. Every 256 steps,
+        records are written (a collective).
         """
         self.steps += 1
         self.parts.end_step(made=update.has_loss)
@@ -162,7 +158,7 @@ class Meter:
         return Mark(self.steps, self._skipped, self._sums.clone(), *now)
 
     def begin_window(self) -> Mark:
-        """Called when an epoch begins, and after each line of the log: the next one is of what follows."""
+        """Start the interval of the next log line, at the start of an epoch and after each log line."""
         self.parts.begin_window()
         self.window = self.mark()
         return self.window
@@ -171,7 +167,7 @@ class Meter:
         self.epoch_start = self.begin_window()
 
     def mean_loss(self, since: Mark) -> float:
-        """Mean loss per step over all ranks (a collective); NaN when no step was made."""
+        """Return the mean loss per step over all ranks; NaN without a step (a collective)."""
         return self._per_step(since)[0] / self._mean_over
 
     def record_steps(self) -> list[float]:
@@ -179,7 +175,7 @@ class Meter:
         return self._over_ranks(self._sums[..., :0]) if self._unrecorded else []
 
     def metrics(self, since: Mark, global_batch_size: int) -> dict[str, float]:
-        """Losses and speed since a mark, by their names in the log (a collective)."""
+        """Return losses and speed since a mark, by their names in the log (a collective)."""
         loss, plain, tokens = self._per_step(since)  # waits for the device, so that the times are complete
         ms = self.ms_per_step(since)
         step_s = ms["step"] / 1e3
@@ -194,7 +190,7 @@ class Meter:
         return values | {f"usage/ms_per_step/{part}": value for part, value in ms.items()}
 
     def _per_step(self, since: Mark) -> list[float]:
-        """Loss, plain loss and tokens, each the sum over all ranks; NaN when no step was made."""
+        """Return loss, plain loss and tokens per step over all ranks; NaN without a step (a collective)."""
         self._add_pending()
         total, steps = self._over_ranks(self._sums - since.sums)[:3], self.steps - since.steps
         with_loss = steps - (self._skipped - since.skipped)

@@ -83,8 +83,8 @@ def model_flops(
 class ModelFlops:
     """Counts the FLOPs of one micro-batch with torch's FlopCounterMode, without computing anything.
 
-    The tensors are fake and appear to be on `device`, so that attention chooses the same kernel as there; a
-    fused kernel recomputes the scores in the backward pass, which is counted.
+    The tensors are fake and appear to be on `device`, so that attention selects the same kernel as on it. The
+    recomputation of scores in the backward pass of a fused kernel is counted.
 
     Args:
         model: not wrapped; on the CPU or the meta device; copied without its data.

@@ -20,9 +20,6 @@ class Profile:
 
     On CUDA it also records the memory history, for https://docs.pytorch.org/memory_viz. The profiler starts
     one step early if possible, because its first step is slower than the others.
-
-    Raises:
-        UserError: the run ends before these steps.
     """
 
     def __init__(
@@ -49,11 +46,7 @@ class Profile:
         self._steps = range(max(begin - 1, steps_before + 1), end + 1)
 
     def before(self, step: int, meter: Meter) -> None:
-        """Start or continue the recording before `step`, or write the trace; pause the meter meanwhile.
-
-        Raises:
-            UserError: run_dir cannot be written.
-        """
+        """Start or continue the recording before `step`, or write the trace; pause the meter meanwhile."""
         if step not in self._steps:
             return
         meter.pause()

@@ -22,7 +22,7 @@ def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader 
         "the torch version": torch.__version__,
         "the length of the training data": train_loader.num_samples,
         "the order of the training data": train_loader.order_hash(),
-        "the length of the evaluation data": eval_loader.num_samples if eval_loader else 0,
+        "the length of the validation data": eval_loader.num_samples if eval_loader else 0,
         "torch.get_default_dtype()": str(torch.get_default_dtype()),
         **{name: _described(value) for name, value in tensors.items()},
     }
@@ -36,11 +36,9 @@ def _described(tensor: Tensor) -> str:
 def parameters_sha256(model: nn.Module) -> str:
     """Return the SHA-256 of the unsharded parameters and buffers in name order (a collective if sharded).
 
-    Models with equal hashes are equal to the last bit, apart from extra state of modules that is not tensors.
-    Rank 0 gathers one shard after another; on other ranks the result is the hash of nothing.
-
-    Args:
-        model: not wrapped, so that names in its state dict have no prefix.
+    Models with equal hashes have equal bits, apart from extra state of modules that is not tensors. Rank 0
+    gathers one shard after another; on other ranks the result is meaningless. `model` must not be wrapped, so
+    that names in its state dict have no prefix.
     """
     tensors = {name: value for name, value in model_state(model).items() if isinstance(value, Tensor)}
     rank = dist.get_rank()

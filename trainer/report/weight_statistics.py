@@ -21,12 +21,7 @@ Histogram = tuple[Tensor, Tensor]
 
 
 class WeightStatistics:
-    """Examines some steps, with the same calls on every rank; a sharded model is examined as a whole.
-
-    Args:
-        model: not wrapped; its parameters are tensors or DTensors.
-        histograms_every: interval of histograms in steps, if the step is examined; None: no histograms.
-    """
+    """Examines some steps, with the same calls on every rank; a sharded model is examined as a whole."""
 
     def __init__(self, model: nn.Module, ranks: Ranks, histograms_every: int | None) -> None:
         self._model, self._ranks, self._every = model, ranks, histograms_every
@@ -78,10 +73,7 @@ class WeightStatistics:
 def histograms(named: Iterable[tuple[str, Tensor | None]], device: torch.device) -> dict[str, Histogram]:
     """Return histograms of the finite values of each tensor over all ranks that have a part (a collective).
 
-    Values that several ranks have count once.
-
-    Args:
-        named: the same names in the same order on every rank; None is a tensor without values.
+    Replicated values count once. `named` must have the same names in the same order on every rank.
     """
     names, parts, counted, sizes = [], [], [], []
     for name, tensor in named:

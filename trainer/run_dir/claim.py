@@ -70,7 +70,6 @@ def claim(
 
 
 def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
-    """Return the directory with the ID of the run that resumes or starts in it."""
     known = run_id_of(path)
     if used := _run_files(path):
         if resume is None:
@@ -85,8 +84,8 @@ def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
             )
         if not _is_checkpoint_of(path, known, resume):
             raise UserError(
-                f"run_dir={path} contains a different run ({', '.join(used)}) from that of resume={resume}; "
-                f"run_dir={_unused_sibling(path)} resumes it in a new directory"
+                f"run_dir={path} contains a different run ({', '.join(used)}) than resume={resume}; set "
+                f"run_dir={_unused_sibling(path)} to resume in a new directory"
             )
     remote_id = _run_at(remote, may_fail=bool(used)) if remote is not None else None
     adopts = resume == "auto" and not used and remote_id is not None
@@ -122,7 +121,6 @@ def _run_at(remote: str, may_fail: bool) -> str | None:
 
 
 def _is_checkpoint_of(path: Path, run_id: str | None, resume: str) -> bool:
-    """Return whether `resume` is a checkpoint of the run in `path`."""
     if resume == "auto" or Path(os.path.realpath(resume)).is_relative_to(os.path.realpath(path)):
         return True
     return run_id is not None and read_manifest(Path(resume)).run_id == run_id
@@ -138,7 +136,7 @@ def run_id_of(path: Location) -> str | None:
 
 
 def _run_files(path: Path) -> list[str]:
-    """Return files that show that a run used `path`; none if that run ended before it logged a step."""
+    """Return files that show that a run used `path` and logged at least one step."""
     patterns = ("checkpoints/step_*", "result.json", "events.*[0-9]", "metrics.jsonl")
     newest = {pattern: found[-1] for pattern in patterns if (found := sorted(path.glob(pattern)))}
     if not newest.keys() & set(patterns[:2]) and not last_metrics(path):
@@ -155,8 +153,8 @@ def _unused_sibling(path: Path) -> Path:
 def _locked(path: Path, wait_s: float) -> Iterator[None]:
     """Hold the lock of `path`, a record lock (fcntl) on a file that contains its owner.
 
-    The kernel releases it when the process ends. Unlike the lock of flock, forked data workers, which might
-    outlive the process, do not inherit it. NFS supports it too.
+    The kernel releases it when the process ends. Unlike with flock, data workers do not inherit it. NFS
+    supports it too.
     """
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     ended = threading.Event()
@@ -174,17 +172,13 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
 
 
 def _renew(lock: Path, ended: threading.Event) -> None:
-    """Update the modification time of the lock file regularly, to show other hosts that the run is alive.
-
-    Runs in a thread, so that an evaluation does not delay it, and a slow disk does not delay a step.
-    """
+    """Update the modification time of the lock file regularly, to show other hosts that the run is alive."""
     while not ended.wait(RENEW_S):
         with contextlib.suppress(OSError):
             os.utime(lock)
 
 
 def _lock(descriptor: int, path: Path, wait_s: float) -> None:
-    """Acquire the lock; warn if the file system does not support locks."""
     start, has_warned = time.monotonic(), False
     while True:
         try:

@@ -1,10 +1,9 @@
-"""Output of a run: lines that scroll above a progress bar, and train.log."""
+"""The output of a run: lines that scroll above a progress bar, and train.log."""
 
 import contextlib
 import logging
 import logging.handlers
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,9 +26,6 @@ class ProgressBar:
     Without a terminal, lines contain the time left, and step lines are printed at most every ten seconds;
     train.log contains all of them. Rate and time left are based on the mean since this process started,
     including evaluations and saves.
-
-    Args:
-        is_main: whether this is rank 0; other ranks show no bar (see `terminal`).
     """
 
     def __init__(self, total_steps: int, steps_before: int, is_main: bool) -> None:
@@ -117,9 +113,8 @@ def messages(ranks: Ranks, run_dir: Path) -> Iterator[Callable[[], None]]:
     """Send log messages to the terminal and, on rank 0, to run_dir/train.log.
 
     Yields:
-        A function that opens train.log and writes the previous messages to it. It does nothing on other
-        ranks, or if called again, and raises UserError if run_dir cannot be written. An exception other than
-        RunEndError also opens train.log.
+        A function that opens train.log and writes the previous messages to it, once. An exception other than
+        RunEndError also opens it.
     """
     buffer = logging.handlers.MemoryHandler(sys.maxsize, sys.maxsize, flushOnClose=False)
 
@@ -135,7 +130,6 @@ def messages(ranks: Ranks, run_dir: Path) -> Iterator[Callable[[], None]]:
         buffer.setTarget(to_file)
         buffer.flush()
 
-    previous_hook, threading.excepthook = threading.excepthook, _ignore_tensorboard_thread
     with terminal(ranks, sys.stdout if ranks.is_main else sys.stderr):
         if ranks.is_main:
             log.addHandler(buffer)
@@ -150,11 +144,3 @@ def messages(ranks: Ranks, run_dir: Path) -> Iterator[Callable[[], None]]:
                 with contextlib.suppress(UserError):
                     open_file()
             raise
-        finally:
-            threading.excepthook = previous_hook
-
-
-def _ignore_tensorboard_thread(error: threading.ExceptHookArgs) -> None:
-    """Print the error of a thread, except for TensorBoard's writer, whose next flush raises it again."""
-    if not type(error.thread).__module__.startswith("tensorboard."):
-        threading.__excepthook__(error)

@@ -16,16 +16,13 @@ FILE = "metrics.jsonl"
 
 
 class MetricsFile:
-    """The writer of metrics.jsonl, on rank 0. If the run is killed, only the last line can be incomplete."""
+    """The writer of metrics.jsonl, on rank 0. If the run is killed, only the last line can be incomplete.
+
+    Lines after `steps_before`, which a resumed run repeats, are removed, and so is a result.json of a later
+    step.
+    """
 
     def __init__(self, run_dir: Path, steps_before: int) -> None:
-        """Open the file in `run_dir`, and remove lines after `steps_before`, which a resumed run repeats.
-
-        It removes a result.json of a later step, too, which the run is about to replace.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
         path = run_dir / FILE
         kept = [line for line in _lines(path) if line["step"] <= steps_before]
         rows = [json.dumps(line).encode() + b"\n" for line in kept]
@@ -40,11 +37,7 @@ class MetricsFile:
         self._last_at = self._end - sum(map(len, rows[-1:]))
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Add `values` to the line of `step`, which must not precede the last step. NaN and Inf become null.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Add `values` to the line of `step`, at least the last step; NaN and Inf become null."""
         if self._last["step"] != step:
             self._last, self._last_at = {"step": step}, self._end
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -60,10 +53,7 @@ class MetricsFile:
 
 
 def read_metrics(run_dir: Path) -> dict[str, dict[int, float]]:
-    """Return every scalar of a run by name and step; {} without a file. NaN stands for NaN or Inf (null).
-
-    The run may still be running.
-    """
+    """Return every scalar of a run by name and step; {} without a file. NaN stands for NaN or Inf (null)."""
     found: dict[str, dict[int, float]] = {}
     for line in _lines(run_dir / FILE):
         for name, value in line.items():
@@ -104,11 +94,7 @@ RESULT = "result.json"
 
 
 def write_result(run_dir: Path, result: dict[str, Any], made_steps: bool) -> None:
-    """Write `result` atomically. If the run made no new steps, keep its existing file.
-
-    Raises:
-        UserError: the disk is full.
-    """
+    """Write `result` atomically. If the run made no new steps, keep its existing file."""
     if not made_steps and _steps(run_dir) == result["steps"]:
         return
     with output_file(run_dir / RESULT, replace=True) as file:

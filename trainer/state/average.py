@@ -15,8 +15,8 @@ class MovingAverage:
     """An exponential moving average (EMA) of a model's parameters and buffers.
 
     Averages are on the device of their tensors, and sharded like them. Buffers are averaged too, because
-    running statistics belong to the weights with which they were computed. Needs as much memory as the
-    weights, and reads both in each step.
+    running statistics belong to the weights with which they were computed. Each step reads weights and
+    averages.
 
         average(0) = weights(0)        average(t) = d average(t - 1) + (1 - d) weights(t)
 
@@ -48,7 +48,6 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the current weights to the average."""
         self._num_updates += 1
         limit = (1 + self._num_updates) / (10 + self._num_updates)
         decay = min(self._decay, limit) if self._warmup else self._decay
@@ -69,7 +68,6 @@ class MovingAverage:
             _exchange(pairs[::-1])  # in reverse order, because tensors may share memory
 
     def restart(self) -> None:
-        """Restart from the current weights."""
         self._num_updates = 0
         with torch.no_grad():
             for average, weight in self._pairs():
@@ -84,7 +82,7 @@ class MovingAverage:
         return {"num_updates": self._num_updates, "weights": dict(self._averages)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load saved averages, which must be sharded as the current ones are."""
+        """Load saved averages, which must be sharded like the current ones."""
         self._num_updates = saved["num_updates"]
         with torch.no_grad():
             for name, value in saved["weights"].items():

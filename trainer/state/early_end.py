@@ -1,4 +1,4 @@
-"""End a run before its last step: `train.early_stopping` and `train.max_hours`."""
+"""Ends a run before its last step: `train.early_stopping` and `train.max_hours`."""
 
 import math
 import time
@@ -9,12 +9,7 @@ from trainer.config import EarlyStoppingConfig
 
 
 class EarlyEnd:
-    """Counts evaluations without an improvement, and the hours of a run over all its resumes.
-
-    Args:
-        stop: the settings of early stopping; None disables it.
-        max_hours: the time limit; None disables it.
-    """
+    """Counts evaluations without an improvement, and the hours of a run over all its resumes."""
 
     def __init__(self, stop: EarlyStoppingConfig | None = None, max_hours: float | None = None) -> None:
         self._stop, self._max_hours = stop, max_hours
@@ -38,7 +33,7 @@ class EarlyEnd:
         return self._max_hours is not None and self.hours() >= self._max_hours
 
     def end(self) -> None:
-        """End the run; called on every rank at the same step, once `time_is_up` is true on rank 0."""
+        """End the run; called on every rank after the same step."""
         self._out_of_time = True
 
     @property

@@ -29,8 +29,7 @@ class Progress:
     """The progress of a run. All counts are over all ranks, so that they do not depend on the world size.
 
     ``samples_in_epoch`` samples of epoch ``epoch`` are done; training continues with the next sample in the
-    order drawn from (seed, epoch). The number of samples, unlike steps, defines the position of a run for any
-    batch size.
+    order drawn from (seed, epoch). Unlike steps, samples define the position of a run for any batch size.
     """
 
     step: int = 0
@@ -53,7 +52,7 @@ class Progress:
             self.end_epoch()
 
     def end_epoch(self) -> None:
-        """Move to the next epoch. The rest of this epoch, less than a batch, is not trained on."""
+        """Move to the next epoch. The rest of this epoch, less than a batch, is not used."""
         self.epoch, self.samples_in_epoch = self.epoch + 1, 0
 
     def skip_short_rest(self, global_batch_size: int, num_samples: int) -> None:
@@ -74,16 +73,7 @@ class Progress:
 
 
 def planned_steps(begin: Progress, train: TrainConfig, num_samples: int | None) -> int:
-    """Return the number of steps of the whole run.
-
-    Args:
-        begin: the progress at the start, maybe from a run with another batch size.
-        num_samples: samples of an epoch; None for a stream of unknown length, which may end earlier.
-
-    Raises:
-        UserError: if the length is unknown and train.max_steps is null; or if `train.skip_steps` has steps
-            after the last one.
-    """
+    """Return the number of steps of the whole run; a stream of unknown length may end earlier."""
     total = _planned_steps(begin, train, num_samples)
     if beyond := [steps for steps in train.skip_steps if steps[0] > total]:
         raise UserError(f"train.skip_steps has {beyond[0]}, but the last step of this run is {total}")

@@ -18,9 +18,8 @@ from trainer.model.plain_names import (
 )
 from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.attributes import OptimizerAttributes
-from trainer.optim.combined import has_user_part, parts_of
-from trainer.optim.optimizers import check_gradients
-from trainer.optim.resumed import check_continued, continue_groups, initial_options
+from trainer.optim.combined import has_user_part
+from trainer.optim.resumed import continue_groups, initial_options
 from trainer.optim.schedules import after_evaluation, after_step
 from trainer.state.average import MovingAverage
 from trainer.state.early_end import EarlyEnd
@@ -35,10 +34,6 @@ class TrainState:
 
     Names in its state dict are those of the plain module, so that any strategy can load it. Sharded tensors
     are DTensors there, including optimizer state, though the optimizer itself has local tensors.
-
-    Attributes:
-        average: the moving average of the model's weights, if there is one.
-        settings: the settings of the optimizer and the schedule as built, which a resume compares.
     """
 
     trainable: TrainableParameters
@@ -59,6 +54,7 @@ class TrainState:
         self._note_settings()
 
     def _note_settings(self) -> None:
+        # A resume compares the settings as built.
         self.settings = {"groups": initial_options(self.optimizer), "schedule": dict(self.schedule_settings)}
         self._attributes = OptimizerAttributes(self.optimizer)
 
@@ -89,7 +85,7 @@ class TrainState:
         self.average = MovingAverage(parameters, buffers, decay, warmup)
 
     def follow_trainable(self) -> list[str]:
-        """Update the state after (un)freezing of parameters; return the names of newly trainable ones.
+        """Update the state after parameters were frozen or unfrozen; return newly trainable ones.
 
         If there are any, the optimizer and the schedule are built again and continue as after a resume. A
         frozen parameter has no gradient, so the optimizer skips it and keeps its state.
@@ -107,10 +103,6 @@ class TrainState:
                 added = {self.trainable.whole[name] for name in new}
                 self.average.add({name: p for name, p in every_parameter(self.model) if p in added})
         return new
-
-    def check_gradients(self) -> None:
-        """Raise UserError if the optimizer would fail with gradients of this kind; called in the dry run."""
-        check_gradients(self.optimizer)
 
     def attach_gradients(self) -> None:
         """Attach the complete gradients of a step to the optimizer's parameters and unscale them.
@@ -163,8 +155,8 @@ class TrainState:
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the live tensors that must be equal on all replicas: parameters, optimizer state, averages.
 
-        For sharded tensors, this rank's shard. Buffers are not included, because running statistics differ
-        between ranks.
+        For sharded tensors, yield this rank's shard. Buffers are not included, because running statistics
+        differ between ranks.
         """
         yield from parameter_names(self.model)
         for name, own in self.trainable.own.items():
@@ -177,7 +169,7 @@ class TrainState:
             yield from ((f"average of {name}", value) for name, value in self.average.named_parameters())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a saved state, whose tensors must be sharded as the current ones are."""
+        """Load a saved state, whose tensors must be sharded like the current ones."""
         load_model_state(self.model, saved["model"])
         buffers = buffers_outside(self.model, set(saved["model"]))
         with torch.no_grad():
@@ -234,7 +226,7 @@ class TrainState:
         ]
         earlier = [indices[0] if indices else 0 for indices in known]
         step = everything["progress"]["step"]
-        groups, options = continue_groups(self.schedule, everything, self.settings, step, earlier)
+        groups = continue_groups(self.schedule, everything, self.settings, step, earlier)
         state = mapped(saved["state"], lambda value: to_local(value) if is_dtensor(value) else value)
         numbers = {name: index for index, name in enumerate(names)}
         packed = optimizer.state_dict()["param_groups"]
@@ -250,8 +242,6 @@ class TrainState:
         )
         for parameter, initial_state in initial.items():  # Adagrad creates its state in its constructor
             optimizer.state.setdefault(parameter, initial_state)
-        for part, group, of_group in zip(parts_of(optimizer), optimizer.param_groups, options, strict=True):
-            check_continued(part, group, of_group, self.schedule)
         # torch casts state to the parameter's dtype, even fp32 moments of bfloat16 weights. An optimizer that
         # overrides the method restores its own dtypes.
         casts = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -276,10 +266,10 @@ def _moved(saved: Any, device: torch.device) -> Any:
 
 
 def _laid_out_as(parameter: Tensor, value: Any) -> Any:
-    """Return `value` with the strides of `parameter` if the shapes are equal; fused steps assume it.
+    """Return `value` with the strides of `parameter` if the shapes are equal, as fused steps require.
 
-    Column-major matrices keep their strides, because an optimizer may use them for a square weight. Only
-    `train.channels_last`, which concerns 4-D and 5-D tensors, may change the strides on resume.
+    Only `train.channels_last`, which concerns 4-D and 5-D tensors, may change the strides on resume.
+    Column-major matrices keep their strides, because an optimizer may use them for a square weight.
     """
     is_alike = isinstance(value, Tensor) and value.shape == parameter.shape and not inner_tensors(value)
     is_laid_out = is_dtensor(value) or not is_alike or value.stride() == parameter.stride()

@@ -28,15 +28,11 @@ from trainer.sweep.trials import Combination, TrialLog, words_of
 def sweep(
     composed: DictConfig, loader: ConfigLoader, sweeper: Mapping[str, Any], arguments: Sequence[str]
 ) -> None:
-    """Run the sweep that the overrides `arguments` describe.
+    """Run the sweep that the overrides `arguments` describe, and exit with its status.
 
     Args:
         composed: the settings without the swept ones, with Hydra's own.
         sweeper: hydra.sweeper.
-
-    Raises:
-        UserError: the command line is wrong, or no combination is valid.
-        SystemExit: with the status of the sweep.
     """
     refuse_sweep_in_ranks()
     launcher = composed.hydra.runtime.choices["hydra/launcher"]
@@ -51,10 +47,10 @@ def sweep(
         line, key = override.input_line, override.key_or_group
         if key == "run_dir":
             raise UserError(
-                f"{line} would be the directory of every trial; hydra.sweep.dir contains one for each"
+                f"{line} would be the directory of every trial; set hydra.sweep.dir, the folder of all trials"
             )
         if key == "seed" and wanted.seeds > 1 and override.is_sweep_override():
-            raise UserError(f"{line} and hydra.sweeper.seeds={wanted.seeds} both choose seeds; leave one out")
+            raise UserError(f"{line} and hydra.sweeper.seeds={wanted.seeds} both choose seeds; remove one")
     swept = [override for override in overrides if override.is_sweep_override()]
     common = [str(override.input_line) for override in overrides if override not in swept]
 
@@ -108,7 +104,7 @@ def sweep(
         lock = (folder / ".lock").open("ab")  # until this process ends
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UserError(f"another sweep runs in hydra.sweep.dir={folder}: set another one") from error
+        raise UserError(f"another sweep is running in hydra.sweep.dir={folder}; set another one") from error
     except OSError as error:
         raise UserError(f"hydra.sweep.dir={folder} cannot be written: {error}") from error
     log = TrialLog(folder, common, wanted.metric)

@@ -1,4 +1,4 @@
-"""Pruning: compare the evaluations of running trials, by one of Optuna's pruners, and stop the worse ones."""
+"""Pruning: compare the evaluations of running trials with Optuna's pruners, and stop the worse trials."""
 
 import logging
 import warnings
@@ -13,10 +13,7 @@ class Pruning:
     """An Optuna study of the sweep, to which the evaluations in each trial's files are reported.
 
     Trials are compared after the same number of evaluations, since their batch sizes may differ. Trials that
-    ended before this start of the sweep are reported at once.
-
-    Raises:
-        UserError: Optuna is not installed.
+    ended before the sweep was started again are reported at once.
     """
 
     def __init__(self, wanted: SweepConfig, log: TrialLog) -> None:

@@ -20,7 +20,7 @@ CSV, PICTURE, _HPARAMS = "results.csv", "results.png", ".hparams"
 
 
 def write(log: TrialLog, wanted: SweepConfig) -> str:
-    """Write the result files of a sweep to its folder; return the table of its trials, and where they are."""
+    """Write the result files of a sweep to its folder; return the table of its trials and the paths."""
     folder, trials = log.folder, list(log.trials.values())
     trials.sort(key=lambda trial: order([trial], wanted))
     _write_csv(folder, trials, wanted.metric)
@@ -65,7 +65,6 @@ def state(trial: Trial) -> str:
 
 
 def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
-    """Write one row for each trial, in any state; the column `value` is the metric."""
     rows = []
     for trial in trials:
         row: dict[str, Any] = {"trial": trial.number, "folder": trial.folder, "state": trial.state}
@@ -82,9 +81,9 @@ def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
 
 
 def write_hparams(folder: Path, trials: Sequence[Trial], metric: str) -> None:
-    """Write the settings of every trial that has started beside its events, for TensorBoard's HParams tab.
+    """Write the settings of every started trial to its folder, for TensorBoard's HParams tab.
 
-    SummaryWriter.add_hparams would create another run for each. Files of an earlier report are replaced.
+    SummaryWriter.add_hparams would create another run for each trial.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -115,9 +114,7 @@ def write_hparams(folder: Path, trials: Sequence[Trial], metric: str) -> None:
 
 
 def draw(path: Path, trials: Sequence[Trial], wanted: SweepConfig) -> bool:
-    """Draw the metric over each swept setting.
-
-    Return False if fewer than two trials are done, or no setting differs.
+    """Draw the metric over each swept setting, and return whether there was something to compare.
 
     Pruned trials are crosses at their last value, clipped to the range of the trials that are done.
     """
@@ -159,7 +156,6 @@ def draw(path: Path, trials: Sequence[Trial], wanted: SweepConfig) -> bool:
 
 
 def _swept_keys(trials: Sequence[Trial]) -> list[str]:
-    """The settings that were swept, in the order of the command line."""
     return list(dict.fromkeys(key for trial in trials for key in trial.swept))
 
 
@@ -170,8 +166,7 @@ def _cells(trial: Trial, keys: Sequence[str]) -> list[str]:
 def _column(trials: Sequence[Trial], key: str) -> dict[int, float | str]:
     """Return the values of a setting by the index of each trial that has it.
 
-    Values are numbers if all of them are finite numbers, and otherwise strings: the HParams tab hides a
-    trial whose value has another type.
+    Values are numbers if all are finite numbers, otherwise strings: the HParams tab hides mixed types.
     """
     given = ((index, trial.swept.get(key)) for index, trial in enumerate(trials))
     texts = {index: text for index, text in given if text is not None}

@@ -19,9 +19,8 @@ from trainer.files.untrusted import printable
 from trainer.launch import new_process
 from trainer.launch.signals import stop_signals_to
 from trainer.sweep import results, trials
-from trainer.sweep.output import say
 from trainer.sweep.pruning import Pruning
-from trainer.sweep.search import SweepConfig
+from trainer.sweep.search import SweepConfig, say
 from trainer.sweep.trials import Combination, RunFiles, Trial, TrialLog, words_of
 
 OUTPUT = "output.log"
@@ -37,7 +36,7 @@ _STATES = {0: trials.DONE, _MISTAKE: trials.INVALID, _NOT_FINITE: trials.FAILED,
 
 @dataclass
 class Attempt:
-    """One start of a trial. The fields without a default are set when it starts."""
+    """One start of a trial; the fields without a default are set when it starts."""
 
     trial: Trial
     config: Config
@@ -51,8 +50,7 @@ class Runner:
     """Starts the trials of a sweep, and follows each to its end.
 
     Args:
-        search: combinations, each with its config or its error message. The next is requested only when it
-            can start, because a search learns from each result.
+        search: combinations, each with its config or its error message, requested when a trial can start.
         options: Hydra's own options, for the command line of each trial.
     """
 
@@ -76,11 +74,7 @@ class Runner:
         self._mistake: str | None = None
 
     def run(self) -> int:
-        """Run the rest of the sweep, report on all of it, and return the exit status.
-
-        Raises:
-            UserError: a setting that all trials share is wrong; running trials have saved and stopped.
-        """
+        """Run the rest of the sweep, report all trials, and return the exit status."""
         counts = Counter(trial.state for trial in self._log.trials.values())
         before = ", ".join(f"{count} {state}" for state, count in counts.items())
         say(f"sweep in {self._log.folder}" + (f"; earlier trials: {before}" if before else ""))
@@ -89,7 +83,7 @@ class Runner:
         say(results.write(self._log, self._wanted))
         if self._mistake is not None:
             raise UserError(
-                f"{self._mistake}. The sweep stops here; correct this, and repeat the command to continue"
+                f"{self._mistake}. The sweep has stopped. Correct this, and repeat the command to continue"
             )
         invalid = [trial for trial in self._trials if trial.state == trials.INVALID]
         if invalid:
@@ -124,9 +118,9 @@ class Runner:
             time.sleep(_POLL_S)
 
     def _start_next(self) -> bool:
-        """Start a trial, if there is one and room for it.
+        """Start a trial, if there is one and room for it; return whether a trial was started.
 
-        Ask the search only if there is room for a trial like the last one, when most results are known.
+        The search is asked only if there is room for a trial like the last one, when most results are known.
         """
         if self._running and self._room(self._running[-1]) is None:
             return False
@@ -238,7 +232,6 @@ class Runner:
                     attempt.process.send_signal(signal.SIGTERM)
 
     def _end(self, mistake: str | None = None) -> None:
-        """Start no more trials, and let the running ones save and stop."""
         self._mistake = self._mistake or mistake
         if not self._ends:
             self._ends = True
@@ -247,10 +240,7 @@ class Runner:
 
 
 def _reason(attempt: Attempt, folder: Path) -> str:
-    """Return why a trial has failed: the message in its failure.json, or else its last line of output.
-
-    The last line that isn't indented counts, because hints such as the page about an error are indented.
-    """
+    """Return the message in failure.json, or else the last line of output that is not an indented hint."""
     if (
         failure_file.written_at(folder) != attempt.failed_before
         and (end := failure_file.read(folder)) is not None
@@ -270,7 +260,7 @@ def room(
 
     Args:
         concurrent: the largest number of running trials, which may then share GPUs, the least busy first.
-            "auto" gives each trial GPUs of its own; without GPUs, one trial runs at a time.
+            With "auto", each trial gets its own GPUs; without GPUs, one trial runs at a time.
         gpus: the GPUs of this machine.
         taken: the GPUs of each running trial.
     """

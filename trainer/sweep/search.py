@@ -1,8 +1,10 @@
-"""The settings of a sweep (hydra.sweeper), and which combination of values it tries next."""
+"""The settings of a sweep (hydra.sweeper), and the search for combinations of values."""
 
 import itertools
 import logging
+import os
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,6 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config import Config, at_least, matching, one_of
 from trainer.config.overrides import explain
 from trainer.errors import UserError, first_line, optional
-from trainer.sweep.output import say
 from trainer.sweep.trials import PRUNED, Combination, Trial, TrialLog, values_of, words_of
 
 
@@ -33,14 +34,22 @@ class SweepConfig:
     params: dict[str, str] | None = None
 
 
+def say(text: str) -> None:
+    """Print `text`; if the reader of a pipe has gone, as with `| head`, print nothing from then on."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def with_settings(
     combinations: Iterable[Combination], compose: Callable[[Combination], tuple[Combination, Config]]
 ) -> Iterator[tuple[Combination, Config | str]]:
     """Yield each distinct combination with its config, or with the error message, which is also printed.
 
     Args:
-        compose: returns the config, and the combination without the settings that do not exist with its
-            other choices. Several combinations may then become equal; only the first is yielded.
+        compose: returns the config, and the combination without the settings that do not exist with its other
+            choices. Several combinations may then become equal; only the first is yielded.
     """
     seen = set()
     for combination in combinations:
@@ -57,11 +66,7 @@ def with_settings(
 
 
 def grid(swept: Sequence[Override]) -> Iterator[Combination]:
-    """Return every combination of the values; the last setting changes first.
-
-    Raises:
-        UserError: a setting is an interval, which has no grid.
-    """
+    """Return every combination of the values; the last setting changes fastest. UserError for an interval."""
     axes = {}
     for override in swept:
         key = override.get_key_element()
@@ -78,9 +83,6 @@ def suggestions(
     """Yield combinations from Optuna's random or TPE search, which rereads the trial log before each one.
 
     Combinations that were stopped, died, or were running when the sweep was killed come first.
-
-    Raises:
-        UserError: Optuna is not installed, or cannot search an interval or a list.
     """
     optuna = optional("optuna", f"hydra.sweeper.search={wanted.search}", extra="sweep")
     optuna.logging.set_verbosity(logging.WARNING)
@@ -119,13 +121,10 @@ def suggestions(
 
 
 def _distribution(override: Override, of: Any) -> Any:
-    """Return what Optuna draws from: the numbers of an interval, or the values of a list, as text.
+    """Return Optuna's distribution for an interval, or for a list of values, as text.
 
     An interval has only integers if both ends are, as in int(interval(1, 8)). With tag(log, ...), it is
     logarithmic.
-
-    Args:
-        of: optuna.distributions.
     """
     value = override.value()
     try:

@@ -1,4 +1,4 @@
-"""The trials of a sweep: trials.jsonl, which is all that a sweep remembers, and the files of each run."""
+"""The trials of a sweep: trials.jsonl, its only record, and the files of each run."""
 
 import dataclasses
 import json
@@ -70,19 +70,14 @@ class Trial:
 
 
 class TrialLog:
-    """All trials of a sweep's folder by their overrides, as its file trials.jsonl contains them.
-
-    Args:
-        common: the overrides that all trials of this command line share.
-        metric: read again from the files of each run, because this command may name another metric.
-    """
+    """All trials in a sweep's folder by their overrides; `common` are those of all trials of this command."""
 
     def __init__(self, folder: Path, common: Sequence[str], metric: str) -> None:
         self.folder, self._common, self._metric = folder, common, metric
         self.trials = {_key(trial.overrides): trial for trial in read_trials(folder)}
         self._works = any(trial.state in (DONE, FAILED, PRUNED) for trial in self.comparable())
         for trial in self.trials.values():
-            if trial.state == RUNNING:  # when the sweep was killed, which kills its trials
+            if trial.state == RUNNING:  # the sweep was killed, which kills its trials
                 trial.state = STOPPED if trial.pruned_at is None else PRUNED
             trial.value = RunFiles(folder / trial.folder).metrics.get(metric)
 
@@ -99,10 +94,10 @@ class TrialLog:
         return trial
 
     def is_final(self, trial: Trial) -> bool:
-        """Return whether `trial` has ended and its folder still exists: then it is not run again.
+        """Return whether `trial` has ended and its folder still exists, so that it is not run again.
 
-        An invalid trial is run again if no trial had worked before this command: the mistake may have been
-        one that all trials shared, such as a missing file, and may be corrected by now.
+        An invalid trial is run again if no trial has worked so far, because all may have shared a mistake,
+        such as a missing file, that has been corrected since.
         """
         if trial.state == INVALID and not self._works:
             return False

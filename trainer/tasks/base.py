@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of an evaluation. They are equal on all ranks, except `rows` and `batch`."""
+    """The results of an evaluation, which are equal on all ranks except `rows` and `batch`."""
 
     metrics: dict[str, float]
     sums: Tensor | None  # sum of eval_sums over all samples, float64 on the model's device
     rows: dict[str, Tensor] | None  # all samples in the dataset's order; rank 0 only, on the CPU
-    batch: Any  # this rank's first held-out batch, on its device
+    batch: Any  # this rank's first validation batch, on its device
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Texts, images and matplotlib figures to show in TensorBoard, by their names there."""
+    """Texts, images and matplotlib figures to show in TensorBoard, by name."""
 
     texts: Mapping[str, str] = field(default_factory=dict)  # Markdown
     images: Mapping[str, Tensor] = field(default_factory=dict)  # (3 or 1, H, W), uint8 or floats in [0, 1]
@@ -40,22 +40,22 @@ class Task(Protocol):
     ``loss`` is required. To evaluate, a task also needs ``eval_sums`` and ``summarise``, ``rows`` and
     ``summarise_rows``, or all four; with ``train.eval_every_epochs=0`` it needs neither pair.
 
-    Sums are for metrics that can be added over ranks, such as means and accuracies; uneven last batches are
-    weighted correctly. Rows are for metrics that are not sums, such as AUC, F1 or retrieval: a few numbers
-    per sample, gathered on rank 0. Each sample appears once, in the dataset's order, at any world size.
+    Sums are for metrics that can be added over ranks, such as means and accuracies. Rows are for metrics that
+    are not sums, such as AUC, F1 or retrieval: a few numbers per sample, gathered on rank 0 in the dataset's
+    order.
 
-    A task may have an attribute ``metric_names`` that lists all metrics it reports. With it, a
-    ``checkpoint.keep_best.metric`` that does not exist raises an error before training. If training minimises
-    a different loss from the one that evaluation computes, ``loss`` may store the latter for its batch,
-    detached, in the attribute ``plain_loss``; it is logged for comparison with ``eval/loss``.
+    If the attribute ``metric_names`` lists all metrics of a task, a ``checkpoint.keep_best.metric`` that does
+    not exist raises an error before training. If evaluation computes a different loss from training, ``loss``
+    may store that loss of its batch, detached, in the attribute ``plain_loss``, which is logged for
+    comparison with ``eval/loss``.
     """
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Mapping[str, Any]]:
         """Return the mean over the counted labels of the micro-batch, a scalar to differentiate.
 
-        Without counted labels the loss may be NaN; its gradient with respect to the model's outputs is then
-        0. The method may also return a tuple of the loss and its parts, scalars by name, such as {"box": ...,
-        "class": ...}. Their means, weighted like the loss, are logged as train/box and train/class.
+        Without counted labels the loss may be NaN; its gradient is then set to 0. The method may also return
+        a tuple of the loss and its parts, scalars by name, such as {"box": ..., "class": ...}. Their means,
+        weighted like the loss, are logged as train/box and train/class.
         """
 
     def begin_step(self, step: int, last_step: int, model: nn.Module) -> None:
@@ -63,13 +63,13 @@ class Task(Protocol):
 
         Use it for whatever depends on the step: alternating networks, a decaying rate, which parameters are
         trained. Set attributes of the task, or call `requires_grad_` on the model's parameters; neither needs
-        to be in a checkpoint. The dry run also calls it, with the number of the step that follows.
+        to be in a checkpoint. The dry run also calls it, with the number of the next step.
 
         Args:
             step: number of the step, counted from 1.
             last_step: number of the last step, unless the data or `train.early_stopping` end the run earlier.
             model: the unwrapped model; under fsdp, its parameters are sharded. The method may omit this
-            argument.
+                argument.
         """
 
     def end_step(self, model: nn.Module, step: int) -> None:
@@ -79,9 +79,8 @@ class Task(Protocol):
         `train.skip_nonfinite` or an overflow in fp16.
 
         Args:
-            model: the unwrapped model, without gradients. Under fsdp its parameters are sharded: use
-                elementwise operations, such as `teacher.lerp_(student, 0.01)` with parameters of the same
-                shape.
+            model: the unwrapped model. Under fsdp its parameters are sharded: use elementwise operations,
+                such as `teacher.lerp_(student, 0.01)` with parameters of the same shape.
             step: number of the step, counted from 1.
         """
 
@@ -92,9 +91,8 @@ class Task(Protocol):
         the batch is still in CPU memory. The loss of a step is the mean over the counted labels of all ranks
         and micro-batches, and 0 if there are none.
 
-        Without this method each sample counts the same. The number of samples is then the first dimension of
-        the batch's tensors, because `data.collate` may drop or duplicate samples; if tensors differ in their
-        first dimension, this method is required.
+        Without this method, each sample counts the same. The first dimension of the batch's tensors is then
+        the number of samples, and must be the same for all tensors.
         """
 
     def compile(self) -> None:
@@ -122,8 +120,8 @@ class Task(Protocol):
         """Return texts, images and figures for TensorBoard; called after some of the evaluations.
 
         The method is called on every rank, because a forward pass may need all of them: every rank must make
-        the same number of forward passes. Rank 0's result is logged. Random numbers drawn here do not affect
-        training.
+        the same number of forward passes. The result of rank 0 is logged. Random numbers drawn here do not
+        affect training.
         """
 
 

@@ -22,11 +22,11 @@ class Classification:
     """Classification with one class per input.
 
     Batches are (inputs (B, ...), labels (B,)), and the model returns logits (B, classes). A label of -100 is
-    ignored. Labels may also be class probabilities (B, classes) or one-hot; the most likely class is then
-    the correct one.
+    ignored. Labels may also be class probabilities (B, classes) or one-hot; the most likely class is then the
+    correct one.
 
     Metrics: cross entropy (without label smoothing, so that runs are comparable), accuracy and, for more than
-    five classes, top5_accuracy. TensorBoard shows the first held-out images with their predicted classes
+    five classes, top5_accuracy. TensorBoard shows the first validation images with their predicted classes
     and, for at most 20 classes, a confusion table.
 
     Args:
@@ -58,8 +58,8 @@ class Classification:
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return sums: [loss, correct, labels, correct in the top five, labels of the top five, confusions].
 
-        The two sums of the top five are 0 for up to five classes. Of the confusions, the number at
-        i * classes + j counts the samples of class i predicted as class j.
+        The two sums of the top five are 0 for up to five classes. Confusion i * classes + j is the number of
+        samples of class i predicted as class j.
         """
         inputs, labels = inputs_and_labels(batch)
         logits = logits_of(model(inputs))
@@ -73,7 +73,7 @@ class Classification:
     def predict(self, model: nn.Module, batch: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return label (B,), prediction (B,), the most likely class, and probabilities (B, classes).
 
-        An ignored label stays -100. Without labels in the batch, there is no column for them.
+        An ignored label stays -100. If the batch has no labels, the result has none.
         """
         inputs, labels = inputs_and_any_labels(batch)
         logits = logits_of(model(inputs))

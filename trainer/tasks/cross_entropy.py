@@ -16,12 +16,7 @@ IGNORED = -100  # torch's value for a label that does not count
 
 
 def inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
-    """Return the inputs and the labels of a batch.
-
-    Raises:
-        UserError: the batch does not have two parts, or its labels are not a tensor (but strings, for
-        example).
-    """
+    """Return the inputs and the labels of a batch, or raise UserError for any other batch."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         has = f"has {len(batch)} parts" if isinstance(batch, tuple | list) else f"is a {type(batch).__name__}"
         raise UserError(
@@ -36,7 +31,7 @@ def inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
 
 
 def inputs_and_any_labels(batch: Any) -> tuple[Any, Tensor | None]:
-    """As `inputs_and_labels`, but a batch may also be the inputs only; labels are then None."""
+    """Return the inputs and the labels of a batch; None as labels if the batch is only the inputs."""
     return (batch, None) if isinstance(batch, Tensor) else inputs_and_labels(batch)
 
 
@@ -53,18 +48,15 @@ def counted(labels: Tensor) -> Tensor:
 
 
 def classes_of(labels: Tensor, logits: Tensor) -> Tensor:
-    """Return `labels` as classes (B, ...), int64; for probabilities or one-hot labels, the largest."""
+    """Return `labels` as classes (B, ...), int64; the likeliest class of probabilities or one-hot labels."""
     return labels.double().argmax(dim=1) if labels.shape == logits.shape else labels.long()
 
 
 class CrossEntropy:
-    """torch's cross entropy, with an error that names invalid labels.
+    """torch's cross entropy, with an error that names invalid labels and the `setting` to change.
 
     Labels are classes (B, ...) or, in the shape of the logits (B, classes, ...), probabilities or one-hot. On
     a GPU only the labels of the first batch are checked, because each check waits for the GPU.
-
-    Args:
-        setting: the setting that an error suggests, such as model.num_classes.
     """
 
     def __init__(self, setting: str) -> None:
@@ -93,7 +85,6 @@ class CrossEntropy:
             raise
 
     def _refuse_invalid(self, logits: Tensor, labels: Tensor) -> None:
-        """Raise UserError if the shape of the labels is wrong, or a label is not a class of the model."""
         num_classes, class_shape = logits.shape[1], logits.shape[:1] + logits.shape[2:]
         if labels.shape != (logits.shape if labels.is_floating_point() else class_shape):
             raise UserError(
@@ -126,11 +117,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
 
 
 def logits_as_made(output: Any) -> Tensor:
-    """Return the logits of a model's output: a tensor, or an object or dict with `logits` (Hugging Face).
-
-    Raises:
-        UserError: the output contains no logits.
-    """
+    """Return the logits of a model's output: a tensor, or an object or dict with `logits` (Hugging Face)."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if isinstance(logits, Tensor):
         return logits

@@ -1,4 +1,4 @@
-"""Label counts of micro-batches, by which their losses are weighted."""
+"""Numbers of counted labels in micro-batches, by which their losses are weighted."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,14 +20,7 @@ _LEAST, _MOST = 1e-30, 1e30  # ranks compare counts in fp32, where numbers outsi
 def count_labels(task: Task, batch: Any, split: BatchSplit) -> float:
     """Return the number of counted labels of a micro-batch: the task's `weight`, or the number of samples.
 
-    Called before the batch is moved to the device.
-
-    Args:
-        split: the sizes of micro-batches; `data.collate` may drop samples.
-
-    Raises:
-        UserError: `weight` returns something else than 0 or a number from 1e-30 to 1e30; or the number of
-            samples cannot be determined.
+    Called before the batch is moved to the device. `data.collate` may drop samples, so they are counted.
     """
     if (weight := getattr(task, "weight", None)) is None:
         size, is_only_one = split.micro_batch_size, split.num_micro_batches == 1
@@ -71,8 +64,8 @@ def _samples_in(batch: Any, num_samples: int, task: str) -> int:
 def divided(loss: Tensor, all_labels: float, label_count: float) -> Tensor:
     """Scale the mean loss of a micro-batch, a scalar, to its part in the loss of the step.
 
-    A mean over no labels is NaN. It becomes 0 but is still differentiated, because other ranks wait for
-    this rank's backward pass.
+    A mean over no labels is NaN. It becomes 0 but is still differentiated, because other ranks wait for this
+    rank's backward pass.
 
     Args:
         all_labels: counted labels of the step: the total, or the mean per rank if gradients are averaged.
@@ -90,8 +83,8 @@ def loss_of(
 ) -> tuple[Tensor, Mapping[str, Any] | None]:
     """Return the mean loss of a micro-batch, a scalar, and its parts by name, or None without parts.
 
-    Without counted labels, the gradients with respect to the model's outputs are set to 0, because the
-    gradient of a loss that is 0/0 would be NaN.
+    Without counted labels, the gradients of the model's outputs are set to 0, because 0/0 has the gradient
+    NaN.
     """
     with nullcontext() if label_count else _zero_gradients(model):
         given = task.loss(model, batch)

@@ -27,11 +27,10 @@ class LanguageModelling:
     such as padding, is ignored.
 
     Metrics: loss (cross entropy in nats per token), perplexity and bits_per_byte. TensorBoard shows the
-    model's continuation of the first held-out sequence.
+    model's continuation of the first validation sequence.
 
     Args:
-        bytes_per_token: 1 for text that is read byte by byte, otherwise the tokenizer's mean; None omits
-            bits_per_byte.
+        bytes_per_token: mean number of bytes per token, 1 for byte tokens; None omits bits_per_byte.
         show_tokens: length of the continuation; each token takes a forward pass. 0 shows none.
         head: where the loss is computed. `logits`: here, from the logits that the model returns. `loss`: in
             the model, so that train.compile compiles both as one graph. `chunks`: in the model, for a few
@@ -81,10 +80,7 @@ class LanguageModelling:
         return torch.stack([loss, self.num_tokens(batch).to(loss)])
 
     def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return loss (B,), in nats per token, and accuracy (B,), the fraction of correct tokens.
-
-        Both are NaN for a sequence without counted tokens.
-        """
+        """Return loss (B,), in nats per token, and accuracy (B,); NaN without counted tokens."""
         tokens, targets = inputs_and_labels(batch)
         logits = logits_of(model(tokens))
         loss = self._cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")

@@ -17,8 +17,8 @@ class MultiLabel:
     L). No label value is ignored; labels out of range raise an error.
 
     Metrics, from the scores of all samples: loss, the mean binary cross entropy; auc and
-    mean_average_precision, averaged over the labels that have both positive and negative samples; f1 over
-    all labels together (micro average), and macro_f1, the mean of the labels' f1.
+    mean_average_precision, averaged over the labels that have both positive and negative samples; f1 over all
+    labels together (micro average), and macro_f1, the mean of the labels' f1.
 
     Args:
         threshold: minimum probability at which a label is predicted, between 0 and 1.
@@ -61,9 +61,7 @@ class MultiLabel:
         }
 
     def predict(self, model: nn.Module, batch: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return the labels (if given), the predictions (0 or 1) and the probabilities, each of shape (B,
-        L).
-        """
+        """Return (B, L) tensors: the labels (if given), the predictions (0 or 1) and the probabilities."""
         if isinstance(batch, Tensor):
             scores, known = logits_of(model(batch)), {}
         else:
@@ -85,7 +83,6 @@ class MultiLabel:
 
 
 def _refuse_out_of_range(labels: Tensor) -> None:
-    """Raise UserError if a label is not from 0 to 1; torch accepts any number."""
     least, largest = (extreme.item() for extreme in labels.float().aminmax())
     if not 0 <= least <= largest <= 1:
         raise UserError(
@@ -95,6 +92,5 @@ def _refuse_out_of_range(labels: Tensor) -> None:
 
 
 def _mean(values: list[float]) -> float:
-    """Return the mean without NaN, the value of a label that all samples have, or none."""
     defined = [value for value in values if not math.isnan(value)]
     return math.fsum(defined) / len(defined) if defined else float("nan")

@@ -20,12 +20,12 @@ class OwnLoss:
     The loss must be the mean over the batch's counted ``labels``: integers other than -100. If a batch has no
     labels, or labels of floats, each sample counts.
 
-    Metrics: loss, the mean over all counted labels; and accuracy, if the model also returns ``logits``
-    (B, classes) as an attribute or key, and the labels are classes (B,).
+    Metrics: loss, the mean over all counted labels; and accuracy, if the model also returns ``logits`` (B,
+    classes) as an attribute or key, and the labels are classes (B,).
 
     Args:
-        shifted: whether the model ignores the first label of each sequence, as causal language models of
-            Hugging Face do, because no token precedes it. Required if labels are sequences.
+        shifted: whether the model ignores the first label of each sequence, like causal language models of
+            Hugging Face. Required if labels are sequences.
     """
 
     metric_names = ("loss", "accuracy")
@@ -64,11 +64,7 @@ class OwnLoss:
         return {"loss": loss} | ({"accuracy": accuracy[0]} if accuracy else {})
 
     def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return prediction (B,), the most likely class, probabilities (B, classes), and label (B,) if given.
-
-        Raises:
-            UserError: the model does not return logits (B, classes).
-        """
+        """Return prediction (B,), probabilities (B, classes) and, if the batch has labels, label (B,)."""
         output, labels = self._output(model, batch), batch.get("labels")
         if (logits := _logits(output)) is None:
             raise UserError(

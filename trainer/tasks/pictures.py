@@ -19,9 +19,6 @@ def captioned(images: Tensor, captions: Sequence[str], correct: Sequence[bool]) 
 
     Args:
         images: (N, 1 or 3, H, W); the range of each image is scaled to [0, 255].
-
-    Returns:
-        (3, height, width), uint8.
     """
     pixels = images.detach().float().cpu()
     low, high = pixels.amin((1, 2, 3), keepdim=True), pixels.amax((1, 2, 3), keepdim=True)

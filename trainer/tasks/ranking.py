@@ -8,14 +8,11 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     """Return the area under the ROC curve: the probability that a positive sample outscores a negative one.
 
     A tie counts half. The pairs are counted in integers (the Mann-Whitney U statistic), so the result is
-    exact except for one division.
+    exact except for one division. It is NaN if there are no positives or no negatives, or if a score is NaN.
 
     Args:
         scores: (N,), of any floating dtype.
         labels: (N,), bool.
-
-    Returns:
-        NaN if there are no positives or no negatives, or if a score is NaN.
     """
     if scores.isnan().any():
         return float("nan")
@@ -29,8 +26,8 @@ def auc(scores: Tensor, labels: Tensor) -> float:
 def average_precision(scores: Tensor, labels: Tensor) -> float:
     """Return the mean, over the positive samples, of the precision at the threshold of their score.
 
-    There is no interpolation, as in scikit-learn's `average_precision_score`. Arguments are those of `auc`;
-    the result is NaN if there are no positives, or if a score is NaN.
+    Like scikit-learn's `average_precision_score`, it does not interpolate. Arguments are those of `auc`; the
+    result is NaN if there are no positives, or if a score is NaN.
     """
     if scores.isnan().any() or not labels.any():
         return float("nan")

@@ -40,9 +40,7 @@ class Regression:
         return len(batch[1])
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the sums of loss, squared error, absolute error, samples, K targets and K squared
-        targets.
-        """
+        """Return sums: [loss, squared error, absolute error, samples, K targets, K squared targets]."""
         outputs, targets = (values.double() for values in self._outputs(model, batch))
         error = outputs - targets
         samples = torch.full_like(error[0, :1], len(error))

@@ -15,7 +15,6 @@ from trainer.accelerator import is_accelerator
 def seed_everything(seed: int, rank: int) -> None:
     """Seed Python, NumPy and torch (CPU and every GPU), differently on each ``rank``.
 
-    Random numbers within a step depend only on `seed_micro_batch`, and the sample order on neither.
     ``numpy.random.SeedSequence`` mixes the two numbers, so neighbouring ranks get unrelated seeds.
     """
     words = np.random.SeedSequence([seed, rank]).generate_state(4, np.uint32)
@@ -27,14 +26,13 @@ def seed_everything(seed: int, rank: int) -> None:
 def seed_micro_batch(seed: int, step: int, micro_batch: int, devices: Sequence[torch.device] = ()) -> None:
     """Seed Python, NumPy, torch's CPU generator and those of ``devices`` for one micro-batch.
 
-    The random numbers of a micro-batch depend only on these three arguments. Therefore a resumed run draws
-    the same numbers as an uninterrupted one, and checkpoints contain no generators. At another world size,
-    the same numbers are used for other samples.
+    The random numbers of a micro-batch depend only on ``seed``, ``step`` and ``micro_batch``, so a resumed
+    run draws the same numbers as an uninterrupted one, and checkpoints contain no generators.
 
     Args:
         step: -1 for evaluation, which draws the same numbers each time.
-        micro_batch: the index of the micro-batch within the step, over all replicas; in evaluation, the
-            index of its first sample.
+        micro_batch: the index of the micro-batch within the step, over all replicas; in evaluation, the index
+            of its first sample.
     """
     drawn = hashlib.blake2b(f"{seed} {step} {micro_batch}".encode(), digest_size=20).digest()
     for_torch = int.from_bytes(drawn[:8], "little")
@@ -66,8 +64,7 @@ def mixed_seed(seed: int, number: int) -> int:
 def generators_kept(of_accelerators: bool = True) -> Iterator[None]:
     """Restore the random generators of this process on exit, which takes 0.1 ms.
 
-    Args:
-        of_accelerators: also restore the generators of all accelerators, which takes longer.
+    Restoring those of accelerators takes longer.
     """
     python_state, numpy_state, kind, devices = random.getstate(), np.random.get_state(), "cpu", range(0)
     if of_accelerators and (accelerator := torch.accelerator.current_accelerator()) is not None:

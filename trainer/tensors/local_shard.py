@@ -29,8 +29,7 @@ def to_local(tensor: Tensor) -> Tensor:
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
     """Return the inner tensors, by name, of a traceable tensor subclass; {} for other tensors.
 
-    8-bit optimizers keep their state in such subclasses, which define ``__tensor_flatten__`` and
-    ``__tensor_unflatten__`` for torch.compile.
+    8-bit optimizers keep their state in such subclasses.
     """
     if is_dtensor(tensor) or not hasattr(tensor, "__tensor_flatten__"):
         return {}
@@ -54,10 +53,7 @@ def num_rows(shape: Sequence[int]) -> int:
 
 
 def rows_of_shard(num_rows: int, shard: int, num_shards: int) -> tuple[int, int]:
-    """Return the rows [begin, end) of a shard, as torch.chunk and DTensor divide them.
-
-    The last shards may be empty.
-    """
+    """Return the rows [begin, end) of a shard, maybe empty, as torch.chunk and DTensor divide them."""
     rows_per_shard = -(-num_rows // num_shards)
     return min(shard * rows_per_shard, num_rows), min((shard + 1) * rows_per_shard, num_rows)
 

@@ -17,10 +17,8 @@ from torch.nn.utils.rnn import PackedSequence
 def leaves(value: Any, within: tuple[Any, ...] = ()) -> list[Any]:
     """Return the leaves of `value` in order; [value] if it is a leaf.
 
-    The leaves of an object that moves itself are those of its attributes.
-
-    Args:
-        within: the containers of `value`, which may contain each other.
+    The leaves of an object that moves itself are those of its attributes. Containers may contain each other;
+    `within` lists those around `value`.
     """
     parts = _parts(value)
     if parts is None and moves_itself(value):

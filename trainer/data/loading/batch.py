@@ -12,9 +12,9 @@ from trainer.errors import UserError
 class BatchSplit:
     """Sizes in samples: global_batch_size = num_replicas x micro_batch_size x accumulation.
 
-    With `chunks`, each micro-batch is one chunk of `train.exact`, which has consecutive samples, and replicas
-    may differ by one micro-batch. A rank that gets no samples, such as a parameter server, has
-    `accumulation=0`.
+    With `chunks`, each micro-batch is one chunk of `train.exact`, a range of consecutive samples, and
+    replicas may differ by one micro-batch. For a rank without samples, such as a parameter server,
+    `accumulation` is 0.
     """
 
     global_batch_size: int
@@ -35,7 +35,7 @@ class BatchSplit:
 
     @property
     def fewer(self) -> int:
-        """How many fewer micro-batches per step this process has than the busiest process."""
+        """The number of additional micro-batches per step on the busiest process."""
         return self._most - self.accumulation
 
     @property
@@ -43,16 +43,14 @@ class BatchSplit:
         return -(-self.num_micro_batches // self.num_replicas)
 
     def first_micro_batch(self, replica: int) -> int:
-        """Return the number, within the step, of the first micro-batch of this process, replica `replica`."""
+        """Return the index, within a step, of the first micro-batch of `replica`, which is this process."""
         return replica * self.accumulation if self.chunks is None else self.chunks.start
 
     def micro_batches(self, first: int, replica: int, held_out: bool = False) -> Iterator[tuple[int, range]]:
-        """Yield the first sample of all replicas and this replica's samples, per micro-batch from `first` on.
+        """Yield, for each micro-batch from `first` on, the first sample of all replicas and its own samples.
 
-        Replica r of R gets the samples r::R, as in torch's DistributedSampler, or the next of its chunks.
-
-        Args:
-            held_out: whether all replicas yield the same number of micro-batches; some may be empty.
+        Replica r of R gets the samples r::R, like in torch's DistributedSampler, or the next of its chunks.
+        With `held_out`, all replicas yield the same number of micro-batches; some may be empty.
         """
         size = self.micro_batch_size
         if self.chunks is None:
@@ -78,12 +76,7 @@ class BatchSplit:
 def split_chunks(
     global_batch_size: int, micro_batch_size: int | None, num_chunks: int, num_replicas: int, own: range
 ) -> BatchSplit:
-    """Split a global batch into chunks, of which this process computes `own`.
-
-    Raises:
-        UserError: the batch is not divisible by the number of chunks; the message suggests the nearest
-        values.
-    """
+    """Split a global batch into chunks, of which this process computes `own`."""
     size = global_batch_size // num_chunks
     if global_batch_size % num_chunks:
         most = min(global_batch_size, 1024)
@@ -103,11 +96,7 @@ def split_chunks(
 
 
 def split_batch(global_batch_size: int, micro_batch_size: int | None, num_replicas: int) -> BatchSplit:
-    """Split a global batch evenly; with `micro_batch_size=None`, each replica gets one micro-batch.
-
-    Raises:
-        UserError: the batch cannot be split evenly; the message suggests the nearest sizes.
-    """
+    """Split a global batch evenly; with `micro_batch_size=None`, each replica gets one micro-batch."""
     check_batch_sizes(global_batch_size, micro_batch_size, num_replicas)
     local_size = global_batch_size // num_replicas
     micro_batch_size = micro_batch_size or local_size

@@ -1,7 +1,7 @@
-"""Loaders of training and held-out data: a reader that answers requests, in data workers or in this process.
+"""Loaders of training and validation data: a reader that answers requests, in data workers or this process.
 
-`train_loader` and `eval_loader` create a loader for data read by index or for a stream, with one interface.
-A loader lives for the whole run.
+`train_loader` and `eval_loader` create a loader for data read by index or for a stream, with one interface. A
+loader lives for the whole run.
 """
 
 import copy
@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 class Batches:
     """The remaining micro-batches of an epoch, taken one step at a time.
 
-    Attributes:
+    Args:
         accumulation: number of this rank's micro-batches per step.
-        position: position of a stream after the micro-batches taken so far.
+        left: number of micro-batches that remain; None if unknown, as for streams.
     """
 
     def __init__(
@@ -55,24 +55,23 @@ class Batches:
         left: int | None = None,
         position: StreamPosition = StreamPosition(),  # noqa: B008, it is frozen
     ) -> None:
-        """``left``: the number of micro-batches that remain; None if unknown, as for streams."""
         self._answers, self.accumulation, self._left, self.position = answers, accumulation, left, position
         self._next: list[Answer] = []
 
     @property
     def data_left(self) -> bool:
-        """Whether this rank has data for another step. True for a rank that reads no data."""
+        """Whether this rank has data for another step; true for a rank that reads no data."""
         available = len(self.ahead()) if self._left is None else self._left
         return available >= self.accumulation
 
     def ahead(self) -> list[Any]:
-        """Read and return the micro-batches of the next step, without taking them. Called between steps."""
+        """Read and return the micro-batches of the next step, without taking them."""
         if not self._next:
             self._next = list(itertools.islice(self._answers, self.accumulation))
         return [answer.batch for answer in self._next]
 
     def first_read(self) -> Mapping[int, int]:
-        """Return hashes of samples, by their numbers, for a comparison across ranks."""
+        """Return hashes of samples by index, for a comparison across ranks."""
         return {number: value for answer in self._next for number, value in answer.first.items()}
 
     def take(self) -> list[Any]:
@@ -89,17 +88,12 @@ class Batches:
         return batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the micro-batches one by one."""
         while self.data_left and (step := self.take()):
             yield from step
 
 
 class _Loader:
-    """Base class of all loaders.
-
-    Attributes:
-        num_samples: number of samples per epoch; None if unknown before its end.
-    """
+    """A reader and its requests; `num_samples` is per epoch, None if unknown before its end."""
 
     def __init__(
         self, reader: Reader, requests: Sampler[Request], settings: DataConfig, options: LoaderOptions
@@ -119,24 +113,16 @@ class _Loader:
 
 
 class TrainLoader(_Loader, ABC):
-    """A loader of the micro-batches of one replica.
-
-    Attributes:
-        is_divided: whether each rank reads its own stream or shards, which may end at different steps.
-    """
+    """A loader of the micro-batches of one replica."""
 
     steps_per_epoch: int | None
     _requests: Requests
     is_stream = False
-    is_divided = False
+    is_divided = False  # whether each rank reads its own stream or shards, which may end at different steps
 
     @abstractmethod
     def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
-        """Return the micro-batches of an epoch from sample ``first_sample`` on.
-
-        Raises:
-            UserError: a sample, or too many in a row, cannot be read; raised during iteration, too.
-        """
+        """Return the micro-batches of an epoch from sample `first_sample` on."""
 
     def requests(self, epoch: int, first_sample: int) -> list[Request]:
         """Return this replica's requests of the step at ``first_sample``, without reading samples."""
@@ -145,19 +131,14 @@ class TrainLoader(_Loader, ABC):
         return list(itertools.islice(requests, requests.batch.accumulation))
 
     def not_finite(self, epoch: int, first_sample: int) -> str | None:
-        """Return the name of this replica's first sample with NaN or Inf in the step at ``first_sample``.
+        """Return the name of this replica's first sample with NaN or Inf in the step at `first_sample`.
 
-        The samples of the step are read again. Return None if there is none, or for a stream, which can only
-        be read forward.
+        The samples of the step are read again. Return None if there is none, or for a stream.
         """
         return None
 
     def order_hash(self) -> str | None:
-        """Return a hash of an epoch's order, which must be equal on all ranks; None if it cannot differ.
-
-        Raises:
-            UserError: the order could not be reproduced by a resumed run.
-        """
+        """Return a hash of an epoch's order, which must be equal on all ranks; None if it cannot differ."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,19 +147,11 @@ class TrainLoader(_Loader, ABC):
 
     @abstractmethod
     def resume(self, states: list[dict[str, Any]]) -> None:
-        """Restore the states that ``state_dict`` returned on all ranks. Called before the first epoch.
-
-        Raises:
-            UserError: the states are not of this kind of data, or not of its number of shards.
-        """
+        """Restore the states that `state_dict` returned on all ranks. Called before the first epoch."""
 
 
 class _IndexLoader(TrainLoader):
-    """A loader of data read by index, in the order given by `data.order`.
-
-    Raises:
-        UserError: the dataset is smaller than a global batch.
-    """
+    """A loader of data read by index, in the order given by `data.order`."""
 
     def __init__(
         self,
@@ -194,7 +167,6 @@ class _IndexLoader(TrainLoader):
         self.steps_per_epoch: int | None = self._requests.num_samples // batch.global_batch_size
 
     def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
-        """Return the micro-batches of an epoch; samples before ``first_sample`` are not read."""
         requests = self._requests
         requests.epoch, requests.first_sample = epoch, first_sample
         self._train_reader.start_epoch(epoch)  # in this process, too: the order may use the dataset
@@ -220,7 +192,10 @@ class _IndexLoader(TrainLoader):
 
 
 class _StreamLoader(TrainLoader):
-    """A loader of a stream: each replica gets its slice of every global batch."""
+    """A loader of a stream: each replica gets its part of every global batch.
+
+    After a resume without a saved position, samples before `first_sample` are read and dropped.
+    """
 
     is_stream = True
 
@@ -242,10 +217,6 @@ class _StreamLoader(TrainLoader):
         self._batches: Batches | None = None
 
     def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
-        """Return the micro-batches of an epoch.
-
-        Samples between the position given to `resume` and ``first_sample`` are read and dropped.
-        """
         requests, start = self._requests, self._stream.start
         requests.epoch, requests.first_sample = epoch, first_sample
         knows_position = self._stream.keeps_state and bool(start.shards) and start.epoch == epoch
@@ -282,14 +253,11 @@ class _StreamLoader(TrainLoader):
 
 
 class EvalLoader(_Loader):
-    """Yields (batch, numbers of its samples): each sample once, and the same number of batches per replica.
+    """Yields (batch, indices of its samples): each sample once, and the same number of batches per replica.
 
-    A replica that has no samples left yields a filler batch without numbers. Pass it through the model,
+    A replica that has no samples left yields a filler batch without indices. Pass it through the model,
     because forward passes may be collective, and discard the result. Every rank reads the whole of a stream.
-
-    Attributes:
-        batch_size: maximum number of samples in a batch. The k-th batches of all replicas contain consecutive
-            samples.
+    The k-th batches of all replicas contain consecutive samples.
     """
 
     def __init__(
@@ -299,25 +267,20 @@ class EvalLoader(_Loader):
         self.batch_size = batch.micro_batch_size
 
     def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
-        """Start from the first sample. Raises UserError if there is no sample, or a sample cannot be read."""
         is_empty = True
         for answer in self._answers:
             is_empty = False
             yield answer.batch, answer.metadata
         if is_empty:
             raise UserError(
-                "the evaluation data is empty; set train.eval_every_epochs=0 to train without evaluation"
+                "the validation data is empty; set train.eval_every_epochs=0 to train without evaluation"
             )
 
 
 def train_loader(
     dataset: Any, settings: DataConfig, batch: BatchSplit, options: LoaderOptions, order: Order = shuffled
 ) -> TrainLoader:
-    """Return the training loader for this kind of data; `order` applies to data read by index only.
-
-    Raises:
-        UserError: there are fewer samples than one global batch, or the data does not support a setting.
-    """
+    """Return the training loader for this kind of data; `order` applies to data read by index only."""
     _check_kind(dataset, settings)
     if not is_stream(dataset):
         if order is not shuffled and hasattr(dataset, "epoch_order"):
@@ -336,15 +299,14 @@ def train_loader(
 
 
 def eval_loader(dataset: Any, settings: DataConfig, batch: BatchSplit, options: LoaderOptions) -> EvalLoader:
-    """Return the loader of held-out data; raises as `train_loader`."""
+    """Return the loader of validation data."""
     _check_kind(dataset, settings)
     if is_stream(dataset):
         if getattr(dataset, "divides_itself", False):
             raise UserError(
-                f"{type(dataset).__name__}.divides_itself is not supported for held-out data, because each "
-                "rank "
-                'must read all of it; divide the stream only for split="train", and set divides_itself=False '
-                'for split="eval"'
+                f"{type(dataset).__name__}.divides_itself is not supported for validation data, because each "
+                "rank must read all of it; divide the stream only for split='train', and set "
+                "divides_itself=False for split='eval'"
             )
         return EvalLoader(EvalStreamReader(dataset, options), settings, batch, options)
     return EvalLoader(EvalReader(dataset, options, settings.on_bad_sample), settings, batch, options)
@@ -394,12 +356,7 @@ class _Answers:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the answers until the end of the data; raise exceptions that were returned as answers.
-
-        Raises:
-            UserError, WorkerError: reading failed.
-            RuntimeError: a worker died, or did not answer within the timeout.
-        """
+        """Yield the answers until the end of the data; raise exceptions that were returned as answers."""
         in_process = map(self._reader.__getitems__, self._requests)
         try:
             for answer in in_process if self._loader is None else self._loader:

@@ -1,4 +1,4 @@
-"""Readers, which turn requests into batches. Each sample is read with its own random numbers."""
+"""Readers, which turn requests into batches and read each sample with its own random numbers."""
 
 import logging
 import multiprocessing
@@ -35,18 +35,12 @@ _COLLATE_ADVICE = (
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """Options of all loaders of a process.
-
-    Attributes:
-        replica: the number of the replica whose samples this process reads.
-        timeout_s: maximum time in seconds to wait for a batch from data workers.
-        collate: function that makes a batch from a list of samples.
-    """
+    """Options of all loaders of a process, which reads the samples of `replica`."""
 
     replica: int
     seed: int
     device: torch.device
-    timeout_s: float = 600
+    timeout_s: float = 600  # for a batch from data workers
     heartbeat: Heartbeat | None = None
     collate: Collate = default_collate
 
@@ -56,10 +50,10 @@ class Request:
     """A request for the samples of a micro-batch.
 
     Attributes:
-        first: number of the first sample over all replicas in this request.
-        numbers: numbers of this replica's samples, in the order of a stream or of held-out data; in training
-            on data read by index, the indices of the samples.
-        reading: number of the pass over a stream; a new number starts the stream again.
+        first: index of the first sample over all replicas in this request.
+        numbers: indices of this replica's samples, in the order of a stream or of validation data; in
+            training on data read by index, the indices in the dataset.
+        reading: number of the pass over a stream; a new number restarts the stream.
         draws: in training on data read by index, a number per sample that determines its random numbers,
             together with the seed and the epoch (see `trainer.data.loading.sampler.draws_of`).
     """
@@ -75,10 +69,10 @@ class Answer(NamedTuple):
     """A reader's answer to a request.
 
     Attributes:
-        metadata: for held-out data, the numbers of the samples; for a training stream, the positions of its
+        metadata: for validation data, the indices of the samples; for a training stream, the positions of its
             shards after this batch.
-        first: in the first answer of a process, hashes of samples by their numbers, for a comparison across
-            ranks: of the first samples of a stream, or of sample 0 of data read by index.
+        first: in the first answer of a process, hashes by index of the first samples of a stream, or of
+            sample 0 of data read by index, for a comparison across ranks.
     """
 
     batch: Any
@@ -86,7 +80,7 @@ class Answer(NamedTuple):
     first: dict[int, int] = {}  # noqa: RUF012, never changed
 
     def pin_memory(self) -> "Answer":
-        """Called by torch's DataLoader, which by itself does not pin tensors in dataclasses."""
+        """Called by torch's DataLoader, which cannot pin tensors in dataclasses."""
         return self._replace(batch=mapped(self.batch, _pinned))
 
 
@@ -95,22 +89,17 @@ def _pinned(value: Any) -> Any:
 
 
 class Reader(Dataset[Any], ABC):
-    """Answers requests. A reader is created in the main process, and used there or in data workers.
+    """Answers requests. A reader is created in the main process, and used there or in data workers."""
 
-    Attributes:
-        num_samples: number of samples per epoch; None if unknown.
-        num_skipped: number of broken samples so far, in all data workers.
-    """
-
-    num_samples: int | None
-    num_skipped = 0
+    num_samples: int | None  # per epoch; None if unknown
+    num_skipped = 0  # broken samples so far, in all data workers
 
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         self.dataset, self.seed, self.collate = dataset, options.seed, options.collate
         self.heartbeat = options.heartbeat or Heartbeat()
 
     def __getitems__(self, request: Request) -> Any:
-        """Return the answer, or an exception (see `result_or_error`)."""
+        """Return the answer to `request`, or an exception (see `result_or_error`)."""
         try:
             return result_or_error(self._answer, request)
         finally:
@@ -131,11 +120,8 @@ class IndexReader(Reader):
     are seeded from the same four values. So augmentation does not depend on the world size, the number of
     workers, or where a run was resumed, and copies of a sample differ.
 
-    Random numbers in ``data.collate`` are determined by the last sample of the batch. Reading in the main
-    process restores its generators.
-
-    Args:
-        on_bad_sample: ``raise``, or ``skip``, which counts the sample in ``num_skipped`` and continues.
+    The last sample of a batch determines the random numbers in ``data.collate``. Reading in the main process
+    restores its generators.
     """
 
     num_samples: int
@@ -153,7 +139,7 @@ class IndexReader(Reader):
         return self._num_skipped.value if self._num_skipped else 0
 
     def _read(self, epoch: int, index: int, draw: int) -> Any | None:
-        """Return the sample, or None if it is broken and is skipped."""
+        """Return the sample, or None if it is broken and `data.on_bad_sample=skip`."""
         self.heartbeat.read(index)
         seed_generators(self.seed, epoch, draw)
         try:
@@ -217,7 +203,7 @@ class TrainReader(IndexReader):
         return Answer(batch, {}, self._sample_0(epoch))
 
     def _sample_0(self, epoch: int) -> dict[int, int]:
-        """Return {0: hash of sample 0} in the first answer, if this is the first worker and it can be read.
+        """Return {0: hash of sample 0} in the first answer of the first worker, if the sample can be read.
 
         Log a warning if the sample differs when it is read again with the same random numbers.
         """
@@ -246,10 +232,7 @@ class TrainReader(IndexReader):
 
 
 class EvalReader(IndexReader):
-    """Reads batches and the indices of their samples, leaving out samples that could not be read.
-
-    If no sample is left, the batch contains one filler sample, and the indices are empty.
-    """
+    """Reads batches with the indices of their readable samples; if there are none, one filler sample."""
 
     def _answer(self, request: Request) -> Answer | None:
         if request.first >= self.num_samples:
@@ -269,12 +252,7 @@ class EvalReader(IndexReader):
 
 
 def collated_batch(fetched: Any, dataset: Any, indices: Sequence[int], collate: Collate) -> Any:
-    """Return a batch from the result of `__getitems__`, which may be a list of samples or a batch.
-
-    Raises:
-        UserError: `fetched` is a batch although `collate` is set, or a list of the wrong length; or as in
-            `collated`.
-    """
+    """Return a batch from the result of `__getitems__`, which is a list of samples or a batch."""
     if isinstance(fetched, list):
         if len(fetched) != len(indices):
             raise UserError(
@@ -291,12 +269,7 @@ def collated_batch(fetched: Any, dataset: Any, indices: Sequence[int], collate: 
 
 
 def collated(samples: list[Any], dataset: Any, indices: Sequence[int], collate: Collate) -> Any:
-    """Return the batch of `samples`.
-
-    Raises:
-        UserError: `collate` fails, or returns None. The message names the first sample that cannot be in one
-            batch with the first sample.
-    """
+    """Return the batch of `samples`, or raise UserError with the first sample that does not fit."""
     try:
         batch = collate(samples)
     except Exception as error:
@@ -329,7 +302,7 @@ def name_of(dataset: Any) -> str:
 
 
 def fetches_batches(dataset: Dataset[Any]) -> bool:
-    """Return whether the dataset fetches several indices at once; for a Subset, whether its dataset does."""
+    """Return whether the dataset, or the one that a Subset wraps, fetches several indices at once."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))  # a subclass may set it to None
@@ -370,8 +343,7 @@ def sample_of(dataset: Any, index: int) -> Any:
 def random_numbers(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:
     """Return a uint64 for each index, determined by the arguments.
 
-    A thousand numbers cost as much as seeding one generator. Source: G. Steele, D. Lea, C. Flood, "Fast
-    splittable pseudorandom number generators", 2014 (SplitMix64).
+    Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014 (SplitMix64).
     """
     start = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
     mixed = start + np.asarray(indices, np.uint64) * np.uint64(0x9E3779B97F4A7C15)

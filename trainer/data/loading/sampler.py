@@ -1,9 +1,9 @@
 """Samplers: which samples each rank reads, and in which order.
 
-The order of a training epoch (trainer.data.order) is determined by the seed and the epoch, and each batch
-is the next B samples. So a run on 1, 2 or 8 ranks, resumed or not, sees the same batches. A run that is
-resumed with another B continues with the next sample. If less than B samples remain at the end of an epoch,
-they are not used.
+The order of a training epoch (trainer.data.order) is determined by the seed and the epoch, and each batch is
+the next B samples. So a run on 1, 2 or 8 ranks, resumed or not, sees the same batches. A run that is resumed
+with another B continues with the next sample. If fewer than B samples remain at the end of an epoch, they are
+not used.
 
 A stream keeps its own order, and is divided among ranks in the same way. An evaluation reads every sample
 exactly once, with the same number of batches on each rank.
@@ -28,11 +28,7 @@ from trainer.tensors.generators import generators_kept
 
 
 class Requests(Sampler[Request]):
-    """Yields requests for the micro-batches of a replica, from ``first_sample`` of ``epoch`` on, without end.
-
-    For held-out data, every replica yields the same number of requests, because the forward pass may be
-    collective (FSDP). No sample is padded or repeated.
-    """
+    """Yields requests for the micro-batches of a replica, from `first_sample` of `epoch` on, without end."""
 
     def __init__(self, batch: BatchSplit, replica: int, held_out: bool = False) -> None:
         self.batch, self.replica, self._held_out = batch, replica, held_out
@@ -46,11 +42,7 @@ class Requests(Sampler[Request]):
 
 
 class IndexRequests(Requests):
-    """Yields requests for complete steps, by the indices of an epoch's order.
-
-    Raises:
-        UserError: the dataset is smaller than one global batch.
-    """
+    """Yields requests for complete steps, with the indices of an epoch in their order."""
 
     def __init__(
         self, dataset: Any, batch: BatchSplit, replica: int, seed: int, order: Order = shuffled
@@ -99,18 +91,14 @@ class IndexRequests(Requests):
         return order
 
     def order_hash(self) -> str | None:
-        """Return a hash of the first epoch's order, to compare across ranks; None for torch.randperm.
-
-        Raises:
-            UserError: as in `order_of`, or if a second call returns a different order.
-        """
+        """Return a hash of the first epoch's order, to compare across ranks; None for torch.randperm."""
         if self._is_permutation:
             return None
         order = self.order_of(0)
         if not order.equal(self.order_of(0)):
             raise UserError(
-                "the order of an epoch differs in a second call, so a resumed run would read other samples; "
-                "compute it from nothing but the dataset and the given generator"
+                "the order of an epoch differs in a second call, so a resumed run would read different "
+                "samples; compute it only from the dataset and the given generator"
             )
         return hashlib.blake2b(order.numpy().data, digest_size=8).hexdigest()
 
@@ -125,9 +113,8 @@ class IndexRequests(Requests):
 def draws_of(order: Tensor) -> Tensor:
     """Return a number for each sample of an epoch, so that copies of a sample get different random numbers.
 
-    Returns:
-        The index itself for its first occurrence in the epoch, and another number for each repetition.
-        Without repetitions, this is `order` itself.
+    It is the index for the first occurrence in the epoch, and another number for each repetition. Without
+    repetitions, `order` itself is returned.
     """
     ordered = np.sort(order.numpy())  # four times as fast as torch's
     if (ordered[1:] != ordered[:-1]).all():

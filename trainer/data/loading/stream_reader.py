@@ -40,7 +40,7 @@ class StreamPosition:
 
     @classmethod
     def merged(cls, saved: list[dict[str, Any]]) -> "StreamPosition":
-        """Merge the positions that all ranks saved, each for its own shards, in the same epoch."""
+        """Merge the positions that all ranks saved in the same epoch, each for its own shards."""
         position = cls(saved[0]["num_shards"], saved[0]["epoch"])
         for part in saved:
             shards = {int(shard): tuple(state) for shard, state in part["shards"].items()}
@@ -48,7 +48,7 @@ class StreamPosition:
         return position
 
     def advanced(self, shards: Mapping[int, tuple[int, Any]]) -> "StreamPosition":
-        """Return the position with the larger of both in each shard, which several workers may have read."""
+        """Return the position with the larger count of each shard, which several workers may have read."""
         latest = {
             shard: max(state, self.shards.get(shard, state), key=lambda state: state[0])
             for shard, state in shards.items()
@@ -59,15 +59,15 @@ class StreamPosition:
 class Cursor:
     """Reads a stream, or a shard of one, forward in one epoch.
 
-    Attributes:
-        position: number of samples of the epoch that were read.
-        first: hashes of the first samples that were read, by their positions.
+    Args:
+        position: number of samples of the epoch that have been read.
+        state: state of the stream at `position`.
+        before_read: called with each position before it is read.
     """
 
     def __init__(
         self, stream: Any, epoch: int, position: int, state: Any, before_read: Callable[[int], None]
     ) -> None:
-        """``state``: of the stream at ``position``; ``before_read``: called with the position to read."""
         self._stream, self._before_read = stream, before_read
         self.position = position
         if hasattr(stream, "set_epoch"):
@@ -76,10 +76,10 @@ class Cursor:
             stream.load_state_dict(copy.deepcopy(state))
         self._items = iter(stream)
         self._last: Any = None
-        self.first: dict[int, int] = {}
+        self.first: dict[int, int] = {}  # hashes of the first samples, by their positions
 
     def read(self, position: int) -> Any:
-        """Read up to the sample at ``position``, and return the last one that was read, or END."""
+        """Read up to the sample at `position`, and return it, or END if the stream has ended."""
         while self.position <= position:
             self._before_read(self.position)
             if (item := next(self._items, END)) is END:
@@ -91,21 +91,20 @@ class Cursor:
         return self._last
 
     def state(self) -> tuple[int, Any]:
-        """Return the position and the stream's state there."""
+        """Return the position and the state of the stream at it."""
         return self.position, copy.deepcopy(self._stream.state_dict())
 
 
 class StreamReader(Reader):
     """Answers requests by reading the stream forward.
 
-    Attributes:
-        start: position at which a resumed run continues; set before the first request.
+    Args:
+        num_streams: if set, the number of replicas, each of which has its own stream (a shard).
     """
 
     def __init__(
         self, stream: Any, options: LoaderOptions, sharded: bool = False, num_streams: int | None = None
     ) -> None:
-        """``num_streams``: if set, the number of replicas, each of which has its own stream (a shard)."""
         super().__init__(stream, options)
         if sharded and not (hasattr(stream, "shard") and getattr(stream, "num_shards", 0) > 0):
             raise UserError(
@@ -120,7 +119,7 @@ class StreamReader(Reader):
         self._shards = {i: (shard, _state_of(shard)) for i, shard in shards.items()}
         self.keeps_state = has_state(stream)
         self.num_samples = None if num_streams else _length(stream)
-        self.start = StreamPosition()
+        self.start = StreamPosition()  # where a resumed run continues; set before the first request
         self._reading: int | None = None
         self._cursors: dict[int, Cursor] = {}
         self._number = 0  # number of the sample being read
@@ -140,13 +139,10 @@ class StreamReader(Reader):
 
     @abstractmethod
     def _read(self, request: Request) -> tuple[list[Any], Any] | None:
-        """Return the samples of a batch, and the metadata of the answer."""
+        """Return the samples of a batch and the metadata of the answer, or None at the end."""
 
     def _hashes(self) -> dict[int, int]:
-        """Return hashes of the first samples, by their numbers, in the first answer.
-
-        A stream with `divides_itself` is not compared.
-        """
+        """Return, in the first answer, hashes of the first samples of a stream that all ranks share."""
         if self._has_hashed or hasattr(self.dataset, "divides_itself"):
             return {}
         self._has_hashed = True
@@ -157,7 +153,6 @@ class StreamReader(Reader):
         }
 
     def _samples(self, request: Request) -> list[Any]:
-        """Return the samples of the request; fewer at the end of the stream."""
         samples = []
         for number in request.numbers:
             item = self._cursor(request, number % self.num_shards).read(number // self.num_shards)
@@ -191,7 +186,6 @@ class StreamReader(Reader):
 
     @contextmanager
     def _explain_broken_data(self) -> Iterator[None]:
-        """Convert an exception for broken data to a UserError that names the sample."""
         try:
             yield
         except BROKEN_DATA as error:
@@ -204,7 +198,7 @@ class StreamReader(Reader):
 
 
 class TrainStreamReader(StreamReader):
-    """Reads training batches, with the positions of their shards; None if the stream ends before."""
+    """Reads training batches with the positions of their shards; None if the stream ends before."""
 
     def _read(self, request: Request) -> tuple[list[Any], dict[int, tuple[int, Any]]] | None:
         samples = self._samples(request)
@@ -215,9 +209,9 @@ class TrainStreamReader(StreamReader):
 
 
 class EvalStreamReader(StreamReader):
-    """Reads batches with the numbers of their samples; None if all replicas are at the end.
+    """Reads batches with the indices of their samples; None if all replicas are at the end.
 
-    A replica that has no samples left gets a filler batch without numbers.
+    A replica that has no samples left gets a filler batch without indices.
     """
 
     def _read(self, request: Request) -> tuple[list[Any], list[int]] | None:

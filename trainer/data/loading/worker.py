@@ -1,7 +1,6 @@
 """Start and failure of data workers.
 
-The watch monitors a worker. The worker ignores signals to the session, exits with its parent, and sends its
-exceptions to the parent.
+A worker ignores signals to the session, exits with its parent, and sends its exceptions to the parent.
 """
 
 import contextlib
@@ -25,11 +24,7 @@ _MAX_TMPDIR = 70  # characters: a socket's path has at most 107, of which multip
 
 
 class WorkerError(RuntimeError):
-    """An exception in a data worker, as text; raised in the main process.
-
-    Attributes:
-        where: file, line and function in the worker.
-    """
+    """An exception in a data worker, raised as text in the main process; `where` is its location."""
 
     def __init__(self, message: str, stack: str, where: str | None) -> None:
         super().__init__(message, stack, where)
@@ -42,8 +37,8 @@ class WorkerError(RuntimeError):
 def result_or_error(read: Callable[[Any], Any], request: Any) -> Any:
     """Return the result of `read`, or an exception for the loader to raise in the main process.
 
-    The exception is a UserError or, in a worker, a WorkerError. Without it, torch would silently end a worker
-    at sys.exit, and an epoch at StopIteration.
+    The exception is a UserError or, in a worker, a WorkerError. Raised in a worker, sys.exit would end it
+    silently, and StopIteration would end the epoch.
     """
     in_worker = get_worker_info() is not None
     try:
@@ -62,7 +57,7 @@ def result_or_error(read: Callable[[Any], Any], request: Any) -> Any:
 
 
 def init_worker(heartbeat: Heartbeat, first: int, worker_id: int) -> None:
-    """Called in each new worker, as DataLoader's `worker_init_fn`."""
+    """Initialize a new worker; DataLoader's `worker_init_fn`."""
     heartbeat.become_worker(first + worker_id)
     _ignore_session_signals()
 
@@ -70,7 +65,7 @@ def init_worker(heartbeat: Heartbeat, first: int, worker_id: int) -> None:
 def shorten_socket_paths() -> None:
     """Make multiprocessing create its sockets in /tmp if the path of TMPDIR is too long for them.
 
-    Called before workers are forked: a worker returns batches through a socket, and would hang without one.
+    Called before workers are forked, because a worker returns batches through a socket.
     """
     if len(tempfile.gettempdir()) > _MAX_TMPDIR:
         before, tempfile.tempdir = tempfile.tempdir, "/tmp"
@@ -82,10 +77,9 @@ def shorten_socket_paths() -> None:
 def _ignore_session_signals() -> None:
     """Let a worker survive signals to the whole session, but not the death of its main process.
 
-    The main process may still need batches before it saves a checkpoint. A SIGTERM from the main process is
-    obeyed: with it, DataLoader stops a worker that does not answer. If the main process is killed, the kernel
-    kills the worker, even if it hangs. (The kernel watches the thread that forked the worker, which is the
-    main thread.)
+    The main process may still need batches before it saves a checkpoint. A worker obeys only a SIGTERM from
+    the main process, with which DataLoader stops a worker that does not answer. If the main process is
+    killed, the kernel kills the worker, even if it hangs.
     """
     signal_at_parents_death()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

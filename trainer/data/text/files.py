@@ -15,16 +15,10 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".parquet", ".arrow")
 
 
 class TextChunk(NamedTuple):
-    """A piece of text: a document of JSON lines, or about 128 KiB of a file, in whole lines if possible.
+    """A piece of text: a document of JSON lines, or about 128 KiB of a file, in whole lines if possible."""
 
-    Attributes:
-        start: offset of its first byte in the concatenation of all files.
-        num_bytes: its length in the file.
-        ends_document: whether the document ends with this chunk.
-    """
-
-    start: int
-    num_bytes: int
+    start: int  # offset in the concatenation of all files
+    num_bytes: int  # length in the file
     text: bytes
     ends_document: bool
 
@@ -36,10 +30,6 @@ class TextFiles:
         path: a file, or a folder of files, including sub-folders; hidden files are skipped. Files named
             .jsonl contain a JSON object per line, all other files plain text.
         field: the key of the text in a JSON object.
-
-    Raises:
-        UserError: the path contains no text or a compressed file; or, while reading, a line is not a JSON
-            object with text.
     """
 
     def __init__(self, path: str | Path, field: str = "text") -> None:
@@ -61,7 +51,7 @@ class TextFiles:
         return self.ends[-1]
 
     def chunks(self, border: int) -> Iterator[TextChunk]:
-        """Yield all chunks. A chunk that starts before byte `border` ends with the line at that byte."""
+        """Yield all chunks. The chunk that contains byte `border` ends with the line at that byte."""
         for path, end in zip(self.files, self.ends, strict=True):
             start = end - path.stat().st_size
             with path.open("rb") as file:

@@ -14,17 +14,13 @@ class Text(Windows):
     """Windows of ``block_size`` bytes of a text. The vocabulary is the 256 byte values.
 
     Args:
-        split: train, or eval for the held-out windows.
+        split: train, or eval for the windows at the end of the text.
         path: a file of any size, or a folder whose files, including those in sub-folders, are read into
             memory in the order of their names. None uses ``pydoc_data.topics`` of Python, about half a
             megabyte.
         block_size: number of bytes per window.
-        eval_fraction: fraction of the windows that are held out, at the end of the text.
+        eval_fraction: fraction of the windows that are used for validation.
         border: the byte that ends each document (see `trainer.data.text.windows.mask_borders`).
-
-    Raises:
-        UserError: ``path`` does not exist, an argument is out of range, or the text is too short for one
-            window in each split.
     """
 
     tokenizer = Bytes()

@@ -1,7 +1,4 @@
-"""Tokenizers: raw bytes, GPT-2's byte-pair encoding, or a tokenizer of Hugging Face.
-
-A text dataset has its tokenizer as the attribute ``tokenizer``.
-"""
+"""Tokenizers of text datasets: raw bytes, GPT-2's byte-pair encoding, or a tokenizer of Hugging Face."""
 
 import json
 import os
@@ -34,11 +31,7 @@ class Tokenizer(Protocol):
 
 
 def tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer `name`: bytes, gpt2, or a folder that contains a tokenizer.json of Hugging Face.
-
-    Raises:
-        UserError: the name is unknown, a package is not installed, or a file cannot be read or downloaded.
-    """
+    """Return the tokenizer `name`: bytes, gpt2, or a folder with a tokenizer.json of Hugging Face."""
     if name not in NAMES:
         if not (file := Path(name) / TOKENIZER_FILES[0]).is_file():
             raise UserError(
@@ -93,8 +86,7 @@ class Gpt2:
 class HuggingFace:
     """The tokenizer in a tokenizer.json, with the library `tokenizers`.
 
-    A document ends with the ``eos_token`` in the tokenizer_config.json of the same folder or, if that is not
-    set, with the first of the usual end tokens in the vocabulary.
+    A document ends with the ``eos_token`` in tokenizer_config.json or, without it, with a common end token.
     """
 
     def __init__(self, folder: Path) -> None:

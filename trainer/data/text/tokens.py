@@ -26,9 +26,6 @@ class Tokens(Windows):
         eval_windows: number of windows of val.bin for an evaluation; None uses all of them.
         border: the token that ends each document (see `trainer.data.text.windows.mask_borders`): 50256 for
             gpt2, 10 for bytes. None treats all documents as one text.
-
-    Raises:
-        UserError: a file is missing or too short, or the size of the vocabulary is unknown.
     """
 
     def __init__(
@@ -71,10 +68,6 @@ class Tokens(Windows):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of these tokens; None without a tokens.json.
-
-        Raises:
-            UserError: the tokenizer is not available on this host.
-        """
+        """The tokenizer of these tokens; None without a tokens.json."""
         name = self._tokenizer_name
         return None if name is None else tokenizer_named(name)

@@ -15,14 +15,13 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of ``block_size`` tokens, with the same windows shifted by one token as targets.
 
     Read by index, the windows of a text are adjacent. In training, each window is shifted by a random number
-    of up to ``block_size - 1`` tokens, but not into held-out windows. So an epoch reads about all of the text
-    once, with different boundaries in each epoch.
+    of up to ``block_size - 1`` tokens, but not into validation windows. So an epoch reads about all of the
+    text once, with different boundaries in each epoch.
 
     Args:
         text: an array of more than ``block_size`` tokens, of an integer dtype; it may be memory-mapped.
-        block_size: number of tokens per window.
         vocab_size: tokens must be from 0 to ``vocab_size - 1``.
-        numbers: the numbers of this dataset's windows; None uses all windows.
+        numbers: the indices of this dataset's windows; None uses all windows.
         border: the token that ends each document (see `mask_borders`).
     """
 
@@ -55,7 +54,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return self._fetch(self._positions(indices))
 
     def draw(self, indices: Sequence[int], numbers: np.ndarray) -> tuple[Tensor, Tensor]:
-        """As ``__getitems__``, but shift each window by its random number."""
+        """Return a batch like ``__getitems__``, but shift each window by its random number."""
         shifts = (numbers % np.uint64(self.block_size)).astype(np.int64)
         return self._fetch(np.minimum(self._positions(indices) + shifts, self._last))
 
@@ -76,7 +75,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 def mask_borders(tokens: Tensor, targets: Tensor, border: int | None) -> tuple[Tensor, Tensor]:
     """Return tokens, and targets with -100 where the token is ``border``, the last token of a document.
 
-    A part of a document at the start or the end of a window is trained on like a whole document. The model
-    should have an argument ``border``, too, to prevent attention across documents.
+    The model needs its own argument ``border`` to prevent attention across documents.
     """
     return (tokens, targets) if border is None else (tokens, targets.masked_fill(tokens == border, -100))
