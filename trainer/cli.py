@@ -101,13 +101,7 @@ def launcher(settings: config.LaunchConfig) -> Launch | None:
 
 
 def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
-    """Run in this process, or launch the same command line with the configured launcher.
-
-    Exits with the status of the launched processes, unless it is 0.
-
-    Returns:
-        The contents of result.json after a run in this process, otherwise None.
-    """
+    """Run in this process and return the contents of result.json, or launch processes and return None."""
     if (launch := launcher(settings.launch)) is not None:
         config.check_processes(settings)
         if status := launch(settings, argv)[0]:

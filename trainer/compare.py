@@ -23,21 +23,15 @@ from trainer.sweep.trials import DONE, RunFiles, read_trials
 # Losses, or models, can only be compared if these settings are equal.
 _ALIKE = ["data.dataset", "data.task", "train.global_batch_size", "train.precision", "seed"]
 _ALIKE += ["train.max_steps", "train.epochs"]
-_MS, _COMM = (
-    "usage/ms_per_step/step",
-    ("usage/comm/total_ms", "usage/comm/overlapped_ms", "usage/comm/exposed_ms"),
-)
+_MS = "usage/ms_per_step/step"
+_COMM = ("usage/comm/total_ms", "usage/comm/overlapped_ms", "usage/comm/exposed_ms")
 _FEWEST = 5  # log windows that a run needs for a ratio of speeds
 _MOST_SETTINGS = 6  # columns of settings; the names of more are listed below the table
 _OF_A_RUN = ("run_dir", "resume")  # settings that always differ
 
 
 def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
-    """Return the named runs, and the finished runs of each named sweep, by short names.
-
-    Raises:
-        UserError: there are fewer than two runs, or one has not finished, or has a damaged result.json.
-    """
+    """Return the named runs, and the finished runs of each named sweep, by short names."""
     folders: list[Path] = []
     for folder in map(Path, named):
         trials = read_trials(folder)

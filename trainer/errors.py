@@ -3,7 +3,6 @@
 Any other exception ends the run with its traceback and status 1.
 """
 
-import errno
 import json
 import os
 import sys
@@ -11,17 +10,14 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from errno import EACCES, EEXIST, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR, EPERM, EROFS
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 
 class RunEndError(Exception):
-    """Base class of errors that are printed once, without a traceback.
-
-    Attributes:
-        ranks: the ranks that caused the error, if every rank raises it.
-    """
+    """Base class of errors that are printed without a traceback; `ranks` are the ranks that caused it."""
 
     exit_code: int
 
@@ -77,11 +73,7 @@ class StoppedBySignal(RunEndError):  # noqa: N818, not an error
 
 
 def optional(package: str, setting: str, extra: str | None = None) -> Any:
-    """Import and return a package that only `setting` requires, or raise UserError.
-
-    Args:
-        extra: the extra of ringmaster-trainer that installs the package; by default, the package's name.
-    """
+    """Import a package that only `setting` requires; UserError names the `extra` that installs it."""
     try:
         return import_module(package)
     except ImportError as error:
@@ -108,17 +100,7 @@ def _has_user_frames(error: BaseException | None) -> bool:
     return False
 
 
-_PERMANENT = {
-    errno.ENOENT,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-}
+_PERMANENT = {ENOENT, EACCES, EPERM, EROFS, EEXIST, EISDIR, ENOTDIR, ENAMETOOLONG, ELOOP}
 
 
 def kind_of(error: BaseException) -> "type[UserError] | type[RetryableError]":

@@ -58,10 +58,7 @@ def _model_to_evaluate(context: ModelContext) -> Iterator[nn.Module]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode, and restore each module's train/eval mode on exit.
-
-    Calls `model.train()` on exit, which in a user's class may do more than set flags.
-    """
+    """Set evaluation mode; on exit, call `model.train()` and restore the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()  # a user's train() may return nothing

@@ -23,11 +23,9 @@ def forward_backward(
     label_count: float = 1,
     is_last: bool = True,
 ) -> None:
-    """Accumulate the gradients of one micro-batch in the parameters.
+    """Accumulate the gradients of one micro-batch in the parameters of `model`, which `strategy` has wrapped.
 
     Args:
-        model: the module wrapped by `strategy`.
-        batch: on the device.
         label_count: the number of labels that count in the micro-batch; if 0, its gradients are 0.
         is_last: whether this is the last micro-batch of the step, which averages gradients over ranks.
     """

@@ -227,11 +227,7 @@ def evaluation_due(run: Run) -> bool:
 
 
 def evaluate_now(run: Run) -> tuple[dict[str, float], bool]:
-    """Evaluate, log and record the metrics, and pass them to the schedule (a collective).
-
-    Returns:
-        The metrics by their names in result.json, and whether `checkpoint.keep_best` requires a save.
-    """
+    """Evaluate and log; return the metrics, and whether `checkpoint.keep_best` requires a save."""
     progress = run.state.progress
     metrics: dict[str, float] = {}
     has_average, only_average = run.state.average is not None, run.config.ema.evaluate == "ema"

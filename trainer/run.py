@@ -41,11 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Train with the settings `config`, and return the contents of result.json.
-
-    Raises:
-        UserError: a setting does not fit this machine, this data or the other ranks.
-    """
+    """Train with the settings `config`, and return the contents of result.json."""
     here: RankInfo | None = None
     with StopRequest(has_launcher_on_host(rank_info(config.distributed))) as stop_request:
         while True:

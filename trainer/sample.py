@@ -21,22 +21,13 @@ def main() -> None:
     """Run the command line `sys.argv`."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` stops it without an error
     parser = arguments("trainer.sample", __doc__)
-    parser.add_argument(
-        "--prompt", default="\n", metavar="TEXT", help="text to continue (default: a new line)"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=200, metavar="N", help="number of tokens (default: 200)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="random seed (default: 0)")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="T",
-        help="sampling temperature; 0 selects the likeliest token (default: 1)",
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample only from the K likeliest tokens")
-    parser.add_argument("--no-cache", action="store_true", help="disable the key-value cache, for comparison")
+    add, temperature = parser.add_argument, "sampling temperature; 0 selects the likeliest token (default: 1)"
+    add("--prompt", default="\n", metavar="TEXT", help="text to continue (default: a new line)")
+    add("--tokens", type=int, default=200, metavar="N", help="number of tokens (default: 200)")
+    add("--seed", type=int, default=0, metavar="S", help="random seed (default: 0)")
+    add("--temperature", type=float, default=1.0, metavar="T", help=temperature)
+    add("--top-k", type=int, metavar="K", help="sample only from the K likeliest tokens")
+    add("--no-cache", action="store_true", help="disable the key-value cache, for comparison")
     start("trainer.sample", parser, _sample)
 
 

@@ -62,11 +62,8 @@ def _exact(run: Run) -> dict[str, str]:
 
 
 def _steps(run: Run) -> str:
-    total, before, per_epoch = (
-        run.plan.total_steps,
-        run.plan.steps_before,
-        run.data.train_loader.steps_per_epoch,
-    )
+    total, before = run.plan.total_steps, run.plan.steps_before
+    per_epoch = run.data.train_loader.steps_per_epoch
     words = f"{total:,}"
     if per_epoch is not None:
         epochs, rest = divmod(total, per_epoch)

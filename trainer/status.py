@@ -66,10 +66,8 @@ def look(folder: Path, pruned: Collection[Path] = ()) -> dict[str, Any]:
     result, numbers = _numbers(result), _numbers(plan)
     if result.get("steps", 0) < metrics.get("step", 0):
         result = {}  # the run has been resumed since, with more steps
-    renewed_at, ended_at = (
-        _written_at(folder / LOCK),
-        _written_at(folder / RESULT, folder / failure_file.NAME),
-    )
+    renewed_at = _written_at(folder / LOCK)
+    ended_at = _written_at(folder / RESULT, folder / failure_file.NAME)
     state, why = _state(owner, renewed_at, ended_at, result, end)
     if state == "stopped" and folder in pruned:
         state = "pruned"

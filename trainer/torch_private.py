@@ -5,6 +5,7 @@ only assigned to, so a wrong name would change results without an error.
 """
 
 import functools
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -21,33 +22,27 @@ from torch.optim.lr_scheduler import LRScheduler
 _WORKERS = "torch.utils.data._utils.worker"
 
 
-# These functions must not create tensors, because CUDA's sanitizer would then require a GPU.
-_PRIVATE: dict[str, Callable[[], Any]] = {
-    "torch.nn.Module._buffers": lambda: nn.Module()._buffers,
-    "torch.nn.Module._parameters": lambda: nn.Module()._parameters,
-    "torch.nn.Module._version": lambda: nn.Module._version,
-    "torch.nn.Module.state_dict()._metadata": lambda: attrgetter("_metadata")(nn.Module().state_dict()),
-    "torch.Tensor._version": lambda: torch.Tensor._version,
-    "torch._foreach_norm": lambda: torch._foreach_norm,
-    "torch._foreach_copy_": lambda: torch._foreach_copy_,
-    "torch.autograd._profiler_enabled": lambda: torch.autograd._profiler_enabled,
-    "torch.utils._python_dispatch": lambda: import_module("torch.utils._python_dispatch").TorchDispatchMode,
-    "torch._ops.OpOverload": lambda: import_module("torch._ops").OpOverload,
-    f"{_WORKERS}._worker_info": lambda: attrgetter("_worker_info")(import_module(_WORKERS)),
-    "torch.distributed.ProcessGroup._get_sequence_number_for_group": lambda: attrgetter(
-        "_get_sequence_number_for_group"
-    )(dist.ProcessGroup),
-}
+_PRIVATE = (
+    "torch.nn:Module._version",
+    "torch:Tensor._version",
+    "torch:_foreach_norm",
+    "torch:_foreach_copy_",
+    "torch.autograd:_profiler_enabled",
+    "torch.utils._python_dispatch:TorchDispatchMode",
+    "torch._ops:OpOverload",
+    f"{_WORKERS}:_worker_info",
+    "torch.distributed:ProcessGroup._get_sequence_number_for_group",
+)
 
 
 def missing() -> list[str]:
     """Return the private names that this version of torch lacks."""
     found = []
-    for name, get in _PRIVATE.items():
+    for name in _PRIVATE:
         try:
-            get()
+            pkgutil.resolve_name(name)
         except (AttributeError, ImportError):
-            found.append(name)
+            found.append(name.replace(":", "."))
     return found
 
 

@@ -27,15 +27,11 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
     """Check and clip the gradients, step the optimizer, and advance schedule, average and counters.
 
     Call on every rank when the gradients of `step` are complete (a collective). A NaN or Inf loss makes the
-    gradients of all ranks NaN (see `forward_backward`), so all ranks get the same norm.
+    gradients of all ranks NaN (see `forward_backward`), so all ranks get the same `norm` of all gradients.
 
     On a GPU, an optimizer that can skip its update by a flag on the device is launched before the CPU waits
     for the norm, so that the GPU does not idle. With `train.skip_nonfinite` the CPU waits first, because the
     moving average must follow only the updates that were made.
-
-    Args:
-        norm: the norm of the gradients of the whole model, a scalar, the same on every rank.
-        losses: the losses of this rank's micro-batches, for the error message.
 
     Raises:
         NonFiniteError: a loss or gradient is NaN or Inf; raised on every rank, before any parameter changes.

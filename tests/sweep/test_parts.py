@@ -9,7 +9,6 @@ import json
 import math
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -20,7 +19,6 @@ from hydra.core.override_parser.types import Override
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams import metadata
 
-from tests.ranks import ROOT
 from tests.runs import settings
 from trainer.config import Config
 from trainer.config.overrides import set_to
@@ -257,16 +255,6 @@ def test_a_trial_is_pruned_by_the_evaluations_of_others(pruning: str, pruned_at:
 
 def parsed(*overrides: str) -> list[Override]:
     return OverridesParser.create().parse_overrides(list(overrides))
-
-
-def test_a_sweep_continues_when_the_reader_of_its_output_has_gone() -> None:
-    program = "from trainer.sweep.search import say; say('a'); input(); say('b'); say('c')"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes) as sweep:
-        assert sweep.stdout is not None and sweep.stdout.readline() == "a\n"
-        sweep.stdout.close()
-        sweep.stdout = None
-        assert sweep.communicate("\n", timeout=60) == (None, "") and sweep.returncode == 0
 
 
 def test_a_grid_has_hydras_syntax() -> None:

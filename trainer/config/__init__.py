@@ -9,7 +9,7 @@ This package never imports torch, so that user errors are reported before torch 
 """
 
 from trainer.config.contradictions import check_batch_sizes, check_one_process, check_processes
-from trainer.config.limits import above, at_least, check_limits, matching, one_of
+from trainer.config.limits import at_least, matching, one_of
 from trainer.config.loading import flatten, load, to_yaml
 from trainer.config.nodes import NoDecay, ParameterGroup, model_settings, parameter_groups, patterns
 from trainer.config.schema import (
@@ -21,7 +21,6 @@ from trainer.config.schema import (
     DdpConfig,
     DistributedConfig,
     EarlyStoppingConfig,
-    EmaConfig,
     FsdpConfig,
     HookCommConfig,
     KeepBest,

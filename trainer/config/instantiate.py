@@ -16,17 +16,10 @@ _ALLOWED = {} if _ANY is None else {"_execution_whitelist_": _ANY}
 
 
 def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = None, **kwargs: Any) -> Any:
-    """Call the node's `_target_` with its other keys, `args` and `kwargs`.
+    """Call the `_target_` of `node`, the setting `name`, with its other keys, `args` and `kwargs`.
 
     Each value `auto`, also in nested nodes, is replaced with the attribute of `facts` that has the key's
     name.
-
-    Args:
-        name: the node's name in the config, for messages.
-
-    Raises:
-        UserError: the target does not exist, has no such argument or rejects a value; or `facts` lacks the
-            attribute for an `auto`.
     """
     built = filled(name, node, facts)
     try:

@@ -31,14 +31,9 @@ class Folder(Protocol):
 
 
 def saved_settings(run_dir: Folder, overrides: Sequence[str] = (), trains: bool = False) -> Config:
-    """Return the settings of the run in `run_dir`, changed by `overrides` in the syntax of the command line.
+    """Return the settings of the run in `run_dir`, changed by `overrides` like those of a command line.
 
-    Args:
-        trains: whether the command computes gradients, with the all-reduce of the run, unless the number of
-            ranks may differ from that of the run.
-
-    Raises:
-        UserError: the run does not exist; or an override cannot be parsed, is invalid or has no effect.
+    A command that `trains` keeps the run's all-reduce, unless the number of ranks may differ.
     """
     saved = read_settings(run_dir)
     changes = [_parse(override) for override in overrides]

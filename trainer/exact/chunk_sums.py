@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.tensors.local_shard import is_dtensor, to_local
+from trainer.tensors.local_shard import is_dtensor, sharded_like, to_local
 
 _SCALE = 2.0**50
 _BLOCK = 1 << 15  # elements to process at once on a CPU, so that they stay in its cache
@@ -245,14 +245,7 @@ def _as_gradient(row: Tensor, parameter: nn.Parameter) -> Tensor:
     local, order = to_local(parameter), _by_stride(parameter)
     inverse = [order.index(dim) for dim in range(local.ndim)]
     gradient = row.view([local.shape[dim] for dim in order]).permute(inverse)
-    if is_dtensor(parameter):
-        from torch.distributed.tensor import DTensor
-
-        mesh, shape = parameter.device_mesh, parameter.shape
-        return DTensor.from_local(
-            gradient, mesh, parameter.placements, run_check=False, shape=shape, stride=parameter.stride()
-        )
-    return gradient
+    return sharded_like(parameter, gradient) if is_dtensor(parameter) else gradient
 
 
 def _by_stride(parameter: nn.Parameter) -> list[int]:

@@ -55,10 +55,6 @@ class ShardSums:
     They take 8 bytes of memory per element of the shard. The class has the methods of torch's ReduceScatter,
     whose base class is not public. Its output, the gradient that torch sets, is the sum of all chunks so far,
     so a unit that the last chunk does not use keeps the sum of earlier chunks.
-
-    Args:
-        name: name of the unit for messages.
-        parameters: the unit's sharded parameters; each chunk must use all that require gradients.
     """
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter], encoder: Encoder) -> None:

@@ -159,13 +159,10 @@ class Address:
         return io.BytesIO(self.read())
 
     def write(self, data: bytes, create: bool = False) -> None:
-        """Write `data` to this file.
+        """Write `data` to this file, or with `create` raise FileExistsError if it exists.
 
-        After an error the previous file is unchanged, except on stores that show incomplete files.
-
-        Args:
-            create: raise FileExistsError if the file exists. If two processes create it, one fails, except on
-                stores that do not support this, where the last one wins.
+        After an error the previous file is unchanged, except on stores that show incomplete files. If two
+        processes create a file, one fails, except on stores that do not support this.
         """
         if create and self._is_local and self.exists():
             raise FileExistsError(str(self))

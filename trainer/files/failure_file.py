@@ -15,10 +15,7 @@ END_FILE = "RINGMASTER_END_FILE"  # environment variable: the file for the end o
 
 
 def write(run_dir: Path, facts: dict[str, Any]) -> bool:
-    """Write `facts`, which must include `status` and `message`, atomically; return whether it succeeded.
-
-    Never raises, because a full disk must not prevent the message to the user.
-    """
+    """Write `facts`, with `status` and `message`, atomically; return whether it succeeded. Never raises."""
     if not run_dir.is_dir():
         return False  # it is on another host's disk, or the run ended before creating it
     with contextlib.suppress(OSError), atomic_file(run_dir / NAME) as file:

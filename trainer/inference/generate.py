@@ -29,7 +29,6 @@ def generate(
     Args:
         model: maps tokens (1, T) to logits (1, T, vocabulary); in evaluation mode.
         prompt: 1 to block_size tokens.
-        num_tokens: the number of tokens to generate.
         block_size: the context length of the model, in tokens.
         vocab_size: size of the tokenizer's vocabulary; the model's may be larger, such as a multiple of 64.
         generator: a CPU generator; a seed gives the same tokens on every device, except for rounding.

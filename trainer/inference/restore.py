@@ -148,11 +148,7 @@ def evaluates_ema(config: Config) -> bool:
 
 
 def held_out(restored: RestoredRun, by_chunks: bool = True) -> tuple[Any, EvalLoader]:
-    """Return the validation data and the loader of this rank's part.
-
-    The samples are divided as in an exact run if `by_chunks`, or else so that the k-th batches of all ranks
-    are consecutive.
-    """
+    """Return the validation data and this rank's loader of it, divided by chunks in an exact run."""
     config, ranks, strategy = restored.config, restored.ranks, restored.strategy
     train = config.train if by_chunks else dataclasses.replace(config.train, exact=None)
     dataset, loader = load_held_out(config, _batch(train, strategy), ranks)

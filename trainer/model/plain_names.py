@@ -13,10 +13,7 @@ _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of `model`, sharded or not, by plain names.
-
-    torch.distributed.checkpoint.state_dict supports more kinds of wrappers, but its import is slow.
-    """
+    """Return the state dict of `model`, sharded or not, by plain names."""
     return {plain_name(name): value for name, value in model.state_dict().items()}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.model.plain_names import parameter_names
-from trainer.tensors.local_shard import inner_tensors, is_dtensor, to_local
+from trainer.tensors.local_shard import inner_tensors, is_dtensor, sharded_like, to_local
 from trainer.torch_private import foreach_norm
 
 
@@ -142,9 +142,6 @@ class TrainableParameters:
 
     def sharded(self, name: str, rows: Tensor) -> Tensor:
         """Return a DTensor whose local shard is `rows` (not copied), sharded like the parameter."""
-        from torch.distributed.tensor import DTensor
-
         whole = self.whole[name]
         assert is_dtensor(whole)
-        mesh, placements = whole.device_mesh, whole.placements
-        return DTensor.from_local(rows, mesh, placements, shape=whole.shape, stride=whole.stride())
+        return sharded_like(whole, rows)

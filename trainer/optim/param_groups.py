@@ -121,10 +121,7 @@ def _before_fused_step(optimizer: Optimizer, arguments: Any, options: Any) -> No
 
 
 def _is_dense(parameter: Tensor) -> bool:
-    """Return whether a parameter, and thus its gradient, is contiguous or channels-last.
-
-    Fused kernels assume that parameter and gradient have the same layout; on a CPU they do not check it.
-    """
+    """Return whether a parameter is contiguous or channels-last, as fused kernels assume without a check."""
     as_images = parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     return as_images or parameter.is_contiguous()
 

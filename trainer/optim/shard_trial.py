@@ -60,9 +60,6 @@ def needs_whole_tensors(name: str, make: Make, groups: Sequence[dict[str, Any]])
     are divided among three optimizers. The updates, the state and the group options must be equal. A
     checkpoint must be able to store the state: each tensor in it has the shape of its parameter, or is the
     same for all shards.
-
-    Raises:
-        UserError: on every rank, if neither way gives correct updates, or the trial fails.
     """
     results: list[Any] = [None] * dist.get_world_size()
 

@@ -49,10 +49,7 @@ class WeightStatistics:
         self._moved = torch.stack(norms).double().square()
 
     def update_to_weight(self) -> float:
-        """Return the norm of the update over that of the weights, usually about 0.001 (a collective).
-
-        Tensors with more than 4,096 elements on a rank are sampled.
-        """
+        """Return the norm of the update over that of the weights, from samples (a collective)."""
         moved, weights = sum_over_ranks(self._moved.to(self._ranks.device)).tolist()
         return math.sqrt(moved / weights) if weights else 0.0
 
@@ -71,10 +68,7 @@ class WeightStatistics:
 
 @torch.no_grad()
 def histograms(named: Iterable[tuple[str, Tensor | None]], device: torch.device) -> dict[str, Histogram]:
-    """Return histograms of the finite values of each tensor over all ranks that have a part (a collective).
-
-    Replicated values count once. `named` must have the same names in the same order on every rank.
-    """
+    """Return histograms of the finite values of each tensor; replicated values count once (a collective)."""
     names, parts, counted, sizes = [], [], [], []
     for name, tensor in named:
         values = torch.empty(0) if tensor is None else to_local(tensor).flatten().float()

@@ -57,10 +57,6 @@ def claim(
         wait_s: the longest wait for the lock of an owner on another host, which may be dead.
         remote: the address of `checkpoint.remote`. With resume=auto, a new run directory continues the run
             whose checkpoints are at this address.
-
-    Raises:
-        UserError: another run uses the directory, or has left files that this run does not resume; the
-            directory is not writable; or `remote` contains another run or cannot be reached.
     """
     with writing(wanted or "null"):
         path = new_run_dir() if wanted is None else Path(wanted)

@@ -15,8 +15,7 @@ class MovingAverage:
     """An exponential moving average (EMA) of a model's parameters and buffers.
 
     Averages are on the device of their tensors, and sharded like them. Buffers are averaged too, because
-    running statistics belong to the weights with which they were computed. Each step reads weights and
-    averages.
+    running statistics belong to the weights with which they were computed.
 
         average(0) = weights(0)        average(t) = d average(t - 1) + (1 - d) weights(t)
 

@@ -105,10 +105,7 @@ class TrainState:
         return new
 
     def attach_gradients(self) -> None:
-        """Attach the complete gradients of a step to the optimizer's parameters and unscale them.
-
-        A collective in fp16.
-        """
+        """Attach the complete, unscaled gradients of a step to the optimizer (a collective in fp16)."""
         self.trainable.attach_gradients()
         self.scaler.unscale_(self.optimizer)  # a fused step would unscale, but see only this rank's overflows
 

@@ -28,12 +28,7 @@ from trainer.sweep.trials import Combination, TrialLog, words_of
 def sweep(
     composed: DictConfig, loader: ConfigLoader, sweeper: Mapping[str, Any], arguments: Sequence[str]
 ) -> None:
-    """Run the sweep that the overrides `arguments` describe, and exit with its status.
-
-    Args:
-        composed: the settings without the swept ones, with Hydra's own.
-        sweeper: hydra.sweeper.
-    """
+    """Run the sweep that the overrides `arguments` describe, and exit with its status."""
     refuse_sweep_in_ranks()
     launcher = composed.hydra.runtime.choices["hydra/launcher"]
     if launcher != "basic":

@@ -81,10 +81,7 @@ def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
 
 
 def write_hparams(folder: Path, trials: Sequence[Trial], metric: str) -> None:
-    """Write the settings of every started trial to its folder, for TensorBoard's HParams tab.
-
-    SummaryWriter.add_hparams would create another run for each trial.
-    """
+    """Write the settings of every started trial to its folder, for TensorBoard's HParams tab."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import summary_v2 as api

@@ -2,11 +2,10 @@
 
 import itertools
 import logging
-import os
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
@@ -18,6 +17,8 @@ from trainer.config import Config, at_least, matching, one_of
 from trainer.config.overrides import explain
 from trainer.errors import UserError, first_line, optional
 from trainer.sweep.trials import PRUNED, Combination, Trial, TrialLog, values_of, words_of
+
+say = partial(print, flush=True)
 
 
 @dataclass
@@ -32,14 +33,6 @@ class SweepConfig:
     seeds: int = at_least(1)
     pruning: str | None = one_of("median", "asha")
     params: dict[str, str] | None = None
-
-
-def say(text: str) -> None:
-    """Print `text`; if the reader of a pipe has gone, as with `| head`, print nothing from then on."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def with_settings(

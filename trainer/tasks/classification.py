@@ -71,10 +71,7 @@ class Classification:
         return torch.cat([torch.stack(sums), _confusions(likeliest[:, 0], labels, logits.shape[1])])
 
     def predict(self, model: nn.Module, batch: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return label (B,), prediction (B,), the most likely class, and probabilities (B, classes).
-
-        An ignored label stays -100. If the batch has no labels, the result has none.
-        """
+        """Return label (B,) if given, the most likely class (B,) and the probabilities (B, classes)."""
         inputs, labels = inputs_and_any_labels(batch)
         logits = logits_of(model(inputs))
         known = {} if labels is None else {"label": classes_of(labels, logits)}

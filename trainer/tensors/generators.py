@@ -13,10 +13,7 @@ from trainer.accelerator import is_accelerator
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed Python, NumPy and torch (CPU and every GPU), differently on each ``rank``.
-
-    ``numpy.random.SeedSequence`` mixes the two numbers, so neighbouring ranks get unrelated seeds.
-    """
+    """Seed Python, NumPy and torch (CPU and every GPU), with unrelated seeds on each `rank`."""
     words = np.random.SeedSequence([seed, rank]).generate_state(4, np.uint32)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
@@ -62,10 +59,7 @@ def mixed_seed(seed: int, number: int) -> int:
 
 @contextmanager
 def generators_kept(of_accelerators: bool = True) -> Iterator[None]:
-    """Restore the random generators of this process on exit, which takes 0.1 ms.
-
-    Restoring those of accelerators takes longer.
-    """
+    """Restore the random generators of this process on exit; those of GPUs only if `of_accelerators`."""
     python_state, numpy_state, kind, devices = random.getstate(), np.random.get_state(), "cpu", range(0)
     if of_accelerators and (accelerator := torch.accelerator.current_accelerator()) is not None:
         module: Any = torch.get_device_module(accelerator)

@@ -27,10 +27,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
-    """Return the inner tensors, by name, of a traceable tensor subclass; {} for other tensors.
-
-    8-bit optimizers keep their state in such subclasses.
-    """
+    """Return the tensors in a tensor subclass, such as the state of an 8-bit optimizer; {} for others."""
     if is_dtensor(tensor) or not hasattr(tensor, "__tensor_flatten__"):
         return {}
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
@@ -76,3 +73,11 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     return rows_of_shard(rows, coordinate[-1], tensor.device_mesh.size(-1))
+
+
+def sharded_like(parameter: "DTensor", rows: Tensor) -> Tensor:
+    """Return a DTensor whose local shard is `rows` (not copied), sharded like `parameter`."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(rows, mesh, placements, shape=parameter.shape, stride=parameter.stride())

@@ -192,10 +192,7 @@ class _IndexLoader(TrainLoader):
 
 
 class _StreamLoader(TrainLoader):
-    """A loader of a stream: each replica gets its part of every global batch.
-
-    After a resume without a saved position, samples before `first_sample` are read and dropped.
-    """
+    """A loader of a stream: each replica gets its part of every global batch."""
 
     is_stream = True
 

@@ -209,10 +209,7 @@ class TrainStreamReader(StreamReader):
 
 
 class EvalStreamReader(StreamReader):
-    """Reads batches with the indices of their samples; None if all replicas are at the end.
-
-    A replica that has no samples left gets a filler batch without indices.
-    """
+    """Reads batches, or a filler sample, with the indices of the samples; None when all replicas are done."""
 
     def _read(self, request: Request) -> tuple[list[Any], list[int]] | None:
         if (filler := self._cursor(request, 0).read(request.first)) is END:

@@ -63,10 +63,7 @@ def init_worker(heartbeat: Heartbeat, first: int, worker_id: int) -> None:
 
 
 def shorten_socket_paths() -> None:
-    """Make multiprocessing create its sockets in /tmp if the path of TMPDIR is too long for them.
-
-    Called before workers are forked, because a worker returns batches through a socket.
-    """
+    """Make multiprocessing create sockets in /tmp if TMPDIR is too long; call before workers are forked."""
     if len(tempfile.gettempdir()) > _MAX_TMPDIR:
         before, tempfile.tempdir = tempfile.tempdir, "/tmp"
         with contextlib.suppress(OSError):
