@@ -86,12 +86,7 @@ def fit(run: Run) -> dict[str, float]:
 
 
 class Epochs:
-    """Makes the steps of a run, one epoch after another.
-
-    Attributes:
-        run: may be replaced between two steps.
-        batches: the rest of the current epoch; None between two epochs.
-    """
+    """Runs the steps of `run`; `batches` is the rest of the current epoch, None between two epochs."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -118,7 +113,7 @@ class Epochs:
         return self.batches
 
     def step(self) -> AfterStep:
-        """Make the next step, unless the epoch has no data left for it (a collective)."""
+        """Run the next step, unless the epoch has no data left for it (a collective)."""
         run, progress, batches = self.run, self.run.state.progress, self.open()
         after = make_step(run, batches) if batches is not None else AfterStep.CONTINUE
         if progress.epoch != self._epoch:

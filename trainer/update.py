@@ -67,7 +67,7 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
 
 
 def read_past(run: Run, step: int) -> Update:
-    """Advance schedule and counters past a step of `train.skip_steps`, as after any skipped step."""
+    """Advance schedule and counters past a step of `train.skip_steps`, like after any skipped step."""
     if run.ranks.is_main:
         for first, last in run.config.train.skip_steps:
             if step == max(first, run.plan.steps_before + 1) <= last:

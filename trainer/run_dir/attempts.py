@@ -22,10 +22,10 @@ _TRAINER = str(Path(__file__).parents[1]) + os.sep
 
 @dataclass(frozen=True)
 class RunAttempt:
-    """What was the same from a start of the run until it ended, or until the next attempt resumed it."""
+    """The facts that stay the same from a start of a run until it ends or is resumed."""
 
     first_step: int
-    """The last step before the attempt: 0, or the step of the checkpoint that it resumed from."""
+    """The step of the checkpoint from which the attempt resumed; 0 without one."""
     started: float
     """In seconds since 1970."""
     strategy: str
@@ -56,13 +56,13 @@ def read_attempts(run_dir: Path) -> list[RunAttempt]:
 
 
 def attempt_of(run_dir: Path, step: int) -> RunAttempt | None:
-    """Return the attempt that made `step` for the last time; None if it is unknown."""
+    """Return the last attempt that made `step`; None if it is unknown."""
     made_by = [each for each in read_attempts(run_dir) if each.first_step < step]
     return made_by[-1] if made_by else None
 
 
 def _git() -> str | None:
-    """Return None without a repository, without git, or if git takes long."""
+    """Return the commit of the current directory; None without a repository or git, or if git is slow."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}

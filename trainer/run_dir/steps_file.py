@@ -21,14 +21,9 @@ class StepRecord(NamedTuple):
 
 
 class StepsFile:
-    """The writer of steps.bin, on rank 0."""
+    """Writes steps.bin, on rank 0, without the steps after `steps_before`, which a resumed run repeats."""
 
     def __init__(self, run_dir: Path, steps_before: int) -> None:
-        """Open the file in `run_dir`, and remove the steps after `steps_before`, which a resumed run repeats.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
         path = run_dir / FILE
         records = _read(path)
         kept = int((records["step"] <= steps_before).sum())  # steps are in ascending order
@@ -36,7 +31,7 @@ class StepsFile:
         self._file.truncate(kept * _RECORD.itemsize)
 
     def write(self, records: Sequence[StepRecord]) -> None:
-        """Append records of consecutive steps. Raises OSError if the file cannot be written."""
+        """Append records of consecutive steps."""
         self._file.write(np.array([*map(tuple, records)], _RECORD).tobytes())
 
     def close(self) -> None:
@@ -44,7 +39,7 @@ class StepsFile:
 
 
 def read_steps(run_dir: Path) -> dict[int, StepRecord]:
-    """Return the records of a run by step, in ascending order; {} without a file. The run may be running.
+    """Return the records of a run, which may be running, by step in ascending order; {} without a file.
 
     The last steps before a failure are missing, because records are written at log steps and saves.
     """

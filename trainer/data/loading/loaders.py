@@ -125,7 +125,7 @@ class TrainLoader(_Loader, ABC):
         """Return the micro-batches of an epoch from sample `first_sample` on."""
 
     def requests(self, epoch: int, first_sample: int) -> list[Request]:
-        """Return this replica's requests of the step at ``first_sample``, without reading samples."""
+        """Return this replica's requests for the step at `first_sample`, without reading samples."""
         requests = copy.copy(self._requests)  # the loader may still iterate over the original
         requests.epoch, requests.first_sample = epoch, first_sample
         return list(itertools.islice(requests, requests.batch.accumulation))
