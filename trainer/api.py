@@ -129,7 +129,7 @@ def open(run_dir: str | Path, checkpoint: str | Path = "newest") -> TrainedRun:
 
 
 def composed(overrides: list[str]) -> Config:
-    """Return the settings of conf/ with `overrides`. UserError if they cannot be composed or are invalid."""
+    """Compose and check the settings of conf/ with `overrides`. Raises UserError for a mistake in them."""
     try:
         with _composing, initialize_config_dir(str(CONF), version_base="1.3"):
             return load(

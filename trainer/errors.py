@@ -73,7 +73,7 @@ class StoppedBySignal(RunEndError):  # noqa: N818, not an error
 
 
 def optional(package: str, setting: str, extra: str | None = None) -> Any:
-    """Import a package that only `setting` requires; UserError names the `extra` that installs it."""
+    """Import a package that only `setting` requires, or raise UserError with the command that installs it."""
     try:
         return import_module(package)
     except ImportError as error:

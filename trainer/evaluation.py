@@ -160,7 +160,7 @@ def predict(
 
 @torch.no_grad()
 def show(context: ModelContext, evaluation: Evaluation, run_log: RunLog, step: int, at_end: bool) -> None:
-    """Log the task's texts, images and plots at the end and as `train.show_every` says (a collective)."""
+    """Log the result of `Task.show`, at the end of the run and by `train.show_every` (a collective)."""
     if not offers(context.task, "show") or not on_main(
         lambda: at_end or run_log.shows.is_due(), context.ranks
     ):

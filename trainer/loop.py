@@ -28,7 +28,7 @@ def fit(run: Run) -> dict[str, float]:
 
     Raises:
         NonFiniteError: a loss or gradient is NaN or Inf; raised on all ranks, before the update of that step.
-        StoppedBySignal: a signal asked to stop; raised on all ranks, after the same step was saved.
+        StoppedBySignal: a signal was received; raised on all ranks, after saving the same step.
     """
     progress, settings, meter = run.state.progress, run.config.train, run.report.meter
     steady = meter.mark()

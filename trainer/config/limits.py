@@ -32,7 +32,7 @@ def at_least(limit: float) -> Any:
 
 
 def count_or_never() -> Any:
-    """Declare a count for which 0 means never. `load` turns null into 0."""
+    """Declare a count for which 0 means never, and null means 0."""
     limit = Limit(lambda value: value >= 0, "at least 0")
     return field(default=MISSING, metadata={"limit": limit, "null": 0})
 

@@ -64,7 +64,7 @@ def saved_settings(run_dir: Folder, overrides: Sequence[str] = (), trains: bool 
 
 
 def read_settings(run_dir: Folder) -> DictConfig:
-    """Return the saved settings. UserError if config.yaml does not exist or cannot be read."""
+    """Return the saved settings. Raises UserError if config.yaml does not exist or cannot be read."""
     path = run_dir / "config.yaml"
     try:
         with path.open("rb") as file:

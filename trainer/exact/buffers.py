@@ -56,7 +56,9 @@ class ChunkBuffers:
     def finish(self) -> None:
         """Set the buffers that change to their means, after the last chunk of a step (a collective).
 
-        UserError if a step created a buffer, changed another one than the dry run, or if integers differ.
+        Raises:
+            UserError: the step created a buffer, changed a buffer that the dry run did not change, or left
+                different integers in a buffer.
         """
         results, self._results = self._results, []
         if new := {name for name, _ in named_buffers(self._model)} - self._locations.keys():

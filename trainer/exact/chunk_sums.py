@@ -122,7 +122,7 @@ class ChunkSums:
 
     @torch.no_grad()
     def add_chunk(self) -> None:
-        """Add the gradients of a chunk to the sums, and set them to None. UserError if one is sparse."""
+        """Add the gradients of a chunk to the sums, and set them to None; sparse ones raise UserError."""
         if not self._groups:
             self._groups = _grouped(list(self.parameters))
             self._offsets = {

@@ -1,4 +1,4 @@
-"""Folders and files that fsspec can access, such as in a bucket, with the methods of Path that are needed."""
+"""Files and folders that fsspec can access, such as in a bucket, with the methods of Path that are needed."""
 
 import contextlib
 import io
@@ -149,7 +149,7 @@ class Address:
         return self._query(lambda fs, path: int(fs.size(path)))
 
     def read(self, begin: int | None = None, end: int | None = None) -> bytes:
-        """Return the bytes [begin, end) of this file, or all."""
+        """Return the bytes [begin, end) of this file; all by default."""
         data: bytes = self._query(lambda fs, path: fs.cat_file(path, start=begin, end=end))
         return data
 

@@ -16,7 +16,7 @@ def load_json(path: Any) -> dict[str, Any]:
 
 
 def read_json(path: object, data: bytes) -> dict[str, Any]:
-    """Return the JSON object in `data`, which may contain NaN and Infinity; UserError names `path`."""
+    """Return the JSON object in `data`, which may contain NaN and Infinity, or raise UserError."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:

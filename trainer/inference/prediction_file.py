@@ -57,7 +57,7 @@ WRITERS: dict[str, Callable[[BinaryIO, Columns], None]] = {
 
 
 def writer_for(path: Path) -> Callable[[BinaryIO, Columns], None]:
-    """Return the function that writes files like `path`. UserError if the suffix is not in `WRITERS`."""
+    """Return the function that writes files like `path`. Raises UserError for other suffixes."""
     if path.suffix not in WRITERS:
         raise UserError(f"the file name must end in .csv, .jsonl or .pt, but is {path.name}")
     return WRITERS[path.suffix]

@@ -120,7 +120,7 @@ def _initial(
 
 
 def _facts(config: Config, train_set: Callable[[], Any]) -> Any:
-    """Return the training data if settings that follow from it are missing, as with overrides; else None."""
+    """Return the training data if settings that depend on it are missing, otherwise None."""
     is_known = config.data.images.mean is not None and "auto" not in dict(leaves(config.model)).values()
     return None if is_known else train_set()
 

@@ -126,7 +126,7 @@ class TrainableParameters:
     def as_rows(self, name: str, value: Any) -> Any:
         """Return `value`, a part of the optimizer's state, as a DTensor if it has the shape of the shard.
 
-        From the DTensor, a checkpoint knows the rows that `value` contains. It is not copied.
+        The DTensor, which shares memory with `value`, tells a checkpoint which rows `value` contains.
         """
         if not self.is_sharded or name not in self.own or name in self.owners:
             return value

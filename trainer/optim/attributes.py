@@ -41,7 +41,7 @@ class OptimizerAttributes:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore attributes whose initial value is that of the saved run; log a warning for others."""
+        """Restore attributes whose initial value equals that of the saved run, and warn about the rest."""
         by_path = {path: optimizer for optimizer, path in optimizers_in(self._optimizer).items()}
         device, others = self._optimizer.param_groups[0]["params"][0].device, []
         for name, (first, value, on_cpu) in saved.items():

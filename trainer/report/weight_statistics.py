@@ -21,7 +21,7 @@ Histogram = tuple[Tensor, Tensor]
 
 
 class WeightStatistics:
-    """Examines some steps, with the same calls on every rank; a sharded model is examined as a whole."""
+    """Update sizes and histograms of a model, sharded or not. Every rank makes the same calls."""
 
     def __init__(self, model: nn.Module, ranks: Ranks, histograms_every: int | None) -> None:
         self._model, self._ranks, self._every = model, ranks, histograms_every

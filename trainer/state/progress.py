@@ -56,7 +56,7 @@ class Progress:
         self.epoch, self.samples_in_epoch = self.epoch + 1, 0
 
     def skip_short_rest(self, global_batch_size: int, num_samples: int) -> None:
-        """End the epoch if less than a batch is left of it, as after steps with another batch size."""
+        """End the epoch if less than a batch remains, which is possible after a change of the batch size."""
         if num_samples - self.samples_in_epoch < global_batch_size:
             self.end_epoch()
 

@@ -120,7 +120,8 @@ class Runner:
     def _start_next(self) -> bool:
         """Start a trial, if there is one and room for it; return whether a trial was started.
 
-        The search is asked only if there is room for a trial like the last one, when most results are known.
+        The search is queried only if there is room for a trial like the last one, so that it knows most
+        results.
         """
         if self._running and self._room(self._running[-1]) is None:
             return False

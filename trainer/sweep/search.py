@@ -59,7 +59,7 @@ def with_settings(
 
 
 def grid(swept: Sequence[Override]) -> Iterator[Combination]:
-    """Return every combination of the values; the last setting changes fastest. UserError for an interval."""
+    """Return every combination of the values; the last setting changes fastest. Intervals raise UserError."""
     axes = {}
     for override in swept:
         key = override.get_key_element()
@@ -84,7 +84,7 @@ def suggestions(
     sampler = optuna.samplers.TPESampler if wanted.search == "tpe" else optuna.samplers.RandomSampler
 
     def known() -> Iterator[tuple[list[Trial], Any]]:
-        """Yield the trials of each combination, with the same result as a trial of Optuna."""
+        """Yield the trials of each combination, and the Optuna trial that represents them."""
         for trials in log.combinations(space):
             told: dict[str, Any] = {"state": optuna.trial.TrialState.FAIL}
             if len(values := values_of(trials)) == len(trials):

@@ -50,7 +50,7 @@ def num_rows(shape: Sequence[int]) -> int:
 
 
 def rows_of_shard(num_rows: int, shard: int, num_shards: int) -> tuple[int, int]:
-    """Return the rows [begin, end) of a shard, maybe empty, as torch.chunk and DTensor divide them."""
+    """Return the rows [begin, end) of a shard, which may be empty, in the layout of DTensor."""
     rows_per_shard = -(-num_rows // num_shards)
     return min(shard * rows_per_shard, num_rows), min((shard + 1) * rows_per_shard, num_rows)
 
@@ -66,7 +66,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def own_rows(tensor: Tensor) -> tuple[int, int]:
-    """Return the rows [begin, end) of `tensor` on this rank: all rows, or those of its shard."""
+    """Return the rows [begin, end) of `tensor` on this rank; all rows if it is not sharded."""
     rows = num_rows(tensor.shape)
     if not is_dtensor(tensor) or not is_sharded(tensor):
         return 0, rows

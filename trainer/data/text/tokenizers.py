@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
         """Return the tokens of each text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of the tokens, with U+FFFD for invalid UTF-8, such as a part of a character."""
+        """Return the text of the tokens, with U+FFFD for invalid UTF-8, such as incomplete characters."""
 
 
 def tokenizer(name: str) -> Tokenizer:
