@@ -3,8 +3,7 @@
 Each case stops a run once by SIGTERM, SIGKILL or an exception, in a step, a save, an evaluation or between
 them. The run is then resumed to its end, or stopped again right after the resume. Three sources must name the
 same best step as in an uninterrupted run: evaluations.jsonl, metrics.jsonl and `--checkpoint best`. No step
-    may
-have two rows in metrics.jsonl, and another resume must not evaluate. Prints a row for each case; the exit
+may have two rows in metrics.jsonl, and another resume must not evaluate. Prints a row for each case; the exit
 status is 1 if a case is wrong.
 
     python -m benchmarks.best_checkpoint [--strategies single ddp fsdp] [--resumes once twice] [--json FILE]

@@ -1,6 +1,6 @@
 """Inject each kind of failure, and check the report, the time until all processes end, and the restart.
 
-Trains the MLP on the embedded digits under torchrun with --max-restarts=1, as a user would, once
+Trains the MLP on the bundled digits under torchrun with --max-restarts=1, as a user would, once
 uninterrupted and once with each failure, and prints a row for each. `right` means that failure.json names the
 rank, the phase and the step of the failure. The seconds are from the failure to the report, and to the end of
 all processes of that attempt. `lost` counts the steps that were repeated. The exit status is 1 if a row is

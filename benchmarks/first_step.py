@@ -1,9 +1,8 @@
 """Measure the CPU seconds of each process from its start to the first step, and the import time by package.
 
 Each rank stops itself at the start of the second step, and its CPU time is read from the kernel: for the MLP
-    on
-the digits in one process, for two ranks under DDP, and for a trial of a sweep. Source trees are measured in
-rotation, since other load on the machine makes all of them slower; compare the smallest values.
+on the digits in one process, for two ranks under DDP, and for a trial of a sweep. Source trees are measured
+in rotation, since other load on the machine makes all of them slower; compare the smallest values.
 
     python -m benchmarks.first_step [--rounds 5] [TREE ...]     default: this tree
     python -m benchmarks.first_step --packages                  seconds of imports in one process, by package

@@ -1,8 +1,7 @@
 """Compute what grows with ranks, parameters and time, for large runs that are built from shapes only.
 
 Models of 1, 8 and 70 billion parameters with the layers of Llama 3, trained by AdamW under FSDP with 8 ranks
-per
-host:
+per host:
 
     index    bytes of the index of tensors in state.json; seconds to read it; memory after reading it
     manifest bytes of manifest.json, with a hash of each block of each file

@@ -5,9 +5,8 @@
 Creates JPEG files of 500 x 375 pixels, about 90 kB each, and reads them as data=imagefolder does in training:
 a random crop resized to 224 pixels, as uint8. Measures first the stages for one image in one process, then
 whole loaders in rotation: ours, and torch's DataLoader with torchvision's ImageFolder and the usual
-    transforms,
-which normalize on the CPU and return floats. Times are those of the fastest round, since other load on the
-machine only makes rounds slower. The files are in the page cache; a disk may be slower.
+transforms, which normalize on the CPU and return floats. Times are those of the fastest round, since other
+load on the machine only makes rounds slower. The files are in the page cache; a disk may be slower.
 """
 
 import argparse

@@ -13,8 +13,8 @@ over fewer ranks round differently. The exit status is 1 if anything is wrong.
     python -m benchmarks.lost_steps --kinds kill,stop,update --tries 10 --worlds 2,4
     python -m benchmarks.lost_steps --kinds kill --strategies fsdp --worlds 4
     python -m benchmarks.lost_steps --kinds cut --strategies fsdp,ddp --worlds 4 --hosts 2
-    python -m benchmarks.lost_steps --soak 20 --seed 7     20 minutes of random strategies, worlds and
-    failures python -m benchmarks.lost_steps --case 7012            repeat a case of a soak by its seed
+    python -m benchmarks.lost_steps --soak 20 --seed 7     20 minutes of random strategies, sizes, failures
+    python -m benchmarks.lost_steps --case 7012            repeat a case of a soak by its seed
 
 Hosts are network namespaces, which needs root. Launchers and ranks are forked from a process that has
 imported everything, which takes a fifth of the CPU time; use --launch torchrun or --launch local to measure

@@ -1,4 +1,4 @@
-"""What all trainers of `benchmarks.peers` have in common, and the measurements."""
+"""The job that all trainers of `benchmarks.peers` share, and its measurements."""
 
 import json
 import os

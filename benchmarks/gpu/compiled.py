@@ -1,4 +1,4 @@
-"""The matrix with train.compile=true."""
+"""Run the matrix of benchmarks.gpu.matrix with train.compile=true."""
 
 from collections.abc import Iterator
 

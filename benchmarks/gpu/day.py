@@ -1,4 +1,4 @@
-"""Shared by the programs of a day on a GPU: sizes, runs, timing in rotation, rows of a table."""
+"""Shared code of the GPU benchmarks: sizes, runs, timing in rotation, table rows."""
 
 import io
 import json
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure; `ok` is None without a limit, or if the limit does not apply to this machine."""
+    """A measured value; `ok` is None without a limit, or if the limit does not apply to this machine."""
 
     what: str
     value: float | None
@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Day:
-    """`dry`: the same programs at tiny sizes on a CPU, to try out the day."""
+    """The options of a benchmark day; `dry` runs the same programs at tiny sizes on a CPU."""
 
     dry: bool
     out: Path
@@ -47,12 +47,12 @@ class Day:
         return tiny if self.dry else real
 
     def finish(self) -> None:
-        """Wait for the GPU's queued work."""
+        """Wait for the queued work of the GPU."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def rated(self, what: str, value: float, unit: str, least: float, note: str = "") -> Row:
-        """A figure that should be at least `least`; a CPU at tiny sizes does not count."""
+        """Return a row whose value should be at least `least`, except at tiny sizes on a CPU."""
         return Row(what, value, unit, f">= {least:g}", value >= least if self.on_gpu else None, note)
 
 
@@ -69,7 +69,7 @@ def settings(*overrides: str) -> Any:
 
 @contextmanager
 def contexts() -> Iterator[Callable[..., Any]]:
-    """A function from overrides to a context, ready to train; all share a process group of one."""
+    """Return a function from overrides to a context that is ready to train; all share one process group."""
     from trainer.assemble import assemble
     from trainer.distributed.process_group import process_group
     from trainer.launch.signals import StopRequest
@@ -93,14 +93,14 @@ def contexts() -> Iterator[Callable[..., Any]]:
 
 
 def steps(context: Any) -> Iterator[None]:
-    """Our own loop, epoch after epoch; yields after each step."""
+    """Run our own loop, epoch after epoch; yield after each step."""
     from tests.runs import steps_of
 
     return steps_of(context)
 
 
 def in_turns(day: Day, ways: dict[str, Iterator[None]], turns: int, each: int) -> dict[str, list[float]]:
-    """Milliseconds per step of each way in each round, including the GPU; the order rotates."""
+    """Return the milliseconds per step of each variant and round, including the GPU; the order rotates."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         for _ in range(each):  # compiles, chooses algorithms, fills the allocator
@@ -118,12 +118,12 @@ def in_turns(day: Day, ways: dict[str, Iterator[None]], turns: int, each: int) -
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-    """The speed of this project's run over the other's: the median over rounds."""
+    """Return the speed of this project's run relative to the other: the median over rounds."""
     return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
 
 
 def quietly(action: Callable[[], _T]) -> _T:
-    """Run it without its output; the end of the output is added to an exception."""
+    """Run a command without its output; the end of the output is added to an exception."""
     said = io.StringIO()
     try:
         with redirect_stdout(said):

@@ -1,4 +1,4 @@
-"""train.exact: the same bits twice, and under each strategy of one GPU; and its cost."""
+"""Check that train.exact gives equal bits twice and under each strategy of one GPU, and measure its cost."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""GPT-2 124M, block 1024, bf16, compiled: tokens/s and MFU compared with nanoGPT's loop, in one process."""
+"""Compare GPT-2 124M (block 1024, bf16, compiled) with nanoGPT's loop: tokens/s and MFU, in one process."""
 
 import math
 import statistics
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """nanoGPT's default: no biases, a vocabulary of 50304, the loss within the model."""
+    """nanoGPT's default model: no biases, a vocabulary of 50304, the loss within the model."""
 
     def __init__(self, block: int, width: int, depth: int, heads: int, vocabulary: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class NanoGPT(nn.Module):
 
 
 def nanogpt(day: Day, data: Path, batch_size: int, block: int, sizes: tuple[int, int, int]) -> Iterator[None]:
-    """The body of nanoGPT's train.py, for one GPU; yields after each step."""
+    """Run the body of nanoGPT's train.py, for one GPU; yield after each step."""
     model: nn.Module = NanoGPT(block, *sizes, vocabulary=50304).to(day.device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
@@ -97,7 +97,7 @@ def nanogpt(day: Day, data: Path, batch_size: int, block: int, sizes: tuple[int,
 
 
 def tokens_file(folder: Path, count: int) -> Path:
-    """Tokens with the frequencies of words; nothing is learned here."""
+    """Write tokens with the frequencies of words, from which nothing can be learned."""
     drawn = np.random.default_rng(0).zipf(1.2, count) % 50257
     for name in ("train.bin", "val.bin"):
         drawn.astype(np.uint16).tofile(folder / name)

@@ -1,4 +1,4 @@
-"""Every strategy, precision and kind of checkpoint: trains, saves, and resumes to the same model."""
+"""Check that every strategy, precision and checkpoint format trains, saves, and resumes to the same model."""
 
 import itertools
 import shutil

@@ -1,4 +1,4 @@
-"""The peak of a device's memory over some steps, beside the prediction of `python -m planner.memory`."""
+"""Compare the peak memory of a GPU over some steps with the prediction of `python -m planner.memory`."""
 
 import contextlib
 import gc

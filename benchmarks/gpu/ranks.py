@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs, or on one through NCCL 2.30 or later: every all-reduce, checked."""
+"""Check every all-reduce on two ranks on two GPUs, or on one GPU with NCCL 2.30 or later."""
 
 import json
 import os

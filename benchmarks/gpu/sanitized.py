@@ -1,4 +1,4 @@
-"""The tests that need a GPU, while torch looks for a stream that has not waited for another."""
+"""Run the tests that need a GPU with torch's stream sanitizer."""
 
 from benchmarks.gpu.day import Day, Row
 from benchmarks.gpu.tests import measure_with

@@ -1,4 +1,4 @@
-"""How often the host waits for the GPU unintentionally, in a step without logging, by line."""
+"""Count unintended waits for the GPU in a step without logging, by line."""
 
 import collections
 import itertools

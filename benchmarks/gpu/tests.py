@@ -1,4 +1,4 @@
-"""The tests that need a GPU."""
+"""Run the tests that need a GPU."""
 
 import os
 import subprocess

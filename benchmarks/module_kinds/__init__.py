@@ -1,4 +1,4 @@
-"""Modules as people write them, for benchmarks/modules.py: rows (B, 6) in, two classes out, a habit each."""
+"""Modules with unusual features, for benchmarks/modules.py: inputs (B, 6), two classes, one feature each."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""What modules hold: parameters that are shared, frozen, computed, in lists, or of odd shapes and dtypes."""
+"""Modules whose parameters are shared, frozen, computed, in lists, or of unusual shapes and dtypes."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""What passes do: other paths, hooks, random numbers, recomputation; and what they return."""
+"""Modules with unusual passes: other paths, hooks, random numbers, recomputation, and return types."""
 
 import random
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What passes change: buffers, counters, statistics, hidden states, and how they are saved."""
+"""Modules whose passes change state: buffers, counters, statistics, hidden states; and how they save it."""
 
 import copy
 from typing import Any
