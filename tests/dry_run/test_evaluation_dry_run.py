@@ -100,7 +100,7 @@ def test_mistakes_are_found_before_the_first_step(tmp_path: Any) -> None:
         ("data.num_workers=2",): r"",
         (
             how("field"),
-        ): r"Fails fails on the first held-out batch, in the dry run .*: IndexError: .*set train.eval_every_epochs=0",
+        ): r"Fails fails on the first validation batch, in the dry run .*: IndexError: .*set train.eval_every_epochs=0",
         (how("shape"),): r"RuntimeError: mat1 and mat2 shapes cannot be multiplied",
         (how("name"),): r"NameError: name 'unknown' is not defined",
         (

@@ -25,7 +25,7 @@ _MISTAKES = (UserError, NameError, AttributeError, TypeError, KeyError, ImportEr
 
 
 def dry_run_of_evaluation(run: Run) -> None:
-    """Evaluate the first held-out batch without side effects (a collective).
+    """Evaluate the first validation batch without side effects (a collective).
 
     This uses a copy of the task, and does nothing if the task can't be copied. `summarise` may need more than
     one batch, for example samples of each class, so errors in it that may come from the data are only
@@ -49,13 +49,13 @@ def dry_run_of_evaluation(run: Run) -> None:
             if isinstance(error, RunEndError | OSError | torch.OutOfMemoryError) or _by_collective(error):
                 raise
             raise UserError(
-                f"{type(run.task).__name__} fails on the first held-out batch, in the dry run of an "
+                f"{type(run.task).__name__} fails on the first validation batch, in the dry run of an "
                 f"evaluation: {class_and_line(error)}. Fix it, or set train.eval_every_epochs=0 to train "
                 "without evaluation"
             ) from error
     for failure in failures:
         log.warning(
-            "%s.%s. The dry run used only the first held-out batch; if this also fails with all batches, "
+            "%s.%s. The dry run used only the first validation batch; if this also fails with all batches, "
             "the run stops at the first evaluation",
             type(run.task).__name__,
             failure,
