@@ -27,15 +27,15 @@ class GPT(nn.Module):
         size: a key of SIZES; width, depth and num_heads override its values.
         dropout: probability after the embeddings, in the attention, and on each residual branch.
         vocab_multiple: pad the matrix product of the logits to a multiple of this number of columns, because
-            a GPU takes longer for 50,257 than for 50,304. The padding is zeros, created for the product only,
-            and is not part of the logits, the parameters or a checkpoint.
+            a GPU takes longer for 50,257 than for 50,304. The zeros are created for the product only, and are
+            not part of the logits, the parameters or a checkpoint.
         border: the token that ends each document. The documents of a sequence then do not attend to each
             other, and the positions of each start at 0, so the logits are those of separate documents. See
-            `models.packed` for the kernels.
+            `models.packed`.
 
     Raises:
         ValueError: a size is unknown or below 1, width is not divisible by num_heads, or a sequence is too
-        long.
+            long.
 
     Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
@@ -138,8 +138,8 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy, in fp32, of the logits ``x @ weight.T``, for x (B, T, width).
 
-    A few rows of logits and their gradients are computed at a time, so B x T x classes numbers are never in
-    memory. Rows of ``weight`` (classes, width) from ``num_classes`` on are padding without gradients.
+    Only a few rows of logits and of their gradients are in memory at a time. Rows of ``weight`` (classes,
+    width) from ``num_classes`` on are padding without gradients.
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):  # autocast does not apply to linear_cross_entropy

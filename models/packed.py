@@ -1,8 +1,8 @@
 """Attention within packed documents, by FlashAttention if possible, and otherwise by a mask.
 
 FlashAttention gets the offsets of the documents, and computes nothing for pairs of tokens in different
-documents.
-It does not support masks: with a mask, torch uses its memory-efficient kernel, which computes all pairs.
+documents. With a mask, which it does not support, torch uses its memory-efficient kernel, which computes all
+pairs.
 """
 
 import torch
@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 
 def takes_varlen(x: Tensor, head_size: int, dropout: float) -> bool:
-    """Return whether FlashAttention can be used for packed documents of tokens like ``x`` (B, T, width).
+    """Return whether FlashAttention supports packed documents of tokens like ``x`` (B, T, width).
 
-    It needs an NVIDIA GPU of Ampere or newer, and fp16 or bf16, and does not support dropout. A compiled
-    model uses the mask, because the number of documents would be a shape that changes in each step. Fake
-    tensors, with which FLOPs are counted, use the mask, too.
+    It needs an NVIDIA GPU of Ampere or newer, and fp16 or bf16, and does not support dropout. Compiled models
+    use the mask, because the number of documents would be a shape that changes in each step, and so do the
+    fake tensors with which FLOPs are counted.
     """
     if x.device.type != "cuda" or type(x) is not Tensor or dropout or torch.version.hip:
         return False
@@ -30,9 +30,9 @@ def documents(tokens: Tensor, border: int, varlen: bool) -> tuple[Tensor, Tensor
 
     Each document in ``tokens`` (B, T) ends with ``border``. The structure is a mask (B, 1, T, T) or, with
     ``varlen``, the offsets of the documents in the B * T tokens, and their end, int32, for `attend_within`.
-    The host then waits for the GPU, to get the number of documents. An array for the maximum number would
-    cost more: for each document, even if it is empty, torch's kernel allocates 128 rows of gradients in fp32
-    and starts blocks of threads; it supports at most 65,535 documents.
+    The host waits for the GPU to get the number of documents, because an array for the maximum number would
+    cost more: for each document, even an empty one, torch's kernel allocates 128 rows of gradients in fp32
+    and starts blocks of threads.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     starts = F.pad(tokens == border, (1, 0), value=True)[:, :-1]  # each sequence starts with a document

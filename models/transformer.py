@@ -18,7 +18,7 @@ class Past:
         self._memory: Tensor | None = None
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of n tokens, (B, heads, n, width / heads) each; return all so far."""
+        """Append keys and values of n tokens, (B, heads, n, width / heads) each, and return all so far."""
         if self._memory is None:
             self._memory = key.new_empty(2, *key.shape[:2], self.size, key.shape[3])
         start, self.length = self.length, self.length + key.shape[2]
@@ -31,9 +31,8 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention, (B, T, width) to (B, T, width), with torch's fused kernels where possible.
 
     With ``past``, x continues the cached tokens: first a prompt of T tokens, then one token at a time.
-    ``mask``
-    replaces ``causal``: a mask (B, 1, T, T), True where a token attends to another, or the offsets for
-    `attend_within`.
+    ``mask`` replaces ``causal``: a mask (B, 1, T, T), True where a token attends to another, or the offsets
+    for `attend_within`.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float, causal: bool) -> None:
@@ -101,7 +100,7 @@ def check_sizes(dropout: float, **sizes: int) -> None:
 
 
 def initialise(model: nn.Module, depth: int) -> None:
-    """Initialise like GPT-2: weights N(0, 0.02), biases 0, and residual projections scaled by depth.
+    """Initialize like GPT-2: weights N(0, 0.02), biases 0, and residual projections scaled by depth.
 
     Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
     """

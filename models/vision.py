@@ -33,9 +33,9 @@ def vision(
 ) -> nn.Module:
     """Return torchvision's classifier ``name``, untrained: (B, *input_shape) to logits (B, num_classes).
 
-    For images of less than 64 pixels, the stem keeps the resolution: its convolution is replaced by one of
-    3x3 with stride 1, and the max-pool is removed. For other than three channels, only the convolution is
-    replaced. The names of parameters do not change.
+    For images below 64 pixels, the stem keeps the resolution: a 3x3 convolution with stride 1 replaces its
+    convolution, and the max-pool is removed. For a number of channels other than three, only the convolution
+    is replaced. The names of parameters do not change.
 
     Args:
         weights: one of torchvision's names of pretrained weights. The model's attribute ``pretrained`` then

@@ -43,9 +43,10 @@ class Machine:
 
 
 def measured(results: Fields) -> dict[str, Any]:
-    """Return fields of a Machine from the output of `trainer.comm.preflight --json`: medians over all links.
+    """Return fields of a Machine from the output of the preflight's `--json`: medians over all links.
 
-    A preflight on one host has no links between hosts; with one process per host, it has none within hosts.
+    A preflight on one host has no links between hosts; with one process per host, it has no links within
+    hosts.
 
     Raises:
         ValueError: the preflight failed, or `results` are not its output.
@@ -111,7 +112,7 @@ def predict(
 
 
 class Predictor:
-    """As `predict`, for buckets of many sizes, which share a part of the computation."""
+    """Predicts like `predict`, for buckets of many sizes, which share a part of the computation."""
 
     def __init__(self, schedules: Sequence[Schedule], hosts: Sequence[int], machine: Machine) -> None:
         self._hosts, self._machine, self._num_rounds = np.asarray(hosts), machine, schedules[0].num_rounds
@@ -166,7 +167,7 @@ class _Loads:
         self._links = np.zeros((2, int(self._rails.max()) + 1))  # bytes over each link
 
     def loads(self) -> dict[str, float]:
-        """Return the time in seconds for which one segment occupies the busiest resource of each kind."""
+        """Return the seconds for which one segment occupies the busiest resource of each kind."""
         machine, hosts = self._machine, self._hosts
         by_host = np.bincount(hosts, self._work_s + self._across.sum(0) * machine.network_s_per_byte)
         return {
@@ -178,9 +179,7 @@ class _Loads:
         }
 
     def traffic(self, num_segments: int, copies: int) -> Traffic:
-        """Return the traffic of the bucket on all ranks: that of the simulated block of ranks, `copies`
-        times.
-        """
+        """Return the traffic of the bucket on all ranks, `copies` times that of the simulated block."""
 
         def listed(values: np.ndarray) -> list[int]:
             return np.rint(values * num_segments).astype(int).tolist() * copies
@@ -188,7 +187,7 @@ class _Loads:
         return Traffic(*map(listed, (*(self._local + self._across), *_sums(self._hosts, self._across))))
 
     def play(self, round_: Round) -> None:
-        """Advance all clocks by `round_.repeat` rounds like this one."""
+        """Advance all clocks by `round_.repeat` such rounds."""
         machine, hosts, block = self._machine, self._hosts, len(self._hosts)
         num_bytes = round_.share * self._segment
         # A message out of the block represents one into it.

@@ -152,7 +152,7 @@ class MemoryLedger(TorchDispatchMode):
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors with the data: `tensor`, or the indices and then the values if it is sparse."""
+    """Return the tensors that contain the data: `tensor` itself, or indices and values if sparse."""
     if tensor.layout == torch.strided:
         return [tensor]
     if tensor.layout == torch.sparse_coo:

@@ -45,7 +45,6 @@ STRATEGIES = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv`, and exit with status 2 for a user error."""
     extend_path()
     options = parse(argv)
     with exits():
@@ -54,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the options."""
     parser = argparse.ArgumentParser(
         prog="python -m planner.memory",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""The rounds of all ranks as arrays or, if the world consists of equal blocks, the rounds of one block.
+"""The rounds of all ranks as arrays, or of one block if the world consists of equal blocks.
 
 Equal hosts (or equal groups of hosts that share a switch) often have equal schedules: the schedules of ranks
 r and r + block differ only in their peers, and their clocks always show the same time. So one block is
@@ -20,7 +20,7 @@ _SAMPLES = 64  # ranks whose schedules are compared, in addition to the peers of
 
 
 class Family(Sequence[Schedule]):
-    """The schedules of all ranks, each of which is built when it is first used."""
+    """The schedules of all ranks, which are built when they are first used."""
 
     def __init__(self, build: Callable[[int], Schedule], world_size: int) -> None:
         self._build, self._world_size = build, world_size

@@ -73,8 +73,6 @@ def read_model(
 ) -> OpenCheckpoint:
     """Load a checkpoint into `model`, sharded or not, and return the checkpoint (a collective).
 
-    `run_dir` is never changed, because a run may be writing there.
-
     Args:
         run_id: the run whose checkpoints `newest` and `best` refer to; None for all runs.
         which: newest (intact), best (by the metric of `settings`), or a path.

@@ -168,10 +168,7 @@ class Plan:
 
 
 def file_of(name: str, rank: int, num_writers: int) -> str:
-    """Return the name of the file to which ``rank`` writes a tensor.
-
-    Weights have separate files, which other programs can read.
-    """
+    """Return the name of the file to which ``rank`` writes a tensor."""
     kind = "model" if _is_weight(name) else "optim"
     return f"{kind}-{rank:05d}-of-{num_writers:05d}.safetensors"
 

@@ -38,9 +38,6 @@ class FileDigest:
 def write_hashed(path: Path, pieces: Iterable[Any]) -> FileDigest:
     """Write a new file, compute its digest at the same time, and fsync the file.
 
-    Writing, hashing and syncing run in separate threads. At most four blocks wait to be hashed, which limits
-    the memory in use.
-
     Args:
         pieces: contiguous buffers, such as bytes, which must not change before this returns.
     """
@@ -225,10 +222,7 @@ def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile
 
 
 def verify(directory: Location, reader: int = 0, num_readers: int = 1) -> Manifest:
-    """Verify all blocks of the files, or the ``reader``-th of ``num_readers`` equal parts of the blocks.
-
-    This compares only bytes; `open_checkpoint.verified` also reads the contents.
-    """
+    """Verify all blocks of the files, or the ``reader``-th of ``num_readers`` equal parts of the blocks."""
     manifest = read_manifest(directory)
     for name, blocks in blocks_to_verify(manifest, reader, num_readers):
         with open_listed(directory, manifest, name) as file:

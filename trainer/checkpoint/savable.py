@@ -102,10 +102,7 @@ class Savable:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of ``tensors`` that contain NaN or Inf; for sharded tensors, in this rank's shard.
-
-    If there are none, the cost is one read of each tensor and one synchronization for each device.
-    """
+    """Return the names of ``tensors`` that contain NaN or Inf; for sharded tensors, in this rank's shard."""
     local = {name: _real(to_local(tensor)) for name, tensor in tensors.items()}
     local = {name: part for name, part in local.items() if part.numel() and part.is_floating_point()}
     # aminmax gives NaN if any value is NaN, and is five times as fast as isfinite, which allocates memory.

@@ -61,8 +61,6 @@ def publish(temporary: Path, final: Path) -> None:
 class Store(Listing[Path]):
     """The checkpoints of the run ``run_id`` under ``root``, where only rank 0 renames or deletes directories.
 
-    Checkpoints of other runs are never deleted.
-
     Args:
         shared: whether another process may be writing here, so that its partial files must be kept.
 
@@ -101,8 +99,6 @@ class Store(Listing[Path]):
     ) -> Path:
         """Turn the ``new_directory``, whose files are fsynced, into the checkpoint of ``step``; return its
         path.
-
-        Raises as `seal` does.
         """
         assert self.run_id is not None
         manifest = Manifest(format, step, self._started_at, dict(files), self.run_id, branch)

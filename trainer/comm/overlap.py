@@ -31,10 +31,7 @@ class SideStream:
         self._stream = accelerator.stream(clock.device)
 
     def submit(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
-        """Queue the all-reduce after the work that is on the current stream.
-
-        Waiting for the returned Future makes the current stream wait for the side stream.
-        """
+        """Queue the all-reduce after the work that is on the current stream."""
         future: Future[torch.Tensor] = Future(devices=[self._clock.device])
         ready = self._clock.mark()
         self._stream.wait_event(ready)

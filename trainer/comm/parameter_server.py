@@ -83,11 +83,7 @@ class Exchange:
         self.moved, self.waited_s, self.steps = 0, 0.0, 0
 
     def bytes_of(self, server: int) -> int:
-        """Return the bytes that a server receives and sends in a step.
-
-        A server with N bytes of parameters receives N bytes, and one number for each parameter, from every
-        other rank that is a worker, and sends N bytes to every other rank.
-        """
+        """Return the bytes that a server receives and sends in a step."""
         num_workers, num_others = sum(worker != server for worker in self._workers), len(self._others)
         own = [bucket for bucket in self.buckets if bucket.owner == server]
         received = sum((m.numel + len(m.parameters)) * m.dtype.itemsize for m in own)

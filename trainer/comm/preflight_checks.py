@@ -36,11 +36,7 @@ class GroupRank:
     control: dist.ProcessGroup | None = None
 
     def data(self, rank: int) -> Tensor:
-        """Return the contribution of `rank`, (1031,) float64, whose sums are exact at any world size.
-
-        Signs alternate, so that the maximum of one element comes from the last rank, and that of the next
-        from rank 0.
-        """
+        """Return the contribution of `rank`, (1031,) float64, whose sums are exact at any world size."""
         index = torch.arange(1, _LENGTH + 1, dtype=torch.float64, device=self.device)
         return (rank + 1) * torch.where(index % 2 == 0, index, -index)
 

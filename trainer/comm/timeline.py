@@ -214,12 +214,7 @@ class Timeline:
         return text
 
     def plots(self) -> dict[str, Figure]:
-        """Plot the last backward pass of this rank, with a row for each bucket and times in milliseconds.
-
-        Grey is queued, blue is communication that overlaps with computation, and red is exposed
-        communication. A mark shows when the bucket was ready on the slowest rank, at the last call of
-        `metrics`.
-        """
+        """Plot the last backward pass of this rank, with a row for each bucket and times in milliseconds."""
         from matplotlib.figure import Figure  # takes half a second to import, and only rank 0 plots
 
         records = self.last_pass

@@ -92,10 +92,7 @@ def listen_for_survivors(address: str | None) -> socket.socket:
 def rank_info_among(
     survivors: Sequence[int], here: RankInfo, members: Sequence[RankIdentity], own: socket.socket
 ) -> RankInfo:
-    """Return the rank info of this process among the survivors.
-
-    The lowest survivor serves the store at `own`, its listening socket.
-    """
+    """Return the rank info of this process among the survivors."""
     first, rank = members[survivors[0]], survivors.index(here.rank)
     local_ranks = [other for other in survivors if members[other].host == members[here.rank].host]
     if rank == 0:

@@ -18,9 +18,6 @@ from trainer.torch_private import version_of
 class GatheredParameters:
     """Detects changes of gathered parameters during one pass of a sharded model.
 
-    After each unit's forward pass, each rank compares its rows of the gathered parameters with its shard.
-    Together, the ranks compare all values.
-
     Attributes:
         names: the names of the gathered parameters, which are the leaves of the graph.
     """

@@ -31,8 +31,6 @@ class HostReports:
     suspicion of a host increases the counter. Then all hosts report often ("eagerly"), and hosts with a
     suspicion read the reports of all others in one call.
 
-    Only one rank of a host reports. The thread starts with the first report, if there are other hosts.
-
     Args:
         connect: opens a separate connection to the store, with the keys of this attempt.
         first: observations of the ranks of other hosts, used until they have reported.

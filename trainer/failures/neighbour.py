@@ -52,8 +52,6 @@ def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> 
 class Neighbour:
     """The memory and the process of a rank of this host, perhaps of this rank.
 
-    Create it while the rank is alive.
-
     Raises:
         OSError: the process has ended, or belongs to another container or user.
     """

@@ -43,10 +43,7 @@ _asking = threading.Lock()
 
 
 class Stacks:
-    """The memory for the stacks of this process, which other processes can read even after its death.
-
-    This process and processes forked from it answer `ask`. A fatal signal also writes the stack.
-    """
+    """The memory for the stacks of this process, which other processes can read even after its death."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(nameless_file("ringmaster-stacks"), "r+b", buffering=0)

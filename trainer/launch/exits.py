@@ -117,8 +117,6 @@ def exits() -> Iterator[None]:
 def _repeat_final_error() -> None:
     """Raise the error of the previous attempt if a restart cannot help, because torchrun restarts after any
     error.
-
-    After a retryable error, wait, because the disk or the store may need a moment.
     """
     file_of_end, restarts = failure_file.end_file(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if file_of_end is not None and restarts:

@@ -85,10 +85,7 @@ def raise_file_limit() -> None:
 
 
 def extend_path() -> None:
-    """Make `_target_`s importable from the current directory, or from the folders that `start` passed on.
-
-    The packages `trainer` and `models` are already imported, so folders with these names cannot hide them.
-    """
+    """Make `_target_`s importable from the current directory, or from the folders that `start` passed on."""
     given = os.environ.get(_PATH)
     folders = [str(Path.cwd())] if given is None else given.split(os.pathsep)
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]

@@ -117,10 +117,7 @@ class Strategy:
         return model
 
     def _place(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device of this process, unless its constructor placed it on several devices.
-
-        Such a model moves its activations itself, and returns its output on the first of its devices.
-        """
+        """Move the model to the device, unless its constructor placed it on several devices."""
         if self.compute.channels_last:
             lay_out_channels_last(model)
         placed = devices_of(model)
