@@ -138,3 +138,43 @@ def test_running_statistics_of_a_step_that_is_left_out_are_those_before(
     world_size = 1 + (strategy != "single")
     words = (f"strategy={strategy}", "train.max_steps=8")
     assert run_ranks(buffers, world_size, tmp_path, *words, init=False) == [(1, True)] * world_size
+
+
+def read_past(root: Path, *words: str) -> list[bool]:
+    """Whether runs that skip step 3, straight and after a resume, end like one whose third update is suppressed."""
+    words = (*words, SOUND, "+data.task.rank=0")
+    with context_of(*FAILS, *words, f"run_dir={root / 'by_hand'}") as context:
+        optimizer, state = context.state.optimizer, context.state
+        step, count_update = optimizer.step, state.count_update
+
+        def unless_third(*arguments: Any) -> None:
+            if state.progress.step != 2:
+                step(*arguments)
+
+        optimizer.step = unless_third  # type: ignore[method-assign, assignment]
+        state.count_update = lambda made: count_update(made and state.progress.step != 2)  # type: ignore[method-assign]
+        fit(context)
+        by_hand = everything(context)
+    found = []
+    for name, resume in ("straight", "null"), ("resumed", f"{root}/by_hand/checkpoints/step_00000002"):
+        run = fitted(root / name, *words, f"resume={resume}", "train.skip_steps=[[3,3]]")
+        assert (run["result"]["skipped_steps"], run["progress"].skipped_in_a_row) == (1, 0)
+        found.append(same(run["after"][-1], by_hand))
+    plain = fitted(root / "plain", *words)
+    return [*found, same(plain["after"][-1], by_hand)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("strategy=single",),
+        pytest.param(("strategy=ddp",), marks=pytest.mark.slow),
+        pytest.param(("strategy=fsdp",), marks=pytest.mark.slow),
+        pytest.param(("strategy=ddp", "train.exact=4"), marks=pytest.mark.slow),
+    ],
+    ids=lambda words: "_".join(word.partition("=")[2] for word in words),
+)
+def test_skip_steps_reads_past_a_step_without_an_update(words: tuple[str, ...], tmp_path: Path) -> None:
+    world_size = 1 + (words[0] != "strategy=single")
+    found = run_ranks(read_past, world_size, tmp_path, *words, init=False)
+    assert found == [[True, True, False]] * world_size
