@@ -160,7 +160,7 @@ def _refuse_classes_of_main(settings: Config) -> None:
             raise UserError(
                 f"{name}={value} is defined in this notebook or script, so other processes cannot import it. "
                 f"Move it to a file in this folder, such as mine.py, and set {name}=mine.{class_name}; or "
-                "train in this process: from the main thread, without processes= and launch="
+                "train in this process, from the main thread and without processes= and launch="
             )
 
 

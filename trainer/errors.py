@@ -49,7 +49,7 @@ class NonFiniteError(RunEndError, ArithmeticError):
 
 
 class ReplicasDifferError(RunEndError):
-    """Replicas whose bits must be equal differ; `ranks` are those that differ from the majority, if any."""
+    """Replicas that must be bit-identical differ; `ranks` differ from the majority, if there is one."""
 
     exit_code = 1
 
@@ -144,7 +144,7 @@ def report_to_torchrun(message: str, file: str | None = None, at: float | None =
 
 
 def attempt_note() -> str:
-    """Return a note with the number of torchrun's current attempt, for messages; "" without restarts."""
+    """Return "; this was attempt N of M" for the current attempt of torchrun, or "" without restarts."""
     attempts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) + 1
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + 1
     return f"; this was attempt {number} of {attempts}" if attempts > 1 else ""

@@ -95,7 +95,7 @@ class ParameterServerConfig(UnitsConfig):
 
 @dataclass
 class LaunchConfig:
-    """How the processes of a run are started. `external`: by torchrun, srun, mpirun or by hand."""
+    """How the processes of a run are started; `external` means by torchrun, srun, mpirun or by hand."""
 
     in_cluster: ClassVar[bool] = False
     """Whether a scheduler starts the processes, possibly later and on other hosts."""

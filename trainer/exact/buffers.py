@@ -44,7 +44,7 @@ class ChunkBuffers:
         self._seen = {name: (buffer := self._buffer(name), version_of(buffer)) for name in self._names}
 
     def end_chunk(self) -> None:
-        """Record the changed buffers; called after each chunk's backward pass, which may recompute."""
+        """Record changed buffers after a chunk's backward pass, which may recompute the forward pass."""
         for name, (before, version) in self._seen.items():
             buffer = self._buffer(name)
             if buffer is not before or version_of(buffer) != version:

@@ -32,7 +32,7 @@ def add_by_chunks(model: nn.Module, num_chunks: int) -> list["ShardSums"]:
 
 
 def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the name, for messages, and the module of each unit."""
+    """Return the name and the module of each unit."""
     units = [(name, part) for name, part in model.named_modules() if isinstance(part, FSDPModule)]
     return [(f"unit {name}" if name else "the root", cast(nn.Module, part)) for name, part in units]
 

@@ -158,7 +158,7 @@ def parameter_sets(trainable: TrainableParameters, optim: dict[str, Any]) -> dic
                 groups.append({"params": [trainable.own[name] for name in names], **options})
     titles = [group.get("name") for groups in sets.values() for group in groups]
     if duplicates := [title for title in titles if titles.count(title) > 1]:
-        raise UserError(f"two of optim.groups have the name {duplicates[0]}; set different names")
+        raise UserError(f"two entries of optim.groups have the name {duplicates[0]}; set different names")
     return sets
 
 

@@ -1,4 +1,4 @@
-"""The interface of tasks: a class with `loss`, and the other methods as needed."""
+"""The interface of tasks: classes with `loss` and optional further methods."""
 
 import functools
 import inspect

@@ -42,7 +42,7 @@ class OwnLoss:
             return next(len(value) for value in batch.values() if isinstance(value, Tensor))
         if labels.ndim > 1 and self.shifted is None:
             raise UserError(
-                f"the labels are sequences, {tuple(labels.shape)}; set data.task.shifted=true for a causal "
+                f"the labels have the shape {tuple(labels.shape)}; set data.task.shifted=true for a causal "
                 "language model, whose loss ignores the first label of each sequence, or "
                 "data.task.shifted=false for other models"
             )
@@ -104,6 +104,6 @@ def _as_keywords(batch: Any) -> Mapping[str, Tensor]:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Return the logits (B, classes) of an output, or None if it contains none of this shape."""
+    """Return the logits (B, classes) of an output, or None without logits of this shape."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return logits.float() if isinstance(logits, Tensor) and logits.ndim == 2 else None

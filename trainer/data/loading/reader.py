@@ -290,7 +290,7 @@ def collated(samples: list[Any], dataset: Any, indices: Sequence[int], collate: 
 
 
 def sample_name(dataset: Any, index: int) -> str:
-    """Return the name of a sample for messages; for a mixture, its name in the original dataset."""
+    """Return the name of a sample, as messages show it; for a mixture, its name in the original dataset."""
     if hasattr(dataset, "origin_of_sample"):
         return sample_name(*dataset.origin_of_sample(index))
     return f"sample {index} of {name_of(dataset)}"
@@ -320,7 +320,7 @@ def set_epoch(dataset: Any, epoch: int) -> None:
 
 
 def checksum(sample: Any) -> int:
-    """Return a checksum of the numbers, text, tensors, images and arrays (except of objects) in a sample."""
+    """Return a checksum of the numbers, text, tensors, images and arrays in a sample, without objects."""
     total = 0
     for leaf in leaves(sample):
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:

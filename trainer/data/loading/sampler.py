@@ -64,7 +64,7 @@ class IndexRequests(Requests):
 
     @property
     def _is_permutation(self) -> bool:
-        """Whether the order is torch.randperm, which is valid and depends only on the given generator."""
+        """Whether the order is torch.randperm, which needs no checks."""
         return self._order is shuffled and not hasattr(self._dataset, "epoch_order")
 
     def order_of(self, epoch: int) -> Tensor:
