@@ -91,7 +91,7 @@ def _with_channels_last(value: Any) -> Any:
 
 
 def _is_of_tensors(batch: Any) -> bool:
-    """Return whether the batch contains no object with a method `to`, which may change the object in place."""
+    """Return whether no object in the batch has a method `to`, which may change the object in place."""
     moving: list[bool] = []
 
     def note(value: Any) -> Any:
