@@ -67,7 +67,7 @@ def test_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert row["c"][1:] == ["bbbbbbbbbbbb", "step", "30", "0.25"]
     assert summary.splitlines() == [
         "fastest: b, 2.00 times (1.96 to 2.04) as fast as a",
-        "same weights as a, bit for bit: b",
+        "weights identical to those of a: b",
     ]
 
 
@@ -86,7 +86,7 @@ def test_results_lead_with_the_settings_that_differ(tmp_path: Path) -> None:
 
 def test_a_difference_within_the_spread_is_none(tmp_path: Path) -> None:
     runs = read_runs([write(tmp_path / "a"), write(tmp_path / "b", ms=4.01)])
-    words = "speed: no difference beyond the spread: a is 1.00 times (0.98 to 1.02) as fast as b"
+    words = "speed: no clear difference: a is 1.00 times (0.98 to 1.02) as fast as b"
     assert words in compare(runs)
 
 

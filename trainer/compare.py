@@ -177,12 +177,12 @@ def _summary(runs: Mapping[str, RunFiles]) -> list[str]:
         lines.append(
             f"fastest: {fastest}, {words}"
             if least > 1
-            else f"speed: no difference beyond the spread: {fastest} is {words}"
+            else f"speed: no clear difference: {fastest} is {words}"
         )
     first, *_ = hashes = {name: run.result.get("param_sha256") for name, run in runs.items()}
     same = [name for name in hashes if hashes[first] and hashes[name] == hashes[first]]
-    equal = ", ".join(same[1:]) if len(same) > 1 else "no other run"
-    return [*lines, f"same weights as {first}, bit for bit: {equal}"]
+    equal = ", ".join(same[1:]) if len(same) > 1 else "none"
+    return [*lines, f"weights identical to those of {first}: {equal}"]
 
 
 def _ms_per_step(run: RunFiles) -> list[float]:
