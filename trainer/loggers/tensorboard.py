@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 class TensorBoard(Logger):
     """Writes event files in run_dir, under the names of metrics.jsonl.
 
-    They are flushed at every log step, so a killed run loses only later metrics.
+    They are flushed at every log step, so a killed run loses only later metrics. A
+    curve appears once it has a value other than zero.
     """
 
     def __init__(self, run_dir: Path, first_step: int, **_: Any) -> None:
         self._run_dir, self._first_step = run_dir, first_step
+        self._shown = set[str]()
+        self._last_zero: dict[str, int] = {}  # the step, by the name of a curve that is not shown yet
         # TensorBoard names a run by its path below this folder.
         folder = run_dir.parent if run_dir.name else run_dir.resolve().parent
         self.look = f"tensorboard --logdir {shlex.quote(str(folder))}"
@@ -39,6 +42,12 @@ class TensorBoard(Logger):
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
+            if value == 0 and name not in self._shown:
+                self._last_zero[name] = step
+                continue
+            if name in self._last_zero:
+                self._writer.add_scalar(name, 0.0, self._last_zero.pop(name))
+            self._shown.add(name)
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
