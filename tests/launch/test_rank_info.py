@@ -150,7 +150,7 @@ def test_by_hand_in_the_settings(told: Told) -> None:
         (SRUN, ("distributed.rank=0",), r"distributed.rank=0 contradicts SLURM_PROCID=2"),
         ({"RANK": "1"}, (), r"RANK=1, but WORLD_SIZE is not set"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, (), r"RANK=4, but WORLD_SIZE=4: the rank must be from 0 to 3"),
-        ({"RANK": "-1", "WORLD_SIZE": "4"}, (), r"RANK=-1, but must be a number"),
+        ({"RANK": "-1", "WORLD_SIZE": "4"}, (), r"RANK=-1: expected an integer"),
         ({"RANK": "1", "WORLD_SIZE": "4"}, (), r"WORLD_SIZE=4, but the address of rank 0 is unknown.*MASTER_ADDR"),
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, (), r"MASTER_PORT is not"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (), r"SLURM_NTASKS=4, but this process would train on its own, because it was not started by srun"),
