@@ -95,6 +95,13 @@ def test_null_means_never_for_counts() -> None:
         ("+train.batch_size=8", "train.batch_size is not a setting; did you mean train.global_batch_size?"),
         ("train.epochs=many", "train.epochs: Value 'many' of type 'str' could not be converted to Integer"),
         _slow("train.epochs=0", "train.epochs is 0, but must be at least 1"),
+        (
+            "train.skip_steps=[[5,3]]",
+            "train.skip_steps is [[5, 3]], but must be ranges [first, last] of steps from 1 on",
+        ),
+        _slow("train.skip_steps=[[0,3]]", "train.skip_steps is [[0, 3]], but must be ranges"),
+        _slow("train.skip_steps=[[3]]", "train.skip_steps is [[3]], but must be ranges"),
+        _slow("train.skip_steps=[[4,9],[1,4]]", "train.skip_steps is [[4, 9], [1, 4]], but must be ranges"),
         ("optim.lr=nan", "optim.lr is nan, but must be a finite number"),
         _slow("optim.lr=-1", "optim.lr is -1, but must be at least 0"),
         _slow("train.precision=fp8", "train.precision is fp8, but must be one of fp32, bf16, fp16"),
