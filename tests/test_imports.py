@@ -60,10 +60,10 @@ FLOORS: tuple[dict[str, str], ...] = (
         "status": "checkpoint errors failures files run_dir sweep",
         "evaluation": "data distributed errors loggers strategies tasks tensors",
         "forward_backward": "strategies tasks",
-        "guards": "accelerator checkpoint config data distributed errors failures model optim state "
-        "strategies tensors",
     },
     {
+        "guards": "accelerator checkpoint config data distributed errors exact failures forward_backward model "
+        "optim state strategies tasks tensors",
         "inference": "build checkpoint config data distributed errors evaluation files launch run_dir "
         "strategies tasks tensors",
         "micro_batch": "accelerator build config data distributed errors forward_backward model optim strategies "

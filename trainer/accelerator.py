@@ -99,6 +99,15 @@ def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
     return {str(one): torch.accelerator.max_memory_allocated(one) for one in devices if is_accelerator(one)}
 
 
+def uuid(device: torch.device) -> str | None:
+    """Return the UUID of the device from its driver; None if there is none."""
+    if not is_accelerator(device):
+        return None
+    module: Any = torch.get_device_module(device)
+    found = getattr(module.get_device_properties(device), "uuid", None)
+    return None if found is None else str(found)
+
+
 def name(device: torch.device) -> str:
     """Return the name of the device from its driver, or its type if there is none."""
     module: Any = torch.get_device_module(device)

@@ -16,6 +16,7 @@ from trainer.checkpoint.restoring import frozen_digests
 from trainer.comm.shared_memory import rows_of_host
 from trainer.config import Config, flatten
 from trainer.context import Guards, Run, RunData, RunPlan, RunReport
+from trainer.data.device import ToDevice
 from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.agreement import Agreement, compare_across_ranks
 from trainer.distributed.ranks import Ranks
@@ -27,6 +28,7 @@ from trainer.guards.buffers import BufferCheck
 from trainer.guards.failure_snapshot import build_snapshot
 from trainer.guards.replicas import ReplicaCheck
 from trainer.guards.unsaved import UnsavedState
+from trainer.guards.verification import GradientVerification, Verification
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.model.trainable_parameters import TrainableParameters
@@ -46,6 +48,7 @@ from trainer.strategies.base import Strategy, grad_scaler, parameter_count
 from trainer.strategies.build import build_strategy
 from trainer.strategies.placement import devices_of
 from trainer.tasks import Task
+from trainer.tasks.label_counts import count_labels
 from trainer.tensors.generators import seed_everything
 
 
@@ -93,6 +96,7 @@ def assemble(
     loaders, first = (data.train_loader, data.eval_loader), split.first_micro_batch(strategy.replica)
     step, timeout_s = state.progress.step, config.distributed.timeout_s
     run_log = RunLog(ranks, config, run_id, total_steps, step)
+    to_device = build_to_device(config, strategy.device, data.train_set)
     return Run(
         config=as_built(config, data.train_set),
         ranks=ranks,
@@ -100,7 +104,7 @@ def assemble(
         task=task,
         model=wrapped,
         state=state,
-        data=RunData(*loaders, split, first, build_to_device(config, strategy.device, data.train_set)),
+        data=RunData(*loaders, split, first, to_device),
         plan=RunPlan(step, total_steps, num_parameters, exact, train.log_interval(total_steps)),
         checkpointer=checkpointer,
         vote=StepVote(ranks, strategy.order, rows_of_host(ranks, timeout_s)),
@@ -116,6 +120,9 @@ def assemble(
             buffers=BufferCheck(state.model, ranks, strategy.order.by_chunks),
             snapshot=snapshot,
             kept_buffers=kept_buffers,
+            verification=_verification(
+                config, ranks, strategy, task, wrapped, split, to_device, checkpointer
+            ),
         ),
         report=RunReport(
             run_log=run_log,
@@ -124,6 +131,36 @@ def assemble(
             weight_statistics=WeightStatistics(state.model, ranks, train.histograms_every),
         ),
         stop_request=stop_request,
+    )
+
+
+def _verification(
+    config: Config,
+    ranks: Ranks,
+    strategy: Strategy,
+    task: Task,
+    wrapped: nn.Module,
+    split: BatchSplit,
+    to_device: ToDevice,
+    checkpointer: Checkpointer,
+) -> Verification:
+    train = config.train
+    if train.verify_every is None:
+        return Verification()
+    assert config.seed is not None
+    return GradientVerification(
+        train.verify_every,
+        ranks,
+        strategy,
+        task,
+        wrapped,
+        [train.own_chunks(strategy.num_replicas, rank) for rank in range(strategy.num_replicas)],
+        to_device,
+        lambda batch: count_labels(task, batch, split),
+        config.seed,
+        config.distributed.timeout_s,
+        checkpointer.restored_verified,
+        checkpointer.set_aside,
     )
 
 

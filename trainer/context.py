@@ -18,6 +18,7 @@ from trainer.guards.failure_snapshot import Snapshot
 from trainer.guards.kept_buffers import KeptBuffers
 from trainer.guards.replicas import ReplicaCheck
 from trainer.guards.unsaved import UnsavedState
+from trainer.guards.verification import Verification
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.report.meter import Meter
@@ -58,6 +59,7 @@ class Guards(NamedTuple):
     replicas: ReplicaCheck
     unsaved: UnsavedState
     buffers: BufferCheck
+    verification: Verification
     snapshot: Snapshot  # a `FailureSnapshot` if the survivors of a failure save
     kept_buffers: KeptBuffers | None  # buffers after the last step, for the snapshot or a skipped step
 

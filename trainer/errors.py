@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EACCES, EEXIST, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR, EPERM, EROFS
 from importlib import import_module
@@ -17,13 +17,18 @@ from typing import Any
 
 
 class RunEndError(Exception):
-    """Base class of errors that are printed without a traceback; `ranks` are the ranks that caused it."""
+    """Base class of errors that are printed without a traceback; `ranks` are the ranks that caused it.
+
+    `facts` are further entries for failure.json.
+    """
 
     exit_code: int
 
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, message: str, ranks: tuple[int, ...] = (), facts: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(message)
-        self.ranks = ranks
+        self.ranks, self.facts = ranks, facts or {}
 
 
 class UserError(RunEndError, ValueError):
@@ -52,6 +57,15 @@ class ReplicasDifferError(RunEndError):
     """Replicas that must be bit-identical differ; `ranks` differ from the majority, if there is one."""
 
     exit_code = 1
+
+
+class WrongResultError(RunEndError):
+    """A device computed wrong numbers (`train.verify_every`). No update was made with them.
+
+    A restart helps, in particular on another device.
+    """
+
+    exit_code = 76
 
 
 class StoppedBySignal(RunEndError):  # noqa: N818, not an error

@@ -28,6 +28,7 @@ def fit(run: Run) -> dict[str, float]:
 
     Raises:
         NonFiniteError: a loss or gradient is NaN or Inf; raised on all ranks, before the update of that step.
+        WrongResultError: a device computes wrongly (`train.verify_every`); raised in the same way.
         StoppedBySignal: a signal was received; raised on all ranks, after saving the same step.
     """
     progress, settings, meter = run.state.progress, run.config.train, run.report.meter
@@ -203,6 +204,7 @@ def save(run: Run) -> None:
     """Check that all replicas have the same state, and save a checkpoint (a collective)."""
     refuse_changed_by_loss(run)
     run.checkpointer.unsaved = run.guards.unsaved.compare_at_save()
+    run.checkpointer.verified_step = run.guards.verification.verified_step
     run.guards.replicas.check(run.state)
     run.report.meter.record_steps()
     with run.strategy.gathered(run.state):

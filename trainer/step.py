@@ -49,6 +49,7 @@ def train_step(run: Run, batches: Batches) -> Step:
     if run.config.train.skips(step):
         agreed = run.vote.result()
         return Step([], torch.zeros((), device=strategy.device), read_past(run, step), agreed.after)
+    run.guards.verification.start(step, micro_batches, lambda: run.vote.result().num_labels)
     losses = [
         add_gradients(run, batch, count, step, number)
         for number, (batch, count) in enumerate(zip(micro_batches, counts, strict=True))
@@ -59,6 +60,7 @@ def train_step(run: Run, batches: Batches) -> Step:
         with run.report.meter.reading():
             run.data.to_device.ahead(batches.ahead())  # while the GPU still computes
 
+    run.guards.verification.check(step)
     heartbeat.enter("optimizer")
     strategy.aggregate(run.model)
     if run.plan.logs(step):
@@ -69,6 +71,7 @@ def train_step(run: Run, batches: Batches) -> Step:
     norm = strategy.grad_norm(state.trainable)
     run.checkpointer.saving.wait_until_copied()  # an asynchronous save must have read the weights
     update = apply_update(run, step, norm, losses)
+    run.guards.verification.after_update()
     return Step(losses, norm, update, agreed.after)
 
 

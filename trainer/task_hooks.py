@@ -30,7 +30,8 @@ def begin_step_of_task(run: Run, step: int) -> bool:
     seed_micro_batch(run.seed, step, _BEGIN, run.strategy.devices)
     before = dict(vars(task))
     run.strategy.weights_changed(run.model)  # reshards: the task sees shards, not whole parameters
-    call_begin_step(task, step, run.plan.total_steps, run.state.model)
+    with run.guards.verification.weights_may_change():
+        call_begin_step(task, step, run.plan.total_steps, run.state.model)
     changed = (name for name, value in vars(task).items() if value is not before.get(name, ...))
     run.guards.unsaved.ignore(changed)
     return run.state.trainable.has_changed()

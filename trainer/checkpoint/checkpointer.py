@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.checkpoint.evaluations import Evaluations, State
 from trainer.checkpoint.finding import check_data, log_changed_settings, open_for_resume
 from trainer.checkpoint.layout import Plan, plan_save
-from trainer.checkpoint.listing import all_checkpoints, best_of
+from trainer.checkpoint.listing import SetAside, all_checkpoints, best_of
 from trainer.checkpoint.open_checkpoint import ADAPTERS, LEFT_OUT, MODEL_CONFIG, OpenCheckpoint
 from trainer.checkpoint.remote import NoRemote, Remote
 from trainer.checkpoint.restoring import load_model, restore
@@ -47,6 +47,9 @@ class Checkpointer:
         restored_metrics: the metrics of the state that ``bind`` restored; {} if it was not evaluated.
         unsaved: fingerprints of attributes that checkpoints do not contain; each save contains these
             fingerprints.
+        verified_step: the last step that `train.verify_every` has verified; each save contains it.
+        restored_verified: the last verified step as saved in the checkpoint that ``bind`` restored, or else
+            its step.
         restored_unsaved: these fingerprints as saved in the checkpoint that ``bind`` restored.
     """
 
@@ -88,12 +91,15 @@ class Checkpointer:
         self._last_saved: int | None = None
         self._branch = ""
         self._origin = State("", 0)  # the state that the run resumed from, if any
+        self._start: str | None = None  # the checkpoint that the run resumed from, if it is not in run_dir
         self._saved: set[State] = set()  # states with a checkpoint of this run, for keep_best
         self._last_save_s = time.monotonic()  # of the last save, or of the start
         self.saving = Saving()
         self.restored_metrics: Mapping[str, float] = {}
         self.unsaved: Mapping[str, Any] = {}
         self.restored_unsaved: Mapping[str, Any] = {}
+        self.verified_step: int | None = None
+        self.restored_verified = 0
 
     def open(self, resume: str | None) -> OpenCheckpoint | None:
         """Verify and return the checkpoint that ``resume`` names; None if there is none.
@@ -149,14 +155,20 @@ class Checkpointer:
         state.early_end.continue_after(self._opened.facts.get(_HOURS, 0.0))
         if self._ranks.is_main:
             log_changed_settings(self._opened.facts["config"], self._facts["config"])
-        self._origin = self._opened.manifest.state
+        manifest = self._opened.manifest
+        self._origin = manifest.state
         self._evaluations.merge(before)
         self._evaluations.start_branch(self._branch, self._origin)
         self.restored_metrics = self._evaluations.of(self._origin)
         self.restored_unsaved = self._opened.facts.get(_UNSAVED, {})
-        self._store.saved_after = self._opened.manifest.saved_at
+        self._store.saved_after = manifest.saved_at
+        self.restored_verified = manifest.step
         if self._opened.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
+            if manifest.verified is not None:
+                self.restored_verified = manifest.verified
+        else:
+            self._start = str(self._opened.directory)
         return data_states
 
     def _before(self, source: OpenCheckpoint | None) -> tuple[str, Evaluations, set[State]]:
@@ -318,7 +330,7 @@ class Checkpointer:
         self, state: TrainState, draft: Draft, plan: Plan, tensors: Callable[[], Mapping[str, Tensor]]
     ) -> Contents:
         facts = {**self._facts, **draft.facts, _UNSAVED: self.unsaved, _HOURS: state.early_end.hours()}
-        return Contents(state.progress.step, plan, tensors, facts, self._branch)
+        return Contents(state.progress.step, plan, tensors, facts, self._branch, self.verified_step)
 
     def _write(self, directory: Path, contents: Contents) -> None:
         step = contents.step
@@ -385,6 +397,25 @@ class Checkpointer:
             raise UserError(f"this rank is at step {step}, but another rank has saved step {newest}")
         write_checkpoint(store, store.new_directory(step), contents, Agreement(), check=check)
         return True
+
+    def set_aside(self, after: int, why: str) -> None:
+        """Record that no resume may use the checkpoints of this run after a step; called on every rank.
+
+        If the disk fails, a warning is logged, because `why` must still reach the user.
+        """
+        if not self._ranks.is_main:
+            return
+        run_dir = self._store.root.parent
+        try:
+            branches = {self._branch, *(manifest.branch for manifest in self._store.own().values())}
+            before = self._store.aside
+            cut = {branch: min(after, before.after.get(branch, after)) for branch in branches}
+            aside = SetAside({**before.after, **cut}, why, before.start or self._start)
+            with writing(run_dir):
+                aside.write(run_dir)
+        except (UserError, RetryableError) as error:
+            log.warning("checkpoints after step %d could not be set aside: %s", after, error)
+        self._remote.put_set_aside()
 
     def metrics(self) -> dict[str, float]:
         return self._remote.metrics()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.evaluations import Evaluations
-from trainer.checkpoint.listing import Listing, all_checkpoints, best_of
+from trainer.checkpoint.listing import SET_ASIDE, Listing, all_checkpoints, best_of
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, no_averages, verified_by_all
 from trainer.checkpoint.restoring import check_left_out, load_model
 from trainer.config import CheckpointConfig
@@ -117,13 +117,35 @@ def open_for_resume(
         way_out = "give the path of a checkpoint, or run_dir=DIR resume=auto"
         named = agreement.on_main(lambda: _named(f"resume={resume}", Path(resume), way_out))
         return verified_by_all(named, agreement)
-    paths = agreement.on_main(lambda: [each.path for each in all_checkpoints(own, remote)])
+    paths = agreement.on_main(lambda: _usable(own, remote))
     if not paths:
         log.info("resume=auto: no checkpoint in %s, starting a new run", own.root)
         return None
     where = printable(paths[0].parent)
     more = f"; see `python -m trainer.checkpoint verify {where}`, or set another run_dir to start a new run"
     return first_intact(paths, agreement, more)
+
+
+def _usable(own: Listing[Path], remote: str | None) -> list[Location]:
+    """Return the checkpoints that resume=auto may use, newest first.
+
+    Raises:
+        UserError: there is none, because all were set aside, and the run did not start at step 0.
+    """
+    found, aside = all_checkpoints(own, remote), own.aside
+    newest = found[0].manifest if found else None
+    if aside.after and (newest is None or newest.branch in aside.after):
+        chosen = printable(found[0].path.name) if found else "step 0"
+        log.warning(
+            "resume=auto: continuing from %s; later checkpoints were set aside (%s), because %s",
+            *(chosen, SET_ASIDE, printable(aside.why)),
+        )
+    if not found and aside.start is not None:
+        raise UserError(
+            f"resume=auto: all checkpoints in {own.root} were set aside, because {printable(aside.why)}; "
+            f"repeat with resume={printable(aside.start)}, from which the run started"
+        )
+    return [each.path for each in found]
 
 
 def _named(what: str, directory: Location, way_out: str) -> Location:

@@ -1,24 +1,57 @@
 """List the checkpoints of a run in a directory or at an address, and choose those to keep or resume from."""
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from trainer.checkpoint.evaluations import Evaluations
+from trainer.checkpoint.evaluations import Evaluations, State
 from trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_of
 from trainer.config import CheckpointConfig, KeepBest
 from trainer.errors import NoAccessError, RetryableError, UserError, kind_of
 from trainer.files.address import Address, Location, UnreachableError
-from trainer.files.untrusted import printable
+from trainer.files.untrusted import load_json, printable
+from trainer.files.writing import atomic_file
 
 log = logging.getLogger(__name__)
 
 P = TypeVar("P", Path, Address)
+SET_ASIDE = "set_aside.json"
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """The checkpoints that no resume may use, because a device may have computed them wrongly.
+
+    They stay on disk, and `resume=PATH` can still use them.
+
+    Attributes:
+        after: the last step to use of each branch of the run.
+        why: what was wrong.
+        start: the checkpoint of another run directory from which the run started, if any.
+    """
+
+    after: Mapping[str, int] = field(default_factory=dict)
+    why: str = ""
+    start: str | None = None
+
+    @classmethod
+    def read(cls, run_dir: Location) -> "SetAside":
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return cls(**load_json(run_dir / SET_ASIDE))
+        return cls()
+
+    def write(self, run_dir: Path) -> None:
+        with atomic_file(run_dir / SET_ASIDE) as file:
+            file.write(json.dumps(vars(self), indent=2).encode() + b"\n")
+
+    def contains(self, state: State) -> bool:
+        return state.step > self.after.get(state.branch, state.step)
 
 
 @dataclass(frozen=True)
@@ -46,6 +79,11 @@ class Listing(Generic[P]):
         if path not in self._known:
             self._known[path] = read_manifest(path).summary
         return self._known[path]
+
+    @property
+    def aside(self) -> SetAside:
+        """The checkpoints of the run directory that no resume may use."""
+        return SetAside.read(self.root.parent)
 
     def forget(self, path: P) -> None:
         """Remove ``path``, which is being deleted, from the cache."""
@@ -78,14 +116,14 @@ class Listing(Generic[P]):
     def checkpoints(self) -> list[ListedCheckpoint[P]]:
         """Return the checkpoints of this run and all damaged checkpoints, which may be its own, newest first.
 
-        They are sorted by the time of the save, not by step: after a run was resumed from step 5, its earlier
-        step 10 is older than its new step 6.
+        Checkpoints in `aside` are omitted. The others are sorted by the time of the save, not by step: after a run
+        was resumed from step 5, its earlier step 10 is older than its new step 6.
 
         Raises:
             RetryableError, NoAccessError: if the disk or the address does not answer or denies access.
         """
         checkpoints: list[ListedCheckpoint[P]] = []
-        paths = self.directories()
+        paths, aside = self.directories(), self.aside
         self._known = {path: self._known[path] for path in paths if path in self._known}
         for path in paths:
             try:
@@ -98,7 +136,7 @@ class Listing(Generic[P]):
                         ListedCheckpoint(path.stat().st_mtime if isinstance(path, Path) else 0.0, path, None)
                     )
             else:
-                if self.run_id in (manifest.run_id, None):
+                if self.run_id in (manifest.run_id, None) and not aside.contains(manifest.state):
                     checkpoints.append(ListedCheckpoint(manifest.saved_at, path, manifest))
         return sorted(checkpoints, key=attrgetter("saved_at"), reverse=True)
 
@@ -110,7 +148,7 @@ class Listing(Generic[P]):
         """Return the checkpoints of this run that no ``keep_...`` setting retains.
 
         If a step was saved twice, only the later checkpoint is retained: a resume may have found the earlier
-        one damaged.
+        one damaged. With `train.verify_every`, the newest verified checkpoint is retained.
         """
         own = self.own()
         newest = {manifest.step: path for path, manifest in reversed(own.items())}
@@ -120,6 +158,9 @@ class Listing(Generic[P]):
             keep |= {path for path, m in manifests.items() if m.step % settings.keep_every == 0}
         if settings.keep_best is not None:
             keep |= set(best_of(own, settings.keep_best, evaluations))
+        verified = next((manifest.verified for manifest in manifests.values()), None)
+        if verified is not None:
+            keep |= set([path for path, m in manifests.items() if m.step <= verified][:1])
         return [path for path in own if path not in keep]
 
 

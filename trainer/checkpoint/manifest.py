@@ -143,6 +143,7 @@ class Manifest:
     run_id: str = ""  # of the run that saved it
     branch: str = ""  # of that run: see `evaluations`
     format_version: int = FORMAT_VERSION
+    verified: int | None = None  # with train.verify_every, the last step verified at the time of the save
 
     @property
     def summary(self) -> "Manifest":
@@ -165,6 +166,8 @@ def manifest_text(manifest: Manifest) -> str:
     """
     # dataclasses.asdict would copy each hash and take ten times as long.
     content = {**vars(manifest), "files": {name: vars(digest) for name, digest in manifest.files.items()}}
+    if manifest.verified is None:
+        del content["verified"]
     text = json.dumps(content, sort_keys=True)[:-1]
     return f'{text}{_OWN_HASH}{hashlib.sha256(text.encode()).hexdigest()}"}}\n'
 

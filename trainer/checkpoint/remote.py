@@ -24,7 +24,7 @@ from pathlib import Path
 
 from trainer.checkpoint.evaluations import FILE as EVALUATIONS
 from trainer.checkpoint.evaluations import Evaluations
-from trainer.checkpoint.listing import Listing, best_of, newest_run_id
+from trainer.checkpoint.listing import SET_ASIDE, Listing, best_of, newest_run_id
 from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_text, read_manifest
 from trainer.config import CheckpointConfig
 from trainer.errors import RetryableError, UserError, kind_of
@@ -36,9 +36,10 @@ log = logging.getLogger(__name__)
 
 OWNER = "run.json"
 METRICS = "metrics.jsonl"
-_SMALL_FILES = ("config.yaml", METRICS, EVALUATIONS, "result.json")
+_SMALL_FILES = ("config.yaml", METRICS, EVALUATIONS, "result.json", SET_ASIDE)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0, 5.0
 _NUM_THREADS = 4  # files that are uploaded at the same time
+_SET_ASIDE_S = 10.0  # the launcher ends a failed run soon
 
 
 class TakenError(UserError):
@@ -60,6 +61,9 @@ class NoRemote:
     def metrics(self) -> dict[str, float]:
         """Return by how many steps the address is behind the run directory, for the log."""
         return {}
+
+    def put_set_aside(self) -> None:
+        """Upload set_aside.json at once, because the run is about to fail."""
 
     def finish(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` until everything is uploaded, and log the result."""
@@ -153,6 +157,16 @@ class Remote(NoRemote):
                 self._safe_step,
             )
         self._problem = problem
+
+    def put_set_aside(self) -> None:
+        def put() -> None:
+            with contextlib.suppress(UserError, RetryableError):  # the next launch uploads it, too
+                self._check_owner()
+                (self._address / SET_ASIDE).put(self._local.root.parent / SET_ASIDE)
+
+        thread = threading.Thread(target=put, daemon=True)
+        thread.start()
+        thread.join(_SET_ASIDE_S)
 
     def _upload(self) -> None:
         try:
@@ -283,6 +297,7 @@ def _run_of(owner: Mapping[str, str] | None, address: Address) -> str | None:
 
 
 def fetch_history(address: str, run_dir: Path) -> None:
-    """Copy metrics.jsonl of the run at `address` to the new run directory that continues it."""
-    with contextlib.suppress(FileNotFoundError), atomic_file(run_dir / METRICS) as file:
-        file.write((Address(address) / METRICS).read())
+    """Copy the history of the run at `address` to the new run directory that continues it."""
+    for name in (METRICS, SET_ASIDE):
+        with contextlib.suppress(FileNotFoundError), atomic_file(run_dir / name) as file:
+            file.write((Address(address) / name).read())

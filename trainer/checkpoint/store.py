@@ -96,12 +96,15 @@ class Store(Listing[Path]):
         format: str,
         files: Mapping[str, FileDigest],
         branch: str,
+        verified: int | None = None,
     ) -> Path:
         """Turn the ``new_directory``, whose files are fsynced, into the checkpoint of ``step``; return its
         path.
         """
         assert self.run_id is not None
-        manifest = Manifest(format, step, self._started_at, dict(files), self.run_id, branch)
+        manifest = Manifest(
+            format, step, self._started_at, dict(files), self.run_id, branch, verified=verified
+        )
         seal(self._temporary, manifest)
         final = unused_path(self.root / f"step_{step:08d}")
         publish(self._temporary, final)

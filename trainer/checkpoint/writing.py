@@ -41,6 +41,7 @@ class Contents:
         tensors: waits for the copies of the tensors that this rank writes, and returns them by name.
         facts: the other contents of state.json; used on rank 0.
         branch: the branch of the run, for the manifest.
+        verified: the last verified step, for the manifest.
     """
 
     step: int
@@ -48,6 +49,7 @@ class Contents:
     tensors: Callable[[], Mapping[str, Tensor]]
     facts: Mapping[str, Any]
     branch: str
+    verified: int | None
 
     def write_tensors(self, directory: Path, rank: int) -> dict[str, FileDigest]:
         """Write and fsync this rank's files; return their digests by name. Raises OSError."""
@@ -89,7 +91,7 @@ def write_checkpoint(
     def commit(digests: list[dict[str, FileDigest]]) -> None:
         files = {name: digest for part in digests for name, digest in part.items()}
         check()
-        store.commit(contents.step, plan.format, files, contents.branch)
+        store.commit(contents.step, plan.format, files, contents.branch, contents.verified)
 
     try:
         agreement.decide_on_rank0(write, commit)

@@ -228,6 +228,7 @@ class TrainConfig:
     eval_every_steps: int | None = at_least(1)
     show_every: int | None = at_least(1)
     check_replicas_every: int | None = at_least(1)
+    verify_every: int | None = at_least(1)
     histograms_every: int | None = at_least(1)
     peak_tflops: float | None = above(0)
     profile: ProfileConfig | None = MISSING

@@ -38,9 +38,7 @@ class ChunkBuffers:
         if not self._results:
             self._initial = self._copies()
         else:
-            with torch.no_grad():
-                for name, value in self._initial.items():
-                    self._buffer(name).copy_(value)
+            self._restore()
         self._seen = {name: (buffer := self._buffer(name), version_of(buffer)) for name in self._names}
 
     def end_chunk(self) -> None:
@@ -52,6 +50,12 @@ class ChunkBuffers:
         if self._changing is None:
             self._changed |= {n for n, old in self._initial.items() if not same_bits(self._buffer(n), old)}
         self._results.append(self._copies())
+
+    def discard(self) -> None:
+        """Restore the buffers to their values before the first chunk, and forget the chunks so far."""
+        if self._results:
+            self._restore()
+            self._results = []
 
     def finish(self) -> None:
         """Set the buffers that change to their means, after the last chunk of a step (a collective).
@@ -105,6 +109,11 @@ class ChunkBuffers:
         buffers = [self._buffer(name) for name in floats]
         for buffer, mean in zip(buffers, means.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(mean.view(buffer.shape))
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        for name, value in self._initial.items():
+            self._buffer(name).copy_(value)
 
     def _copies(self) -> dict[str, Tensor]:
         """Return copies of the buffers that change or, until they are known, of all buffers."""

@@ -10,8 +10,9 @@ Source: J. Demmel and H. D. Nguyen, "Parallel reproducible summation", 2015.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.errors import UserError
+from trainer.exact.sum_checks import NO_CHECKS, SumChecks
 from trainer.tensors.local_shard import is_dtensor, sharded_like, to_local
 
 _SCALE = 2.0**50
@@ -56,13 +58,13 @@ class Encoder:
         wide = gradient.float() if gradient.itemsize < 4 else gradient
         sums += (wide * _SCALE).to(torch.int64)  # exact until truncation: a power of two
 
+    @np.errstate(all="ignore")
     def _add_on_cpu(self, sums: Tensor, count: Tensor, gradient: Tensor) -> None:
         """Like `_add`, but with NumPy, which converts and adds in one pass, in half the time."""
         for part, block in zip(gradient.split(_BLOCK), sums.split(_BLOCK), strict=True):
             numbers = (part.float() if part.itemsize < 4 else part).numpy()
             if not (numbers.min(initial=0) > -self._limit and numbers.max(initial=0) < self._limit):
-                count += 1
-                continue
+                count += 1  # adds meaningless integers, as `_add` does: hashes must not depend on blocks
             scaled = np.multiply(numbers, _SCALE, out=self._scratch[numbers.dtype][: len(numbers)])
             np.add(block.numpy(), scaled, out=block.numpy(), dtype=np.int64, casting="unsafe")
 
@@ -95,8 +97,10 @@ class ChunkSums:
     They take 8 bytes of memory per element, unless every step has only one chunk.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], num_chunks: int) -> None:
-        self._encoder = Encoder(num_chunks)
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], num_chunks: int, checks: SumChecks = NO_CHECKS
+    ) -> None:
+        self._encoder, self._checks = Encoder(num_chunks), checks
         self._had: set[nn.Parameter] = set()
         self._messages: dict[int, Tensor] = {}
         self.follow(parameters)
@@ -116,6 +120,10 @@ class ChunkSums:
     def reset(self) -> None:
         """Clear the sums; called before the first chunk of a step."""
         self._had.clear()
+        self.discard()
+
+    def discard(self) -> None:
+        """Set the sums to zero."""
         for group in self._groups:
             group.sums.zero_()
             group.count.zero_()
@@ -133,16 +141,20 @@ class ChunkSums:
         for group in self._groups:
             given = [parameter for parameter in group.parameters if parameter.grad is not None]
             self._had.update(given)
-            small, large = group.parameters[: group.num_small], group.parameters[group.num_small :]
-            if any(parameter.grad is not None for parameter in small):
-                torch.cat([_row(parameter) for parameter in small], out=group.small)
-                self._encoder.add(group.sums[: len(group.small)], group.count, group.small)
-            for parameter in large:
-                if parameter.grad is not None:
-                    offset, row = self._offsets[parameter][1], _row(parameter)
-                    self._encoder.add(group.sums[offset : offset + len(row)], group.count, row)
+            with self._checks.adding(partial(_segments, group)):
+                self._add_group(group)
             for parameter in given:
                 parameter.grad = None
+
+    def _add_group(self, group: "_Group") -> None:
+        small, large = group.parameters[: group.num_small], group.parameters[group.num_small :]
+        if any(parameter.grad is not None for parameter in small):
+            torch.cat([_row(parameter) for parameter in small], out=group.small)
+            self._encoder.add(group.sums[: len(group.small)], group.count, group.small)
+        for parameter in large:
+            if parameter.grad is not None:
+                offset, row = self._offsets[parameter][1], _row(parameter)
+                self._encoder.add(group.sums[offset : offset + len(row)], group.count, row)
 
     @torch.no_grad()
     def write_gradients(self) -> None:
@@ -184,21 +196,26 @@ class ChunkSums:
                 message[start:end] = group.sums[offset : offset + end - start]
                 message[-1:] += group.count
             start = end
-        self._encoder.add(message[:-1], message[-1:], row)
-        return Message(message, bucket)
+        sizes = [parameter.numel() for parameter in bucket.parameters()]
+        with self._checks.adding(lambda: zip(bucket.parameters(), message[:-1].split(sizes), strict=True)):
+            self._encoder.add(message[:-1], message[-1:], row)
+        self._checks.sent(message)
+        return Message(message, bucket, self._checks)
 
 
 class Message:
     """The contents of a DDP bucket as integers, followed by the count of invalid parts."""
 
-    def __init__(self, sums: Tensor, bucket: dist.GradBucket) -> None:
+    def __init__(self, sums: Tensor, bucket: dist.GradBucket, checks: SumChecks = NO_CHECKS) -> None:
         self._sums, self._gradients, self.is_last = sums, bucket.buffer(), bucket.is_last
+        self._checks = checks
 
     def buffer(self) -> Tensor:
         return self._sums
 
     def decoded(self) -> Tensor:
         """Return the gradients, after the integers were summed over ranks."""
+        self._checks.received(self._sums)
         decode(self._sums[:-1], self._sums[-1], self._gradients)
         return self._gradients
 
@@ -224,6 +241,12 @@ def _grouped(parameters: Sequence[nn.Parameter]) -> list[_Group]:
             )
         )
     return groups
+
+
+def _segments(group: _Group) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter of `group` with its part of the sums."""
+    sizes = [to_local(parameter).numel() for parameter in group.parameters]
+    return zip(group.parameters, group.sums.split(sizes), strict=True)
 
 
 def _row(parameter: nn.Parameter) -> Tensor:

@@ -14,6 +14,7 @@ from trainer.exact.chunk_sums import ChunkSums, limit
 from trainer.exact.digits import from_digits, to_digits
 from trainer.exact.environment import NUM_THREADS
 from trainer.exact.shard_sums import ShardSums
+from trainer.exact.sum_checks import NO_CHECKS, SumChecks
 from trainer.exact.sum_order import SumOrder
 from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim.combined import parts_of
@@ -28,7 +29,8 @@ class ByChunks(SumOrder):
 
     by_chunks = True
 
-    def __init__(self, num_chunks: int, where: str) -> None:
+    def __init__(self, num_chunks: int, where: str, checks: SumChecks = NO_CHECKS) -> None:
+        self.checks = checks
         self.num_chunks, self._where, self.limit = num_chunks, where, limit(num_chunks)
         self._shards: Sequence[ShardSums] = ()
         self._reduces = False
@@ -46,8 +48,9 @@ class ByChunks(SumOrder):
     def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:
         self._buffers = ChunkBuffers(model, self.num_chunks)
         self._shards, self._reduces = shards, reduces
+        self.checks.attach(model)
         if not shards:
-            self.sums = ChunkSums(_trainable(model), self.num_chunks)
+            self.sums = ChunkSums(_trainable(model), self.num_chunks, self.checks)
 
     def follow_trainable(self, model: nn.Module) -> None:
         trainable = _trainable(model)
@@ -77,18 +80,29 @@ class ByChunks(SumOrder):
                 f"train.exact: {self._where} uses {threads} threads instead of {NUM_THREADS}, which changes "
                 "the bits; remove torch.set_num_threads from your code"
             )
+        self.checks.begin_step()
         for part in (self.sums, *self._shards):
             if part is not None:
                 part.reset()
+
+    def discard(self) -> None:
+        assert self._buffers is not None
+        self._buffers.discard()
+        self.checks.begin_step()
+        if self.sums is not None:
+            self.sums.discard()
+        for shard in self._shards:
+            shard.reset()
 
     @contextmanager
     def chunk(self, last: bool) -> Iterator[None]:
         assert self._buffers is not None
         self._buffers.start_chunk()
-        yield
-        self._buffers.end_chunk()
-        if self.sums is not None and not (last and self._reduces):
-            self.sums.add_chunk()
+        with self.checks.chunk():
+            yield
+            self._buffers.end_chunk()
+            if self.sums is not None and not (last and self._reduces):
+                self.sums.add_chunk()
 
     def finish(self) -> None:
         assert self._buffers is not None

@@ -1,7 +1,7 @@
 """Sums of gradients over the chunks of all ranks, as integers, for the sharded units of FSDP."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,18 +12,19 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.distributed.collectives import reduce_scatter_single
 from trainer.errors import UserError
 from trainer.exact.chunk_sums import Encoder, decode
+from trainer.exact.sum_checks import NO_CHECKS, SumChecks
 from trainer.tensors.local_shard import rows_of_shard
 
 
-def add_by_chunks(model: nn.Module, num_chunks: int) -> list["ShardSums"]:
+def add_by_chunks(model: nn.Module, num_chunks: int, checks: SumChecks = NO_CHECKS) -> list["ShardSums"]:
     """Make FSDP add the gradients of each unit of `model` as integers.
 
     `fully_shard` must have been applied to the model and its units; hybrid sharding is not supported.
     """
     encoder, all_sums = Encoder(num_chunks), []
     for name, unit in units_of(model):
-        parameters = {getattr(part, attribute) for part, attribute in own_parameters(unit)}
-        all_sums.append(ShardSums(name, list(parameters), encoder))
+        parameters = dict.fromkeys(getattr(part, attribute) for part, attribute in own_parameters(unit))
+        all_sums.append(ShardSums(name, list(parameters), encoder, checks))
         module: Any = unit
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -38,14 +39,14 @@ def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def own_parameters(unit: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the module and attribute name of each parameter of a unit, without nested units."""
-    nested = [
+    """Return the module and attribute name of a unit's own parameters, in torch's order."""
+    nested = {
         m
         for child in unit.modules()
         if child is not unit and isinstance(child, FSDPModule)
         for m in child.modules()
-    ]
-    own = set(unit.modules()) - set(nested)
+    }
+    own = [module for module in unit.modules() if module not in nested]
     return [(part, name) for part in own for name, _ in part.named_parameters(recurse=False)]
 
 
@@ -57,8 +58,10 @@ class ShardSums:
     so a unit that the last chunk does not use keeps the sum of earlier chunks.
     """
 
-    def __init__(self, name: str, parameters: Sequence[nn.Parameter], encoder: Encoder) -> None:
-        self._name, self._parameters, self._encoder = name, parameters, encoder
+    def __init__(
+        self, name: str, parameters: Sequence[nn.Parameter], encoder: Encoder, checks: SumChecks = NO_CHECKS
+    ) -> None:
+        self._name, self._parameters, self._encoder, self._checks = name, parameters, encoder, checks
         self._sums: Tensor | None = None
 
     def reset(self) -> None:
@@ -96,11 +99,14 @@ class ShardSums:
             self._sums = torch.zeros(numel + 1, dtype=torch.int64, device=device)
         message = self._encoder.zeros(world * (numel + 1), device).view(world, -1)
         count = torch.zeros_like(self._sums[-1:])
-        for row, block in zip(message, input_tensor.view(world, numel), strict=True):
-            self._encoder.add(row[:-1], count, block)
+        with self._checks.adding(lambda: self._segments(message, world)):
+            for row, block in zip(message, input_tensor.view(world, numel), strict=True):
+                self._encoder.add(row[:-1], count, block)
         message[:, -1] = count
+        self._checks.sent(message)
         received = torch.empty_like(self._sums)
         reduce_scatter_single(received, message.view(-1), group)
+        self._checks.received(received)
         self._sums += received
         for parameter in self._parameters:
             parameter.grad = None  # otherwise, torch would add the new sum to the previous one
@@ -108,5 +114,14 @@ class ShardSums:
 
     def _num_elements(self, world: int) -> int:
         """Return the size of the shard as padded by torch, which divides rows into equal parts."""
+        return sum(self._sizes(world).values())
+
+    def _sizes(self, world: int) -> dict[nn.Parameter, int]:
+        """Return the size of the padded shard of each parameter."""
         trainable = [parameter for parameter in self._parameters if parameter.requires_grad]
-        return sum(rows_of_shard(len(p), 0, world)[1] * math.prod(p.shape[1:]) for p in trainable)
+        return {p: rows_of_shard(len(p), 0, world)[1] * math.prod(p.shape[1:]) for p in trainable}
+
+    def _segments(self, message: Tensor, world: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with its columns of `message` (ranks, numel + 1)."""
+        sizes = self._sizes(world)
+        return zip(sizes, message[:, :-1].split(list(sizes.values()), 1), strict=True)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from trainer.distributed.collectives import sum_over_ranks
 from trainer.exact.chunk_sums import ChunkSums
 from trainer.exact.shard_sums import ShardSums
+from trainer.exact.sum_checks import NO_CHECKS, SumChecks
 from trainer.model.trainable_parameters import TrainableParameters
 
 
@@ -21,6 +22,7 @@ class SumOrder:
     num_chunks = 1  # per step, over all ranks
     limit = math.inf  # gradients with larger numbers become NaN
     sums: ChunkSums | None = None  # the sums of this rank's gradients; None if autograd adds them
+    checks: SumChecks = NO_CHECKS  # get what enters and leaves the sums
 
     def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
         """Return the sum of `numbers`, of equal shapes, in a form that can be added further."""
@@ -55,6 +57,9 @@ class SumOrder:
 
     def begin_step(self) -> None:
         """Clear the sums at the start of a step."""
+
+    def discard(self) -> None:
+        """Forget the chunks of the step so far, and restore the buffers that they changed."""
 
     def chunk(self, last: bool) -> AbstractContextManager:
         """Return the context for one forward and backward pass of a step."""

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,14 +233,16 @@ class Ending:
     def record_orderly(self, error: RunEndError) -> None:
         """Write failure.json for an error that all ranks raise, unless another rank has written it."""
         if self._rank == 0 or self.run_dir is None or failure_file.read(self.run_dir) is None:
-            self._record_orderly(error.ranks[:1], error.exit_code, str(error))
+            self._record_orderly(error.ranks[:1], error.exit_code, str(error), error.facts)
 
-    def _record_orderly(self, ranks: tuple[int, ...], status: int, message: str) -> None:
+    def _record_orderly(
+        self, ranks: tuple[int, ...], status: int, message: str, more: Mapping[str, Any] | None = None
+    ) -> None:
         """Write failure.json. `ranks` is empty if all ranks failed or the failed rank is unknown."""
         own = self._here[self._rank].observe()
         rank, host = (ranks[0], self._members[ranks[0]].hostname) if ranks else (None, None)
         facts: dict[str, Any] = {"rank": rank, "host": host, "phase": own.phase}
-        facts |= {"where": own.where, "step": own.step, "silent_s": 0.0}
+        facts |= {"where": own.where, "step": own.step, "silent_s": 0.0, **(more or {})}
         self._record(Failure(ranks or (self._rank,), "orderly", status, message, facts))
 
     def print_at_exit(self) -> None:

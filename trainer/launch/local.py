@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
-from trainer.errors import NonFiniteError, StoppedBySignal, UserError
+from trainer.errors import NonFiniteError, StoppedBySignal, UserError, WrongResultError
 from trainer.files import failure_file
 from trainer.files.writing import new_run_dir
 from trainer.launch import new_process
@@ -28,14 +28,20 @@ from trainer.launch.signals import stop_signals_to
 
 _GRACE_S = 30.0  # time for the other ranks to report or finish a save after a rank has failed
 _POLL_S = 0.05
-_SHARED = (UserError.exit_code, NonFiniteError.exit_code)  # statuses that rank 0 reports for all ranks
+_RESTARTED = (1, WrongResultError.exit_code)
+_SHARED = (
+    UserError.exit_code,
+    NonFiniteError.exit_code,
+    WrongResultError.exit_code,
+)  # statuses that rank 0 reports for all ranks
 
 
 def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tuple[int, str | None]:
     """Run `argv` in `launch.processes` processes on this host.
 
-    After a failure, up to `launch.max_restarts` more attempts start from the newest checkpoint, each after a
-    pause. There is no further attempt after a UserError, a non-finite loss or a stop by a signal.
+    After a failure, up to `launch.max_restarts` more attempts start from the newest checkpoint (after a wrong
+    result, from the newest verified one), each after a pause. There is no further attempt after a UserError, a
+    non-finite loss or a stop by a signal.
 
     Args:
         module: a module to run once instead of train.py, as in python -m trainer.evaluate.
@@ -64,7 +70,7 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tu
         keeps_resume = config.resume is not None and not any((run_dir / "checkpoints").glob("step_*"))
         resume = ["resume=auto"] if attempt and not keeps_resume else []
         status, message = _attempt(processes, [*argv, *resume], config.distributed.shrink)
-        if status != 1 or attempt == max_restarts:
+        if status not in _RESTARTED or attempt == max_restarts:
             break
         pause_s = PAUSES_S[min(attempt, len(PAUSES_S) - 1)]
         print(

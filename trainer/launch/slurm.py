@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer.config import Config, SlurmLaunchConfig
 from trainer.config.overrides import set_to
-from trainer.errors import StoppedBySignal, UserError
+from trainer.errors import StoppedBySignal, UserError, WrongResultError
 from trainer.files import failure_file
 from trainer.files.writing import new_run_dir
 from trainer.launch import new_process
@@ -119,7 +119,8 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bo
     waits = "--wait=0 --kill-on-bad-exit=0" if shrinks else f"--wait={_LAST_TASK_S}"
     newest = f"ls -td {shlex.quote(str(folder.parent / 'checkpoints'))}/step_* 2>/dev/null | head -n 1"
     again = [
-        f"if [ $status = {StoppedBySignal.exit_code} ] && [ ! -e {shlex.quote(str(folder / 'stop'))} ]; then",
+        f"case $status in {StoppedBySignal.exit_code}|{WrongResultError.exit_code}) again=1;; esac",
+        f"if [ $again ] && [ ! -e {shlex.quote(str(folder / 'stop'))} ]; then",
         f'  if [ "$({newest})" = "$before" ]; then  # the next attempt would stop there as well',
         f'    echo "{_NO_STEP}"',
         "  else",

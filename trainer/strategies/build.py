@@ -7,6 +7,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
 from trainer.exact.environment import environment, prepare
 from trainer.exact.order import ByChunks
+from trainer.exact.sum_checks import NO_CHECKS, LinearChecks
 from trainer.strategies.base import ComputeOptions, Strategy
 
 _SAME_ENVIRONMENT = (
@@ -30,7 +31,9 @@ def build_strategy(config: Config, ranks: Ranks) -> Strategy:
         compare_across_ranks(environment(ranks.device), ranks, _SAME_ENVIRONMENT)
         if config.train.precision == "bf16":
             strategy.notes.append("train.exact: in bf16, single and ddp give equal bits, but fsdp differs")
-        strategy.order = ByChunks(config.train.exact, ranks.describe(ranks.rank))
+        verifies = config.train.verify_every is not None
+        checks = LinearChecks(ranks.rank, ranks.world_size) if verifies else NO_CHECKS
+        strategy.order = ByChunks(config.train.exact, ranks.describe(ranks.rank), checks)
     return strategy
 
 

@@ -100,7 +100,7 @@ class Fsdp(Strategy):
         if self.settings.reshard_after_forward is None:
             model.register_forward_hook(self._reshard_without_gradient)
         by_chunks = self.order.by_chunks and self.num_replicas > 1  # a single rank reduces nothing
-        shards = add_by_chunks(model, self.order.num_chunks) if by_chunks else ()
+        shards = add_by_chunks(model, self.order.num_chunks, self.order.checks) if by_chunks else ()
         self.order.attach(model, shards)
         self.notes.append(
             f"fsdp: {len(units)} units and the root"

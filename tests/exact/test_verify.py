@@ -1,0 +1,156 @@
+"""train.verify_every finds the rank whose device computes wrongly, and the run continues from a verified step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.exact.flips import Flip, Found, found_each
+from tests.exact.matrix import MODELS, OPTIMIZERS, figures, refused_each
+from tests.programs import finish
+from tests.ranks import run_ranks
+from trainer.guards.verification import offsets, vote
+
+SHORT = (
+    *("train.max_steps=4", "train.epochs=1", "train.eval_every_epochs=0", "checkpoint.every_epochs=null"),
+    *("schedule=constant", "train.verify_every=1", "distributed.timeout_s=60", "train.global_batch_size=24"),
+)
+
+
+def found(folder: Path, world: int, *cases: tuple[Flip, str], **options: Any) -> list[Found]:
+    """Return what runs of `world` ranks have found, each with a flip and a strategy."""
+    each = [
+        (flip, (*SHORT, f"train.exact={world}", f"strategy={strategy}", f"run_dir={folder}/{number}"))
+        for number, (flip, strategy) in enumerate(cases)
+    ]
+    results = run_ranks(found_each, world, *each, init=False, **options)
+    return [results[flip.rank][number] for number, (flip, _) in enumerate(cases)]
+
+
+# ---- a wrong device is found and named
+
+
+def test_a_wrong_rank_is_named(tmp_path: Path) -> None:
+    """By the majority of three ranks; its error occurs in each pass, so that it agrees with itself."""
+    always = [
+        (Flip("gradient", "mantissa", rank=2), "ddp"),
+        (Flip("sum", "sign", rank=0), "fsdp"),
+        (Flip("weight", "sign", rank=1), "fsdp"),
+    ]
+    for (flip, _), each in zip(always, found(tmp_path, 3, *always), strict=True):
+        assert each.ranks == [flip.rank], each
+    wrong = json.loads((tmp_path / "0" / "failure.json").read_text())
+    assert wrong["status"] == 76 and wrong["rank"] == 2
+    suspect = wrong["suspect"]
+    assert suspect.items() >= {"rank": 2, "step": 1, "parameter": "1.weight", "verified_step": 0}.items()
+    assert suspect["exclude"]["slurm"] == f"--exclude={suspect['host']}"
+
+
+def test_two_ranks_name_an_error_that_does_not_repeat(tmp_path: Path) -> None:
+    """One of four computations differs; an error that repeats leaves two against two."""
+    once, always = Flip("activation", "exponent", rank=1, at=5), Flip("activation", "exponent", rank=1)
+    named, unknown = found(tmp_path, 2, (once, "ddp"), (always, "ddp"))
+    assert named.ranks == [1] and once.at == 5
+    assert unknown.ranks == [0, 1] and unknown.suspect["rank"] is None
+    assert "it is unknown which rank is wrong" in unknown.message
+
+
+def test_a_wrong_sum_is_found_in_a_step_without_recomputation(tmp_path: Path) -> None:
+    cases = [(Flip("message", "mantissa", rank=1), strategy) for strategy in ("ddp", "fsdp")]
+    each = [
+        (
+            flip,
+            (
+                *SHORT,
+                "train.exact=2",
+                f"strategy={strategy}",
+                f"run_dir={tmp_path}/{strategy}",
+                "train.verify_every=100",
+            ),
+        )
+        for flip, strategy in cases
+    ]
+    for result in run_ranks(found_each, 2, *each, init=False)[1]:
+        assert result.ranks == [1] and "received a wrong sum" in result.message
+
+
+def test_the_majority_decides() -> None:
+    right, wrong = (1, 2, 3), (1, 5, 4)
+    assert vote([(0, right), (1, wrong), (0, right), (1, right)]) == ([1], 3, 1)
+    assert vote([(0, right), (1, wrong), (0, right), (1, wrong)])[0] == []
+    assert vote([(2, wrong), (0, right), (0, right), (1, right), (2, wrong)]) == ([2], 3, 1)
+
+
+def test_the_partner_is_on_another_host() -> None:
+    assert offsets([0, 0, 1, 1]) == [2]
+    assert offsets([0, 0, 0]) == [1, 2]
+    assert offsets([0, 1, 2]) == [1, 2]
+
+
+# ---- a verified run is the same run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "norm", "resnet", "gpt"])
+def test_verification_does_not_change_the_result(tmp_path: Path, model: str) -> None:
+    """With dropout, an average of the weights, batch norm; the chunks of two ranks are uneven under ddp."""
+    words = (*MODELS[model], *OPTIMIZERS["adamw"], "train.max_steps=6", "ema.decay=0.9")
+    plain = figures(tmp_path / "1", 1, (*words, "strategy=single"))
+    verified = (*words, "train.verify_every=1")
+    two = figures(tmp_path / "2", 2, (*verified, "strategy=fsdp"), (*verified, "strategy=ddp", "comm=ring"))
+    three = figures(tmp_path / "3", 3, (*verified, "strategy=ddp", "train.verify_every=2"))
+    assert {*plain, *two, *three} == {plain[0]}
+
+
+def test_what_needs_other_settings_is_refused() -> None:
+    (single, alone) = run_ranks(
+        refused_each,
+        1,
+        ("train.verify_every=5", "strategy=single"),
+        ("train.verify_every=5", "strategy=ddp"),
+        init=False,
+    )[0]
+    assert "train.verify_every=5 needs train.exact and strategy=ddp or fsdp" in single
+    assert "train.verify_every=5 needs at least 2 ranks" in alone
+
+
+# ---- checkpoints
+
+
+@pytest.mark.slow
+def test_a_restart_continues_from_the_verified_step(tmp_path: Path) -> None:
+    """launch=local restarts after the error; the run takes the checkpoint of step 10 and not of step 14."""
+    run = (
+        *(
+            "train.py",
+            "train.exact=4",
+            "train.max_steps=18",
+            "checkpoint.every_steps=1",
+            "checkpoint.keep_last=2",
+        ),
+        *(
+            "train.eval_every_epochs=0",
+            "schedule=constant",
+            "strategy=ddp",
+            "launch=local",
+            "launch.processes=2",
+        ),
+        "model._target_=tests.exact.flips.FlippingMLP",
+    )
+    clean = ("+model.at=-1", f"+model.marker={tmp_path}/none", f"run_dir={tmp_path}/clean")
+    # 2 passes of the dry run, 2 in each of 14 steps, 2 recomputations; then one, and the second chunk of step 15
+    flips = (
+        "train.verify_every=5",
+        "+model.at=35",
+        f"+model.marker={tmp_path}/flipped",
+        "launch.max_restarts=1",
+    )
+    ended = [finish(*run, *words, forks=True) for words in (clean, (*flips, f"run_dir={tmp_path}/run"))]
+    assert [each.code for each in ended] == [0, 0], ended[1].output
+    assert "continuing from step_00000010; later checkpoints were set aside" in ended[1].output
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("clean", "run")]
+    assert results[0]["param_sha256"] == results[1]["param_sha256"]
+    kept = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert kept >= {"step_00000013", "step_00000014"}, "a checkpoint that was set aside is kept"
+    assert (tmp_path / "flipped").exists()
