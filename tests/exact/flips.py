@@ -1,4 +1,4 @@
-"""Runs in which a rank flips a bit: in an activation, a gradient, a weight, an integer sum or a message."""
+"""Runs in which a rank flips a bit: in an activation, a gradient, a weight, an integer sum or a message on the wire."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.mlp import MLP
 from tests import runs
 
-KINDS = ("activation", "gradient", "weight", "sum", "message")
+KINDS = ("activation", "gradient", "weight", "sum", "sent", "received")
 BITS = {  # of fp32, of int64
     "sign": (31, 63),
     "exponent": (24, 44),
@@ -71,6 +71,7 @@ def _signed(number: int) -> int:
 @contextlib.contextmanager
 def flipping(flip: Flip) -> Iterator[None]:
     """Flip bits in this process."""
+    from trainer.comm.ddp_hook import CommHook
     from trainer.exact import shard_sums
     from trainer.exact.chunk_sums import Encoder, Message
     from trainer.guards.verification import GradientVerification
@@ -131,6 +132,9 @@ def flipping(flip: Flip) -> Iterator[None]:
             before(GradientVerification, "start", flip_weight)
         elif flip.kind == "sum":
             after(Encoder, "add", lambda encoder, sums, count, gradient: flip.apply(sums))
+        elif flip.kind == "sent":
+            before(CommHook, "_reduced", lambda hook, message, record: flip.apply(message.buffer()))
+            before(shard_sums, "reduce_scatter_single", lambda output, sent, group: flip.apply(sent))
         else:
             before(Message, "decoded", lambda message: flip.apply(message.buffer()))
             after(shard_sums, "reduce_scatter_single", lambda output, *_: flip.apply(output))

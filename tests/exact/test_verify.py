@@ -57,7 +57,7 @@ def test_two_ranks_name_an_error_that_does_not_repeat(tmp_path: Path) -> None:
 
 
 def test_a_wrong_sum_is_found_in_a_step_without_recomputation(tmp_path: Path) -> None:
-    cases = [(Flip("message", "mantissa", rank=1), strategy) for strategy in ("ddp", "fsdp")]
+    cases = [(Flip("received", "mantissa", rank=1), strategy) for strategy in ("ddp", "fsdp")]
     each = [
         (
             flip,

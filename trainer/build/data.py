@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -62,10 +63,19 @@ def load_held_out(config: Config, batch: BatchSplit, ranks: Ranks) -> tuple[Any,
 
 def first_batch(config: Config, train_set: Any, size: int) -> Any:
     """Return the first `size` samples of an epoch as a batch, read in this process."""
+    return next(batches_alone(config, train_set, size))
+
+
+def batches_alone(config: Config, train_set: Any, size: int) -> Iterator[Any]:
+    """Yield batches of `size` samples without end, read in this process; the same on every rank."""
     assert config.seed is not None
     data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
     options = LoaderOptions(0, config.seed, torch.device("cpu"), collate=build_collate(data))
-    return train_loader(train_set, data, BatchSplit(size, 1, size, 1), options).epoch(0).ahead()[0]
+    loader = train_loader(train_set, data, BatchSplit(size, 1, size, 1), options)
+    for epoch in itertools.count():
+        batches = loader.epoch(epoch)
+        while batches.data_left:
+            yield from batches.take()
 
 
 def _loader_options(config: Config, ranks: Ranks, replica: int) -> LoaderOptions:

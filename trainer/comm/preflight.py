@@ -32,6 +32,9 @@ from trainer.errors import UserError, few_lines, first_line
 from trainer.launch.exits import exits
 
 _ENDS = ("source", "target")
+_PASSED = (
+    "all passed; to test the processors, too: the same command with -m trainer.exact.verify --minutes 10"
+)
 _SLOW = 1 / 10  # of the median; slower links get a warning
 
 
@@ -82,7 +85,7 @@ def _conclude(ranks: Ranks, reports: list[RankReport], options: argparse.Namespa
             faults.append(f"{speed} --min-gbit {options.min_gbit:g}")
         elif link["gbit_s"] < _SLOW * typical:
             warnings.append(f"WARNING: {speed} a tenth of the median of all hosts, {typical:.3g} Gbit/s")
-    verdict = ["FAILED", *few_lines(faults)] if faults else ["all passed"]
+    verdict = ["FAILED", *few_lines(faults)] if faults else [_PASSED]
     print("\n".join([_table(ranks, reports, links), "", *few_lines(warnings), *verdict]), flush=True)
     if options.json is not None:
         _write(options.json, ranks, links, reports[0].costs, passed=not faults)

@@ -158,12 +158,8 @@ class GradientVerification(Verification):
 
     def recompute(self, batch: Any, chunk: int, step: int) -> Tensor:
         """Return the hashes of a chunk's gradient; gradients, sums and buffers are as before the step."""
-        strategy, model, enter = (
-            self._strategy,
-            self._strategy.unwrap(self._model),
-            self._ranks.heartbeat.enter,
-        )
-        count = self._count(batch)
+        strategy, enter, count = self._strategy, self._ranks.heartbeat.enter, self._count(batch)
+        model = strategy.unwrap(self._model)
 
         def on_loss(loss: Tensor, parts: Mapping[str, Any] | None) -> Tensor:
             enter("backward")
@@ -199,10 +195,29 @@ class GradientVerification(Verification):
         all_gather_single(pairs, pair)
         owners, verifiers = pairs.view(-1, 2).T.tolist()
         for verifier, value in enumerate(verifiers):
-            owner = self._partner(verifier)
+            owner, rank = self._partner(verifier), self._ranks.rank
             if value != owners[owner]:
-                self._refuse_wrong_gradient(step, owner, verifier, own)
+                batch = [self._batch]
+                dist.broadcast_object_list(batch, owner, self._group)
+                computed = [own] * (rank == owner) + [self._recomputed] * (rank == verifier)
+                self._refuse_wrong_gradient(step, self._chunk_of(owner), batch[0], computed)
         self.verified_step = step
+
+    def compare(self, batch: Any, chunk: int, step: int) -> None:
+        """Compute the same chunk on all ranks, and compare (a collective).
+
+        Args:
+            batch: the same on every rank.
+
+        Raises:
+            WrongResultError: on every rank, if a rank computed wrong numbers.
+        """
+        self._num_labels = self._count(batch)
+        own = self.recompute(batch, chunk, step)
+        hashes = own.new_empty(self._ranks.world_size)
+        all_gather_single(hashes, bit_hash(own).view(1))
+        if len(set(hashes.tolist())) > 1:
+            self._refuse_wrong_gradient(step, chunk, batch, [own])
 
     def after_update(self) -> None:
         if self._shards is not None:
@@ -213,29 +228,27 @@ class GradientVerification(Verification):
 
     # ---- errors, raised on every rank
 
-    def _refuse_wrong_gradient(self, step: int, owner: int, verifier: int, own: Tensor) -> None:
-        """Recompute the disputed chunk on all ranks, and name the rank outside the majority."""
-        rank, chunk = self._ranks.rank, self._chunk_of(owner)
-        assert self._recomputed is not None
-        originals = [own] * (rank == owner) + [self._recomputed] * (rank == verifier)
-        batch = [self._batch]
-        dist.broadcast_object_list(batch, owner, self._group)
-        again = self.recompute(batch[0], chunk, step)
-        gathered = gather_objects([tuple(each.tolist()) for each in (*originals, again)])
-        computed = [(rank, hashes) for rank, each in enumerate(gathered) for hashes in each]
-        wrong, agreeing, first = vote(computed)
-        name = self._names[first]
+    def _refuse_wrong_gradient(self, step: int, chunk: int, batch: Any, computed: Sequence[Tensor]) -> None:
+        """Recompute a disputed chunk on all ranks, and name the rank outside the majority.
+
+        Args:
+            computed: the hashes of this rank's earlier computations of the chunk, if any.
+        """
+        again = self.recompute(batch, chunk, step)
+        gathered = gather_objects([tuple(each.tolist()) for each in (*computed, again)])
+        votes = [(rank, hashes) for rank, each in enumerate(gathered) for hashes in each]
+        wrong, agreeing, first = vote(votes)
+        name, total = self._names[first], f"{len(votes)} computations of this chunk"
         if wrong:
             why = (
                 f"{self._named(wrong)} computed a wrong gradient for chunk {chunk} in step {step}, first in "
-                f"{name}: {agreeing} of {len(computed)} computations of this chunk agree"
+                f"{name}: {agreeing} of {total} agree"
             )
         else:
-            wrong = sorted({owner, verifier})
+            wrong = [rank for rank, each in enumerate(gathered) if len(each) > 1]
             why = (
                 f"{self._named(wrong)} disagree about the gradient of chunk {chunk} in step {step}, first in "
-                f"{name}; without a majority among {len(computed)} computations of this chunk, it is unknown "
-                "which rank is wrong"
+                f"{name}; without a majority among {total}, it is unknown which rank is wrong"
             )
         raise self._error(step, why, wrong, chunk=chunk, parameter=name)
 
@@ -271,33 +284,29 @@ class GradientVerification(Verification):
         suspects = [devices[rank] for rank in ranks]
         self._set_aside(self.verified_step, why)
         hosts = dict.fromkeys(each["host"] for each in suspects)
-        exclude = {
-            "slurm": f"--exclude={','.join(hosts)}",
-            "kubernetes": "; ".join(
-                f"kubectl cordon $(kubectl get pod {host} -o jsonpath={{.spec.nodeName}})" for host in hosts
-            ),
-        }
         suspect = {
             **(suspects[0] if len(suspects) == 1 else dict.fromkeys(devices[0])),
             **({"candidates": suspects} if len(suspects) > 1 else {}),
-            "chunk": None,
-            "step": step,
-            "parameter": None,
-            **facts,
+            **{"step": step, "chunk": None, "parameter": None, **facts},
             "verified_step": self.verified_step,
-            "exclude": exclude if hosts else {},
+            "exclude": _exclude(list(hosts)) if hosts else {},
         }
-        where = "; ".join(
-            f"rank {each['rank']} is on {each['host']}"
-            + (f", GPU {each['gpu']} ({each['gpu_uuid']})" if each["gpu"] is not None else "")
-            for each in suspects
-        )
-        return WrongResultError(
-            f"{why}. {f'{where}. ' if where else ''}No rank made the update. The same run_dir with "
-            f"resume=auto continues from the newest checkpoint up to step {self.verified_step}, the last "
-            "verified step; failure.json contains the options that exclude the host",
-            tuple(ranks) if len(ranks) == 1 else (),
-            {"suspect": suspect},
+        where = [f"rank {each['rank']} is on {each['host']}" for each in suspects]
+        where = [
+            f"{text}, GPU {each['gpu']} ({each['gpu_uuid']})" if each["gpu"] is not None else text
+            for text, each in zip(where, suspects, strict=True)
+        ]
+        message = ". ".join([why, *(["; ".join(where)] if where else [])])
+        named = tuple(ranks) if len(ranks) == 1 else ()
+        return WrongResultError(f"{message}. {self.way_out}", named, {"suspect": suspect})
+
+    @property
+    def way_out(self) -> str:
+        """What follows the error, for its message."""
+        return (
+            "No rank made the update. The same run_dir with resume=auto continues from the newest checkpoint "
+            f"up to step {self.verified_step}, the last verified step; failure.json contains the options "
+            "that exclude the host"
         )
 
 
@@ -365,6 +374,12 @@ def vote(computed: Sequence[tuple[int, Hashes]]) -> tuple[list[int], int, int]:
     )
     wrong = sorted({rank for rank, _ in others}) if 2 * votes > len(computed) else []
     return wrong, votes, min(differing)
+
+
+def _exclude(hosts: Sequence[str]) -> dict[str, str]:
+    """Return how to keep hosts out of the next job, by scheduler."""
+    nodes = " ".join(f"$(kubectl get pod {host} -o jsonpath={{.spec.nodeName}})" for host in hosts)
+    return {"slurm": f"--exclude={','.join(hosts)}", "kubernetes": f"kubectl cordon {nodes}"}
 
 
 def _device(ranks: Ranks) -> dict[str, Any]:

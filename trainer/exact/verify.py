@@ -1,0 +1,104 @@
+"""Test processors before a long job: `torchrun ... -m trainer.exact.verify --minutes M [OVERRIDES]`.
+
+All ranks compute the gradients of the same chunks over and over, with the model, data and strategy of the
+settings, and compare the bits. Nothing is trained or saved. A rank that computes wrongly is named, and every
+rank exits with status 76.
+"""
+
+import argparse
+import sys
+import time
+
+from trainer.cli import compose
+from trainer.config import Config, load
+from trainer.launch.exits import exits
+from trainer.launch.rank_info import publish, rank_info
+
+_REPORT_S = 30.0  # between lines of output
+
+
+def main() -> None:
+    """Run the command line `sys.argv`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.exact.verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="duration of the test (10)")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="settings, as for train.py")
+    options = parser.parse_intermixed_args()
+    if not 0 < options.minutes < float("inf"):
+        parser.error(f"--minutes {options.minutes}: must be a positive number")
+    sys.argv[1:] = options.overrides
+    with exits():
+        for settings in compose():
+            settings.train.exact = settings.train.exact or max(2, rank_info().world_size)
+            settings.train.verify_every = 1
+            burn_in(load(settings), options.minutes)
+
+
+def burn_in(config: Config, minutes: float) -> int:
+    """Compare the ranks for some minutes, and return the number of chunks that they computed (a collective).
+
+    Raises:
+        UserError: there is only one rank.
+        WrongResultError: on every rank, if a rank computed wrong numbers.
+    """
+    from trainer.build.data import batches_alone, build_dataset, build_to_device, split_for
+    from trainer.build.model import initial_model, wrap_model
+    from trainer.build.task import build_task
+    from trainer.distributed.agreement import Agreement
+    from trainer.distributed.process_group import process_group
+    from trainer.guards.verification import GradientVerification
+    from trainer.strategies.build import build_strategy
+    from trainer.tasks.label_counts import count_labels
+
+    class BurnIn(GradientVerification):
+        way_out = "Keep this device out of the job, for example with SLURM's --exclude"
+
+    assert config.train.exact is not None
+    seed = config.seed = config.seed or 0
+    publish(rank_info(config.distributed))
+    with process_group(config.distributed) as ranks:
+        strategy = build_strategy(config, ranks)
+        task, train_set = build_task(config), build_dataset(config.data, "train")
+        split = split_for(config.train, strategy)
+        initial = initial_model(config, train_set, ranks if strategy.fills_by_unit else None)
+        model = wrap_model(config, initial, strategy)
+        model.train()
+        verification = BurnIn(
+            every=1,
+            ranks=ranks,
+            strategy=strategy,
+            task=task,
+            model=model,
+            chunks=[],
+            to_device=build_to_device(config, ranks.device, train_set),
+            count=lambda batch: count_labels(task, batch, split),
+            seed=seed,
+            timeout_s=config.distributed.timeout_s,
+            verified_step=0,
+            set_aside=lambda step, why: None,
+        )
+        agreement, began, reported = Agreement(ranks), time.monotonic(), 0.0
+        for number, batch in enumerate(batches_alone(config, train_set, split.micro_batch_size)):
+            step, chunk = divmod(number, config.train.exact)
+            verification.compare(batch, chunk, step + 1)
+            passed_s = agreement.on_main(lambda: time.monotonic() - began)
+            is_over = passed_s > 60 * minutes
+            if ranks.is_main and (is_over or passed_s - reported > _REPORT_S):
+                reported = passed_s
+                print(
+                    f"{passed_s / 60:.1f} of {minutes:g} minutes: {number + 1:,} chunks of "
+                    f"{split.micro_batch_size} samples have the same gradients on {ranks.world_size} ranks",
+                    flush=True,
+                )
+            if is_over:
+                strategy.close()
+                return number + 1
+    raise AssertionError("unreachable")
+
+
+if __name__ == "__main__":
+    main()
