@@ -58,7 +58,8 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     device = "cpu" if options.backend == "gloo" else "auto"
-    settings = DistributedConfig(device, None, options.timeout_s, False, "env://", None, None)
+    where = (device, None, options.timeout_s, False, "env://", None, None)
+    settings = DistributedConfig(*where, "auto" if options.share_gpu else 1)
     with exits(), process_group(settings) as joined:
         me = GroupRank(joined.rank, joined.world_size, joined.device)
         runs = _all_reduces(joined, me, options)
@@ -92,6 +93,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--segment-mb", type=float, help="MiB sent at once (2 on CPUs, a whole bucket on GPUs)")
     add("--rounds", type=int, default=10, help="timed rounds, after one that checks the sums (10)")
     add("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
+    add("--share-gpu", action="store_true", help="let ranks share a GPU; times then say nothing")
     add("--timeout-s", type=float, default=60.0, help="the longest wait for a peer (60)")
     add("--json", type=Path, metavar="FILE", help="write all results")
     options = parser.parse_args(argv)

@@ -15,6 +15,7 @@ def start_table(run: Run) -> str:
     return table(
         {
             "processes": f"{layout(ranks.hosts)} ({ranks.device.type}, {ranks.backend})",
+            **_shared_gpu(run),
             "strategy": config.strategy.name
             + ("" if algorithm == "native" else f" (all-reduce: {algorithm})"),
             "precision": backend_flags.described(config.train, ranks.device),
@@ -36,6 +37,12 @@ def layout(hosts: Sequence[int]) -> str:
     sizes = list(Counter(hosts).values())
     words = f"{len(hosts)} on {len(sizes)} host{'s' * (len(sizes) > 1)}"
     return words if len(set(sizes)) == 1 else f"{words} ({' + '.join(map(str, sizes))})"
+
+
+def _shared_gpu(run: Run) -> dict[str, str]:
+    if (number := run.ranks.ranks_per_gpu) == 1:
+        return {}
+    return {"shared GPU": f"{number} ranks on each GPU; speed says nothing about a run on separate GPUs"}
 
 
 def _data(run: Run) -> str:

@@ -36,7 +36,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
 def test_different_bits_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(leg: Leg, run_dir: Path, number: int = 0) -> None:
+    def run(leg: Leg, run_dir: Path, number: int = 0, device: str = "cpu") -> None:
         run_dir.mkdir(exist_ok=True)
         (run_dir / "result.json").write_text(json.dumps({"param_sha256": leg.overrides}))
 

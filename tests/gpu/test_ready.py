@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +20,10 @@ from trainer import accelerator
 from trainer.checkpoint.writing import Saving
 from trainer.distributed.backend_flags import described, set_backend_flags, set_deterministic
 from trainer.distributed.collectives import broadcast_tensors
+from trainer.distributed.gpu_sharing import count_per_gpu, environment
 from trainer.distributed.process_group import _join
 from trainer.errors import UserError
+from trainer.launch.rank_info import RankInfo
 from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim import param_groups
 from trainer.optim.schedules import constant
@@ -175,30 +179,108 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(accelerator, "use", lambda device: None)
 
-    def joined(gpus: int, **place: Any) -> object:
+    def joined(gpus: int, *overrides: str, ranks: int = 2, under_torchrun: bool = True) -> object:
         monkeypatch.setattr(accelerator, "found", lambda wanted: ("cuda", gpus))
-        here: Any = SimpleNamespace(rank=1, world_size=2, local_rank=1, local_world_size=2, **place)
-        _join(settings().distributed, here, [0, 0], dist.HashStore())
+        last = ranks - 1
+        here = RankInfo(last, ranks, last, ranks, 0, "torchrun" if under_torchrun else "srun", "env://")
+        _join(settings(*overrides).distributed, here, [0] * ranks, dist.HashStore())
         return bound.pop()
 
     return joined
 
 
-def test_ranks_share_a_gpu_only_where_nccl_was_told_so(
-    join: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[int, int], None]]:
+    """Sets NCCL's version; the variables that a run sets are gone afterwards, and no MPS runs."""
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    before = dict(os.environ)
+    yield lambda *version: monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_ranks_share_a_gpu_only_if_they_are_told_to(
+    join: Callable[..., object], nccl: Callable[[int, int], None]
 ) -> None:
-    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    with pytest.raises(UserError, match="local rank 1 has no GPU of its own"):
-        join(gpus=1, under_torchrun=True)
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert join(gpus=1, under_torchrun=True) == GPU
+    nccl(2, 30)
+    with pytest.raises(UserError, match=r"local rank 1 has no GPU of its own.*ranks_per_gpu=auto"):
+        join(1)
+    with pytest.raises(
+        UserError, match=r"has 1, for distributed\.ranks_per_gpu=2 each.*--nproc_per_node=2 or"
+    ):
+        join(1, "distributed.ranks_per_gpu=2", ranks=3)
+    assert join(1, under_torchrun=False) == GPU, "srun shows each process its own"
+    assert join(2, "distributed.ranks_per_gpu=auto") == torch.device("cuda", 1)
+    assert not {name for name in os.environ if name.startswith("NCCL_")}, "each has its own"
+    assert join(1, "distributed.ranks_per_gpu=auto") == GPU
+    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1" and "NCCL_MAX_CTAS" not in os.environ
+
+
+def test_mps_is_refused_for_ranks_that_share_a_gpu(
+    join: Callable[..., object], nccl: Callable[[int, int], None], tmp_path: Path
+) -> None:
+    (tmp_path / "control").touch()
+    join(2)
+    with pytest.raises(UserError, match=r"under MPS.*CUDA_MPS_PIPE_DIRECTORY=/dev/null"):
+        join(1, "distributed.ranks_per_gpu=auto")
+
+
+# Without a GPU to share, nothing is set. Neighbours share, since NCCL turns NVLS off by the last two ranks.
+SHARED = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
+BY_HOST = SHARED | {"NCCL_HOSTID": "R", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+BY_FLAG = SHARED | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+
+
+@pytest.mark.parametrize("version", [(2, 28, 9), (2, 29, 7), (2, 30, 7)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "devices", "of_new", "of_old"),
+    [
+        (2, 2, "01", {}, {}),
+        (2, 1, "00", BY_FLAG, BY_HOST),
+        (4, 2, "0011", BY_FLAG, BY_HOST),
+        (3, 2, "001", BY_FLAG, BY_HOST),
+        (4, 1, "0000", BY_FLAG | {"NCCL_MAX_CTAS": "4"}, BY_HOST),
+    ],
+)
+def test_ranks_get_what_their_nccl_needs(
+    version: tuple[int, ...],
+    ranks: int,
+    gpus: int,
+    devices: str,
+    of_new: dict[str, str],
+    of_old: dict[str, str],
+) -> None:
+    hosts, each = set(), count_per_gpu("auto", gpus, ranks, num_hosts=1)
+    for rank in range(ranks):
+        assert rank // each == int(devices[rank])
+        got = environment(version, each, rank, num_hosts=1, given={})
+        if "NCCL_HOSTID" in got:
+            hosts.add(got["NCCL_HOSTID"])
+            got["NCCL_HOSTID"] = "R"
+        assert got == (of_new if version >= (2, 30) else of_old)
+    assert len(hosts) in (0, ranks), "NCCL would find two ranks of a host on a GPU"
+
+
+def test_variables_of_the_user_are_respected_or_contradicted() -> None:
+    given = {"NCCL_PROTO": "LL", "NCCL_HOSTID": "mine", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_NVLS_ENABLE": "0"}
+    got = environment((2, 29, 7), 2, 1, num_hosts=2, given=given)
+    assert given | got == given | {"NCCL_ALGO": "Ring", "NCCL_HOSTID": "mine-rank1"}, (
+        "hosts choose the network"
+    )
+    for name, value in (("NCCL_NVLS_ENABLE", "1"), ("NCCL_MULTI_RANK_GPU_ENABLE", "0")):
+        with pytest.raises(UserError, match=f"{name}={value} is not supported .* unset {name}"):
+            environment((2, 30, 7), 2, 0, num_hosts=1, given={name: value})
+    with pytest.raises(UserError, match="auto requires a single host, but this run has 2"):
+        count_per_gpu("auto", 1, 2, num_hosts=2)
 
 
 def test_a_model_on_several_gpus_is_sent_by_a_group_that_takes_tensors_of_all(
     join: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert join(gpus=4, under_torchrun=True) is None, "a rank has two"
-    assert join(gpus=2, under_torchrun=True) == torch.device("cuda", 1)
+    assert join(4) is None, "a rank has two"
+    assert join(2) == torch.device("cuda", 1)
     sent: list[str] = []
     monkeypatch.setattr(dist, "broadcast", lambda message, src: sent.append(message.device.type))
     broadcast_tensors([torch.ones(1, device=kind) for kind in ("cpu", "cpu", "meta")], 0)

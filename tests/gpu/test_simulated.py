@@ -25,19 +25,19 @@ from trainer.guards.replicas import ReplicaCheck
 from trainer.log_step import log_step
 from trainer.loop import fit
 from trainer.report.weight_statistics import histograms
+from trainer.start_table import start_table
 
 pytestmark = pytest.mark.skipif(not CAN_SIMULATE, reason="this torch takes no device written in Python")
 QUIET = (
     *("model=mlp", "data=digits", "logger=jsonl", "train.log_every_steps=1000", "train.eval_every_epochs=0"),
     *("checkpoint.every_epochs=null", "data.num_workers=0", "train.global_batch_size=32"),
-    "train.max_steps=8",
+    *("train.max_steps=8", "distributed.ranks_per_gpu=auto"),
 )
 
 
 def on_the_simulator(fn: Callable[..., Any], *args: Any, ranks: int = 1) -> list[Any]:
     """`fn` in processes of its own, which share a GPU."""
-    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    return run_ranks(_within, ranks, fn, args, init=False, fresh=True, env=shared)
+    return run_ranks(_within, ranks, fn, args, init=False, fresh=True)
 
 
 def _within(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -128,6 +128,7 @@ def steps_of_two(folder: Path, comm: str) -> dict[str, Any]:
         SIM.clear()
         broadcast_tensors(tensors, 0)
         found["of a broadcast"] = SIM.launches.total()
+        found["table"] = start_table(run)
         return found | {"weights": [p.detach().cpu() for p in run.state.model.parameters()]}
 
 
@@ -139,6 +140,7 @@ def test_ranks_wait_for_the_agreement_and_the_norm_alone(comm: str, tmp_path: Pa
     right = run_ranks(steps_of_two, 2, tmp_path / "cpu", comm, init=False)[0]["weights"]
     for each in found:
         assert len(each["waits"]) == 2 and not each["reads"], each
+        assert "2 ranks on each GPU; speed says nothing" in each["table"]
         assert each["of a broadcast"] <= 3
         assert all(map(torch.equal, each["weights"], right))
 

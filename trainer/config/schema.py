@@ -307,6 +307,9 @@ class DistributedConfig:
     )
     rank: int | None = at_least(0)
     world_size: int | None = at_least(1)
+    ranks_per_gpu: int | str = limited(
+        lambda value: value == "auto" or (isinstance(value, int) and value >= 1), "at least 1, or auto", 1
+    )
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from trainer import accelerator
 from trainer.accelerator import is_accelerator
 from trainer.config import DistributedConfig
-from trainer.distributed import shrink
+from trainer.distributed import gpu_sharing, shrink
 from trainer.distributed.collectives import backstop
 from trainer.distributed.interfaces import address_towards, choose_interface, store_host
 from trainer.distributed.links import check_links
@@ -31,7 +31,6 @@ from trainer.launch.rank_info import RankInfo, rank_info
 
 log = logging.getLogger(__name__)
 
-_SEVERAL_RANKS_PER_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 # Messages of gloo, and of the NCCL backend that is torch's default since 2.15 (pytorch PR 192281).
 _COMMUNICATION_ERRORS = ("gloo/", "pair closure", "NCCLException", "NCCL operation timed out")
 
@@ -141,7 +140,8 @@ def watched_process_group(
 def _join(settings: DistributedConfig, here: RankInfo, hosts: list[int], store: dist.Store) -> Ranks:
     """Initialize the default process group with all ranks in `store`."""
     local_rank, local_world_size = local_rank_and_size(here, hosts)
-    device = _device(settings.device, local_rank, here)
+    num_hosts = len(set(hosts))
+    device, ranks_per_gpu = _device(settings, local_rank, local_world_size, num_hosts, here)
     backend = settings.backend or accelerator.backend_of(device)
     if "nccl" in backend and not (dist.is_nccl_available() and "nccl" in accelerator.backend_of(device)):
         raise UserError(f"distributed.backend={backend} requires CUDA, but the device is {device}; use gloo")
@@ -149,6 +149,11 @@ def _join(settings: DistributedConfig, here: RankInfo, hosts: list[int], store: 
         log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)
     accelerator.use(device)  # before any use of a GPU; otherwise every rank opens a context on GPU 0
     rank, world_size = here.rank, here.world_size
+    if ranks_per_gpu > 1:
+        gpu_sharing.check_mps()
+        if "nccl" in backend:
+            nccl_version = torch.cuda.nccl.version()
+            os.environ |= gpu_sharing.environment(nccl_version, ranks_per_gpu, rank, num_hosts, os.environ)
     # A group that is bound to a device rejects tensors on other devices, which a model on several GPUs has.
     has_several = accelerator.found(device.type)[1] > local_world_size
     dist.init_process_group(
@@ -159,7 +164,7 @@ def _join(settings: DistributedConfig, here: RankInfo, hosts: list[int], store: 
         timeout=backstop(settings.timeout_s),
         device_id=device if is_accelerator(device) and backend != "gloo" and not has_several else None,
     )
-    return Ranks(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)
+    return Ranks(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend, ranks_per_gpu)
 
 
 def _without_system_exit(error: BaseException) -> BaseException:
@@ -180,21 +185,25 @@ def _is_communication_error(error: BaseException) -> bool:
     return False
 
 
-def _device(wanted: str, local_rank: int, here: RankInfo) -> torch.device:
+def _device(
+    settings: DistributedConfig, local_rank: int, local_world_size: int, num_hosts: int, here: RankInfo
+) -> tuple[torch.device, int]:
+    """Return the device of this process, and the number of ranks that use the same one."""
+    wanted = settings.device
     kind, num_gpus = accelerator.found(wanted)
     if wanted in ("cpu", "auto") and num_gpus == 0:
-        return torch.device("cpu")
+        return torch.device("cpu"), 1
     if num_gpus == 0:
         raise UserError(
             f"distributed.device={wanted}, but torch sees no GPU here; use distributed.device=cpu"
         )
-    if num_gpus == 1 and not here.under_torchrun:
-        return torch.device(kind, 0)  # srun --gpus-per-task shows each process only its own GPU
-    if local_rank >= num_gpus:
-        if os.environ.get(_SEVERAL_RANKS_PER_GPU) == "1":  # supported since NCCL 2.30
-            return torch.device(kind, local_rank % num_gpus)
-        raise UserError(
-            f"local rank {local_rank} has no GPU of its own: this host has {num_gpus}; start with "
-            f"--nproc_per_node={num_gpus} or less, or use distributed.device=cpu"
-        )
-    return torch.device(kind, local_rank)
+    per_gpu = gpu_sharing.count_per_gpu(settings.ranks_per_gpu, num_gpus, local_world_size, num_hosts)
+    if local_rank < num_gpus * per_gpu:
+        return torch.device(kind, local_rank // per_gpu), per_gpu
+    if num_gpus == 1 and not has_launcher_on_host(here):
+        return torch.device(kind, 0), per_gpu  # srun --gpus-per-task shows each process only its own GPU
+    raise UserError(
+        f"local rank {local_rank} has no GPU of its own: this host has {num_gpus}, for "
+        f"distributed.ranks_per_gpu={per_gpu} each; start with --nproc_per_node={num_gpus * per_gpu} or "
+        "less, let ranks share a GPU with distributed.ranks_per_gpu=auto, or use distributed.device=cpu"
+    )

@@ -18,6 +18,7 @@ class Ranks:
     hosts: tuple[int, ...]  # index of the host of every rank
     device: torch.device
     backend: str
+    ranks_per_gpu: int = 1
     heartbeat: Heartbeat = field(default_factory=Heartbeat, repr=False)  # current activity of this process
 
     @property
