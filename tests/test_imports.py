@@ -58,7 +58,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "build": "checkpoint config data distributed errors model optim strategies tasks",
         "compare": "config errors files sweep",
         "status": "checkpoint errors failures files run_dir sweep",
-        "evaluation": "data distributed errors loggers strategies tasks tensors",
+        "evaluation": "accelerator data distributed errors loggers strategies tasks tensors",
         "forward_backward": "strategies tasks",
     },
     {

@@ -1,7 +1,8 @@
 """Devices, streams, events and memory, independent of the device type.
 
-Built on `torch.accelerator`: CUDA (also ROCm, which torch calls cuda) and XPU. On a CPU, streams and events
-do nothing, because calls return after the computation. CUDA's flags are in distributed/backend_flags.py.
+Built on `torch.accelerator`: CUDA (also ROCm, which torch calls cuda), XPU and MPS. On a CPU, streams and
+events do nothing, because calls return after the computation. CUDA's flags are in
+distributed/backend_flags.py.
 """
 
 import resource
@@ -15,6 +16,7 @@ from torch import Tensor
 
 FUSED = frozenset({"cuda", "xpu"})
 """Device types on which torch's fused optimizers are fastest; these can skip a step on the device."""
+MPS = "mps"  # the GPU of a Mac: without float64, and with a single stream
 
 
 class _Done:
@@ -22,13 +24,26 @@ class _Done:
 
     def wait_stream(self, of: Any = None) -> None: ...
 
-    wait_event = record = synchronize = wait_stream
+    wait_event = record = wait_stream
+
+    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
 
 
-_DONE = _Done()
+class _Queued(_Done):
+    """The only stream of MPS, and its events, which the host reaches by waiting for all work."""
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+
+_DONE, _QUEUED = _Done(), _Queued()
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -39,8 +54,9 @@ def is_accelerator(device: torch.device) -> bool:
 def found(wanted: str) -> tuple[str, int]:
     """Return the type and number of accelerators of the type `wanted` or "auto"; ("cpu", 0) without one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # MPS lacks float64, in which losses are summed.
-    if accelerator is None or accelerator.type == "mps" or wanted not in ("auto", accelerator.type):
+    if accelerator is None or wanted not in ("auto", accelerator.type):
+        return "cpu", 0
+    if accelerator.type == "mps" and wanted == "auto":  # it has only been simulated
         return "cpu", 0
     return accelerator.type, torch.accelerator.device_count()
 
@@ -58,26 +74,34 @@ def use(device: torch.device) -> None:
 
 
 def stream(device: torch.device) -> Any:
-    return torch.Stream(device) if is_accelerator(device) else _DONE
+    return torch.Stream(device) if _has_streams(device) else _only_stream(device)
 
 
 def current_stream(device: torch.device) -> Any:
-    return torch.accelerator.current_stream(device) if is_accelerator(device) else _DONE
+    return torch.accelerator.current_stream(device) if _has_streams(device) else _only_stream(device)
 
 
 def on(stream: Any) -> AbstractContextManager[Any]:
     """Return a context in which this thread queues its work on `stream`."""
-    return nullcontext() if stream is _DONE else stream
+    return nullcontext() if isinstance(stream, _Done) else stream
 
 
 def event(device: torch.device, timing: bool = False) -> Any:
     """Return an event to record on a stream; `timing` enables `elapsed_time`, on accelerators only."""
-    return torch.Event(device, enable_timing=timing) if is_accelerator(device) else _DONE
+    return torch.Event(device, enable_timing=timing) if _has_streams(device) else _only_stream(device)
+
+
+def _has_streams(device: torch.device) -> bool:
+    return is_accelerator(device) and device.type != MPS
+
+
+def _only_stream(device: torch.device) -> _Done:
+    return _QUEUED if device.type == MPS else _DONE
 
 
 def keep_for(tensor: Tensor, stream: Any) -> None:
     """Keep the memory of `tensor` allocated until the work queued on `stream` is done."""
-    if stream is not _DONE:
+    if not isinstance(stream, _Done):
         tensor.record_stream(stream)
 
 
@@ -91,9 +115,23 @@ def can_pin(device: torch.device) -> bool:
     return device.type in ("cuda", "xpu")
 
 
+def has_float64(device: torch.device) -> bool:
+    return device.type != MPS
+
+
+def for_sums(device: torch.device) -> torch.device:
+    """Return where float64 sums of numbers on `device` are kept: there, or on the CPU if it lacks float64."""
+    return device if has_float64(device) else torch.device("cpu")
+
+
+def double(tensor: Tensor) -> Tensor:
+    """Return `tensor` in float64, on the device of `for_sums`."""
+    return tensor.to(for_sums(tensor.device), torch.float64)
+
+
 def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
-    """Return peak memory by device: from torch's allocator, or the resident set size of a CPU."""
-    if not any(map(is_accelerator, devices)):
+    """Return peak memory by device: from torch's allocator, or the resident set size of a CPU or Mac."""
+    if not any(map(_has_streams, devices)):
         unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
         return {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     return {str(one): torch.accelerator.max_memory_allocated(one) for one in devices if is_accelerator(one)}

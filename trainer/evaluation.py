@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.accelerator import double
 from trainer.data.device import ToDevice
 from trainer.distributed.agreement import gather_objects, on_main
 from trainer.distributed.gather_samples import IN_EVALUATION, Rows, SampleGather, gathering
@@ -87,7 +88,7 @@ def _evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]], mo
         if has_sums:
             with context.strategy.autocast():
                 returned = own_task.eval_sums(model, batch)
-            own_sums = real_tensor(returned, f"{type(task).__name__}.eval_sums", shape).double()
+            own_sums = double(real_tensor(returned, f"{type(task).__name__}.eval_sums", shape))
             shape = own_sums.shape
             batch_sums = order.sum_of([own_sums if indices else torch.zeros_like(own_sums)])
             sums = batch_sums.clone() if sums is None else sums + batch_sums

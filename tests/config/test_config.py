@@ -139,6 +139,11 @@ def test_null_means_never_for_counts() -> None:
             "comm=ring needs strategy=ddp, but strategy=fsdp; use strategy=ddp, or comm=native",
         ),
         ("strategy=single comm.wire_dtype=bf16", "comm.wire_dtype=bf16 needs strategy=ddp, but strategy=sin"),
+        ("distributed.device=mps strategy=ddp", "distributed.device=mps is not supported with strategy=ddp"),
+        (
+            "distributed.device=mps strategy=single train.exact=8",
+            "device=mps is not supported with train.exact=8",
+        ),
         ("strategy=dp train.compile=true", "train.compile=true is not supported with strategy=dp"),
         ("strategy=fsdp checkpoint=full", "use checkpoint=sharded, the default of fsdp"),
         (

@@ -26,6 +26,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trainer import accelerator
 from trainer.checkpoint import savable
 from trainer.comm import overlap
 from trainer.optim import param_groups
@@ -52,6 +53,7 @@ class Stream:
     """`clock`: how many operations of each stream are done when what is queued last here is."""
 
     def __init__(self, device: Any = None, name: str = "") -> None:
+        assert not IS_MPS, "its only stream is there"
         self.name, self.clock = name or f"stream {len(SIM.streams)}", Counter[str]()
         self.hangs_from: float = float("inf")
         SIM.streams[self.name] = self
@@ -169,6 +171,7 @@ class Simulator:
 
 
 SIM = Simulator()
+IS_MPS = False  # whether the device is like a Mac's GPU: without float64, collectives and streams of its own
 MAIN, COMM = Stream(name="main"), Stream(name="comm")
 
 
@@ -206,6 +209,9 @@ class Sim(torch.Tensor):
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         self.memory.kept_for.add(stream.name)
@@ -251,6 +257,8 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         SIM.reads[SIM.phase, f"{line()} {name}"] += 1
         SIM.wait(SIM.current().clock, "read")
     never = stream is not None and SIM.hangs(stream.clock)
+    if IS_MPS and func.namespace == "c10d" and sims:
+        raise RuntimeError("No backend type associated with device type mps")
     raws = {id(each): each.raw.clone() if never else each.raw for each in sims}
 
     def plain(value: Any) -> Any:
@@ -269,6 +277,8 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def made(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or id(value) in same:
             return same.get(id(value), value)
+        if IS_MPS and value.dtype == torch.float64:
+            raise TypeError(f"MPS doesn't support float64, which {line()} makes")
         if (memory := homes.get(value.untyped_storage()._cdata)) is None:
             memory = Memory(SIM.current())
             if stream is not None:
@@ -323,8 +333,10 @@ class Reducer(nn.Module):
 
 
 @contextlib.contextmanager
-def simulated() -> Iterator[Simulator]:
+def simulated(as_mps: bool = False) -> Iterator[Simulator]:
     """In a process of its own: torch keeps the device, and this what it patches, for good."""
+    global IS_MPS
+    IS_MPS, accelerator.MPS = as_mps, "sim" if as_mps else "mps"
     backend_registration._setup_privateuseone_for_python_backend("sim")
     module, here, tensor, wait = (
         torch.get_device_module("sim"),

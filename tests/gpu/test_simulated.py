@@ -15,6 +15,7 @@ from torch import nn
 from tests.gpu.simulated import CAN_SIMULATE, MAIN, SIM, Hangs, simulated
 from tests.ranks import run_ranks
 from tests.runs import context_of, steps_of
+from tests.user_parts import Stripes
 from trainer.distributed.collectives import broadcast_tensors
 from trainer.errors import UserError
 from trainer.evaluation import evaluate
@@ -24,6 +25,7 @@ from trainer.guards import failure_snapshot
 from trainer.guards.replicas import ReplicaCheck
 from trainer.log_step import log_step
 from trainer.loop import fit
+from trainer.report.run_hash import parameters_sha256
 from trainer.report.weight_statistics import histograms
 from trainer.start_table import start_table
 
@@ -41,14 +43,14 @@ def on_the_simulator(fn: Callable[..., Any], *args: Any, ranks: int = 1) -> list
 
 
 def _within(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    enter = Heartbeat.enter
+    enter, as_mps = Heartbeat.enter, fn in (trained_on_a_mac,)
 
     def note(heartbeat: Heartbeat, phase: str, *more: Any) -> None:
         SIM.phase = phase
         enter(heartbeat, phase, *more)
 
     Heartbeat.enter = note  # type: ignore[assignment, method-assign]
-    with simulated():
+    with simulated(as_mps):
         found = fn(*args)
     assert not SIM.faults, SIM.faults
     return found
@@ -265,3 +267,52 @@ def test_what_is_looked_at_between_steps_is_read_at_its_end(tmp_path: Path) -> N
     assert found["replicas"][0] <= 2 and found["replicas"][1] <= 4, found
     assert found["part"] == 1, "a part is kept until it is added up"
     assert "histc" not in found["histograms launches"], "which raises under train.exact on CUDA"
+
+
+class Doubles(Stripes):
+    """What NumPy gives: float64, which the device lacks. For each sample two targets, or probabilities of classes."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.rows[index].double(), nn.functional.one_hot(self.labels[index], 2).double()
+
+
+MAC = (
+    *QUIET,
+    "train.eval_every_epochs=1",
+    "optim=adamw",
+    "checkpoint.every_steps=4",
+    "train.log_every_steps=4",
+)
+OF_DOUBLES = (
+    "data.dataset._target_=tests.gpu.test_simulated.Doubles",
+    "model._target_=tests.user_parts.Tiny",
+)
+OF_DOUBLES += ("~model.input_shape", "~model.num_classes", "~model.hidden")
+ON_A_MAC: dict[str, tuple[str, ...]] = {
+    "classes": ("train.histograms_every=4",),
+    "probabilities": OF_DOUBLES,
+    "targets": (*OF_DOUBLES, "data.task._target_=trainer.tasks.Regression", "~data.task.label_smoothing"),
+}
+
+
+def trained_on_a_mac(folder: Path) -> dict[str, list[str]]:
+    """For each task, the hash of a run, and of one that resumes half way."""
+    hashes = {}
+    for task, overrides in ON_A_MAC.items():
+        found = []
+        for name, last in (("whole", 8), ("resumed", 4), ("resumed", 8)):
+            words = (f"train.max_steps={last}", "schedule=constant", f"run_dir={folder}/{task}-{name}")
+            with context_of(*MAC, *overrides, *words, "resume=auto") as run:
+                metrics = fit(run)
+                assert metrics["steps"] == last and 0 < metrics["eval/loss"] < 10, metrics
+                assert run.report.weight_statistics.histograms or task != "classes"
+                found.append(parameters_sha256(run.state.model))
+        hashes[task] = found
+    return hashes
+
+
+def test_a_run_on_a_macs_gpu_trains_saves_and_resumes(tmp_path: Path) -> None:
+    """As far as an imitation shows it: without float64, collectives, and streams to wait for."""
+    (found,) = on_the_simulator(trained_on_a_mac, tmp_path)
+    for whole, half, resumed in found.values():
+        assert whole == resumed != half, found

@@ -68,6 +68,8 @@ def check_contradictions(config: Config) -> None:
             f"train.micro_batch_size=auto is not supported with train.exact={train.exact}, because chunks "
             "are the micro-batches; set train.micro_batch_size=null"
         )
+    if config.distributed.device == "mps":
+        _check_mps(config)
     _check_comm(strategy, config.comm)
     if train.exact is not None:
         _check_exact(config)
@@ -158,6 +160,21 @@ def _check_shrink(config: Config) -> None:
     else:
         return
     raise UserError(f"distributed.shrink=true is not supported with {reason}")
+
+
+def _check_mps(config: Config) -> None:
+    """Raise UserError for settings that the GPU of a Mac does not support."""
+    train = config.train
+    if config.strategy.name != "single":
+        reason = f"strategy={config.strategy.name}, because torch.distributed has no backend for it; use "
+        reason += "strategy=single"
+    elif train.exact is not None:
+        reason = f"train.exact={train.exact}, because it needs float64; set it to null"
+    elif train.micro_batch_size == "auto":
+        reason = "train.micro_batch_size=auto, because its free memory is unknown; set it to a number"
+    else:
+        return
+    raise UserError(f"distributed.device=mps is not supported with {reason}")
 
 
 def _check_slurm(launch: SlurmLaunchConfig) -> None:

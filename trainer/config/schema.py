@@ -298,7 +298,7 @@ class DataConfig:
 
 @dataclass
 class DistributedConfig:
-    device: str = one_of("auto", "cpu", "cuda", "xpu")
+    device: str = one_of("auto", "cpu", "cuda", "xpu", "mps")
     backend: str | None = one_of("gloo", "nccl", "cpu:gloo,cuda:nccl")
     timeout_s: float = seconds()
     shrink: bool = MISSING

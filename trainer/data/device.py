@@ -78,6 +78,8 @@ class ToDevice:
 
     def _on_device(self, value: Any) -> Any:
         if isinstance(value, Tensor):
+            if value.dtype == torch.float64 and not accelerator.has_float64(self.device):
+                value = value.float()
             return value.to(self.device, non_blocking=True)
         if not moves_itself(value):
             return value

@@ -145,7 +145,7 @@ def _join(settings: DistributedConfig, here: RankInfo, hosts: list[int], store: 
     backend = settings.backend or accelerator.backend_of(device)
     if "nccl" in backend and not (dist.is_nccl_available() and "nccl" in accelerator.backend_of(device)):
         raise UserError(f"distributed.backend={backend} requires CUDA, but the device is {device}; use gloo")
-    if backend == "gloo" and is_accelerator(device):
+    if backend == "gloo" and is_accelerator(device) and here.world_size > 1:
         log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)
     accelerator.use(device)  # before any use of a GPU; otherwise every rank opens a context on GPU 0
     rank, world_size = here.rank, here.world_size

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.accelerator import double
 from trainer.distributed.collectives import sum_over_ranks
 from trainer.exact.chunk_sums import ChunkSums
 from trainer.exact.shard_sums import ShardSums
@@ -26,7 +27,7 @@ class SumOrder:
 
     def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
         """Return the sum of `numbers`, of equal shapes, in a form that can be added further."""
-        return torch.stack(list(numbers)).double().sum(0) if len(numbers) > 1 else numbers[0]
+        return double(torch.stack(list(numbers))).sum(0) if len(numbers) > 1 else double(numbers[0])
 
     def numbers(self, sums: Tensor) -> Tensor:
         """Convert sums of `sum_of` to numbers."""

@@ -53,7 +53,7 @@ def generate(
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     """Draw a token from the logits (vocabulary,)."""
-    scores = logits.double().cpu()
+    scores = logits.cpu().double()
     if temperature == 0:
         return int(scores.argmax())
     if top_k is not None and top_k < len(scores):

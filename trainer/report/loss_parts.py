@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.accelerator import double, for_sums
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError
@@ -77,11 +78,12 @@ class LossParts:
 
     def _add_pending(self) -> None:
         for name in dict.fromkeys(name for name, *_ in self._pending):
-            values = torch.stack([value for other, value, _ in self._pending if other == name]).double()
+            values = double(torch.stack([value for other, value, _ in self._pending if other == name]))
             shares = [share for other, _, share in self._pending if other == name]
             rows = torch.stack([values, values.new_tensor(shares)], 1).unbind()
             self._sums[name] = self._sums.get(name, self._zero()) + self._order.sum_of(rows)
         self._pending.clear()
 
     def _zero(self) -> Tensor:
-        return self._order.sum_of([torch.zeros(2, device=self._ranks.device, dtype=torch.float64)])
+        device = for_sums(self._ranks.device)
+        return self._order.sum_of([torch.zeros(2, device=device, dtype=torch.float64)])

@@ -72,7 +72,8 @@ class Meter:
         self.steps = self._skipped = 0
         self.data_s = 0.0  # waiting for batches
         self.rest_s = 0.0  # logging
-        self._sums = order.sum_of([torch.zeros(3, device=ranks.device, dtype=torch.float64)])  # of this rank
+        self._device_of_sums = accelerator.for_sums(ranks.device)
+        self._sums = order.sum_of([self._zeros(3)])  # of this rank
         # Loss, plain loss (as evaluation computes it), tokens: added many steps at once, which launches less.
         self._pending: tuple[list[Tensor], ...] = ([], [], [])
         self._has_plain = False
@@ -203,9 +204,10 @@ class Meter:
         A single all-reduce adds both.
         """
         steps, self._unrecorded = self._unrecorded, []
-        zeros = torch.zeros(len(steps), device=self._ranks.device, dtype=torch.float64)
-        micro_batches = zip_longest(*(step.losses for step in steps), fillvalue=zeros.new_zeros(()))
-        losses = self._order.sum_of([zeros, *(torch.stack(losses).double() for losses in micro_batches)])
+        none = torch.zeros((), device=self._ranks.device)
+        micro_batches = zip_longest(*(step.losses for step in steps), fillvalue=none)
+        rows = (accelerator.double(torch.stack(losses)) for losses in micro_batches)
+        losses = self._order.sum_of([self._zeros(len(steps)), *rows])
         numbers = self._order.over_ranks(torch.cat([sums, losses], -1)).tolist()
         first = len(numbers) - len(steps)
         numbers[first:] = [number / self._mean_over for number in numbers[first:]]
@@ -227,6 +229,9 @@ class Meter:
         step = (self._now_s() - since.total_s) * scale
         data, rest = (self.data_s - since.data_s) * scale, (self.rest_s - since.rest_s) * scale
         return {"step": step, "data": data, "compute": step - data - rest, "rest": rest}
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, device=self._device_of_sums, dtype=torch.float64)
 
     def _now_s(self) -> float:
         running = time.perf_counter() - self._running_since if self._running_since is not None else 0.0

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.accelerator import double, for_sums
 from trainer.distributed.collectives import sum_over_ranks
 from trainer.distributed.ranks import Ranks
 from trainer.model.plain_names import parameter_names
@@ -46,11 +47,11 @@ class WeightStatistics:
             )
         yield
         norms = [torch.linalg.vector_norm(part) for part in (self._weights() - before, before)]
-        self._moved = torch.stack(norms).double().square()
+        self._moved = double(torch.stack(norms)).square()
 
     def update_to_weight(self) -> float:
         """Return the norm of the update over that of the weights, from samples (a collective)."""
-        moved, weights = sum_over_ranks(self._moved.to(self._ranks.device)).tolist()
+        moved, weights = sum_over_ranks(self._moved.to(for_sums(self._ranks.device))).tolist()
         return math.sqrt(moved / weights) if weights else 0.0
 
     @torch.no_grad()
@@ -69,6 +70,7 @@ class WeightStatistics:
 @torch.no_grad()
 def histograms(named: Iterable[tuple[str, Tensor | None]], device: torch.device) -> dict[str, Histogram]:
     """Return histograms of the finite values of each tensor; replicated values count once (a collective)."""
+    device = for_sums(device)
     names, parts, counted, sizes = [], [], [], []
     for name, tensor in named:
         values = torch.empty(0) if tensor is None else to_local(tensor).flatten().float()

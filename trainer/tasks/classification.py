@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from trainer.accelerator import double, for_sums
 from trainer.tasks.base import Evaluation, Shown
 from trainer.tasks.cross_entropy import (
     CrossEntropy,
@@ -67,8 +68,10 @@ class Classification:
         loss = self._cross_entropy(logits, labels, reduction="sum")
         likeliest, labels = _likeliest(logits), classes_of(labels, logits)
         hits, count = likeliest == labels.unsqueeze(1), counted(labels).sum()
-        sums = [loss.double(), hits[:, 0].sum(), count, hits.sum() * has_top5, count * has_top5]
-        return torch.cat([torch.stack(sums), _confusions(likeliest[:, 0], labels, logits.shape[1])])
+        sums = [loss, hits[:, 0].sum(), count, hits.sum() * has_top5, count * has_top5]
+        return torch.cat(
+            [torch.stack([*map(double, sums)]), _confusions(likeliest[:, 0], labels, logits.shape[1])]
+        )
 
     def predict(self, model: nn.Module, batch: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return label (B,) if given, the most likely class (B,) and the probabilities (B, classes)."""
@@ -102,11 +105,11 @@ class Classification:
 def _confusions(predicted: Tensor, labels: Tensor, classes: int) -> Tensor:
     """Return the flattened confusion matrix; empty for more than 20 classes or labels per pixel."""
     if classes > _MAX_CONFUSION_CLASSES or labels.ndim != 1:
-        return torch.zeros(0, dtype=torch.float64, device=labels.device)
+        return torch.zeros(0, dtype=torch.float64, device=for_sums(labels.device))
     is_class = counted(labels)
     where = torch.where(is_class, labels * classes + predicted, 0)
-    counts = torch.zeros(classes**2, dtype=torch.float64, device=labels.device)
-    return counts.index_add_(0, where, is_class.double())
+    ones = double(is_class)
+    return ones.new_zeros(classes**2).index_add_(0, where.to(ones.device), ones)
 
 
 def _table(confusions: Tensor) -> str:

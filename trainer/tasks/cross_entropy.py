@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.accelerator import is_accelerator
+from trainer.accelerator import double, is_accelerator
 from trainer.errors import UserError
 
 _TORCH_LABEL_DTYPES = (torch.int64, torch.uint8)
@@ -49,7 +49,7 @@ def counted(labels: Tensor) -> Tensor:
 
 def classes_of(labels: Tensor, logits: Tensor) -> Tensor:
     """Return `labels` as classes (B, ...), int64; the likeliest class of probabilities or one-hot labels."""
-    return labels.double().argmax(dim=1) if labels.shape == logits.shape else labels.long()
+    return double(labels).argmax(dim=1).to(labels.device) if labels.shape == logits.shape else labels.long()
 
 
 class CrossEntropy:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trainer.accelerator import double
 from trainer.errors import UserError
 from trainer.tasks.base import Evaluation, Shown
 from trainer.tasks.cross_entropy import (
@@ -76,7 +77,7 @@ class LanguageModelling:
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return sums: [loss, tokens]."""
-        loss = self._loss(model, batch, "sum").double()
+        loss = double(self._loss(model, batch, "sum"))
         return torch.stack([loss, self.num_tokens(batch).to(loss)])
 
     def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.accelerator import double
 from trainer.errors import UserError
 from trainer.tasks.cross_entropy import counted
 
@@ -51,12 +52,12 @@ class OwnLoss:
     def eval_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Return sums: [loss, counted labels] and, if the model returns logits, correct labels."""
         output = self._output(model, batch)
-        loss = self._loss(output).double()
+        loss = double(self._loss(output))
         count = torch.as_tensor(self.weight(batch)).to(loss)
         sums = [torch.where(count > 0, loss * count, 0.0), count]  # without counted labels, the mean is NaN
         logits, labels = _logits(output), batch.get("labels")
         if logits is not None and labels is not None and labels.ndim == 1 and not labels.is_floating_point():
-            sums.append((logits.argmax(1) == labels).sum().double())
+            sums.append(double((logits.argmax(1) == labels).sum()))
         return torch.stack(sums)
 
     def summarise(self, sums: Tensor) -> dict[str, float]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trainer.accelerator import double
 from trainer.errors import UserError
 from trainer.tasks.cross_entropy import inputs_and_labels, logits_of
 
@@ -41,7 +42,7 @@ class Regression:
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return sums: [loss, squared error, absolute error, samples, K targets, K squared targets]."""
-        outputs, targets = (values.double() for values in self._outputs(model, batch))
+        outputs, targets = map(double, self._outputs(model, batch))
         error = outputs - targets
         samples = torch.full_like(error[0, :1], len(error))
         totals = [self._loss(outputs, targets, reduction="sum"), error.square().sum(), error.abs().sum()]
