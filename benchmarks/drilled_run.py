@@ -147,7 +147,12 @@ def on(members: Sequence[Host], per_host: int, *options: str, conf: str = "") ->
 
 def settings(case: Case, timeout_s: float) -> list[str]:
     options = [f"strategy={case.strategy}", f"comm={case.comm}", f"distributed.timeout_s={timeout_s}"]
-    options += [f"train.max_steps={STEPS}", f"checkpoint.every_steps={SAVED}", "train.check_replicas_every=5"]
+    options += [
+        "distributed.ranks_per_gpu=auto",
+        f"train.max_steps={STEPS}",
+        f"checkpoint.every_steps={SAVED}",
+        "train.check_replicas_every=5",
+    ]
     return [*options, "train.log_every_steps=5", "resume=auto", *case.overrides]
 
 

@@ -1,74 +1,186 @@
-"""The parts of a day on a GPU, one after another; benchmarks/gpu.sh calls this, and limits its time.
+"""A GPU hour that wastes nothing: parts with an estimate and a bar, the most valuable first.
 
-    python -m benchmarks.gpu NAME... --out DIR [--dry-run]
+    benchmarks/gpu.sh [--out DIR] --list | --budget SECONDS | NAME... | table
 
-Each part writes DIR/NAME.json and prints its rows. `table` combines DIR into DIR/gpu.json and DIR/gpu.txt.
-Exits with status 1 if a part failed or missed its limit.
+    --list             print the parts, with their estimates on one H100, and what each must show
+    --budget SECONDS   run, in order, the parts whose results DIR doesn't contain yet, as long as they fit
+    NAME...            run these parts
+    table              print what DIR contains by now, and write it to DIR/gpu.json
+
+Each part runs in a process of its own, and writes DIR/NAME.json at once: the card, driver, versions, date,
+seconds, and a row for each measurement. So if a call may take ten minutes, repeat the same command:
+
+    benchmarks/gpu.sh --budget 560
+
+GPT-2 compared with nanoGPT then gets a call of its own. Compiled kernels are kept in --cache between calls.
+The exit status is 1 if a part failed or missed its bar. Move DIR/gpu.json to benchmarks/results under a name
+with the card and the date.
+
+With --dry-run, all parts run at tiny sizes on a CPU, with gloo, so that a mistake is found before the hour.
 """
 
 import argparse
 import functools
-import importlib
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.day import Day, Row, table, write
+from benchmarks.gpu.day import Day, Row, machine, table
+from benchmarks.gpu.parts import PARTS, Part, chosen, listing
 
-PARTS = (
-    *("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "checkpoint", "exact", "ranks"),
-    *("packed", "sanitized"),
-)
+_BY_NAME = {part.name: part for part in PARTS}
 
 
 def main() -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__, formatter_class=raw)
-    parser.add_argument("names", nargs="+", choices=[*PARTS, "table"])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU, only traced")
-    options = parser.parse_args()
+    options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
-    day = Day(options.dry_run, options.out)
-    if day.dry:
-        torch.set_num_threads(1)
-        traced_only: Any = functools.partial(torch.compile, backend="eager")  # compilers take minutes
-        torch.compile = traced_only  # type: ignore[misc]
-    return max(_whole(day) if name == "table" else _part(day, name) for name in options.names)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(options.cache / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(options.cache / "triton"))
+    day, begin = Day(options.dry_run, options.out), time.monotonic()
+    parts = [_BY_NAME[name] for name in options.names if name != "table"]
+    if options.budget is not None:
+        left = [part for part in PARTS if not _is_measured(day, part)]
+        parts = chosen(left, options.budget)
+    if options.list:
+        print(listing(parts or PARTS))
+        return 0
+    if parts and not options.in_process:
+        print(f"{listing(parts)}\n", flush=True)
+    status = 0
+    if day.dry and parts:
+        _shrink()
+    with tempfile.TemporaryDirectory() as site:
+        if options.wheels is not None:
+            _install(options.wheels, site)
+        for part in parts:
+            spent = time.monotonic() - begin
+            if not day.dry and options.budget is not None and spent + part.seconds > options.budget:
+                print(
+                    f"{part.name}: left for the next call, {options.budget - spent:.0f} s remain\n",
+                    flush=True,
+                )
+            elif day.dry or options.in_process:  # loading torch takes longer than tiny sizes
+                status |= _measure(day, part)
+            else:
+                status |= _in_process_of_its_own(day, part)
+    if "table" in options.names:
+        status |= _table(day)
+    return status
 
 
-def _part(day: Day, name: str) -> int:
+def _options() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu.sh", description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("names", nargs="*", type=_name, metavar="NAME", help="parts to run, or table")
+    add("--list", action="store_true", help="print the parts; with NAME or --budget: which of them")
+    add("--budget", type=float, metavar="SECONDS", help="run the parts that fit")
+    add("--out", type=Path, default=Path("gpu_day"), help="folder of the results (gpu_day)")
+    add(
+        "--cache", type=Path, default=Path.home() / ".cache/ringmaster-gpu", help="folder of compiled kernels"
+    )
+    add("--wheels", type=Path, metavar="DIR", help="wheels that this Python lacks, to install for this call")
+    add("--dry-run", action="store_true", help="tiny sizes on a CPU")
+    add("--in-process", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not (options.names or options.list or options.budget is not None):
+        parser.error("nothing to do; see --help")
+    return options
+
+
+def _name(text: str) -> str:
+    if text not in {*_BY_NAME, "table"}:
+        raise argparse.ArgumentTypeError(f"{text} is not one of {', '.join(_BY_NAME)}, table")
+    return text
+
+
+def _shrink() -> None:
+    torch.set_num_threads(1)
+    traced_only: Any = functools.partial(torch.compile, backend="eager")  # compilers take minutes
+    torch.compile = traced_only  # type: ignore[misc]
+
+
+def _install(wheels: Path, site: str) -> None:
+    """Install `wheels` into the folder `site`, for this process and its children."""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", site]
+    subprocess.run([*pip, *map(str, wheels.glob("*.whl"))], check=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), site)))
+    sys.path.append(site)
+
+
+def _in_process_of_its_own(day: Day, part: Part) -> int:
+    """Run a part, for twice its estimate at most, so that one that hangs doesn't use up the hour."""
+    command = [sys.executable, "-m", "benchmarks.gpu", part.name, "--out", str(day.out), "--in-process"]
+    limit = ["timeout", "--kill-after=45", str(min(570, max(120, 2 * part.seconds)))]
+    return int(subprocess.run([*limit, *command], check=False).returncode != 0)
+
+
+def _measure(day: Day, part: Part) -> int:
     begin, rows = time.perf_counter(), list[Row]()
-    write(day, name, [Row(name, None, ok=False, note="ended before its first figure")])
+    _write(day, part, [Row(part.name, None, ok=False, note="ended before its first row")], 0.0)
     try:
-        for row in importlib.import_module(f"benchmarks.gpu.{name}").measure(day):
+        for row in part.measure(day):
             rows.append(row)
-            write(day, name, rows)  # at once: an interrupted call keeps its rows
+            _write(
+                day, part, rows, time.perf_counter() - begin
+            )  # at once: an interrupted part keeps its rows
     except Exception:
-        rows.append(Row(name, None, ok=False, note=traceback.format_exc()))
-        write(day, name, rows)
-    print(f"{table(rows)}\n{name}: {time.perf_counter() - begin:.0f} s\n", flush=True)
+        rows.append(Row(part.name, None, ok=False, note=traceback.format_exc()))
+    seconds = time.perf_counter() - begin
+    _write(day, part, rows, seconds)
+    print(f"{table(rows)}\n{part.name}: {seconds:.0f} s (estimate {part.seconds})\n", flush=True)
     return int(any(row.ok is False for row in rows))
 
 
-def _whole(day: Day) -> int:
-    found: dict[str, Any] = {}
-    for name in PARTS:
-        path = day.out / f"{name}.json"
-        rows = json.loads(path.read_text()) if path.exists() else {"rows": []}
-        found[name] = rows if rows["rows"] else {"rows": [{"what": name, "value": None, "note": "not run"}]}
-    (day.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
-    rows = [Row(**row) for part in found.values() for row in part["rows"]]
-    machine = next((part["machine"] for part in found.values() if "machine" in part), {})
-    text = f"{', '.join(f'{key} {value}' for key, value in machine.items())}\n{table(rows)}\n"
-    (day.out / "gpu.txt").write_text(text)
-    print(text)
-    return int(any(row.ok is False for row in rows))
+def _write(day: Day, part: Part, rows: Sequence[Row], seconds: float) -> None:
+    judged = [row.ok for row in rows if row.ok is not None]
+    facts = {
+        "part": part.name,
+        "bar": part.bar,
+        "passed": all(judged) if judged else None,
+        "date": datetime.now(UTC).date().isoformat(),
+        "seconds": round(seconds, 1),
+        "estimated_seconds": part.seconds,
+        "machine": machine(day),
+        "rows": [asdict(row) for row in rows],
+    }
+    (day.out / f"{part.name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _read(day: Day, part: Part) -> dict[str, Any] | None:
+    path = day.out / f"{part.name}.json"
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found
+
+
+def _is_measured(day: Day, part: Part) -> bool:
+    """Whether the results contain this part, from this kind of run."""
+    found = _read(day, part)
+    return not day.dry and found is not None and not found["machine"]["dry"]
+
+
+def _table(day: Day) -> int:
+    found = [part for part in map(functools.partial(_read, day), PARTS) if part is not None]
+    missing = [part.name for part in PARTS if _read(day, part) is None]
+    (day.out / "gpu.json").write_text(json.dumps({"parts": found, "not_run": missing}, indent=1) + "\n")
+    for part in found:
+        facts = ", ".join(f"{key} {value}" for key, value in part["machine"].items())
+        mark = {None: "no bar here", True: "passed", False: "MISSED"}[part["passed"]]
+        print(f"{part['part']} ({part['bar']}): {mark}; {part['seconds']:.0f} s, {part['date']}, {facts}")
+        print(table([Row(**row) for row in part["rows"]]), end="\n\n")
+    print(f"not run: {', '.join(missing) or 'none'}")
+    return int(any(part["passed"] is False for part in found))
 
 
 if __name__ == "__main__":

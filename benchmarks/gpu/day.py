@@ -1,13 +1,14 @@
 """Shared code of the GPU benchmarks: sizes, runs, timing in rotation, table rows."""
 
 import io
-import json
+import platform
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,13 +134,16 @@ def quietly(action: Callable[[], _T]) -> _T:
         raise
 
 
-def write(day: Day, name: str, rows: list[Row]) -> None:
-    machine = {"torch": torch.__version__, "device": str(day.device), "dry": day.dry}
+def machine(day: Day) -> dict[str, Any]:
+    """The card, its driver, and the versions on which results depend."""
+    found = {"torch": torch.__version__, "python": platform.python_version(), "device": str(day.device)}
     if day.on_gpu:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        machine |= {"gpu": torch.cuda.get_device_name(), "nccl": nccl}
-    facts = {"machine": machine, "rows": [asdict(row) for row in rows]}
-    (day.out / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        asked = subprocess.run(query, capture_output=True, text=True, check=False)
+        found |= {"gpu": torch.cuda.get_device_name(), "gpus": str(torch.cuda.device_count())}
+        found |= {"driver": asked.stdout.split("\n")[0], "cuda": str(torch.version.cuda), "nccl": nccl}
+    return found | {"dry": day.dry}
 
 
 def table(rows: list[Row]) -> str:

@@ -8,12 +8,15 @@ import itertools
 import json
 import runpy
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import torch
 
 from benchmarks.gpu.day import Day, Row, contexts, steps
+from benchmarks.gpu.launched import train
 
 GPT = ("experiment=text_gpt", "model.size=gpt2", "data.dataset.block_size=1024", "train.global_batch_size=8")
 WAYS = {
@@ -37,15 +40,28 @@ TINY = {"gpt bf16": ("experiment=text_gpt", "train.global_batch_size=2", "train.
 def measure(day: Day) -> Iterator[Row]:
     for name, overrides in day.size(WAYS, TINY).items():
         overrides = (*overrides, "train.max_steps=1000", "train.log_every_steps=1000")
-        measured = _measured(day, overrides)
-        foretold, why = _foretold(overrides)
-        if measured is None or foretold is None:
-            known, note = (foretold, "foretold; no GPU to measure") if measured is None else (measured, why)
-            yield Row(f"peak of {name}", (known or 0) / 1e6, "MB", note=why or note)
-            continue
-        off = measured / foretold - 1
-        note = f"{foretold / 1e6:.0f} MB foretold, {off:+.1%}"
-        yield Row(f"peak of {name}", measured / 1e6, "MB", "within 10 %", abs(off) <= 0.1, note)
+        yield _compared(name, _measured(day, overrides), overrides)
+
+
+def shards(day: Day) -> Iterator[Row]:
+    """Two ranks that share a GPU: the memory of one."""
+    ways = day.size({"gpt2 fsdp bf16": WAYS["gpt2 bf16"]}, {"gpt fsdp": TINY["gpt bf16"]})
+    for name, overrides in ways.items():
+        overrides = (*overrides, "strategy=fsdp", "train.max_steps=3", "schedule.warmup_steps=0")
+        with tempfile.TemporaryDirectory() as folder:
+            result = train(day, 2, "logger=jsonl", base=overrides, run_dir=Path(folder, "run"))
+        measured = int(result["peak_memory_bytes"]) if day.on_gpu else None
+        yield _compared(f"{name}, 2 ranks", measured, overrides, world=2)
+
+
+def _compared(name: str, measured: int | None, overrides: tuple[str, ...], world: int = 1) -> Row:
+    predicted, why = _predicted(overrides, world)
+    if measured is None or predicted is None:
+        known, note = (predicted, "predicted; no GPU to measure") if measured is None else (measured, why)
+        return Row(f"peak of {name}", (known or 0) / 1e6, "MB", note=why or note)
+    off = measured / predicted - 1
+    note = f"{predicted / 1e6:.0f} MB predicted, {off:+.1%}"
+    return Row(f"peak of {name}", measured / 1e6, "MB", "within 10 %", abs(off) <= 0.1, note)
 
 
 def _measured(day: Day, overrides: tuple[str, ...]) -> int | None:
@@ -60,12 +76,13 @@ def _measured(day: Day, overrides: tuple[str, ...]) -> int | None:
     return torch.cuda.max_memory_allocated() - before if day.on_gpu else None
 
 
-def _foretold(overrides: tuple[str, ...]) -> tuple[int | None, str]:
+def _predicted(overrides: tuple[str, ...], world: int) -> tuple[int | None, str]:
     """The command's prediction in bytes, or why there is none. Run here: loading torch again takes longer."""
     if importlib.util.find_spec("planner.memory") is None:
         return None, "planner.memory is not there"
     strategy = () if any(each.startswith("strategy=") for each in overrides) else ("strategy=single",)
-    command = ["planner.memory", *overrides, *strategy, "--world", "1", "--per-host", "1", "--json"]
+    command = ["planner.memory", *overrides, *strategy, "--json"]
+    command += ["--world", str(world), "--per-host", str(world)]
     said = io.StringIO()
     with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(said):
         try:

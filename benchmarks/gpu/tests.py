@@ -9,10 +9,15 @@ from benchmarks.gpu.day import Day, Row
 
 
 def measure(day: Day) -> list[Row]:
-    return measure_with(day, "cuda-marked tests that pass")
+    return _measure_with(day, "cuda-marked tests that pass")
 
 
-def measure_with(day: Day, what: str, **variables: str) -> list[Row]:
+def sanitized(day: Day) -> list[Row]:
+    """The same while torch looks for a stream that has not waited for another."""
+    return _measure_with(day, "cuda-marked tests without a race", TORCH_CUDA_SANITIZER="1")
+
+
+def _measure_with(day: Day, what: str, **variables: str) -> list[Row]:
     """`variables` are for the environment of the tests."""
     report = day.out / "tests.xml"
     where = day.size(["tests"], ["tests/gpu/test_cuda.py"])

@@ -1,7 +1,8 @@
-"""benchmarks/gpu.sh from end to end at tiny sizes on the CPU, so that it works the first time on a GPU."""
+"""benchmarks/gpu.sh: the choice of parts, and every part at tiny sizes on the CPU, so that it works on a GPU."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,27 +11,55 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.parts import PARTS, chosen
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # 79 s with three other workers on two cores
-def test_every_part_of_the_day_on_a_gpu_runs(tmp_path: Path) -> None:
+def gpu_sh(*words: str, timeout_s: float) -> str:
     ended = subprocess.run(
-        ["benchmarks/gpu.sh", "--dry-run", "--out", str(tmp_path), "all"],
+        ["benchmarks/gpu.sh", *words],
         cwd=ROOT,
         env={**os.environ, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=850,
+        timeout=timeout_s,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_the_most_valuable_parts_that_fit_are_chosen() -> None:
+    for part in PARTS:
+        module, _, function = part.function.partition(".")
+        assert callable(getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function or "measure"))
+        assert part.seconds <= 560, f"{part.name} does not fit into a call of ten minutes"
+    assert [part.name for part in chosen(PARTS, 220)] == ["allreduce", "one_hash"]
+    assert [part.name for part in chosen(PARTS[2:], 290)][:2] == ["ranks", "all_reduce"], "drill does not fit"
+    hour = chosen(PARTS, 2700)
+    assert hour[:13] == list(PARTS[:13]) and sum(part.seconds for part in hour) <= 2700
+
+
+@pytest.mark.slow
+def test_a_budget_takes_the_parts_that_have_no_results_yet(tmp_path: Path) -> None:
+    def listed() -> list[str]:
+        lines = gpu_sh("--list", "--budget", "100", "--out", str(tmp_path), timeout_s=300).splitlines()
+        return [line.split()[0] for line in lines]
+
+    assert listed() == ["allreduce", "recorder", "total"]
+    (tmp_path / "allreduce.json").write_text(json.dumps({"machine": {"dry": False}}))
+    (tmp_path / "recorder.json").write_text(json.dumps({"machine": {"dry": True}}))
+    assert listed() == ["all_reduce", "recorder", "total"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_every_part_runs(tmp_path: Path) -> None:
+    gpu_sh("--dry-run", "--budget", "100000", "--out", str(tmp_path), "table", timeout_s=2900)
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert tuple(found) == PARTS
-    for name, part in found.items():
-        assert part["machine"]["dry"]
-        assert part["rows"] and all(row["ok"] is not False for row in part["rows"]), name
-    assert "GPT-2, ours / nanoGPT" in (tmp_path / "gpu.txt").read_text()
+    assert [part["part"] for part in found["parts"]] == [part.name for part in PARTS]
+    assert not found["not_run"]
+    for part in found["parts"]:
+        assert part["machine"]["dry"] and part["date"] and part["seconds"] >= 0
+        assert part["rows"] and part["passed"] is not False, part
