@@ -38,10 +38,6 @@ class _Queued(_Done):
     def synchronize(self) -> None:
         torch.accelerator.synchronize()
 
-    def query(self) -> bool:
-        self.synchronize()
-        return True
-
 
 _DONE, _QUEUED = _Done(), _Queued()
 

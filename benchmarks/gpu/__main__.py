@@ -55,6 +55,9 @@ def main() -> int:
     if options.list:
         print(listing(parts or PARTS))
         return 0
+    if parts and not (day.dry or day.on_gpu):
+        print("torch sees no GPU here; try the parts with --dry-run", file=sys.stderr)
+        return 2
     if parts and not options.in_process:
         print(f"{listing(parts)}\n", flush=True)
     status = 0
@@ -122,33 +125,33 @@ def _install(wheels: Path, site: str) -> None:
 def _in_process_of_its_own(day: Day, part: Part) -> int:
     """Run a part, for twice its estimate at most, so that one that hangs doesn't use up the hour."""
     command = [sys.executable, "-m", "benchmarks.gpu", part.name, "--out", str(day.out), "--in-process"]
+    command += ["--dry-run"] * day.dry
     limit = ["timeout", "--kill-after=45", str(min(570, max(120, 2 * part.seconds)))]
     return int(subprocess.run([*limit, *command], check=False).returncode != 0)
 
 
 def _measure(day: Day, part: Part) -> int:
     begin, rows = time.perf_counter(), list[Row]()
-    _write(day, part, [Row(part.name, None, ok=False, note="ended before its first row")], 0.0)
+    _write(day, part, rows, 0.0, complete=False)
     try:
         for row in part.measure(day):
             rows.append(row)
-            _write(
-                day, part, rows, time.perf_counter() - begin
-            )  # at once: an interrupted part keeps its rows
+            # At once, because a part may be interrupted; it has not passed then.
+            _write(day, part, rows, time.perf_counter() - begin, complete=False)
     except Exception:
         rows.append(Row(part.name, None, ok=False, note=traceback.format_exc()))
     seconds = time.perf_counter() - begin
-    _write(day, part, rows, seconds)
+    _write(day, part, rows, seconds, complete=True)
     print(f"{table(rows)}\n{part.name}: {seconds:.0f} s (estimate {part.seconds})\n", flush=True)
     return int(any(row.ok is False for row in rows))
 
 
-def _write(day: Day, part: Part, rows: Sequence[Row], seconds: float) -> None:
+def _write(day: Day, part: Part, rows: Sequence[Row], seconds: float, complete: bool) -> None:
     judged = [row.ok for row in rows if row.ok is not None]
     facts = {
         "part": part.name,
         "bar": part.bar,
-        "passed": all(judged) if judged else None,
+        "passed": complete and (all(judged) if judged else None),
         "date": datetime.now(UTC).date().isoformat(),
         "seconds": round(seconds, 1),
         "estimated_seconds": part.seconds,

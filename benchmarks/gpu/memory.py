@@ -34,6 +34,12 @@ WAYS = {
         *("train.precision=bf16", "train.channels_last=true", "train.global_batch_size=64"),
     ),
 }
+SHORT = (
+    "train.max_steps=3",
+    "schedule.warmup_steps=0",
+    "train.eval_every_epochs=0",
+    "checkpoint.every_epochs=null",
+)
 TINY = {"gpt bf16": ("experiment=text_gpt", "train.global_batch_size=2", "train.precision=bf16")}
 
 
@@ -47,7 +53,7 @@ def shards(day: Day) -> Iterator[Row]:
     """Two ranks that share a GPU: the memory of one."""
     ways = day.size({"gpt2 fsdp bf16": WAYS["gpt2 bf16"]}, {"gpt fsdp": TINY["gpt bf16"]})
     for name, overrides in ways.items():
-        overrides = (*overrides, "strategy=fsdp", "train.max_steps=3", "schedule.warmup_steps=0")
+        overrides = (*overrides, "strategy=fsdp", *SHORT)
         with tempfile.TemporaryDirectory() as folder:
             result = train(day, 2, "logger=jsonl", base=overrides, run_dir=Path(folder, "run"))
         measured = int(result["peak_memory_bytes"]) if day.on_gpu else None

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.__main__ import _in_process_of_its_own, _write
+from benchmarks.gpu.day import Day, Row
 from benchmarks.gpu.parts import PARTS, chosen
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,18 @@ def test_a_budget_takes_the_parts_that_have_no_results_yet(tmp_path: Path) -> No
     (tmp_path / "allreduce.json").write_text(json.dumps({"machine": {"dry": False}}))
     (tmp_path / "recorder.json").write_text(json.dumps({"machine": {"dry": True}}))
     assert listed() == ["all_reduce", "recorder", "total"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_part_has_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = next(part for part in PARTS if part.name == "packed")
+    day = Day(dry=True, out=tmp_path)
+    monkeypatch.chdir(ROOT)
+    assert _in_process_of_its_own(day, part) == 0
+    found = json.loads((tmp_path / "packed.json").read_text())
+    assert found["passed"] is not False and len(found["rows"]) == 3
+    _write(day, part, [Row("one of three", 1.0, ok=True)], 1.0, complete=False)
+    assert json.loads((tmp_path / "packed.json").read_text())["passed"] is False
 
 
 @pytest.mark.slow

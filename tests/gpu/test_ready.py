@@ -166,6 +166,48 @@ def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(
     assert torch.equal(outputs[2.0], 2 * outputs[1.0]) and torch.equal(outputs[4.0], 4 * outputs[1.0])
 
 
+def test_devices_are_found_by_type_and_a_macs_gpu_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    for kind, wanted, found in (
+        ("cuda", "auto", ("cuda", 3)),
+        ("cuda", "cuda", ("cuda", 3)),
+        ("cuda", "cpu", ("cpu", 0)),
+        ("cuda", "xpu", ("cpu", 0)),
+        ("mps", "auto", ("cpu", 0)),
+        ("mps", "mps", ("mps", 3)),
+    ):
+        device = torch.device(kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, d=device: d)
+        assert accelerator.found(wanted) == found, (kind, wanted)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert accelerator.found("auto") == ("cpu", 0)
+
+
+def test_each_type_of_device_gets_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    mac, chosen = torch.device("mps", 0), list[torch.device]()
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "synchronize", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    for device in (CPU, torch.device("meta"), GPU):
+        accelerator.use(device)
+        accelerator.synchronize(device)
+    assert chosen == [GPU, GPU]
+    assert [accelerator.backend_of(device) for device in (CPU, GPU, mac)] == [
+        "gloo",
+        "cpu:gloo,cuda:nccl",
+        "gloo",
+    ]
+    assert [accelerator.name(device) for device in (CPU, GPU)] == ["cpu", "H100"]
+    assert [accelerator.can_pin(device) for device in (CPU, GPU, mac)] == [False, True, False]
+    assert [accelerator.for_sums(device) for device in (CPU, GPU, mac)] == [CPU, GPU, CPU]
+    assert accelerator.peak_memory_bytes([CPU, GPU]) == {"cuda:0": 7}
+    for device in (CPU, mac):
+        (peak,) = accelerator.peak_memory_bytes([device]).values()
+        assert 1 << 26 < peak < 1 << 40, "the resident set size, in bytes"
+    assert accelerator.event(CPU).query() and accelerator.stream(mac) is accelerator.current_stream(mac)
+
+
 @pytest.fixture
 def join(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     """Joins the group as rank 1 of a host whose rank 0 has GPU-0, and returns what it is bound to."""
@@ -202,7 +244,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[
 
 
 def test_ranks_share_a_gpu_only_if_they_are_told_to(
-    join: Callable[..., object], nccl: Callable[[int, int], None]
+    join: Callable[..., object], nccl: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nccl(2, 30)
     with pytest.raises(UserError, match=r"local rank 1 has no GPU of its own.*ranks_per_gpu=auto"):
@@ -212,6 +254,9 @@ def test_ranks_share_a_gpu_only_if_they_are_told_to(
     ):
         join(1, "distributed.ranks_per_gpu=2", ranks=3)
     assert join(1, under_torchrun=False) == GPU, "srun shows each process its own"
+    monkeypatch.setenv("RINGMASTER_LAUNCHER", "local")
+    with pytest.raises(UserError, match="local rank 1 has no GPU of its own"):
+        join(1, under_torchrun=False)
     assert join(2, "distributed.ranks_per_gpu=auto") == torch.device("cuda", 1)
     assert not {name for name in os.environ if name.startswith("NCCL_")}, "each has its own"
     assert join(1, "distributed.ranks_per_gpu=auto") == GPU

@@ -281,6 +281,7 @@ MAC = (
     "train.eval_every_epochs=1",
     "optim=adamw",
     "checkpoint.every_steps=4",
+    "checkpoint.async=true",
     "train.log_every_steps=4",
 )
 OF_DOUBLES = (
