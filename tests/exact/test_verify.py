@@ -1,6 +1,7 @@
 """train.verify_every finds the rank whose device computes wrongly, and the run continues from a verified step."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,13 @@ import pytest
 
 from tests.exact.flips import Flip, Found, found_each
 from tests.exact.matrix import MODELS, OPTIMIZERS, figures, refused_each
-from tests.programs import finish
+from tests.programs import finish, torchrun
 from tests.ranks import run_ranks
+from tests.runs import settings
+from trainer.checkpoint.evaluations import Evaluations
+from trainer.checkpoint.listing import SetAside
+from trainer.checkpoint.manifest import write_text
+from trainer.checkpoint.store import Store
 from trainer.guards.verification import offsets, vote
 
 SHORT = (
@@ -118,39 +124,74 @@ def test_what_needs_other_settings_is_refused() -> None:
 # ---- checkpoints
 
 
+WORDS = (
+    *("train.exact=4", "train.max_steps=18", "checkpoint.every_steps=1", "checkpoint.keep_last=2"),
+    *("train.eval_every_epochs=0", "schedule=constant", "strategy=ddp", "train.verify_every=5"),
+    # 2 passes of the dry run, 2 in each of 14 steps, 2 recomputations; then one, and the second chunk of step 15
+    *("model._target_=tests.exact.flips.FlippingMLP", "+model.at=35"),
+)
+LOCAL = ("launch=local", "launch.processes=2")
+
+
+def clean_hash(tmp_path: Path) -> str:
+    """The hash of the run in which no bit is flipped, on one rank."""
+    words = (*WORDS, "train.verify_every=null", "strategy=single", f"+model.marker={tmp_path}/none")
+    assert finish("train.py", *words, f"run_dir={tmp_path}/clean").code == 0
+    return hash_of(tmp_path / "clean")
+
+
+def hash_of(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "result.json").read_text())["param_sha256"])
+
+
 @pytest.mark.slow
 def test_a_restart_continues_from_the_verified_step(tmp_path: Path) -> None:
-    """launch=local restarts after the error; the run takes the checkpoint of step 10 and not of step 14."""
-    run = (
-        *(
-            "train.py",
-            "train.exact=4",
-            "train.max_steps=18",
-            "checkpoint.every_steps=1",
-            "checkpoint.keep_last=2",
-        ),
-        *(
-            "train.eval_every_epochs=0",
-            "schedule=constant",
-            "strategy=ddp",
-            "launch=local",
-            "launch.processes=2",
-        ),
-        "model._target_=tests.exact.flips.FlippingMLP",
-    )
-    clean = ("+model.at=-1", f"+model.marker={tmp_path}/none", f"run_dir={tmp_path}/clean")
-    # 2 passes of the dry run, 2 in each of 14 steps, 2 recomputations; then one, and the second chunk of step 15
+    """It takes the checkpoint of step 10 and not of step 14; also a resume on another disk."""
     flips = (
-        "train.verify_every=5",
-        "+model.at=35",
+        *WORDS,
+        *LOCAL,
         f"+model.marker={tmp_path}/flipped",
-        "launch.max_restarts=1",
+        f"checkpoint.remote=file://{tmp_path}/store",
     )
-    ended = [finish(*run, *words, forks=True) for words in (clean, (*flips, f"run_dir={tmp_path}/run"))]
-    assert [each.code for each in ended] == [0, 0], ended[1].output
-    assert "continuing from step_00000010; later checkpoints were set aside" in ended[1].output
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("clean", "run")]
-    assert results[0]["param_sha256"] == results[1]["param_sha256"]
-    kept = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    failed = finish("train.py", *flips, f"run_dir={tmp_path}/run", forks=True)
+    assert failed.code == 76 and (tmp_path / "flipped").exists(), failed.output
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "run", copy)
+    (tmp_path / "store").rename(tmp_path / "store of another disk")
+    resumed = finish("train.py", *flips, f"run_dir={copy}", "resume=auto", forks=True)
+    (tmp_path / "store").rename(tmp_path / "second store")
+    (tmp_path / "store of another disk").rename(tmp_path / "store")
+    elsewhere = finish("train.py", *flips, f"run_dir={tmp_path}/new", "resume=auto", forks=True)
+    for each, run_dir in ((resumed, copy), (elsewhere, tmp_path / "new")):
+        assert each.code == 0, each.output
+        assert "continuing from step_00000010; later checkpoints were set aside" in each.output
+        assert hash_of(run_dir) == clean_hash(tmp_path)
+    kept = {path.name for path in (copy / "checkpoints").iterdir()}
     assert kept >= {"step_00000013", "step_00000014"}, "a checkpoint that was set aside is kept"
-    assert (tmp_path / "flipped").exists()
+
+
+@pytest.mark.slow
+def test_launchers_restart_the_run(tmp_path: Path) -> None:
+    local = ("train.py", *WORDS, *LOCAL, "launch.max_restarts=1")
+    started = {"local": local, "torchrun": (*torchrun(2, "--max-restarts=1"), *WORDS, "resume=auto")}
+    for name, command in started.items():
+        run_dir = tmp_path / name
+        ended = finish(*command, f"+model.marker={tmp_path}/{name}-flipped", f"run_dir={run_dir}", forks=True)
+        assert ended.code == 0 and (tmp_path / f"{name}-flipped").exists(), ended.output
+        assert "continuing from step_00000010" in ended.output
+        assert hash_of(run_dir) == clean_hash(tmp_path)
+
+
+def test_the_newest_verified_checkpoint_is_kept(tmp_path: Path) -> None:
+    """And those that were set aside are neither listed nor deleted."""
+    store = Store(tmp_path / "checkpoints", "run")
+    for step, verified in ((10, 10), (12, 10), (14, 10), (16, 10)):
+        directory = store.new_directory(step)
+        store.commit(step, "full", {"a": write_text(directory / "a", "a")}, "branch", verified)
+    pruned = [path.name for path in store.to_prune(settings().checkpoint, Evaluations(tmp_path))]
+    assert pruned == ["step_00000012"]
+    SetAside({"branch": 10}, "a reason").write(tmp_path)
+    assert [path.name for path in store.own()] == ["step_00000010"]
+    assert store.to_prune(settings().checkpoint, Evaluations(tmp_path)) == []
+    SetAside({"other": 5}, "a reason").write(tmp_path)
+    assert len(store.own()) == 4

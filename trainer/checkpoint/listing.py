@@ -116,8 +116,8 @@ class Listing(Generic[P]):
     def checkpoints(self) -> list[ListedCheckpoint[P]]:
         """Return the checkpoints of this run and all damaged checkpoints, which may be its own, newest first.
 
-        Checkpoints in `aside` are omitted. The others are sorted by the time of the save, not by step: after a run
-        was resumed from step 5, its earlier step 10 is older than its new step 6.
+        Checkpoints in `aside` are omitted. The others are sorted by the time of the save, not by step: after
+        a run was resumed from step 5, its earlier step 10 is older than its new step 6.
 
         Raises:
             RetryableError, NoAccessError: if the disk or the address does not answer or denies access.

@@ -40,8 +40,8 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tu
     """Run `argv` in `launch.processes` processes on this host.
 
     After a failure, up to `launch.max_restarts` more attempts start from the newest checkpoint (after a wrong
-    result, from the newest verified one), each after a pause. There is no further attempt after a UserError, a
-    non-finite loss or a stop by a signal.
+    result, from the newest verified one), each after a pause. There is no further attempt after a UserError,
+    a non-finite loss or a stop by a signal.
 
     Args:
         module: a module to run once instead of train.py, as in python -m trainer.evaluate.

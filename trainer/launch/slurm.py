@@ -119,8 +119,8 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bo
     waits = "--wait=0 --kill-on-bad-exit=0" if shrinks else f"--wait={_LAST_TASK_S}"
     newest = f"ls -td {shlex.quote(str(folder.parent / 'checkpoints'))}/step_* 2>/dev/null | head -n 1"
     again = [
-        f"case $status in {StoppedBySignal.exit_code}|{WrongResultError.exit_code}) again=1;; esac",
-        f"if [ $again ] && [ ! -e {shlex.quote(str(folder / 'stop'))} ]; then",
+        f"if {{ [ $status = {StoppedBySignal.exit_code} ] || [ $status = {WrongResultError.exit_code} ]; }}"
+        f" && [ ! -e {shlex.quote(str(folder / 'stop'))} ]; then",
         f'  if [ "$({newest})" = "$before" ]; then  # the next attempt would stop there as well',
         f'    echo "{_NO_STEP}"',
         "  else",
