@@ -256,6 +256,8 @@ class GradientVerification(Verification):
         wrong = [rank for rank, balance in enumerate(balances) if balance]
         if len(wrong) < len(balances):
             why = f"{self._named(wrong)} received a wrong sum of the gradients of step {step}"
+            if self._strategy.gradients_differ:  # no other rank receives this sum
+                why += "; the cause may also be a rank that sent its part"
         else:
             why = (
                 f"all ranks received a wrong sum of the gradients of step {step}, so that a message was "
