@@ -34,6 +34,7 @@ ENTRIES = {
     "ranks-use-other-parameters": "the loss uses ... on rank ... and not on ...",
     "nan": "... is NaN or Inf on ...",
     "replicas-differ": "replicas differ after step ...",
+    "wrong-gradient": "... computed a wrong gradient for chunk ...",
     "used-run-dir": "... already contains a run (...); set resume=auto to continue it, ...",
     "alive-run": "another run is active in run_dir=...",
     "other-model": "the checkpoint is from a different model",
