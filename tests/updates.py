@@ -30,7 +30,10 @@ def run_of(state: TrainState, device: str = "cpu") -> Any:
         plan=SimpleNamespace(logs=lambda step: False),
         data=SimpleNamespace(train_loader=SimpleNamespace(not_finite=lambda *begin: None)),
         vote=SimpleNamespace(result=lambda: SimpleNamespace(data_left=True)),
-        report=SimpleNamespace(weight_statistics=WeightStatistics(state.model, ranks, None)),
+        report=SimpleNamespace(
+            weight_statistics=WeightStatistics(state.model, ranks, None),
+            meter=SimpleNamespace(record_steps=list),
+        ),
         guards=SimpleNamespace(snapshot=Snapshot(), kept_buffers=None),
     )
 

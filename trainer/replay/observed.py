@@ -25,6 +25,7 @@ from trainer.tensors.local_shard import to_local
 from trainer.tensors.nested import leaves, mapped
 
 _SHOWN_TOKENS = 48
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Sample(NamedTuple):
@@ -92,7 +93,7 @@ def _losses(run: Run, samples: Sequence[Any], step: int) -> tuple[list[float | N
         return none, "the batch does not have a row for each sample"
     model, losses = run.state.model, list[float | None]()
     rounds = max(gather_objects(len(samples)))  # under fsdp, a forward pass needs all ranks
-    batch_norms = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    batch_norms = [each for each in model.modules() if isinstance(each, _BATCH_NORMS)]
     modes = [each.training for each in batch_norms]
     with generators_kept(), state_restored(model), torch.no_grad(), run.strategy.evaluating(run.model):
         begin_step_of_task(run, step)
