@@ -109,6 +109,8 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "api": "cli config errors files inference launch run",
         "exact/verify": "build cli config distributed exact guards launch strategies tasks",
+        "diff": "config context data distributed errors files inference launch model replay report run_dir sweep "
+        "tensors",
     },
 )
 COMMANDS = {HOUSE / f"{room}.py" for floor in FLOORS for room in floor if "/" in room}

@@ -1,7 +1,8 @@
 """Compare the speed, communication, losses and models of finished runs.
 
 `python -m trainer.compare RUN RUN ...`, or the folder of a sweep, reads config.yaml, result.json and
-metrics.jsonl of each run, and compares it with the first.
+metrics.jsonl of each run, and compares it with the first. To find out why the losses of two runs differ, use
+`python -m trainer.diff RUN RUN`.
 """
 
 import argparse
@@ -11,10 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
-from trainer.config.overrides import leaves
-from trainer.config.saved_run import read_settings
+from trainer.config.saved_run import differing_settings, saved_values
 from trainer.errors import UserError
 from trainer.files.columns import cell, columns
 from trainer.files.untrusted import printable
@@ -27,7 +25,6 @@ _MS = "usage/ms_per_step/step"
 _COMM = ("usage/comm/total_ms", "usage/comm/overlapped_ms", "usage/comm/exposed_ms")
 _FEWEST = 5  # log windows that a run needs for a ratio of speeds
 _MOST_SETTINGS = 6  # columns of settings; the names of more are listed below the table
-_OF_A_RUN = ("run_dir", "resume")  # settings that always differ
 
 
 def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
@@ -52,29 +49,16 @@ def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
 
 def compare(runs: Mapping[str, RunFiles]) -> str:
     """Return tables of results, speed and weights, and a summary."""
-    settings = {name: _settings(run) for name, run in runs.items()}
+    settings = {name: saved_values(run.folder) for name, run in runs.items()}
     tables = {
         "Results": _results(runs, settings),
         "Speed": [_SPEED, *(_speed(name, run) for name, run in runs.items())],
         "Weights": _weights(runs),
     }
     blocks = [f"{title}\n{columns(rows)}" for title, rows in tables.items()]
-    more = _differing(list(settings.values()))[_MOST_SETTINGS:]
+    more = differing_settings(list(settings.values()))[_MOST_SETTINGS:]
     notes = [f"settings that also differ: {', '.join(more)}"] if more else []
     return "\n\n".join([*blocks, "\n".join([*notes, *_not_alike(settings), *_summary(runs)])])
-
-
-def _settings(run: RunFiles) -> dict[str, str]:
-    """Return the settings of `run` by dotted name, except those that always differ."""
-    values = leaves(OmegaConf.to_container(read_settings(run.folder)))
-    return {name: printable(str(value)) for name, value in values if name not in _OF_A_RUN}
-
-
-def _differing(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the names of settings that differ between runs; those that all runs have come first."""
-    names = dict.fromkeys(name for each in settings for name in each)
-    differing = [name for name in names if len({each.get(name) for each in settings}) > 1]
-    return sorted(differing, key=lambda name: not all(name in each for each in settings))
 
 
 def _not_alike(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -84,7 +68,7 @@ def _not_alike(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
     for name, values in others:
         found = [
             f"{key} {base.get(key)} and {values.get(key)}"
-            for key in _differing([base, values])
+            for key in differing_settings([base, values])
             if any(f"{key}.".startswith(f"{prefix}.") for prefix in _ALIKE)
         ]
         lines += [f"not the same task: {first} and {name}: {', '.join(found)}"] if found else []
@@ -92,7 +76,7 @@ def _not_alike(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
 
 
 def _results(runs: Mapping[str, RunFiles], settings: Mapping[str, Mapping[str, str]]) -> list[list[str]]:
-    names = _differing(list(settings.values()))
+    names = differing_settings(list(settings.values()))
     found = dict.fromkeys(name for run in runs.values() for name in run.result)
     metrics = ["train/loss", *(name for name in found if name.startswith("eval/"))]
     losses = {
@@ -199,8 +183,11 @@ def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    about = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m trainer.compare", description=about)
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     folders = "a run directory, or the folder of a sweep"
     parser.add_argument("runs", nargs="+", metavar="RUN|SWEEP", help=folders)
     try:

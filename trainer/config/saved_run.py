@@ -5,7 +5,7 @@ imports torch, so that user errors are reported before torch is loaded.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hydra import compose, initialize_config_dir
@@ -17,8 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer.config import Config, load
-from trainer.config.overrides import CONF, explain, not_a_setting
+from trainer.config.overrides import CONF, explain, leaves, not_a_setting
 from trainer.errors import UserError, on_one_line
+from trainer.files.untrusted import printable
 
 MAY_CHANGE = ("strategy", "data", "train", "distributed", "launch", "checkpoint", "model", "ema")
 _COMMAND_GROUPS = {"launch": "external", "comm": "native"}  # not taken from the run
@@ -81,6 +82,22 @@ def read_settings(run_dir: Folder) -> DictConfig:
     if not isinstance(saved, DictConfig) or not {"model", "data", "strategy"} <= saved.keys():
         raise UserError(f"{path} does not contain the settings of a run")
     return saved
+
+
+def saved_values(run_dir: Folder) -> dict[str, str]:
+    """Return the saved settings as text by dotted name, except those that every run has for itself.
+
+    Raises UserError as `read_settings`.
+    """
+    values = leaves(OmegaConf.to_container(read_settings(run_dir)))
+    return {name: printable(str(value)) for name, value in values if name not in ("run_dir", "resume")}
+
+
+def differing_settings(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names of settings that differ between runs; those that all runs have come first."""
+    names = dict.fromkeys(name for each in settings for name in each)
+    differing = [name for name in names if len({each.get(name) for each in settings}) > 1]
+    return sorted(differing, key=lambda name: not all(name in each for each in settings))
 
 
 def _merged(composed: DictConfig, saved: DictConfig, groups: dict[str, str]) -> DictConfig:

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.launch.rank_info import RANK_VARIABLES, RankInfo
 from trainer.launch.signals import signal_at_parents_death
 
-_PARENT, _LAUNCHER, _PATH = "RINGMASTER_PARENT", "RINGMASTER_LAUNCHER", "RINGMASTER_PATH"
+_PARENT, _LAUNCHER, PATH = "RINGMASTER_PARENT", "RINGMASTER_LAUNCHER", "RINGMASTER_PATH"
 _ROOT = Path(__file__).resolve().parents[2]
 _user_script: list[str] = []  # the user's script, or -m and a module, once it has called main
 
@@ -20,6 +20,7 @@ def start(
     argv: Sequence[str],
     *,
     module: str | None = None,
+    python: str = sys.executable,
     devices: Sequence[str] | None = None,
     launcher: str | None = None,
     environment: Mapping[str, object] | None = None,
@@ -34,6 +35,7 @@ def start(
     Args:
         argv: overrides and Hydra options, such as `run_dir=D launch=local launch.processes=2`.
         module: a module to run instead of train.py, as in python -m trainer.evaluate.
+        python: the interpreter that runs `module`.
         devices: the GPUs visible to the process, as in CUDA_VISIBLE_DEVICES; None: all visible GPUs.
         launcher: the launcher that starts the ranks, which then do not launch anything themselves.
         environment: additional environment variables.
@@ -46,7 +48,7 @@ def start(
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     command = program()
     if module is not None:  # -P: a folder of the user must not hide one of this project's packages
-        command = [sys.executable, "-P", "-m", module]
+        command = [python, "-P", "-m", module]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     popen = {"stdin": subprocess.DEVNULL, **popen}
     return subprocess.Popen([*command, *argv], env=variables, start_new_session=True, **popen)
@@ -54,7 +56,7 @@ def start(
 
 def variables_for_ranks(launcher: str | None) -> dict[str, str]:
     """Return environment variables with the launcher's name and the import path of the user's classes."""
-    variables = {_PATH: os.pathsep.join(_user_folders()), "PYTHONUNBUFFERED": "1"}
+    variables = {PATH: os.pathsep.join(_user_folders()), "PYTHONUNBUFFERED": "1"}
     return variables if launcher is None else variables | {_LAUNCHER: launcher}
 
 
@@ -86,7 +88,7 @@ def raise_file_limit() -> None:
 
 def extend_path() -> None:
     """Make `_target_`s importable from the current directory, or from the folders that `start` passed on."""
-    given = os.environ.get(_PATH)
+    given = os.environ.get(PATH)
     folders = [str(Path.cwd())] if given is None else given.split(os.pathsep)
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 

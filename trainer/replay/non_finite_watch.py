@@ -1,6 +1,6 @@
 """Where the first NaN or Inf of a step appears."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -56,7 +56,7 @@ class NonFiniteWatch:
             handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._leave, name)))
         try:
-            yield replace(run, data=run.data._replace(to_device=_Counted(self, run.data.to_device)))
+            yield replace(run, data=run.data._replace(to_device=ObservedTransfer(self.next_batch, run.data.to_device)))
         finally:
             for handle in handles:
                 handle.remove()
@@ -66,7 +66,7 @@ class NonFiniteWatch:
         found = [each for each in gather_objects(self._own()) if each is not None]
         return min(found, key=lambda each: each.direction != "forward", default=None)
 
-    def next_batch(self) -> None:
+    def next_batch(self, _: Any) -> None:
         self._micro_batch += 1
 
     def _own(self) -> NonFinite | None:
@@ -115,15 +115,16 @@ class NonFiniteWatch:
         return NonFinite(direction, name, where, self._rank, samples)
 
 
-class _Counted(ToDevice):
-    """Tells the watch when the next micro-batch begins."""
+class ObservedTransfer(ToDevice):
+    """Calls `observe` with each micro-batch on its device."""
 
-    def __init__(self, watch: NonFiniteWatch, to_device: ToDevice) -> None:
-        self._watch, self._to_device = watch, to_device
+    def __init__(self, observe: Callable[[Any], None], to_device: ToDevice) -> None:
+        self._observe, self._to_device = observe, to_device
 
     def ahead(self, batches: Sequence[Any]) -> None:
         self._to_device.ahead(batches)
 
     def __call__(self, batch: Any) -> Any:
-        self._watch.next_batch()
-        return self._to_device(batch)
+        moved = self._to_device(batch)
+        self._observe(moved)
+        return moved

@@ -55,6 +55,7 @@ class Replayed:
         attempt: the attempt of the run that made `step`; None if it is unknown.
         checkpoint: where the replay started; None: from the initial weights.
         norms: of the parameters in `step` and the step before.
+        evaluations: the recorded metrics of each evaluation, by step.
     """
 
     epochs: Epochs
@@ -63,6 +64,7 @@ class Replayed:
     attempt: RunAttempt | None
     checkpoint: Path | None
     norms: ParameterNorms
+    evaluations: Mapping[int, Mapping[str, float]]
 
     @property
     def run(self) -> Run:
@@ -79,6 +81,12 @@ class Replayed:
         while (batches := self.epochs.open()) is None:
             pass
         return batches
+
+    def use_evaluation(self) -> None:
+        """Pass the recorded metrics of the evaluation after the last step, if any, to the schedule."""
+        state, step = self.run.state, self.run.state.progress.step
+        if step in self.evaluations and state.progress.evaluated_step != step:
+            state.after_evaluation(self.evaluations[step])
 
     def compared(self) -> tuple[list[int], list[Mismatch]]:
         """Compare the steps made so far with the record of the run (a collective).
@@ -131,7 +139,7 @@ def replayed(
     with process_group(config.distributed) as ranks, terminal(ranks, sys.stderr):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
         compare_across_ranks({**shared, "the step": step}, ranks)
-        checkpoint = start or on_main(lambda: _checkpoint_before(run_dir, step), ranks)
+        checkpoint = start or on_main(lambda: checkpoint_before(run_dir, step), ranks)
         if attempt is not None:  # sums of another number of threads round differently
             torch.set_num_threads(int(attempt.environment["threads"]))
         folder = on_main(lambda: _temporary_folder(run_dir), ranks)
@@ -145,9 +153,13 @@ def replayed(
                 raise UserError(f"--step {step}: the last step of this run is {run.plan.total_steps}")
             run.report.run_log.open()
             run.model.train()
-            replay = Replayed(Epochs(run), run_dir, step, attempt, checkpoint, norms)
+            evaluations = on_main(lambda: _evaluations(run_dir), ranks)
+            replay = Replayed(Epochs(run), run_dir, step, attempt, checkpoint, norms, evaluations)
             with gathering(why_no_gather(run)):
-                _make_steps(replay, on_main(lambda: _evaluations(run_dir), ranks))
+                replay.use_evaluation()
+                while run.state.progress.step < step - 1:
+                    replay.epochs.step()
+                    replay.use_evaluation()
                 yield replay
             run.vote.close()
             run.strategy.close()
@@ -184,7 +196,7 @@ def _settings(config: Config, folder: Path, checkpoint: Path | None) -> Config:
     return replace(config, run_dir=str(folder), resume=resume, logger={}, train=train, checkpoint=saves)
 
 
-def _checkpoint_before(run_dir: Path, step: int) -> Path | None:
+def checkpoint_before(run_dir: Path, step: int) -> Path | None:
     """Return the newest checkpoint before `step`, without those that a later attempt has left behind."""
     attempts, own = read_attempts(run_dir), Listing(run_dir / "checkpoints", run_id_of(run_dir)).own()
     steps = {
@@ -215,15 +227,3 @@ def _evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
             for step, value in values.items():
                 found.setdefault(step, {})[name] = value
     return found
-
-
-def _make_steps(replay: Replayed, evaluations: Mapping[int, Mapping[str, float]]) -> None:
-    """Make the steps before `replay.step` (a collective)."""
-    state = replay.run.state
-    while True:
-        step = state.progress.step
-        if step in evaluations and state.progress.evaluated_step != step:
-            state.after_evaluation(evaluations[step])
-        if step == replay.step - 1:
-            break
-        replay.epochs.step()

@@ -98,7 +98,7 @@ def _comparison(
     if mismatches:
         first = mismatches[0]
         difference = f"step {first.step}, {first.name} was {first.recorded!r}, is {first.remade!r}"
-        reasons = "; ".join(_reasons(made, overrides)) or "none found in settings, code and environment"
+        reasons = "; ".join(why_different(made, overrides)) or "none found in settings, code and environment"
         return {"record": f"DIFFERENT: {difference}", "reasons": reasons}
     words = f"equal, bit for bit, in steps {recorded[0]} to {recorded[-1]}" if recorded else "no such steps"
     if made.step not in recorded:
@@ -107,7 +107,7 @@ def _comparison(
     return {"record": words}
 
 
-def _reasons(made: Replayed, overrides: Sequence[str]) -> list[str]:
+def why_different(made: Replayed, overrides: Sequence[str]) -> list[str]:
     """Return what differs from the attempt that made the step."""
     reasons = [f"overrides: {' '.join(overrides)}"] if overrides else []
     if (attempt := made.attempt) is None:

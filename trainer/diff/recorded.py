@@ -1,0 +1,127 @@
+"""How the files of two runs differ: settings, environment, code, and the numbers recorded for each step."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.saved_run import differing_settings, saved_values
+from trainer.errors import UserError
+from trainer.files import failure_file
+from trainer.run_dir.attempts import RunAttempt, attempt_of
+from trainer.run_dir.steps_file import read_steps
+from trainer.sweep.trials import RunFiles
+
+# Settings that do not change what a step computes.
+_APART = ["logger", "launch", "checkpoint", "data.num_workers", "data.prefetch_factor", "data.pin_memory"]
+_APART += ["data.persistent_workers", "data.download", "comm.timeline", "distributed.timeout_s"]
+_APART += [f"distributed.{name}" for name in ("init_method", "rank", "world_size", "shrink")]
+_APART += [f"train.{name}" for name in ("log_every_steps", "show_every", "check_replicas_every")]
+_APART += [f"train.{name}" for name in ("histograms_every", "peak_tflops", "profile", "max_hours")]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where the records of two runs part.
+
+    Attributes:
+        step: the first step whose numbers differ; None if all are equal.
+        equal: the last step before it that both have recorded; 0 if there is none.
+    """
+
+    step: int | None
+    equal: int
+    words: str
+
+
+class RecordedRun(RunFiles):
+    """The files of a run, and where its steps are made again.
+
+    Attributes:
+        folder: the run directory.
+        code: the folder from which its code is imported.
+        python: the interpreter.
+    """
+
+    def __init__(self, folder: Path, code: Path, python: str) -> None:
+        super().__init__(folder.resolve())
+        self.code, self.python = code.resolve(), python
+        self.settings = saved_values(folder)
+        self.steps = read_steps(folder)
+        self.failure: dict[str, Any] = {} if self.result else failure_file.read(folder) or {}
+
+    def attempt(self, step: int) -> RunAttempt:
+        """Return the attempt that made `step`. Raises UserError if it is unknown."""
+        attempt = attempt_of(self.folder, step)
+        if attempt is None:
+            raise UserError(
+                f"{self.folder} has no record of its code and environment (code.json), because it was made by "
+                "an earlier version; make the run again"
+            )
+        return attempt
+
+
+def setting_rows(one: RecordedRun, other: RecordedRun) -> tuple[list[list[str]], list[str]]:
+    """Return (name, value in A, value in B) of settings, and the names of those that cannot change a step."""
+    names = differing_settings([one.settings, other.settings])
+    apart = [name for name in names if any(f"{name}.".startswith(f"{prefix}.") for prefix in _APART)]
+    return _rows([name for name in names if name not in apart], one.settings, other.settings), apart
+
+
+def environment_rows(one: RunAttempt, other: RunAttempt) -> list[list[str]]:
+    """Return (name, value in A, value in B) of all facts that differ."""
+    facts = [
+        {"strategy": each.strategy, "processes": str(each.world_size), **each.environment}
+        for each in (one, other)
+    ]
+    return _rows(differing_settings(facts), *facts)
+
+
+def code_rows(one: RunAttempt, other: RunAttempt) -> list[list[str]]:
+    """Return (name, value in A, value in B) of the git commit and the modules that differ."""
+    facts = [{"git commit": each.git or "none", **each.code} for each in (one, other)]
+    return _rows(differing_settings(facts), *facts)
+
+
+def _rows(names: Sequence[str], one: Mapping[str, str], other: Mapping[str, str]) -> list[list[str]]:
+    return [[name, one.get(name, "none"), other.get(name, "none")] for name in names]
+
+
+def parting(one: RecordedRun, other: RecordedRun, tolerance: float) -> Parting:
+    """Compare losses, gradient norms and hashes of weights, step by step."""
+    common = sorted(one.steps.keys() & other.steps.keys())
+    hashes = [run.scalars.get("weights_hash", {}) for run in (one, other)]
+    equal = 0
+    for step in common:
+        for name in ("loss", "grad_norm"):
+            mine, theirs = (getattr(run.steps[step], name) for run in (one, other))
+            if (apart := ulp(mine, theirs)) > tolerance:
+                words = name.replace("grad_norm", "gradient norm")
+                return Parting(step, equal, f"{words} of step {step}: {mine!r} and {theirs!r} ({apart:.3g} ulp)")
+        if not tolerance and step in hashes[0] and hashes[0][step] != hashes[1].get(step, hashes[0][step]):
+            return Parting(step, equal, f"hash of the weights after step {step}")
+        equal = step
+    for name, run in (("A", one), ("B", other)):
+        failed = run.failure.get("step")
+        if isinstance(failed, int) and failed > equal:
+            return Parting(failed, equal, f"{name} failed in step {failed}: {run.failure.get('message')}")
+    if not common:
+        raise UserError(
+            f"{one.folder} and {other.folder} have recorded no step in common; set --step to a step that both "
+            "have made"
+        )
+    ends = [run.result.get("param_sha256") for run in (one, other)]
+    same_end = one.result.get("steps") == other.result.get("steps")
+    if not tolerance and all(ends) and same_end and ends[0] != ends[1]:
+        return Parting(equal, equal, "hashes of the final models (param_sha256)")
+    return Parting(None, equal, "")
+
+
+def ulp(one: float, other: float) -> float:
+    """Return the difference in units in the last place of float32; 0 for equal numbers, and for two NaN."""
+    if repr(one) == repr(other):
+        return 0.0
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / 2.0 ** (math.frexp(max(abs(one), abs(other)))[1] - 24)
