@@ -1,1 +1,1 @@
-"""Where two runs part: compare their files, then replay both and compare the replays. Does not import torch."""
+"""Where two runs part: compare their files, then replays of both. Does not import torch."""

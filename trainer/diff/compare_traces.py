@@ -80,9 +80,7 @@ def differences(
         elif ", micro-batch " not in entry["name"]:
             found.append(Difference(entry["kind"], entry["name"], "only in A", math.inf))
     found += [
-        Difference(kind, name, "only in B", math.inf)
-        for kind, name in theirs
-        if ", micro-batch " not in name
+        Difference(kind, name, "only in B", math.inf) for kind, name in theirs if ", micro-batch " not in name
     ]
     return sorted(found, key=lambda each: KINDS.index(each.kind)), counts
 
@@ -121,7 +119,9 @@ def _difference(one: Entry, other: Entry, tolerance: float) -> list[Difference]:
     if _has_rows(one) and one["kind"] != "loss":
         rows = (units_apart > tolerance).flatten(1).any(1) if mine.ndim > 1 else units_apart > tolerance
         if not rows.all():
-            numbers = [sample for sample, differs in zip(one["samples"], rows.tolist(), strict=True) if differs]
+            numbers = [
+                sample for sample, differs in zip(one["samples"], rows.tolist(), strict=True) if differs
+            ]
             words += f", in sample{'s' * (len(numbers) > 1)} {first_few(numbers)}"
     return differ(words, most)
 

@@ -56,8 +56,8 @@ class RecordedRun(RunFiles):
         attempt = attempt_of(self.folder, step)
         if attempt is None:
             raise UserError(
-                f"{self.folder} has no record of its code and environment (code.json), because it was made by "
-                "an earlier version; make the run again"
+                f"{self.folder} has no record of its code and environment (code.json), because it was made "
+                "by an earlier version; make the run again"
             )
         return attempt
 
@@ -98,7 +98,9 @@ def parting(one: RecordedRun, other: RecordedRun, tolerance: float) -> Parting:
             mine, theirs = (getattr(run.steps[step], name) for run in (one, other))
             if (apart := ulp(mine, theirs)) > tolerance:
                 words = name.replace("grad_norm", "gradient norm")
-                return Parting(step, equal, f"{words} of step {step}: {mine!r} and {theirs!r} ({apart:.3g} ulp)")
+                return Parting(
+                    step, equal, f"{words} of step {step}: {mine!r} and {theirs!r} ({apart:.3g} ulp)"
+                )
         if not tolerance and step in hashes[0] and hashes[0][step] != hashes[1].get(step, hashes[0][step]):
             return Parting(step, equal, f"hash of the weights after step {step}")
         equal = step
@@ -108,8 +110,8 @@ def parting(one: RecordedRun, other: RecordedRun, tolerance: float) -> Parting:
             return Parting(failed, equal, f"{name} failed in step {failed}: {run.failure.get('message')}")
     if not common:
         raise UserError(
-            f"{one.folder} and {other.folder} have recorded no step in common; set --step to a step that both "
-            "have made"
+            f"{one.folder} and {other.folder} have recorded no step in common; set --step to a step that "
+            "both have made"
         )
     ends = [run.result.get("param_sha256") for run in (one, other)]
     same_end = one.result.get("steps") == other.result.get("steps")

@@ -11,7 +11,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Any
 
-from trainer.diff.compare_traces import KINDS, Difference, Entry, differences, read_traces
+from trainer.diff.compare_traces import Difference, Entry, differences, read_traces
 from trainer.diff.recorded import RecordedRun, code_rows, environment_rows, parting, setting_rows
 from trainer.errors import UserError, first_few
 from trainer.files.columns import columns
@@ -21,7 +21,11 @@ from trainer.run_dir.console import table
 
 _MOST_REPLAYS = 12  # of each run
 _SHOWN = 5  # entries that differ
-_WORDS = {"before": "weights and state before it", "outputs": "outputs of modules", "backward": "their gradients"}
+_WORDS = {
+    "before": "weights and state before it",
+    "outputs": "outputs of modules",
+    "backward": "their gradients",
+}
 _WORDS |= {"gradients": "gradients of parameters", "optimizer": "optimizer settings", "update": "update"}
 
 

@@ -56,7 +56,9 @@ class NonFiniteWatch:
             handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._leave, name)))
         try:
-            yield replace(run, data=run.data._replace(to_device=ObservedTransfer(self.next_batch, run.data.to_device)))
+            yield replace(
+                run, data=run.data._replace(to_device=ObservedTransfer(self.next_batch, run.data.to_device))
+            )
         finally:
             for handle in handles:
                 handle.remove()
