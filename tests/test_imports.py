@@ -109,7 +109,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "api": "cli config errors files inference launch run",
         "exact/verify": "build cli config distributed exact guards launch strategies tasks",
-        "diff": "config context data distributed errors files inference launch model replay report run_dir sweep "
+        "diff": "checkpoint config context data distributed errors files inference launch model replay report run_dir sweep "
         "tensors",
     },
 )

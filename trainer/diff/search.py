@@ -1,7 +1,6 @@
 """Search for the first thing that differs between two runs, and report what was compared on the way."""
 
 import json
-import os
 import sys
 import tempfile
 from collections import Counter
@@ -11,6 +10,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Any
 
+from trainer.checkpoint.manifest import read_manifest
 from trainer.diff.compare_traces import Difference, Entry, differences, read_traces
 from trainer.diff.recorded import RecordedRun, code_rows, environment_rows, parting, setting_rows
 from trainer.errors import UserError, first_few
@@ -132,7 +132,7 @@ class _Search:
             self.replay([wanted, wanted + 1])
             if not self.found:
                 low = wanted + 2
-            elif self.step == 1 or self.found[0].kind != "before":
+            elif self.step == 1 or self.step > wanted or self.found[0].kind != "before":
                 return
             elif (made := self._first_state()) is not None:
                 low, high = max(1, made), max(1, made)
@@ -165,7 +165,7 @@ class _Search:
         out = self._folder / str(self._number)
         out.mkdir()
         checkpoint = checkpoint_before(run.folder, steps[0])
-        first = int(checkpoint.name.rpartition("_")[2]) + 1 if checkpoint else 1
+        first = read_manifest(checkpoint).step + 1 if checkpoint else 1
         argv = [str(run.folder), "--first", str(first), "--out", str(out), "--steps", *map(str, steps)]
         argv += ["--from", str(checkpoint)] if checkpoint else []
         attempt = run.attempt(steps[0])
@@ -177,7 +177,7 @@ class _Search:
             argv,
             module="trainer.diff.trace",
             python=run.python,
-            environment={new_process.PATH: os.pathsep.join([str(run.code)])},
+            environment={new_process.PATH: str(run.code)},
             cwd=run.code,
             stdout=DEVNULL,
             stderr=PIPE,
