@@ -136,7 +136,7 @@ def test_what_has_changed_since_the_runs_is_said(good: Path, tmp_path: Path) -> 
     (other.parent / "mine.py").write_text(CODE)
     code, output = compared(good, other)
     assert code == 1
-    assert re.search(r"replay B .*NOT as recorded: loss of step 1 .*changed code: mine", output), output
+    assert re.search(r"replay B .*NOT as recorded: loss of step 3 .*changed code: mine", output), output
     assert "first        no difference in the replayed steps" in output
 
 

@@ -64,9 +64,12 @@ class RecordedRun(RunFiles):
 
 def setting_rows(one: RecordedRun, other: RecordedRun) -> tuple[list[list[str]], list[str]]:
     """Return (name, value in A, value in B) of settings, and the names of those that cannot change a step."""
-    names = differing_settings([one.settings, other.settings])
+    both = [one.settings, other.settings]
+    names = differing_settings(both)
+    if "strategy.name" in names:  # which then has other settings
+        names = [n for n in names if not n.startswith("strategy.") or all(n in s for s in both)]
     apart = [name for name in names if any(f"{name}.".startswith(f"{prefix}.") for prefix in _APART)]
-    return _rows([name for name in names if name not in apart], one.settings, other.settings), apart
+    return _rows([name for name in names if name not in apart], *both), apart
 
 
 def environment_rows(one: RunAttempt, other: RunAttempt) -> list[list[str]]:

@@ -127,23 +127,23 @@ class _Search:
     def find(self, step: int) -> None:
         """Search backward from `step`, in which a number differs."""
         low, high = 1, step
-        wanted = max(1, step - 1)  # the update of that step may be the cause
+        steps = list(range(max(1, step - 1), step + 1))  # the update of the step before may be the cause
         for _ in range(_MOST_REPLAYS):
-            self.replay([wanted, wanted + 1])
+            self.replay(steps)
             if not self.found:
-                low = wanted + 2
-            elif self.step == 1 or self.step > wanted or self.found[0].kind != "before":
+                low = steps[-1] + 1
+            elif self.step == 1 or self.found[0].kind != "before":
                 return
             elif (made := self._first_state()) is not None:
-                low, high = max(1, made), max(1, made)
+                low = high = max(1, made)
             else:
                 high = self.step - 1
             if low > high:
                 return
-            wanted = (low + high) // 2
+            steps = [(low + high) // 2]
 
     def replay(self, steps: Sequence[int]) -> None:
-        """Trace `steps` in both runs, and compare them."""
+        """Trace `steps` in both runs, without those before the newest checkpoint, and compare them."""
         self.replays = [self._replay(run, steps) for run in self._runs]
         one, other = self.replays
         for step in sorted(one.traces.keys() & other.traces.keys()):
@@ -164,14 +164,17 @@ class _Search:
         self._number += 1
         out = self._folder / str(self._number)
         out.mkdir()
-        checkpoint = checkpoint_before(run.folder, steps[0])
+        checkpoint = checkpoint_before(run.folder, steps[-1])
         first = read_manifest(checkpoint).step + 1 if checkpoint else 1
-        argv = [str(run.folder), "--first", str(first), "--out", str(out), "--steps", *map(str, steps)]
-        argv += ["--from", str(checkpoint)] if checkpoint else []
-        attempt = run.attempt(steps[0])
+        attempt = run.attempt(steps[-1])
         is_exact = run.settings.get("train.exact", "None") != "None"
         processes = 1 if is_exact else attempt.world_size
-        argv += ["launch=local", f"launch.processes={processes}"] if processes > 1 else []
+        argv = [
+            str(run.folder),
+            *(["launch=local", f"launch.processes={processes}"] if processes > 1 else []),
+        ]
+        argv += ["--first", str(first), "--out", str(out), "--steps", *map(str, steps)]
+        argv += ["--from", str(checkpoint)] if checkpoint else []
         print(f"replaying {run.folder.name}, steps {first} to {steps[-1]} ...", file=sys.stderr, flush=True)
         process = new_process.start(
             argv,

@@ -33,7 +33,7 @@ from trainer.tensors.local_shard import to_local
 from trainer.tensors.nested import leaves
 
 _MOST_BYTES = 4 << 30  # of the tensors that a rank keeps of a step; of the others, only a hash
-_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # how an optimizer computes
+_HOW = {"params", "name", "foreach", "fused", "capturable", "differentiable"}  # not what is computed
 
 
 class StepTrace(WeightStatistics):

@@ -76,7 +76,7 @@ def code_hashes() -> dict[str, str]:
     hashes = {}
     for name, module in list(sys.modules.items()):
         file = str(vars(module).get("__file__"))
-        is_source = file.endswith(".py") and name != "__mp_main__"
+        is_source = file.endswith(".py") and name != "__mp_main__" and not name.startswith("hydra_plugins.")
         if is_source and "site-packages" not in file and not file.startswith(installed):
             with contextlib.suppress(OSError):
                 hashes[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
