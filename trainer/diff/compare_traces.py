@@ -41,8 +41,8 @@ def _merged(entries: Sequence[Entry]) -> list[Entry]:
         groups.setdefault((entry["kind"], entry["name"]), []).append(entry)
     merged: list[Entry] = []
     for (_, name), parts in groups.items():
-        if len(parts) == 1:
-            merged += parts
+        if len(parts) == 1 or "part" not in parts[0]:  # the same on all ranks
+            merged.append(parts[0])
         elif all(_has_rows(part) for part in parts) and len({p["value"].shape[1:] for p in parts}) == 1:
             positions = torch.tensor([at for part in parts for at in part["positions"]])
             samples = torch.tensor([sample for part in parts for sample in part["samples"]])
