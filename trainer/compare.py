@@ -71,7 +71,7 @@ def _not_alike(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
             for key in differing_settings([base, values])
             if any(f"{key}.".startswith(f"{prefix}.") for prefix in _ALIKE)
         ]
-        lines += [f"not the same task: {first} and {name}: {', '.join(found)}"] if found else []
+        lines += [f"not the same task: {first} and {name}: {printable(', '.join(found))}"] if found else []
     return lines
 
 

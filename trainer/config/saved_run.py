@@ -19,7 +19,6 @@ from yaml import YAMLError
 from trainer.config import Config, load
 from trainer.config.overrides import CONF, explain, leaves, not_a_setting
 from trainer.errors import UserError, on_one_line
-from trainer.files.untrusted import printable
 
 MAY_CHANGE = ("strategy", "data", "train", "distributed", "launch", "checkpoint", "model", "ema")
 _COMMAND_GROUPS = {"launch": "external", "comm": "native"}  # not taken from the run
@@ -90,7 +89,7 @@ def saved_values(run_dir: Folder) -> dict[str, str]:
     Raises UserError as `read_settings`.
     """
     values = leaves(OmegaConf.to_container(read_settings(run_dir)))
-    return {name: printable(str(value)) for name, value in values if name not in ("run_dir", "resume")}
+    return {name: str(value) for name, value in values if name not in ("run_dir", "resume")}
 
 
 def differing_settings(settings: Sequence[Mapping[str, str]]) -> list[str]:
