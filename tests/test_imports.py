@@ -102,7 +102,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "report run_dir start_table troubleshooting",
     },
     {
-        "replay": "assemble checkpoint config context data distributed dry_run errors exact files inference "
+        "replay": "accelerator assemble checkpoint config context data distributed dry_run errors exact files inference "
         "launch loop model report run run_dir task_hooks tasks tensors",
         "cli": "config errors launch run",
     },

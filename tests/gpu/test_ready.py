@@ -186,13 +186,16 @@ def test_devices_are_found_by_type_and_a_macs_gpu_only_by_name(monkeypatch: pyte
 def test_each_type_of_device_gets_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     mac, chosen = torch.device("mps", 0), list[torch.device]()
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
-    monkeypatch.setattr(torch.accelerator, "synchronize", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=mac: chosen.append(device))
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
     for device in (CPU, torch.device("meta"), GPU):
         accelerator.use(device)
         accelerator.synchronize(device)
+    accelerator.event(CPU).synchronize()
     assert chosen == [GPU, GPU]
+    accelerator.event(mac).synchronize()
+    assert chosen.pop() == mac, "a copy to the host is complete then"
     assert [accelerator.backend_of(device) for device in (CPU, GPU, mac)] == [
         "gloo",
         "cpu:gloo,cuda:nccl",

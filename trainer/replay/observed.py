@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.accelerator import for_sums
 from trainer.context import Run
 from trainer.data.loading.reader import sample_name
 from trainer.distributed.agreement import gather_objects
@@ -156,13 +157,16 @@ class ParameterNorms(WeightStatistics):
         values["update"] = self._norms({name: p.detach() - before[name] for name, p in own.items()})
 
     def _norms(self, tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
+        def values_of(tensor: Tensor) -> Tensor:
+            return to_local(tensor).detach().to(for_sums(tensor.device))
+
         squares = [
             torch.zeros((), dtype=torch.float64)
             if tensor is None
-            else torch.linalg.vector_norm(to_local(tensor).detach(), dtype=torch.float64).cpu() ** 2
+            else torch.linalg.vector_norm(values_of(tensor), dtype=torch.float64).cpu() ** 2
             for tensor in tensors.values()
         ]
-        total = torch.stack(squares).to(self._run.ranks.device)
+        total = torch.stack(squares).to(for_sums(self._run.ranks.device))
         if (group := self._run.state.trainable.group) is not None:
             dist.all_reduce(total, group=group)
         return dict(zip(tensors, total.sqrt().tolist(), strict=True))
