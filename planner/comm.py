@@ -79,8 +79,8 @@ def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
     computed_s: float = options.computed_s
     megabytes = run.num_bytes / 1e6
     facts = (
-        f"{options.train}: {run.title}: a step of {tables.seconds(run.step_s)}, "
-        f"{tables.seconds(computed_s)} of it computing; {len(run.buckets)} buckets, {megabytes:.3g} MB"
+        f"{options.train}: {run.title}: step time {tables.seconds(run.step_s)} "
+        f"({tables.seconds(computed_s)} computing), {len(run.buckets)} buckets, {megabytes:.3g} MB"
     )
     print(f"{facts}\n\n{tables.steps(world.size, run.steps(world, computed_s))}")
     if options.plot:

@@ -56,7 +56,8 @@ class MeasuredRun:
 
     @property
     def title(self) -> str:
-        return f"{len(self.hosts)} processes on {max(self.hosts) + 1} hosts, comm={self.algorithm}"
+        hosts = max(self.hosts) + 1
+        return f"{len(self.hosts)} processes on {hosts} host{'s'[: hosts > 1]}, comm={self.algorithm}"
 
     @property
     def num_bytes(self) -> int:

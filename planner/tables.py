@@ -79,7 +79,8 @@ def steps(num_processes: int, predictions: Mapping[str, PredictedStep]) -> str:
         )
     best, first = next(iter(predictions.items()))
     speedup = num_processes * first.computed_s / first.seconds
-    summary = f"{speedup:,.{0 if speedup >= 10 else 2}f} x the speed of one process, with {num_processes:,}"
+    times = f"{speedup:,.{0 if speedup >= 10 else 2}f} times"
+    summary = f"{num_processes:,} processes are {times} as fast as one process"
     return "\n".join([*lines, "", f"best: comm={best}, {summary}" if len(predictions) > 1 else summary])
 
 

@@ -42,7 +42,7 @@ def layout(hosts: Sequence[int]) -> str:
 def _shared_gpu(run: Run) -> dict[str, str]:
     if (number := run.ranks.ranks_per_gpu) == 1:
         return {}
-    return {"shared GPU": f"{number} ranks on each GPU; speed says nothing about a run on separate GPUs"}
+    return {"shared GPU": f"{number} ranks on each GPU, so the speed is not that of separate GPUs"}
 
 
 def _data(run: Run) -> str:

@@ -251,8 +251,8 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
     asked = [*_on(64, 8), "--gbit", "100", "--latency-us", "10", *_LOCAL, "--train", str(_run_in(tmp_path))]
     assert plan.main(asked) == 0
     out = capsys.readouterr().out
-    assert "comm=ring: a step of 30.00 ms, 25.00 ms of it computing; 3 buckets, 4 MB" in out
-    assert all(name in out for name in ALGORITHMS) and "with 512" in out
+    assert "comm=ring: step time 30.00 ms (25.00 ms computing), 3 buckets, 4 MB" in out
+    assert all(name in out for name in ALGORITHMS) and "512 processes are" in out
     known = json.loads((_run_in(tmp_path) / "result.json").read_text())["timeline"]
     for changes, message in (
         ({"timeline": None}, "has no timeline"),

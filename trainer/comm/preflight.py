@@ -33,7 +33,7 @@ from trainer.launch.exits import exits
 
 _ENDS = ("source", "target")
 _PASSED = (
-    "all passed; to test the processors, too: the same command with -m trainer.exact.verify --minutes 10"
+    "all passed; to test the processors as well, run -m trainer.exact.verify --minutes 10 in the same way"
 )
 _SLOW = 1 / 10  # of the median; slower links get a warning
 
