@@ -29,7 +29,7 @@ from trainer.replay.report import why_different
 from trainer.report.weight_statistics import WeightStatistics
 from trainer.run_dir.steps_file import read_steps
 from trainer.tensors.bits import bit_hashes
-from trainer.tensors.local_shard import to_local
+from trainer.tensors.local_shard import is_dtensor, to_local
 from trainer.tensors.nested import leaves
 
 _MOST_BYTES = 4 << 30  # of the tensors that a rank keeps of a step; of the others, only a hash
@@ -79,7 +79,8 @@ class StepTrace(WeightStatistics):
         own, optimizer = self._run.state.trainable.own, self._run.state.optimizer
         for name, parameter in reversed(own.items()):
             if parameter.grad is not None:
-                self._add_whole("gradients", f"gradient of {name}", parameter.grad)
+                gradient = self._run.state.trainable.as_rows(name, parameter.grad)
+                self._add_whole("gradients", f"gradient of {name}", gradient)
         names = {parameter: name for name, parameter in own.items()}
         for group in optimizer.param_groups:
             for option in group.keys() - _HOW:
@@ -110,7 +111,7 @@ class StepTrace(WeightStatistics):
 
     def _add_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         call = self._calls[name] = self._calls.get(name, 0) + 1
-        where = f"{name or 'the model'} ({type(module).__name__})" + f", call {call}" * (call > 1)
+        where = (name or "the model") + f", call {call}" * (call > 1)
         for value in leaves(output):
             if isinstance(value, Tensor):
                 self._add_rows("outputs", f"output of {where}", value)
@@ -128,6 +129,9 @@ class StepTrace(WeightStatistics):
     def _add_state(self, kind: str, name: str) -> None:
         state = self._run.state
         for own_name, tensor in self._run.strategy.replicated(state):
+            parameter = own_name.rpartition(" of ")[2]
+            if parameter != own_name and not is_dtensor(tensor):  # a shard of the optimizer's state
+                tensor = state.trainable.as_rows(parameter, tensor)
             self._add_whole(kind, name.format(own_name), tensor)
         for own_name, (module, attribute) in buffer_locations(state.model).items():
             self._add_whole(kind, name.format(own_name), getattr(module, attribute))
