@@ -251,11 +251,15 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         assert stream is not None
         value = (args[1] if name == "copy_" else args[0]).raw.clone()
         target = args[0] if name == "copy_" else torch.empty_like(value, device="cpu")  # which torch pins
+        if name == "copy_" and not hasattr(target, "pinned"):
+            SIM.wait(stream.clock, "copy")
         SIM.pending.append((Counter(stream.clock), lambda: target.copy_(value)))
         return target.fill_(-77)
     if to_host or (sims and name in _READS):
         SIM.reads[SIM.phase, f"{line()} {name}"] += 1
         SIM.wait(SIM.current().clock, "read")
+    elif name == "_to_copy" and _is_ours(device) and not sims and not kwargs.get("non_blocking"):
+        SIM.wait(SIM.current().clock, "copy")  # the host waits until the stream gets there
     never = stream is not None and SIM.hangs(stream.clock)
     if IS_MPS and func.namespace == "c10d" and sims:
         raise RuntimeError("No backend type associated with device type mps")
@@ -352,7 +356,7 @@ def simulated(as_mps: bool = False) -> Iterator[Simulator]:
         | {"set_device_index": nothing, "empty_cache": nothing, "max_memory_allocated": lambda *_: 0},
         torch: {"Stream": Stream, "Event": Event}
         | {"tensor": lambda *a, device=None, **k: tensor(*a, **k).to(device or "cpu")},
-        torch.Tensor: {"pin_memory": lambda tensor, *_: tensor},
+        torch.Tensor: {"pin_memory": lambda tensor, *_: (setattr(tensor, "pinned", True), tensor)[1]},
         # As of NCCL: the current stream waits, not the host.
         dist.Work: {"wait": lambda work, *t: (SIM.current().wait_stream(COMM), wait(work, *t))[1]},
         dist: {"batch_isend_irecv": lambda all_: [p.op(p.tensor, p.peer, p.group, p.tag) for p in all_]},

@@ -17,12 +17,13 @@ from torch import nn
 
 from tests.runs import settings
 from trainer import accelerator
-from trainer.checkpoint.writing import Saving
+from trainer.checkpoint.writing import Saving, host_stager
 from trainer.distributed.backend_flags import described, set_backend_flags, set_deterministic
 from trainer.distributed.collectives import broadcast_tensors
 from trainer.distributed.gpu_sharing import count_per_gpu, environment
 from trainer.distributed.process_group import _join
 from trainer.errors import UserError
+from trainer.guards.failure_snapshot import FailureSnapshot
 from trainer.launch.rank_info import RankInfo
 from trainer.model.trainable_parameters import TrainableParameters
 from trainer.optim import param_groups
@@ -133,8 +134,17 @@ def test_a_thread_that_saves_works_on_its_own_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         accelerator, "use", lambda device: chosen.append((threading.current_thread().name, device))
     )
-    Saving(write=lambda: None, device=torch.device("cuda", 3)).wait()
-    assert chosen == [("checkpoint", torch.device("cuda", 3))]
+    third = torch.device("cuda", 3)
+    Saving(write=lambda: None, device=third).wait()
+    assert chosen.pop() == ("checkpoint", third)
+    for name in ("stream", "current_stream", "event"):
+        monkeypatch.setattr(accelerator, name, lambda device: accelerator._DONE)
+    host_stager(third)({}, ()).result()
+    assert chosen.pop() == ("staging", third)
+    snapshot = FailureSnapshot.__new__(FailureSnapshot)
+    snapshot._ranks, snapshot._stream = SimpleNamespace(device=third), accelerator._DONE  # type: ignore[assignment]
+    snapshot._own_stream()
+    assert chosen.pop()[1] == third
 
 
 def copied(module: nn.Module, factor: float) -> nn.Module:
@@ -189,6 +199,9 @@ def test_each_type_of_device_gets_what_it_has(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=mac: chosen.append(device))
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setattr(torch, "Event", lambda device, enable_timing: (device, enable_timing))
+    assert accelerator.event(GPU, timing=True) == (GPU, True), "without it, elapsed_time raises"
+    assert accelerator.double(torch.ones(1)).dtype == torch.float64
     for device in (CPU, torch.device("meta"), GPU):
         accelerator.use(device)
         accelerator.synchronize(device)

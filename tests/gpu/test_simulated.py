@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +18,9 @@ from tests.gpu.simulated import CAN_SIMULATE, MAIN, SIM, Hangs, simulated
 from tests.ranks import run_ranks
 from tests.runs import context_of, steps_of
 from tests.user_parts import Stripes
+from trainer import accelerator
 from trainer.distributed.collectives import broadcast_tensors
-from trainer.errors import UserError
+from trainer.errors import NonFiniteError, UserError
 from trainer.evaluation import evaluate
 from trainer.exact.buffers import ChunkBuffers
 from trainer.failures.heartbeat import Heartbeat
@@ -125,6 +128,9 @@ def test_a_step_launches_little_more_than_a_plain_loop_and_waits_once(tmp_path: 
 def steps_of_two(folder: Path, comm: str) -> dict[str, Any]:
     with context_of(*QUIET, "strategy=ddp", comm, "optim=adamw", f"run_dir={folder}") as run:
         found = counted(way := steps_of(run))
+        of = {"vote": "step_vote.py", "schedule": "comm/executor.py"}
+        for what, file in of.items():
+            found[what] = {stream for stream, _, at in SIM.log if file in at} - {"host", "comm"}
         list(way)
         broadcast_tensors(tensors := [torch.ones(3, device=run.ranks.device) for _ in range(9)], 0)
         SIM.clear()
@@ -142,6 +148,10 @@ def test_ranks_wait_for_the_agreement_and_the_norm_alone(comm: str, tmp_path: Pa
     right = run_ranks(steps_of_two, 2, tmp_path / "cpu", comm, init=False)[0]["weights"]
     for each in found:
         assert len(each["waits"]) == 2 and not each["reads"], each
+        assert len(each["vote"]) == 1 and "main" not in each["vote"] | each["schedule"], (
+            "beside the backward pass"
+        )
+        assert len(each["schedule"]) == (comm == "comm=ring")
         assert "2 ranks on each GPU, so the speed" in each["table"]
         assert each["of a broadcast"] <= 3
         assert all(map(torch.equal, each["weights"], right))
@@ -205,16 +215,72 @@ def test_a_save_at_a_fault_is_of_the_step_before_an_update_that_is_queued(
     assert is_whole == (when == "the gradients never come")
 
 
+OWN_MODEL = ("model._target_=tests.user_parts.Tiny",)
+OWN_MODEL += ("~model.input_shape", "~model.num_classes", "~model.hidden")
+
+
+class NanOnce(Stripes):
+    """Sample 40, which is in the second batch of each epoch, is NaN."""
+
+    def epoch_order(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.arange(len(self))
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((6,), torch.nan) if index == 40 else self.rows[index], self.labels[index]
+
+
+def steps_without_nan(folder: Path) -> dict[str, list[torch.Tensor]]:
+    """Weights and averages after a run in which a NaN ended the run, or its step was skipped."""
+    found = {}
+    for name, overrides in {"ends": (), "skips": ("train.skip_nonfinite=1", "ema.decay=0.9")}.items():
+        data = "data.dataset._target_=tests.gpu.test_simulated.NanOnce"
+        with context_of(*QUIET, *OWN_MODEL, data, *overrides, f"run_dir={folder}/{name}") as run:
+            way = steps_of(run)
+            next(way)
+            before = [parameter.detach().clone() for parameter in run.state.model.parameters()]
+            if name == "ends":
+                with pytest.raises(NonFiniteError):
+                    next(way)
+                assert all(map(torch.equal, before, run.state.model.parameters())), "the last step is kept"
+            else:
+                list(way)
+            average = run.state.average
+            averages = [] if average is None else [tensor for _, tensor in average.named_parameters()]
+            found[name] = [each.detach().cpu() for each in (*run.state.model.parameters(), *averages)]
+    return found
+
+
+@pytest.mark.slow
+def test_a_nan_reaches_neither_weights_nor_averages(tmp_path: Path) -> None:
+    """The update is queued before the host knows the norm, except where steps may be skipped."""
+    (found,) = on_the_simulator(steps_without_nan, tmp_path)
+    right = run_ranks(steps_without_nan, 1, tmp_path / "cpu", init=False)[0]
+    for name, tensors in found.items():
+        assert all(tensor.isfinite().all() for tensor in tensors), name
+        assert all(map(torch.equal, tensors, right[name])), name
+
+
 NORMED = ("model._target_=tests.user_parts.Normed", "data.dataset._target_=tests.user_parts.Stripes")
 NORMED += ("~model.input_shape", "~model.num_classes", "~model.hidden")
 
 
 def saves(folder: Path) -> list[bytes]:
-    """Running statistics are copied at once, on the stream that changes them next."""
+    """Running statistics are copied at once, on the stream that changes them next; weights before the next update."""
+    use = accelerator.use
+
+    def late(device: torch.device) -> None:
+        if threading.current_thread().name == "staging":
+            time.sleep(0.3)
+        use(device)
+
+    accelerator.use = late
     for name in ("false", "true"):
         every = ("checkpoint.every_steps=3", f"checkpoint.async={name}", "optim=adamw")
         with context_of(*QUIET, *NORMED, *every, f"run_dir={folder}/{name}") as run:
+            SIM.clear()
             fit(run)
+            waited = [at for _, at in SIM.reads if "checkpoint/writing.py" in at]
+            assert not waited or name == "false", "all copies are queued before the thread waits"
     return [file.read_bytes() for file in sorted(folder.glob("*/checkpoints/step_00000006/*.safetensors"))]
 
 
@@ -257,6 +323,7 @@ def readings(folder: Path) -> dict[str, Any]:
             action()
             found[name] = SIM.reads.total(), SIM.launches.total() / len(list(run.state.replicated()))
             found[f"{name} launches"] = {what for _, what, _ in SIM.log}
+            found[f"{name} copies"] = {stream for stream, what, at in SIM.log if "data/device.py" in at}
     return found
 
 
@@ -264,7 +331,10 @@ def readings(folder: Path) -> dict[str, Any]:
 def test_what_is_looked_at_between_steps_is_read_at_its_end(tmp_path: Path) -> None:
     (found,) = on_the_simulator(readings, tmp_path)
     assert found["evaluation"][0] <= 4 and found["log"][0] <= 8 and found["exact buffers"][0] == 1, found
-    assert found["replicas"][0] <= 2 and found["replicas"][1] <= 4, found
+    assert found["replicas"][0] <= 3 and found["replicas"][1] <= 5, found
+    assert found["evaluation copies"] and "main" not in found["evaluation copies"], (
+        "while the last batch is evaluated"
+    )
     assert found["part"] == 1, "a part is kept until it is added up"
     assert "histc" not in found["histograms launches"], "which raises under train.exact on CUDA"
 
@@ -284,11 +354,7 @@ MAC = (
     "checkpoint.async=true",
     "train.log_every_steps=4",
 )
-OF_DOUBLES = (
-    "data.dataset._target_=tests.gpu.test_simulated.Doubles",
-    "model._target_=tests.user_parts.Tiny",
-)
-OF_DOUBLES += ("~model.input_shape", "~model.num_classes", "~model.hidden")
+OF_DOUBLES = (*OWN_MODEL, "data.dataset._target_=tests.gpu.test_simulated.Doubles")
 ON_A_MAC: dict[str, tuple[str, ...]] = {
     "classes": ("train.histograms_every=4",),
     "probabilities": OF_DOUBLES,
