@@ -1,1 +1,1 @@
-"""Where two runs part: compare their files, then replays of both. Does not import torch."""
+"""Find where two runs diverge: compare their files, then replays of both. Does not import torch."""

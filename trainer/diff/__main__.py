@@ -1,4 +1,4 @@
-"""Find where two runs part, and why: `python -m trainer.diff A B [--step N] [--tolerance ULP] [--json]`.
+"""Find where two runs diverge, and why: `python -m trainer.diff A B [--step N] [--tolerance ULP] [--json]`.
 
 A and B are run directories. Shows the settings, environment, code and recorded numbers that differ. Then
 makes the steps up to the first difference again in both runs, and names the first thing that differs: a

@@ -23,7 +23,7 @@ _APART += [f"train.{name}" for name in ("histograms_every", "peak_tflops", "prof
 
 @dataclass(frozen=True)
 class Parting:
-    """Where the records of two runs part.
+    """Where the records of two runs diverge.
 
     Attributes:
         step: the first step whose numbers differ; None if all are equal.
