@@ -91,7 +91,7 @@ def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options, and add derived values: `world`, and with --train `run` and `computed_s`."""
+    """Parse the options, and add `world`, and if --train is given, also `run` and `computed_s`."""
     parser = argparse.ArgumentParser(prog="python -m planner.comm", description=__doc__)
     _declare(parser)
     options = _parsed(parser, argv)

@@ -207,7 +207,7 @@ class _Loads:
             return np.stack([np.bincount(end, weights, block) for end in (source, target)])
 
         def transfer_s(latency_s: float, load: np.ndarray, of: np.ndarray, bytes_per_s: float) -> np.ndarray:
-            """Return the time of each message over a resource; `of` maps ranks to resources."""
+            """Return the seconds that each message needs on its resource, `of[rank]`."""
             return latency_s + np.maximum(load[0][of[source]], load[1][of[target]]) / bytes_per_s
 
         inside, across, past = both_ends(local), both_ends(~local), both_ends(beyond)
@@ -275,7 +275,7 @@ def _rails(hosts: np.ndarray, rails: int) -> np.ndarray:
 
 
 def _sums(of: np.ndarray, by_rank: np.ndarray) -> np.ndarray:
-    """Sum values (2, ranks) by resource to (2, resources); rank r uses resource of[r]."""
+    """Sum values (2, ranks) per resource into (2, resources); rank `r` uses resource `of[r]`."""
     return np.stack([np.bincount(of, row) for row in by_rank])
 
 

@@ -134,7 +134,7 @@ def read(run_dir: Path) -> MeasuredRun:
         raise ValueError(f"comm={algorithm}: expected one of {', '.join(ALGORITHMS)}")
     hosts, buckets = timeline.take("hosts", list), timeline.mappings("buckets")
     if not hosts or set(hosts) != set(range(max(hosts) + 1)):
-        raise ValueError(f"timeline.hosts is {hosts}, but must be the host of each rank, from 0 without gaps")
+        raise ValueError(f"timeline.hosts is {hosts}, but must list each rank's host, numbered from 0")
     if not buckets:
         timeline.refuse("buckets", "a list of at least one bucket")
     if (wire_dtype := timeline.take("wire_dtype", str)) not in _ITEMSIZE:

@@ -40,7 +40,7 @@ def begin_step_of_task(run: Run, step: int) -> bool:
 def follow_begin_step(run: Run) -> bool:
     """Update the state after `begin_step` changed which parameters are trainable on any rank (a collective).
 
-    Returns whether the caller must make a dry run, in which torch rebuilds its buckets.
+    Returns whether the caller must do a dry run, in which DDP rebuilds its buckets.
     """
     trained, step = run.state.trainable, run.ranks.heartbeat.step
     trainable = trained.trainable()

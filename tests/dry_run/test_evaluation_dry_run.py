@@ -135,7 +135,8 @@ def test_a_model_generates_under_fsdp_if_it_is_gathered(tmp_path: Any) -> None:
     (alone,) = run_ranks(_generated, 1, str(tmp_path), "single", init=False)
     for told, loss in run_ranks(_generated, 2, str(tmp_path), "fsdp", init=False):
         assert (
-            "generate() or encode(). There they are sharded; set strategy.gather_for_evaluation=true" in told
+            "generate() or encode(). Outside forward(), they are sharded; set strategy.gather_for_evaluation=true"
+            in told
         )
         assert loss == pytest.approx(alone[1], rel=1e-5)
     assert not alone[0]

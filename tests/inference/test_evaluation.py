@@ -79,7 +79,7 @@ def test_multi_label_metrics_skip_labels_without_a_ranking() -> None:
     assert metrics["f1"] == 2 * 2 / (4 + 3)
     assert metrics["macro_f1"] == pytest.approx((0.5 + 2 / 3 + 0) / 3)
     assert metrics["loss"] == pytest.approx(task.loss(Given(), (scores, labels)).item())
-    with pytest.raises(UserError, match="which must be equal; set model"):
+    with pytest.raises(UserError, match="the two must be equal; set model"):
         task.loss(Given(), (scores[:, :2], labels))
     for act in (task.weight, partial(task.rows, Given())):
         for unknown in (-100, math.nan):

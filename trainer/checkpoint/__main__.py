@@ -67,7 +67,7 @@ def _checkpoints(directory: Location) -> Iterator[Location]:
         return
     if not (directories := _listing(directory).directories()):
         raise UserError(
-            f"{printable(directory)} is neither a checkpoint (it has no {MANIFEST}) nor contains checkpoints"
+            f"{printable(directory)} is not a checkpoint (it has no {MANIFEST}) and contains none"
         )
     yield from directories
 

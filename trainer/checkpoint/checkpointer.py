@@ -385,7 +385,7 @@ class Checkpointer:
             [data_state if rank == self._ranks.rank else {} for rank in range(self._ranks.world_size)]
         )
         if bad := sorted(self._savable.new_in(draft.tensors)):
-            raise UserError(f"{first_five(bad)} contains NaN or Inf")
+            raise UserError(f"NaN or Inf in {first_five(bad)}")
         plan = plan_save(draft.tensors, "full", rank=0, world_size=1)
         contents = self._contents(state, draft, plan, lambda: plan.part_of(draft.tensors, rank=0))
         store = Store(self._store.root, self._store.run_id, shared=True)
@@ -414,7 +414,9 @@ class Checkpointer:
             with writing(run_dir):
                 aside.write(run_dir)
         except (UserError, RetryableError) as error:
-            log.warning("checkpoints after step %d could not be set aside: %s", after, error)
+            log.warning(
+                "could not record that a resume must skip the checkpoints after step %d: %s", after, error
+            )
         self._remote.put_set_aside()
 
     def metrics(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The plan of which rank writes which part of a save, and the index of where tensors are stored."""
+"""The plan that assigns the parts of a checkpoint to ranks, and the index of where tensors are stored."""
 
 import heapq
 import json

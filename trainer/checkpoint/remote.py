@@ -255,7 +255,7 @@ class Remote(NoRemote):
                 raise UserError(f"{folder / name} has {arrived.get(name)} of {size} bytes after the upload")
 
     def _free_folder(self, manifest: Manifest) -> Address | None:
-        """Return an unused folder for a checkpoint; None if the checkpoint is uploaded already."""
+        """Return an unused folder for a checkpoint, or None if the checkpoint has already been uploaded."""
         if manifest.summary in self._uploaded.own().values():
             return None
         number, name = self._number, f"step_{manifest.step:08d}"

@@ -108,7 +108,8 @@ def _stored(entry: dict[str, Any], origin: int, size: int) -> Stored:
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     begin, end = (origin + offset for offset in entry["data_offsets"])
     if end - begin != math.prod(shape) * dtype.itemsize or not origin <= begin <= end <= size:
-        raise ValueError(f"a {dtype} tensor of shape {shape} at bytes {begin:,} to {end:,} of {size:,}")
+        where = f"bytes {begin:,} to {end:,} of a file of {size:,} bytes"
+        raise ValueError(f"a {dtype} tensor of shape {shape} cannot be stored in {where}")
     return Stored(dtype, shape, begin, end)
 
 

@@ -120,9 +120,9 @@ def refuse_not_finite(not_finite: Sequence[Sequence[str]], step: int, descriptio
         if names:
             shown = first_few((name.removeprefix("model.") for name in names), 1)
             raise NonFiniteError(
-                f"{shown} contains NaN or Inf after step {step} on {descriptions[rank]}, so that step is not "
-                "saved. Lower optim.lr, or set train.clip_grad_norm; the same run_dir with resume=auto "
-                "continues from the previous checkpoint",
+                f"{shown} contains NaN or Inf after step {step} on {descriptions[rank]}, so no checkpoint "
+                "of it was saved. Lower optim.lr, or set train.clip_grad_norm; the same run_dir with "
+                "resume=auto continues from the previous checkpoint",
                 ranks=(rank,),
             )
 

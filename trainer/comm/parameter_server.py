@@ -130,7 +130,7 @@ class Exchange:
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Give every rank the values that the owners have."""
+        """Send the parameters of each bucket from the rank that owns it to all other ranks."""
         start, works, arriving = time.perf_counter(), [], []
         for number, bucket in enumerate(self.buckets):
             if bucket.owner == self._rank:

@@ -76,8 +76,8 @@ def check_contradictions(config: Config) -> None:
     if train.verify_every is not None and (train.exact is None or config.strategy.name == "single"):
         raise UserError(
             f"train.verify_every={train.verify_every} needs train.exact and strategy=ddp or fsdp, because "
-            "another rank recomputes a chunk of the batch to the same bits; set train.exact to the number of "
-            "chunks, such as the largest number of ranks, or set train.verify_every=null"
+            "another rank recomputes a chunk of the batch and compares the bits; set train.exact to the "
+            "number of chunks, such as the largest number of ranks, or set train.verify_every=null"
         )
     if config.distributed.shrink:
         _check_shrink(config)

@@ -16,7 +16,7 @@ _ALLOWED = {} if _ANY is None else {"_execution_whitelist_": _ANY}
 
 
 def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = None, **kwargs: Any) -> Any:
-    """Call the `_target_` of `node`, the setting `name`, with its other keys, `args` and `kwargs`.
+    """Call the `_target_` of `node` with its other keys, `args` and `kwargs`; errors mention `name`.
 
     Each value `auto`, also in nested nodes, is replaced with the attribute of `facts` that has the key's
     name.

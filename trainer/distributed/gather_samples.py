@@ -98,7 +98,7 @@ class SampleGather:
 
 @contextmanager
 def gathering(refusal: str | None) -> Iterator[None]:
-    """Make `gather` work over all ranks within the block, or raise an error with the reason `refusal`."""
+    """Let `gather` gather from all ranks within the block or, if `refusal` is given, raise it as an error."""
     _refusals.append(refusal)
     try:
         yield

@@ -203,7 +203,7 @@ def _device(
     if num_gpus == 1 and not has_launcher_on_host(here):
         return torch.device(kind, 0), per_gpu  # srun --gpus-per-task shows each process only its own GPU
     raise UserError(
-        f"local rank {local_rank} has no GPU of its own: this host has {num_gpus}, for "
-        f"distributed.ranks_per_gpu={per_gpu} each; start with --nproc_per_node={num_gpus * per_gpu} or "
+        f"local rank {local_rank} has no GPU of its own: this host has {num_gpus}, and "
+        f"distributed.ranks_per_gpu={per_gpu}; start with --nproc_per_node={num_gpus * per_gpu} or "
         "less, let ranks share a GPU with distributed.ranks_per_gpu=auto, or use distributed.device=cpu"
     )

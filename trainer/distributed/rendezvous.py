@@ -36,7 +36,7 @@ def join(
 
     Args:
         introduction: plain values that this rank sends to the other ranks.
-        is_stopped: whether a signal requested a stop before this call.
+        is_stopped: returns whether a signal had requested a stop before this call.
 
     Returns:
         The store of the run, the index of each rank's host, and each rank's introduction. Ranks of one host
@@ -116,7 +116,7 @@ def _join(
             ) from error
         raise RetryableError(
             f"rank {here.rank} waited {shown} for rank 0 to open {_store_address(here)}; check that rank 0 "
-            "runs there, and that the two hosts can reach each other"
+            "is running there, and that the two hosts can reach each other"
         ) from error
     store = _store_of_attempt(store, here, timeout, done)
     if store.check([f"arrived/{here.rank}"]):

@@ -83,7 +83,7 @@ def _sockets() -> dict[int, int]:
 
 
 def listen_for_survivors(address: str | None) -> socket.socket:
-    """Open the socket of the store that this rank serves if it becomes the lowest survivor."""
+    """Open the socket of the TCPStore that this rank serves if it becomes the lowest surviving rank."""
     address = address or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family)

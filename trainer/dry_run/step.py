@@ -184,8 +184,8 @@ def _check_loss(run: Run, loss: Any, gathered: "GatheredParameters | None") -> N
     if any(parameter.grad is not None for parameter in names):
         raise UserError(
             f"{type(run.task).__name__}.loss sets the gradients of parameters, as backward() does; return "
-            "the loss, so that the trainer calls backward() and adds up micro-batches and ranks, and use "
-            "torch.autograd.grad for gradients within the loss"
+            "the loss instead: the trainer calls backward() and sums gradients over micro-batches and ranks. "
+            "Use torch.autograd.grad for gradients that the loss itself needs"
         )
     if run.strategy.uses != "any":
         _compare_use(run, loss, names)

@@ -1,8 +1,8 @@
 """Test processors before a long job: `torchrun ... -m trainer.exact.verify --minutes M [OVERRIDES]`.
 
-All ranks compute the gradients of the same chunks over and over, with the model, data and strategy of the
-settings, and compare the bits. Nothing is trained or saved. A rank that computes wrongly is named, and every
-rank exits with status 76.
+All ranks repeatedly compute the gradients of the same chunks (fixed parts of the global batch), with the
+configured model, data and strategy, and compare the results bit for bit. Nothing is trained or saved. If a
+rank computes a wrong result, the output names that rank, and all ranks exit with status 76.
 """
 
 import argparse

@@ -273,7 +273,7 @@ def _unknown(ranks: Sequence[Observed]) -> Failure:
 
 
 def _locations(ranks: Sequence[Observed]) -> str:
-    """Describe the three rarest locations of ranks, each with its first rank."""
+    """Describe the three source locations with the fewest ranks, each with its lowest rank."""
     locations: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.where:

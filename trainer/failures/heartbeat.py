@@ -166,7 +166,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def at_disk(self) -> Iterator[None]:
-        """Mark a disk operation of any thread that may take long without progress, such as fsync."""
+        """Mark a disk operation, in any thread, that may run long without visible progress, such as fsync."""
         self._count_at_disk(1)
         try:
             yield

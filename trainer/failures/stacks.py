@@ -108,7 +108,7 @@ class StackReader:
 def ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float = 0.4) -> list[str]:
     """Return the current stack of each process's main thread, or "" if a process does not answer.
 
-    A rank and its data workers write to the same file, so ask them one at a time.
+    A rank and its data workers write to the same file, so pass at most one of them in a call.
 
     Args:
         readers: the pid of each process, and the reader of its stacks.

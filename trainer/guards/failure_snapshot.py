@@ -33,7 +33,7 @@ class Snapshot:
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
-        """Return a context for the update of `step`, until the step is counted."""
+        """Return a context for the update of `step`; open until the progress has counted the step."""
         yield
 
     @contextmanager

@@ -65,7 +65,7 @@ class Verification:
         """Called when the weights of the next step are complete."""
 
     def weights_may_change(self) -> AbstractContextManager:
-        """Return the context for other changes of the weights."""
+        """Return a context within which weights may change other than by the update."""
         return nullcontext()
 
 

@@ -57,7 +57,7 @@ WRITERS: dict[str, Callable[[BinaryIO, Columns], None]] = {
 
 
 def writer_for(path: Path) -> Callable[[BinaryIO, Columns], None]:
-    """Return the function that writes files like `path`. Raises UserError for other suffixes."""
+    """Return the function that writes files with the suffix of `path`. Raises UserError if it is unknown."""
     if path.suffix not in WRITERS:
         raise UserError(f"the file name must end in .csv, .jsonl or .pt, but is {path.name}")
     return WRITERS[path.suffix]

@@ -46,6 +46,6 @@ class Logger:
 
 
 def pixels_of(image: Tensor) -> Any:
-    """Return an image of `Logger.image` as a NumPy array, uint8 (height, width, 3)."""
+    """Convert an image passed to `Logger.image` to a NumPy array, uint8 (height, width, 3)."""
     levels = (image * 255).byte() if image.is_floating_point() else image
     return levels.expand(3, -1, -1).permute(1, 2, 0).numpy()

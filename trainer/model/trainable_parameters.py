@@ -111,7 +111,7 @@ class TrainableParameters:
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """Return the norm of all gradients, a scalar (a collective of `group` if parameters are sharded)."""
+        """Return the norm of all gradients as a scalar; if they are sharded, a collective over `group`."""
         given = [own.grad for own in self.own.values() if own.grad is not None]
         # torch 2.11 cannot compute the norm of sparse gradients.
         gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in given]

@@ -44,8 +44,8 @@ class Sample(NamedTuple):
 def samples_of(run: Run, micro_batches: Sequence[Any], step: int) -> tuple[list[Sample], str]:
     """Return the samples of all ranks in the next step, highest loss first (a collective).
 
-    Losses are computed without gradients, one sample at a time, with the seeds of the step. Batch norm uses
-    its running statistics, because a single sample has none.
+    Losses are computed without gradients, one sample at a time, with the seeds of the step. Batch norm
+    uses its running statistics, because a single sample has no batch statistics.
 
     Returns:
         The samples; and why they have no losses, or an empty string.

@@ -51,7 +51,7 @@ class Replayed:
     """A run in this process, with the state that it had before `step`. It never writes to `run_dir`.
 
     Attributes:
-        epochs: `epochs.step()` makes the next step: the first call makes `step`.
+        epochs: `epochs.step()` runs the next step; its first call runs `step`.
         attempt: the attempt of the run that made `step`; None if it is unknown.
         checkpoint: where the replay started; None: from the initial weights.
         norms: of the parameters in `step` and the step before.

@@ -30,7 +30,7 @@ _NORMS = ("gradient", "weight", "update", "change")
 def replay(
     run_dir: Path, step: int, overrides: Sequence[str], checkpoint: Path | None, saves_batch: bool
 ) -> bool:
-    """Make step `step` of a run again, print the report and write it to RUN/replay/step_N (a collective).
+    """Repeat step `step` of a run, print the report and write it to RUN/replay/step_N (a collective).
 
     Returns:
         Whether all numbers are equal to those that the run has recorded.

@@ -39,7 +39,7 @@ class StepsFile:
 
 
 def read_steps(run_dir: Path) -> dict[int, StepRecord]:
-    """Return the records of a run, which may be running, by step in ascending order; {} without a file.
+    """Return the records of a run by step, in ascending order, or {} if it has no file; it may be running.
 
     The last steps before a failure are missing, because records are written at log steps and saves.
     """

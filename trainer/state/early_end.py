@@ -55,7 +55,7 @@ class EarlyEnd:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values, without the hours, which differ between runs that are otherwise equal."""
+        """Return plain values, without the elapsed time, which differs between otherwise identical runs."""
         if self._stop is None:
             return {}
         state = {"best": self._best, "best_step": self._best_step, "waited": self._waited}

@@ -1,4 +1,4 @@
-"""Parameter server: workers compute gradients, and servers add them, update parameters and send these."""
+"""Parameter server: workers compute gradients; servers add them, update the parameters and send them back."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

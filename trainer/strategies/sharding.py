@@ -156,7 +156,7 @@ def explained(error: Exception, phase: str, param_dtype: torch.dtype) -> UserErr
     if is_mixed and phase == "evaluation":
         return UserError(
             f"strategy=fsdp: {_user_line(error)} uses parameters outside the model's forward pass, for "
-            "example in generate() or encode(). There they are sharded; set "
+            "example in generate() or encode(). Outside forward(), they are sharded; set "
             "strategy.gather_for_evaluation=true to gather the whole model on each rank during evaluations. "
             "If it doesn't fit in memory, use the parameters in forward(), or use strategy=ddp"
         )
@@ -182,8 +182,8 @@ def explained(error: Exception, phase: str, param_dtype: torch.dtype) -> UserErr
     if "out of bounds for storage of size 0" in message:
         return UserError(
             "strategy=fsdp: a second backward pass went through a unit, whose parameters are freed after the "
-            "first one. A gradient of a gradient (torch.autograd.grad with create_graph) can be computed "
-            "within a unit, but not through a unit; use strategy=ddp"
+            "first one. A gradient of a gradient (torch.autograd.grad with create_graph=True) can be "
+            "computed inside the forward pass of one unit, but not across units; use strategy=ddp"
         )
     if param_dtype != torch.float32 and isinstance(error, RuntimeError) and "dtype" in message:
         return UserError(

@@ -41,8 +41,8 @@ def with_settings(
     """Yield each distinct combination with its config, or with the error message, which is also printed.
 
     Args:
-        compose: returns the config, and the combination without the settings that do not exist with its other
-            choices. Several combinations may then become equal; only the first is yielded.
+        compose: returns the combination, without settings that do not exist given its other choices, and
+            its config. Several combinations may then become equal; only the first is yielded.
     """
     seen = set()
     for combination in combinations:

@@ -97,8 +97,8 @@ class CrossEntropy:
             if len(labels) and (smallest := float(labels.min())) < 0:
                 raise UserError(
                     "the labels are class probabilities, which must be at least 0, but the smallest is "
-                    f"{smallest:g}. Probabilities cannot be ignored like class -100: use classes as labels, "
-                    "or remove these samples from the dataset"
+                    f"{smallest:g}. Unlike classes (-100), probabilities cannot be ignored: use classes as "
+                    "labels, or remove the samples with negative values from the dataset"
                 )
             return
         given = labels[counted(labels)]

@@ -76,8 +76,8 @@ class MultiLabel:
         if scores.shape != labels.shape:
             raise UserError(
                 f"the labels have the shape {tuple(labels.shape)}, but the model returns "
-                f"{tuple(scores.shape)}, which must be equal; set model.num_classes to the number of labels "
-                "(columns)"
+                f"{tuple(scores.shape)}; the two must be equal; set model.num_classes to the number of "
+                "labels (columns)"
             )
         return scores, labels.float()
 

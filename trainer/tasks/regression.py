@@ -41,7 +41,7 @@ class Regression:
         return len(batch[1])
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return sums: [loss, squared error, absolute error, samples, K targets, K squared targets]."""
+        """Return the sums [loss, squared error, absolute error, samples, K targets, squares of K targets]."""
         outputs, targets = map(double, self._outputs(model, batch))
         error = outputs - targets
         samples = torch.full_like(error[0, :1], len(error))

@@ -37,7 +37,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def bit_sums(named: Named) -> dict[str, int]:
-    """Return the sum of the bits of each tensor, by name, which detects changes; reads each tensor once."""
+    """Return, by name, the sum of each tensor's bits read as integers; any single change alters it."""
     return _numbers(named, bit_sum)
 
 

@@ -201,8 +201,8 @@ class _StreamLoader(TrainLoader):
         if num_streams and (settings.sharded or batch.chunks is not None):
             setting, default = ("data.sharded", "false") if settings.sharded else ("train.exact", "null")
             raise UserError(
-                f"{setting} is not supported with {type(dataset).__name__}, because it divides itself by "
-                "rank (divides_itself), so its samples depend on the number of ranks; set "
+                f"{setting} is not supported with {type(dataset).__name__}, because it divides itself "
+                "among ranks (divides_itself), so its samples depend on the number of ranks; set "
                 f"{setting}={default}, or let the trainer divide the stream"
             )
         self._stream = TrainStreamReader(dataset, options, settings.sharded, num_streams)

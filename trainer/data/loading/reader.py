@@ -320,7 +320,7 @@ def set_epoch(dataset: Any, epoch: int) -> None:
 
 
 def checksum(sample: Any) -> int:
-    """Return a checksum of the numbers, text, tensors, images and arrays in a sample, without objects."""
+    """Return a checksum of the numbers, text, tensors, images and arrays in a sample; ignore other types."""
     total = 0
     for leaf in leaves(sample):
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
