@@ -265,9 +265,7 @@ def test_ranks_share_a_gpu_only_if_they_are_told_to(
     nccl(2, 30)
     with pytest.raises(UserError, match=r"local rank 1 has no GPU of its own.*ranks_per_gpu=auto"):
         join(1)
-    with pytest.raises(
-        UserError, match=r"has 1, and distributed\.ranks_per_gpu=2.*--nproc_per_node=2 or"
-    ):
+    with pytest.raises(UserError, match=r"has 1, and distributed\.ranks_per_gpu=2.*--nproc_per_node=2 or"):
         join(1, "distributed.ranks_per_gpu=2", ranks=3)
     assert join(1, under_torchrun=False) == GPU, "srun shows each process its own"
     monkeypatch.setenv("RINGMASTER_LAUNCHER", "local")
