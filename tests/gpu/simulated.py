@@ -230,7 +230,7 @@ def _is_ours(device: Any) -> bool:
 
 def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name, device = func.overloadpacket.__name__, kwargs.get("device")
-    kwargs.pop("pin_memory", None)
+    pinned = kwargs.pop("pin_memory", None)
     sims = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Sim)]
     moves = bool(sims) and name == "_to_copy" and device is not None and not _is_ours(device)
     to_host = moves or (bool(sims) and name == "copy_" and not isinstance(args[0], Sim))
@@ -251,7 +251,7 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         assert stream is not None
         value = (args[1] if name == "copy_" else args[0]).raw.clone()
         target = args[0] if name == "copy_" else torch.empty_like(value, device="cpu")  # which torch pins
-        if name == "copy_" and not hasattr(target, "pinned"):
+        if name == "copy_" and not getattr(target, "pinned", False):
             SIM.wait(stream.clock, "copy")
         SIM.pending.append((Counter(stream.clock), lambda: target.copy_(value)))
         return target.fill_(-77)
@@ -274,6 +274,9 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if stream is COMM and name not in ("send", "recv_"):
         out[-1].wait()  # gloo moves the values on threads of its own
     if to_host or not (sims or _is_ours(device)):
+        return out
+    if device is not None and not _is_ours(device):  # empty_like
+        out.pinned = bool(pinned)
         return out
     same = {id(raws[id(each)]): each for each in sims} if func._schema.is_mutable else {}
     homes = {raws[id(each)].untyped_storage()._cdata: each.memory for each in sims}
@@ -360,6 +363,7 @@ def simulated(as_mps: bool = False) -> Iterator[Simulator]:
         # As of NCCL: the current stream waits, not the host.
         dist.Work: {"wait": lambda work, *t: (SIM.current().wait_stream(COMM), wait(work, *t))[1]},
         dist: {"batch_isend_irecv": lambda all_: [p.op(p.tensor, p.peer, p.group, p.tag) for p in all_]},
+        accelerator: {"can_pin": lambda device: device.type == "sim" and not as_mps},
         param_groups: {"FUSED": frozenset({"sim"})},
         overlap: {"Future": SimFuture},
         ddp: {"DistributedDataParallel": Reducer},
