@@ -136,7 +136,8 @@ LOCAL = ("launch=local", "launch.processes=2")
 def clean_hash(tmp_path: Path) -> str:
     """The hash of the run in which no bit is flipped, on one rank."""
     words = (*WORDS, "train.verify_every=null", "strategy=single", f"+model.marker={tmp_path}/none")
-    assert finish("train.py", *words, f"run_dir={tmp_path}/clean").code == 0
+    if not (tmp_path / "clean").exists():
+        assert finish("train.py", *words, f"run_dir={tmp_path}/clean").code == 0
     return hash_of(tmp_path / "clean")
 
 

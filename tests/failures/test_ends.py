@@ -195,7 +195,7 @@ def with_other(part: str, run_dir: Path) -> None:
     ("part", "named"),
     [
         ("model", "parameter layers.0.bias: '(9,) torch.float32' instead of '(8,) torch.float32'"),
-        pytest.param("data", "the length of the validation data: 120 instead of 128", marks=pytest.mark.slow),
+        pytest.param("data", "the length of the training data: 120 instead of 128", marks=pytest.mark.slow),
     ],
 )
 def test_different_data_or_models_raise(part: str, named: str, tmp_path: Path) -> None:
