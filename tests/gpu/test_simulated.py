@@ -300,6 +300,10 @@ def readings(folder: Path) -> dict[str, Any]:
         run.report.meter.parts.add({"part": part}, 1, 1)
         part.add_(1)  # as the replay of a CUDA graph
         found["part"] = run.report.meter.parts._step_parts.pop()[1].item()
+        run.report.meter.start()
+        SIM.clear()
+        run.report.meter.pause()
+        found["pause"] = SIM.waits.total()
         norms = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(5))).to(device)
         buffers, rows = ChunkBuffers(norms, 1), torch.ones(3, 4, device=device)
 
@@ -335,6 +339,7 @@ def test_what_is_looked_at_between_steps_is_read_at_its_end(tmp_path: Path) -> N
     assert found["evaluation copies"] and "main" not in found["evaluation copies"], (
         "while the last batch is evaluated"
     )
+    assert found["pause"] == 1, "the time until then includes the device's"
     assert found["part"] == 1, "a part is kept until it is added up"
     assert "histc" not in found["histograms launches"], "which raises under train.exact on CUDA"
 
