@@ -272,7 +272,11 @@ def test_ranks_share_a_gpu_only_if_they_are_told_to(
     with pytest.raises(UserError, match="local rank 1 has no GPU of its own"):
         join(1, under_torchrun=False)
     assert join(2, "distributed.ranks_per_gpu=auto") == torch.device("cuda", 1)
-    assert not {name for name in os.environ if name.startswith("NCCL_")}, "each has its own"
+    assert join(1, "distributed.ranks_per_gpu=auto", "distributed.backend=gloo") is None, (
+        "gloo binds to no device"
+    )
+    assert not {name for name in os.environ if name.startswith("NCCL_")}
+    assert join(2, "distributed.ranks_per_gpu=auto", ranks=3) == torch.device("cuda", 1)
     assert join(1, "distributed.ranks_per_gpu=auto") == GPU
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1" and "NCCL_MAX_CTAS" not in os.environ
 
