@@ -185,8 +185,9 @@ def _take_over(config: Config, run_dir: Path, open_log: Callable[[], None]) -> N
 
 
 def _record_attempt(run_: Run, run_dir: Path) -> None:
-    facts = environment(run_.ranks.device)
-    record_attempt(run_dir, run_.plan.steps_before, run_.strategy.name, run_.ranks.world_size, facts)
+    facts, start = environment(run_.ranks.device), run_.checkpointer.start
+    strategy, world_size = run_.strategy.name, run_.ranks.world_size
+    record_attempt(run_dir, run_.plan.steps_before, strategy, world_size, facts, start)
 
 
 def _write_settings(config: Config, run_dir: Path) -> None:

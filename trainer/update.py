@@ -71,7 +71,8 @@ def read_past(run: Run, step: int) -> Update:
     if run.ranks.is_main:
         for first, last in run.config.train.skip_steps:
             if step == max(first, run.plan.steps_before + 1) <= last:
-                log.info("reading past steps %d to %d without an update (train.skip_steps)", step, last)
+                steps = f"step {step}" if step == last else f"steps {step} to {last}"
+                log.info("skipping %s (train.skip_steps): samples are read without an update", steps)
     with run.guards.snapshot.update(step):
         _count(run, step, Update.READ_PAST)
     return Update.READ_PAST

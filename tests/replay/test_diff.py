@@ -131,6 +131,15 @@ def test_equal_runs_need_no_replay(good: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_runs_from_a_checkpoint_of_another_run(good: Path, tmp_path: Path) -> None:
+    start = (f"resume={good}/checkpoints/step_00000004", "train.skip_steps=[[5,5]]")
+    one = made(tmp_path / "one", [], *start, steps=7)
+    code, output = compared(one, made(tmp_path / "other", [], *start, "optim.lr=0.02", steps=7))
+    assert code == 1
+    assert re.search(r"step 6, lr of encoder.weight: 0.01 and 0.02", first(output)), output
+
+
+@pytest.mark.slow
 def test_what_has_changed_since_the_runs_is_said(good: Path, tmp_path: Path) -> None:
     other = made(tmp_path / "bad", [PATCHED])
     (other.parent / "mine.py").write_text(CODE)

@@ -91,7 +91,7 @@ class Checkpointer:
         self._last_saved: int | None = None
         self._branch = ""
         self._origin = State("", 0)  # the state that the run resumed from, if any
-        self._start: str | None = None  # the checkpoint that the run resumed from, if it is not in run_dir
+        self.start: str | None = None  # the checkpoint that the run resumed from, if it is not in run_dir
         self._saved: set[State] = set()  # states with a checkpoint of this run, for keep_best
         self._last_save_s = time.monotonic()  # of the last save, or of the start
         self.saving = Saving()
@@ -168,7 +168,7 @@ class Checkpointer:
             if manifest.verified is not None:
                 self.restored_verified = manifest.verified
         else:
-            self._start = str(self._opened.directory)
+            self.start = str(self._opened.directory.resolve())
         return data_states
 
     def _before(self, source: OpenCheckpoint | None) -> tuple[str, Evaluations, set[State]]:
@@ -410,7 +410,7 @@ class Checkpointer:
             branches = {self._branch, *(manifest.branch for manifest in self._store.own().values())}
             before = self._store.aside
             cut = {branch: min(after, before.after.get(branch, after)) for branch in branches}
-            aside = SetAside({**before.after, **cut}, why, before.start or self._start)
+            aside = SetAside({**before.after, **cut}, why, before.start or self.start)
             with writing(run_dir):
                 aside.write(run_dir)
         except (UserError, RetryableError) as error:

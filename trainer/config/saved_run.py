@@ -5,6 +5,7 @@ imports torch, so that user errors are reported before torch is loaded.
 """
 
 import io
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -89,7 +90,12 @@ def saved_values(run_dir: Folder) -> dict[str, str]:
     Raises UserError as `read_settings`.
     """
     values = leaves(OmegaConf.to_container(read_settings(run_dir)))
-    return {name: str(value) for name, value in values if name not in ("run_dir", "resume")}
+    return {name: _as_typed(value) for name, value in values if name not in ("run_dir", "resume")}
+
+
+def _as_typed(value: Any) -> str:
+    """Return `value` as it is written on a command line."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def differing_settings(settings: Sequence[Mapping[str, str]]) -> list[str]:

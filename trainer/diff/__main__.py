@@ -5,11 +5,12 @@ makes the steps up to the first difference again in both runs, and names the fir
 sample, the output of a module, the loss, a gradient, an option of the optimizer, or an update. Writes nothing
 into the runs. To compare the speed and the results of runs, use `python -m trainer.compare`.
 
-Exits with status 0 if the runs are equal, 1 if they differ, and 2 for a wrong command.
+Exits with status 0 if the runs are equal, 1 if they differ, and 2 after an error.
 """
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except Exception:  # Python would exit with 1, which means that the runs differ
+        traceback.print_exc()
+        return 2
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ class _Search:
         checkpoint = checkpoint_before(run.folder, steps[-1])
         first = read_manifest(checkpoint).step + 1 if checkpoint else 1
         attempt = run.attempt(steps[-1])
-        is_exact = run.settings.get("train.exact", "None") != "None"
+        is_exact = run.settings.get("train.exact", "null") != "null"
         processes = 1 if is_exact else attempt.world_size
         argv = [
             str(run.folder),

@@ -49,9 +49,9 @@ class ReplicaCheck:
             record: called with the hash of the whole model's weights and the step, at each check of a run
                 whose ranks have all of them.
         """
-        self._ranks, self._every, self._replicated = ranks, every, replicated
-        self._groups, self._record = groups, record
         self._has_whole_model = list(groups) == [tuple(range(ranks.world_size))] or ranks.world_size == 1
+        self._every = every if groups or self._has_whole_model else None
+        self._ranks, self._groups, self._replicated, self._record = ranks, groups, replicated, record
         self._checked_at: int | None = None  # the last step at which all replicas were equal
 
     def check_if_due(self, state: TrainState) -> None:
@@ -67,8 +67,8 @@ class ReplicaCheck:
         step = state.progress.step
         if self._every is None or self._checked_at == step:
             return
+        hashes = self._hashes(state)
         if self._groups:
-            hashes = self._hashes(state)
             own = torch.tensor([_overall(hashes)], device=self._ranks.device)
             gathered = own.new_empty(self._ranks.world_size)
             all_gather_single(gathered, own)
@@ -76,12 +76,13 @@ class ReplicaCheck:
             if any(len({by_rank[rank] for rank in group}) > 1 for group in self._groups):
                 raise self._error(step, by_rank, gather_objects(hashes))
         if self._has_whole_model and self._ranks.is_main:
-            weights = bit_hashes((name, to_local(weight)) for name, weight in parameter_names(state.model))
+            weights = {name: hashes[name] for name, _ in parameter_names(state.model)}
             self._record(_overall(weights) & _EXACT_IN_JSON, step)
         self._checked_at = step
 
     def _hashes(self, state: TrainState) -> dict[str, int]:
-        return bit_hashes((name, to_local(tensor)) for name, tensor in self._replicated(state))
+        named = self._replicated(state) if self._groups else parameter_names(state.model)
+        return bit_hashes((name, to_local(tensor)) for name, tensor in named)
 
     def _error(
         self, step: int, by_rank: Sequence[int], all_hashes: Sequence[Mapping[str, int]]

@@ -35,6 +35,11 @@ def main() -> None:
             raise UserError(f"{options.run} is an address; copy the run to a disk to replay it")
         if options.step < 1:
             raise UserError(f"--step is {options.step}, but must be at least 1")
+        if config.train.skips(options.step):
+            raise UserError(
+                f"step {options.step} was skipped because of train.skip_steps={config.train.skip_steps}; add "
+                "train.skip_steps=[] to see what it would compute"
+            )
         from trainer.replay.report import replay
 
         if not replay(options.run, options.step, options.overrides, options.checkpoint, options.save_batch):

@@ -170,12 +170,7 @@ def replayed(
 
 
 def _check(config: Config, run_dir: Path, step: int, attempt: RunAttempt | None) -> None:
-    """Raise UserError if `step` was skipped, or needs another number of processes."""
-    if config.train.skips(step):
-        raise UserError(
-            f"step {step} was skipped because of train.skip_steps={config.train.skip_steps}; add "
-            "train.skip_steps=[] to see what it would compute"
-        )
+    """Raise UserError if `step` needs another number of processes."""
     world_size = rank_info(config.distributed).world_size
     if attempt is None or config.train.exact is not None or world_size == attempt.world_size:
         return
@@ -205,12 +200,15 @@ def checkpoint_before(run_dir: Path, step: int) -> Path | None:
         if manifest.step < step
         and not any(each.first_step < manifest.step and each.started > manifest.saved_at for each in attempts)
     }
-    if not steps and attempts and attempts[0].first_step > 0:
+    if steps or not attempts or attempts[0].first_step == 0:
+        return steps[max(steps)] if steps else None
+    start = attempts[0].start
+    if start is None or not (Path(start) / "manifest.json").is_file():
         raise UserError(
-            f"{run_dir} has no checkpoint before step {step}, and started from a checkpoint of another run; "
-            "set --from to that checkpoint"
+            f"{run_dir} has no checkpoint before step {step}, and {start}, from which it started, does not "
+            "exist on this machine; copy it there, or run python -m trainer.replay with --from"
         )
-    return steps[max(steps)] if steps else None
+    return Path(start)
 
 
 def _temporary_folder(run_dir: Path) -> Path:

@@ -36,13 +36,21 @@ class RunAttempt:
     """The commit of the current directory, followed by -dirty if tracked files had changed."""
     code: dict[str, str]
     """A hash of each imported source file that is neither installed nor part of the trainer, by module."""
+    start: str | None = None
+    """The checkpoint of another run from which the attempt started."""
 
 
 def record_attempt(
-    run_dir: Path, first_step: int, strategy: str, world_size: int, environment: dict[str, str]
+    run_dir: Path,
+    first_step: int,
+    strategy: str,
+    world_size: int,
+    environment: dict[str, str],
+    start: str | None,
 ) -> None:
     """Append this attempt to code.json; called on rank 0."""
-    now = RunAttempt(first_step, time.time(), strategy, world_size, environment, _git(), code_hashes())
+    facts = (strategy, world_size, environment, _git(), code_hashes(), start)
+    now = RunAttempt(first_step, time.time(), *facts)
     attempts = [asdict(each) for each in [*read_attempts(run_dir), now]]
     with writing(run_dir), atomic_file(run_dir / FILE) as file:
         file.write(json.dumps({"attempts": attempts}, indent=1).encode() + b"\n")
