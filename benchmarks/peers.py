@@ -19,13 +19,12 @@ With --together, all trainers of a round train at the same time on one core, and
 other load on the machine slows all of them equally. The columns of wall time then have no meaning.
 
     pip install 'ringmaster-trainer[peers]'
-    python -m benchmarks.peers [--jobs mlp gpt] [--processes 1 2] [--rounds 5] [--together] [--out FILE.json]
+    python -m benchmarks.peers [--jobs mlp gpt] [--processes 1 2] [--rounds 5] [--together]
 """
 
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -33,12 +32,8 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from benchmarks.peer_loops import HARNESSES
 
@@ -90,10 +85,7 @@ def main() -> None:
     parser.add_argument(
         "--together", action="store_true", help="run all trainers at the same time on one core"
     )
-    parser.add_argument("--out", type=Path, help="also write all measurements as JSON")
     arguments = parser.parse_args()
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {date.today()}"
-    everything: dict[str, Any] = {"machine": machine}
     for job_name in arguments.jobs:
         for processes in arguments.processes:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in arguments.harnesses}
@@ -106,10 +98,7 @@ def main() -> None:
                     )
                     for name, one in zip(names, figures, strict=True):
                         found[name].append(one)
-            everything[f"{job_name} {processes}"] = found
             _print(job_name, processes, found, "cpu ms" if arguments.together else "ms")
-            if arguments.out:
-                arguments.out.write_text(json.dumps(everything, indent=1))
 
 
 def _print(job: str, processes: int, found: dict[str, list[dict[str, float]]], of: str) -> None:
