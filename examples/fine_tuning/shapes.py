@@ -1,4 +1,4 @@
-"""Pictures of shapes, in folders as torchvision's ImageFolder wants them.
+"""Draw images of shapes, and store them in the folders that torchvision's ImageFolder expects.
 
 python shapes.py round circle ring disc          writes round/train/<class>/*.png and round/val/<class>/*.png
 python shapes.py angular square triangle cross
@@ -15,7 +15,7 @@ COUNTS = {"train": 100, "val": 25}
 
 
 def draw(shape: str, choose: random.Random) -> Image.Image:
-    """A shape at a random place, of a random size and colour, on a dark ground."""
+    """Return an image with a shape at a random position, in a random size and color, on a dark background."""
     image = Image.new("RGB", (SIZE, SIZE), tuple(choose.randrange(60) for _ in range(3)))
     pen, colour = ImageDraw.Draw(image), tuple(choose.randrange(128, 256) for _ in range(3))
     r = choose.randint(6, 11)

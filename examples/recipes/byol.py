@@ -1,4 +1,4 @@
-"""BYOL: an online network predicts what a slowly following target network sees in another view; no labels."""
+"""BYOL: learns without labels; an online network predicts the output of a target network for another view."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Byol(nn.Module):
-    """Two views (B, 1, 8, 8) to predictions and targets, two of each; one view to its embedding."""
+    """Returns two predictions and two targets for two views (B, 1, 8, 8), or the embedding of one view."""
 
     def __init__(self, width: int, dimensions: int) -> None:
         super().__init__()
@@ -22,8 +22,8 @@ class Byol(nn.Module):
             return F.normalize(self.online[:3](one.flatten(1)), dim=1)
         both = torch.cat([one, two]).flatten(1)
         with torch.no_grad():
-            wanted = self.target(both)
-        return self.predictor(self.online(both)).chunk(2), wanted.chunk(2)
+            targets = self.target(both)
+        return self.predictor(self.online(both)).chunk(2), targets.chunk(2)
 
 
 def network(inputs: int, width: int, outputs: int, norm: type[nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
@@ -31,7 +31,10 @@ def network(inputs: int, width: int, outputs: int, norm: type[nn.Module] = nn.Ba
 
 
 class Follow:
-    """The target follows after each step, more slowly towards the end. Evaluated by the nearest neighbour."""
+    """Moves the target network toward the online network after each step, more slowly near the end.
+
+    `neighbour_accuracy` is the fraction of samples whose nearest neighbor has the same label.
+    """
 
     metric_names = ("neighbour_accuracy",)
     rate = 0.05
@@ -45,8 +48,8 @@ class Follow:
         return 2 - alike.mean()
 
     def end_step(self, model: Any, step: int) -> None:
-        for mine, theirs in zip(model.target.parameters(), model.online.parameters(), strict=True):
-            mine.lerp_(theirs, self.rate)
+        for target, online in zip(model.target.parameters(), model.online.parameters(), strict=True):
+            target.lerp_(online, self.rate)
 
     def rows(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         return {"embedding": model(batch[0]), "label": batch[1]}
@@ -58,7 +61,7 @@ class Follow:
 
 
 def view(images: Tensor) -> Tensor:
-    """Each image shifted by at most a pixel, with noise."""
+    """Return each image shifted by at most one pixel, with noise."""
     shifts = torch.randint(-1, 2, (len(images), 2)).tolist()
     moved = [image.roll(shift, (1, 2)) for image, shift in zip(images, map(tuple, shifts), strict=True)]
     return torch.stack(moved) + 0.2 * torch.randn_like(images)

@@ -1,4 +1,4 @@
-"""A vector-quantized autoencoder: its codebook is a buffer that forward updates by the rows of all ranks."""
+"""A vector-quantized autoencoder: `forward` updates the codebook, a buffer, from the rows of all ranks."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from trainer import gather
 
 
 class Codebook(nn.Module):
-    """The code nearest to each row (N, D), and its number; each code follows the mean of its rows."""
+    """Returns the nearest code for each row (N, D), and its index; each code follows the mean of its rows."""
 
     def __init__(self, num_codes: int, dimensions: int, decay: float) -> None:
         super().__init__()
@@ -27,14 +27,18 @@ class Codebook(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: Tensor, codes: Tensor) -> None:
-        rows, _ = gather(rows)  # of all ranks, so that every rank makes the same update
+        rows, _ = gather(rows)  # the rows of all ranks, so that every rank computes the same update
         nearest = F.one_hot(torch.cdist(rows, codes).argmin(1), len(codes)).float()
         self.counts.lerp_(nearest.sum(0), 1 - self.decay)
         self.sums.lerp_(nearest.T @ rows, 1 - self.decay)
 
 
 class AutoEncoder(nn.Module):
-    """Images (B, 1, 8, 8) to images, by 16 codes each; also the distance to the codes, and their numbers."""
+    """Encodes each image (B, 1, 8, 8) as 16 codes.
+
+    Returns the decoded images, the mean squared distance between the encoder's output and the codes, and the
+    indices of the codes.
+    """
 
     def __init__(self, width: int, dimensions: int, num_codes: int) -> None:
         super().__init__()
@@ -48,15 +52,15 @@ class AutoEncoder(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         encoded = self.encoder(images).movedim(1, -1).float()
-        rows = F.layer_norm(encoded, encoded.shape[-1:]).flatten(0, -2)  # on the scale of the first codes
+        rows = F.layer_norm(encoded, encoded.shape[-1:]).flatten(0, -2)  # to the scale of the initial codes
         chosen, nearest = self.codebook(rows)
-        passed = rows + (chosen - rows).detach()  # gradients skip the choice
+        passed = rows + (chosen - rows).detach()  # straight-through gradients
         decoded = self.decoder(passed.view(encoded.shape).movedim(-1, 1))
         return decoded, F.mse_loss(rows, chosen), nearest
 
 
 class Reconstruction:
-    """The error of a pixel, and in training the distance of rows to their codes."""
+    """Reconstruction error per pixel; in training, plus the distance between the rows and their codes."""
 
     metric_names = ("loss", "codes_used")
 

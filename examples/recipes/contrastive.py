@@ -1,4 +1,4 @@
-"""SimCLR: two views of an image shall find each other among those of the whole batch, of all ranks."""
+"""SimCLR: each view of an image is matched to the other view, among the views of all ranks' images."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from trainer import gather
 
 
 class Encoder(nn.Module):
-    """Images (B, 1, 8, 8) to embeddings of length 1; in evaluation those before the last layers."""
+    """Returns embeddings of norm 1 for images (B, 1, 8, 8); in evaluation, without the last layer."""
 
     def __init__(self, width: int, dimensions: int) -> None:
         super().__init__()
-        self.network = network(64, width, dimensions, nn.LayerNorm)  # of a sample: the same on any rank
+        self.network = network(64, width, dimensions, nn.LayerNorm)  # independent of the rank's other samples
 
     def forward(self, images: Tensor) -> Tensor:
         layers = self.network if self.training else self.network[:3]
@@ -23,7 +23,7 @@ class Encoder(nn.Module):
 
 
 class Contrast:
-    """Each sample's first view is compared with the second views of all ranks, and the other way round."""
+    """Compares each sample's first view with the second views of all ranks, and vice versa."""
 
     metric_names = Follow.metric_names
     rows, summarise_rows = Follow.rows, Follow.summarise_rows
@@ -35,6 +35,6 @@ class Contrast:
         one, two = model(torch.cat([view(batch[0]), view(batch[0])])).chunk(2)
         ones, first = gather(one)
         twos, _ = gather(two)
-        wanted = first + torch.arange(len(one), device=one.device)
+        targets = first + torch.arange(len(one), device=one.device)
         scores = [one @ twos.T, two @ ones.T]
-        return torch.stack([F.cross_entropy(score / self.temperature, wanted) for score in scores]).mean()
+        return torch.stack([F.cross_entropy(score / self.temperature, targets) for score in scores]).mean()

@@ -1,4 +1,4 @@
-"""Detection: where digits are in a picture, and which; a loss of three parts, and batches with lists."""
+"""Object detection: finds and classifies digits in images; a loss with three parts, batches with lists."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from trainer.data.digits import Digits
 
 
 class Placed(Dataset[tuple[Tensor, dict[str, Tensor]]]):
-    """Pictures (1, 24, 24) with one or two digits: boxes (N, 4) x, y, width, height; labels (N,)."""
+    """Images (1, 24, 24) with one or two digits, their boxes (N, 4: x, y, width, height) and labels (N,)."""
 
     num_classes = 10
 
@@ -35,12 +35,15 @@ class Placed(Dataset[tuple[Tensor, dict[str, Tensor]]]):
 
 
 def collate(samples: list[Any]) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """Each picture has its own number of boxes."""
+    """Stack the images, and keep the targets in a list, because images have different numbers of boxes."""
     return torch.stack([picture for picture, _ in samples]), [target for _, target in samples]
 
 
 class Grid(nn.Sequential):
-    """(B, 1, 24, 24) to (B, 1 + 4 + classes, 6, 6): is a digit's centre in the cell; its box; its class."""
+    """A network from images (B, 1, 24, 24) to predictions (B, 1 + 4 + classes, 6, 6).
+
+    For each of 6 x 6 cells: a score for the center of a digit being in the cell, its box, and class scores.
+    """
 
     def __init__(self, num_classes: int, width: int) -> None:
         def step(inputs: int, stride: int) -> list[nn.Module]:
@@ -51,7 +54,7 @@ class Grid(nn.Sequential):
 
 
 class Boxes:
-    """Finds a digit by the cell of its centre. `found`: the part of them with the right cell and class."""
+    """Finds digits by the cells of their centers; `found` is the fraction with the right cell and class."""
 
     metric_names = ("loss", "found")
 
@@ -71,7 +74,7 @@ class Boxes:
         return len(batch[0])
 
     def eval_sums(self, model: nn.Module, batch: Any) -> Tensor:
-        """[loss, samples, digits found, digits]"""
+        """Return the sums [loss, samples, digits found, digits]."""
         made, (row, cell), _, labels = self._matched(model, batch)
         mine = made[row, :, cell[1], cell[0]]
         found = ((mine[:, 0] > 0) & (mine[:, 5:].argmax(1) == labels)).sum()
@@ -83,7 +86,7 @@ class Boxes:
         return {"loss": float(sums[0] / sums[1]), "found": float(sums[2] / sums[3])}
 
     def _matched(self, model: nn.Module, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
-        """The model's output; of each digit its picture and cell (x, y); its box, its label."""
+        """Return the model's output and, for each digit, (image index, cell x and y), box and label."""
         pictures, targets = batch
         boxes, labels = (torch.cat([target[name] for target in targets]) for name in ("boxes", "labels"))
         row = torch.cat([torch.full((len(t["labels"]),), i) for i, t in enumerate(targets)]).to(labels.device)

@@ -1,4 +1,4 @@
-"""Diffusion: a network learns to take noise off digits; samples of it are pictures in TensorBoard."""
+"""Diffusion: a network learns to remove noise from digits; generated digits are shown in TensorBoard."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from trainer.tasks import Evaluation, Shown
 
 
 class Denoiser(nn.Module):
-    """Noisy images (B, 64), how much of each is noise (B,), and classes (B,), to the velocity (B, 64)."""
+    """Returns velocities (B, 64) for noisy images (B, 64), their fractions of noise (B,) and classes (B,)."""
 
     def __init__(self, num_classes: int, width: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Denoiser(nn.Module):
 
 
 class Flow:
-    """Rectified flow: the velocity from noise to image is constant along a line between the two."""
+    """Rectified flow: on the straight line between an image and noise, the velocity is constant."""
 
     metric_names = ("loss",)
 
@@ -49,13 +49,13 @@ class Flow:
         return {"loss": float(sums[0] / sums[1])}
 
     def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
-        """Two made digits of each class."""
+        """Return two generated digits of each class."""
         labels = torch.arange(20, device=evaluation.batch[1].device) % 10
         return Shown(images={"eval/made": torch.cat(list(sample(model, labels)), 1).unsqueeze(0)})
 
 
 def sample(model: nn.Module, labels: Tensor, steps: int = 20) -> Tensor:
-    """Images (B, 8, 8) of these classes, from noise."""
+    """Generate images (B, 8, 8) of the classes `labels` from noise."""
     images = torch.randn(len(labels), 64, device=labels.device)
     for time in torch.linspace(1, 1 / steps, steps):
         images = images - model(images, time.to(images).expand(len(images)), labels) / steps

@@ -12,7 +12,10 @@ from trainer.tasks import Classification
 
 
 class Pair(nn.Module):
-    """The logits of the student; with both, also those of its frozen teacher, the model of another run."""
+    """A student, and its frozen teacher from another run.
+
+    Returns the student's logits; with `both=True`, also the teacher's.
+    """
 
     def __init__(self, teacher: str, hidden: list[int], num_classes: int, input_shape: list[int]) -> None:
         super().__init__()
@@ -24,18 +27,18 @@ class Pair(nn.Module):
             return self.student(images)
         with torch.no_grad():
             self.teacher.eval()
-            wanted = self.teacher(images)
-        return self.student(images), wanted
+            teacher = self.teacher(images)
+        return self.student(images), teacher
 
 
 class Distil(Classification):
-    """Beside the labels, the teacher's probabilities at a temperature; evaluated as a classification."""
+    """Classification that trains on the labels and on the teacher's probabilities at a temperature."""
 
     temperature = 3.0
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        logits, wanted = (of / self.temperature for of in model(batch[0], both=True))
+        logits, targets = (each / self.temperature for each in model(batch[0], both=True))
         labels = F.cross_entropy(logits * self.temperature, batch[1])
-        teacher = F.kl_div(logits.log_softmax(1), wanted.softmax(1), reduction="batchmean")
+        teacher = F.kl_div(logits.log_softmax(1), targets.softmax(1), reduction="batchmean")
         loss = 0.1 * labels + 0.9 * self.temperature**2 * teacher
         return loss, {"labels": labels, "teacher": teacher}

@@ -1,4 +1,4 @@
-"""A GAN on digits: the critic and the generator take turns, a step each."""
+"""A GAN on digits: critic and generator are trained in alternate steps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,11 @@ from trainer.tasks import Evaluation, Shown
 
 
 class Gan(nn.Module):
-    """Scores of images of 64 pixels: of the given ones, then of made ones; or of made ones alone."""
+    """A generator of images with 64 pixels, and a critic.
+
+    For the critic's turn, `forward` returns the scores of the given and then of generated images; for the
+    generator's turn, only those of generated images; for the turn `show`, generated images.
+    """
 
     def __init__(self, latent: int, width: int) -> None:
         super().__init__()
@@ -43,14 +47,14 @@ class Gan(nn.Module):
 
 @contextmanager
 def constant(module: nn.Module) -> Iterator[None]:
-    """Within, a pass gives the parameters of `module` no gradients: an optimizer leaves them as they are."""
+    """Within the context, backward passes compute no gradients for `module`, so it isn't updated."""
     module.requires_grad_(False)
     yield
     module.requires_grad_(True)
 
 
 class Turns:
-    """The critic learns in odd steps, the generator in even ones."""
+    """Trains the critic in odd steps, and the generator in even steps."""
 
     metric_names = ("mean_gap", "spread_gap")
     turn = "critic"
@@ -68,7 +72,7 @@ class Turns:
         return loss, {self.turn: loss}
 
     def eval_sums(self, model: nn.Module, batch: Any) -> Tensor:
-        """Of each pixel of given and of made images the sum, and that of squares; then their number."""
+        """Return the sums of given and generated pixels, the sums of their squares, and the number of images."""
         both = torch.cat([batch[0].flatten(1), model(batch[0], "show")], 1).double()
         return torch.cat([both.sum(0), both.square().sum(0), both.new_tensor([len(both)])])
 

@@ -1,4 +1,4 @@
-"""LoRA on text without peft: a GPT of another run learns new text, by two small matrices in each layer."""
+"""LoRA without PEFT: a GPT from another run learns new text by training two small matrices per layer."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from models.gpt import GPT
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer, and beside it a product of two matrices of low rank.
+    """A frozen linear layer, plus a trainable product of two low-rank matrices.
 
     Source: E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
     """
 
     def __init__(self, base_layer: nn.Linear, rank: int) -> None:
         super().__init__()
-        self.base_layer = base_layer  # `model.init_from` looks for its weights without this word
+        self.base_layer = base_layer  # `model.init_from` ignores `base_layer` in parameter names
         self.down = nn.Parameter(torch.randn(rank, base_layer.in_features) / rank)
         self.up = nn.Parameter(torch.zeros(base_layer.out_features, rank))
 

@@ -1,4 +1,4 @@
-"""Segmentation: a class for each pixel. The pictures are two digits, side by side."""
+"""Segmentation: predicts a class for each pixel of images that show two digits side by side."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ COLOURS = torch.tensor([[0.0, 0.0, 0.0], [0.9, 0.4, 0.1], [0.1, 0.5, 0.9]])
 
 
 class Scenes(Dataset[tuple[Tensor, Tensor]]):
-    """Pictures (1, 8, 16) and a class for each pixel: 0 background, 1 an even digit, 2 an odd one."""
+    """Images (1, 8, 16), and a class per pixel: 0 for background, 1 for an even digit, 2 for an odd digit."""
 
     num_classes = 3
 
@@ -31,7 +31,7 @@ class Scenes(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Net(nn.Sequential):
-    """(B, 1, H, W) to a score for each class and pixel, (B, classes, H, W)."""
+    """A network from images (B, 1, H, W) to a score for each class and pixel (B, classes, H, W)."""
 
     def __init__(self, num_classes: int, width: int) -> None:
         layers: list[nn.Module] = [nn.Conv2d(1, width, 3, padding=1)]
@@ -42,7 +42,7 @@ class Net(nn.Sequential):
 
 
 class Pixels:
-    """Cross entropy over the pixels that are not -100; the mean of the classes' intersection over union."""
+    """Cross entropy over pixels whose label isn't -100; `miou` is the mean IoU of the classes."""
 
     metric_names = ("loss", "miou")
 
@@ -53,16 +53,17 @@ class Pixels:
         return (batch[1] != -100).sum()
 
     def eval_sums(self, model: nn.Module, batch: Any) -> Tensor:
-        """[loss, pixels], then of each class the pixels that are it and taken for it, and either."""
+        """Return sums: [loss, pixels], then each class's intersection, then each class's union, in pixels."""
         scores, labels = model(batch[0]), batch[1]
         counts = labels != -100
-        taken, given = (F.one_hot(of[counts], scores.shape[1]) for of in (scores.argmax(1), labels))
+        predicted, given = (F.one_hot(each[counts], scores.shape[1]) for each in (scores.argmax(1), labels))
         loss = F.cross_entropy(scores, labels, reduction="sum")
-        return torch.cat([torch.stack([loss, counts.sum()]), (taken & given).sum(0), (taken | given).sum(0)])
+        intersection, union = (predicted & given).sum(0), (predicted | given).sum(0)
+        return torch.cat([torch.stack([loss, counts.sum()]), intersection, union])
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
-        both, either = sums[2:].chunk(2)
-        return {"loss": float(sums[0] / sums[1]), "miou": float((both / either.clamp(min=1)).mean())}
+        intersection, union = sums[2:].chunk(2)
+        return {"loss": float(sums[0] / sums[1]), "miou": float((intersection / union.clamp(min=1)).mean())}
 
     def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
         masks = model(evaluation.batch[0][:8]).argmax(1).flatten(0, 1).cpu()

@@ -1,6 +1,6 @@
-"""Bikes rented in an hour, by the hour, the weather and the day: a table in CSV, a model, and a metric.
+"""Predict how many bikes are rented per hour: a CSV dataset, a model and a metric.
 
-python bikes.py          writes bikes.csv, 4,000 rows made by a formula with noise
+python bikes.py          writes bikes.csv, with 4,000 rows of synthetic data
 """
 
 import csv
@@ -18,7 +18,7 @@ TARGET = "rented"
 
 
 class Table(TensorDataset):
-    """The columns of a CSV file, shifted and scaled as in the training rows. The last fifth is held out."""
+    """The normalized columns of a CSV file; the last fifth of the rows is for validation."""
 
     def __init__(self, path: str, target: str, split: str) -> None:
         with Path(path).open(newline="") as file:
@@ -34,7 +34,7 @@ class Table(TensorDataset):
 
 
 class Net(nn.Sequential):
-    """Two hidden layers; (B, columns) to (B, 1)."""
+    """A network with two hidden layers, from (B, columns) to (B, 1)."""
 
     def __init__(self, input_shape: tuple[int, ...], width: int) -> None:
         super().__init__(
@@ -44,7 +44,7 @@ class Net(nn.Sequential):
 
 
 class Within(Regression):
-    """Regression that also tells which part of the predictions is at most `tolerance` off."""
+    """Regression that also reports the fraction of predictions with an error of at most `tolerance`."""
 
     metric_names = (*Regression.metric_names, "within")
 
@@ -53,7 +53,7 @@ class Within(Regression):
         self._tolerance = tolerance
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Sums over the batch: they are added over batches and ranks. [near, samples, Regression's own]"""
+        """Return the sums [predictions within the tolerance, samples, sums of Regression]."""
         shown = self.predict(model, batch)
         near = (shown["prediction"] - shown["target"]).abs() <= self._tolerance
         own = torch.stack([near.sum().double(), near.new_tensor(near.numel(), dtype=torch.float64)])
@@ -65,7 +65,7 @@ class Within(Regression):
 
 
 def write(path: Path, rows: int = 4000) -> None:
-    """The table, the same at each call."""
+    """Write the table; every call writes the same rows."""
     draw = random.Random(0)
     with path.open("w", newline="") as file:
         table = csv.writer(file)
