@@ -72,7 +72,7 @@ class Turns:
         return loss, {self.turn: loss}
 
     def eval_sums(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the sums of given and generated pixels, the sums of their squares, and the number of images."""
+        """Return the sums of given and generated pixels, the sums of their squares, and the image count."""
         both = torch.cat([batch[0].flatten(1), model(batch[0], "show")], 1).double()
         return torch.cat([both.sum(0), both.square().sum(0), both.new_tensor([len(both)])])
 

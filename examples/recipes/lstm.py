@@ -50,7 +50,7 @@ class Lstm(nn.Module):
     def forward(self, tokens: Tensor, column: Tensor | None = None, begins: Tensor | None = None) -> Tensor:
         """Return logits (B, T, classes) for tokens (B, T).
 
-        In training, each sample continues from the state of its `column`, or from zero at the column's beginning.
+        In training, each sample continues from the state of its `column`; a column begins with zeros.
         """
         if column is None or begins is None:
             return self.head(self.lstm(self.embedding(tokens))[0])
