@@ -109,7 +109,7 @@ def test_no_ratio_is_told_from_few_windows(tmp_path: Path) -> None:
 )
 def test_what_is_unlike_is_flagged(override: str, words: str, tmp_path: Path) -> None:
     said = compare(read_runs([write(tmp_path / "a"), write(tmp_path / "b", override)]))
-    assert f"not the same task: a and b: {words}" in said
+    assert f"not comparable: a and b differ in {words}" in said
 
 
 def test_what_is_no_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

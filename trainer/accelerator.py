@@ -33,7 +33,7 @@ class _Done:
 
 
 class _Queued(_Done):
-    """The only stream of MPS, and its events, which the host reaches by waiting for all work."""
+    """The only stream of MPS and its events; waiting for them means waiting for all work on the device."""
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize()
@@ -48,11 +48,11 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def found(wanted: str) -> tuple[str, int]:
-    """Return the type and number of accelerators of the type `wanted` or "auto"; ("cpu", 0) without one."""
+    """Return the type and number of accelerators of type `wanted` (any if "auto"), or ("cpu", 0)."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or wanted not in ("auto", accelerator.type):
         return "cpu", 0
-    if accelerator.type == "mps" and wanted == "auto":  # it has only been simulated
+    if accelerator.type == "mps" and wanted == "auto":  # MPS has only been tested in a simulation
         return "cpu", 0
     return accelerator.type, torch.accelerator.device_count()
 
@@ -116,17 +116,17 @@ def has_float64(device: torch.device) -> bool:
 
 
 def for_sums(device: torch.device) -> torch.device:
-    """Return where float64 sums of numbers on `device` are kept: there, or on the CPU if it lacks float64."""
+    """Return the device for float64 sums of tensors on `device`: itself, or the CPU if it lacks float64."""
     return device if has_float64(device) else torch.device("cpu")
 
 
 def double(tensor: Tensor) -> Tensor:
-    """Return `tensor` in float64, on the device of `for_sums`."""
+    """Convert `tensor` to float64, on the device that `for_sums` returns."""
     return tensor.to(for_sums(tensor.device), torch.float64)
 
 
 def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
-    """Return peak memory by device: from torch's allocator, or the resident set size of a CPU or Mac."""
+    """Return peak bytes by device: from torch's allocator, or on a CPU or Mac, of the resident set."""
     if not any(map(_has_streams, devices)):
         unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
         return {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

@@ -57,15 +57,15 @@ def train(
         overrides: settings as on the command line, such as `["strategy=ddp", "optim.lr=0.01"]`.
         processes: the number of processes to start on this host. None or 1 trains in the current process,
             unless `overrides` select a launcher. Outside the main thread, training always starts new
-            processes, because Python handles signals only in the main thread, so several runs can train at
+            processes, because Python handles signals only in the main thread; several threads can train at
             the same time.
-        config_dirs: folders structured like conf/, for example with your own `data/mine.yaml`. Files in conf/
-            take precedence.
+        config_dirs: folders structured like conf/, for example with your own `data/mine.yaml`. Ringmaster's
+            own files take precedence.
 
     Raises:
         UserError: if a setting is wrong, or a file cannot be read or written; a subclass of ValueError.
         NonFiniteError: if the loss or a gradient is NaN or Inf; a subclass of ArithmeticError.
-        StoppedBySignal: on Ctrl-C or a signal, after saving; resume=auto with the same run_dir continues.
+        StoppedBySignal: on Ctrl-C or a signal, after saving; resume=auto and its run_dir continue the run.
         RuntimeError: if a started process failed. Errors in the current process are raised unchanged.
 
     The first three classes are in `trainer.errors`.
@@ -109,8 +109,8 @@ def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> nn.Mod
     Args:
         run_dir: the run directory, or its address. It must be trusted, because the classes named in its
             config.yaml are called.
-        checkpoint: newest (and intact), best (by the run's `checkpoint.keep_best`), or the path of a
-            checkpoint.
+        checkpoint: newest (the newest intact checkpoint), best (by the run's `checkpoint.keep_best`), or a
+            path.
 
     Raises:
         UserError: if the run or the checkpoint does not exist, is damaged, or does not match the model.
@@ -129,7 +129,7 @@ def open(run_dir: str | Path, checkpoint: str | Path = "newest") -> TrainedRun:
 
 
 def composed(overrides: list[str]) -> Config:
-    """Compose and check the settings of conf/ with `overrides`. Raises UserError for a mistake in them."""
+    """Compose the settings of conf/ with `overrides`, and check them. Raises UserError for a mistake."""
     try:
         with _composing, initialize_config_dir(str(CONF), version_base="1.3"):
             return load(
@@ -159,8 +159,9 @@ def _refuse_classes_of_main(settings: Config) -> None:
             class_name = value.rpartition(".")[2]
             raise UserError(
                 f"{name}={value} is defined in this notebook or script, so other processes cannot import it. "
-                f"Move it to a file in this folder, such as mine.py, and set {name}=mine.{class_name}; or "
-                "train in this process, from the main thread and without processes= and launch="
+                "Move it to a file in the current folder, such as mine.py, and set "
+                f"{name}=mine.{class_name}; or train in this process, from the main thread and without "
+                "processes= and launch="
             )
 
 

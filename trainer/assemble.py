@@ -175,7 +175,7 @@ def _model(
 ) -> tuple[nn.Module, int, ModelFlops | None, dict[str, str]]:
     """Return the wrapped model, the number of its parameters, its FLOP counter and its `frozen_digests`.
 
-    The digests are empty unless the checkpoint to resume from, or the new ones, omit frozen parameters.
+    The digests are empty unless the resumed checkpoint, or those to be saved, omit frozen parameters.
     """
     assert config.seed is not None
     omits_frozen = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))

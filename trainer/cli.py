@@ -39,7 +39,7 @@ LAUNCHERS: dict[str, Launch] = {"local": local.launch, "slurm": slurm.launch}
 
 @ends_its_threads()
 def main() -> None:
-    """Run the command line `sys.argv`, like every Hydra program, and exit with the status of the run."""
+    """Run the command line `sys.argv` as a Hydra application, and exit with the status of the run."""
     die_with_parent()
     remember_script()
     extend_path()
@@ -75,7 +75,7 @@ def compose() -> list[DictConfig]:
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(ringmaster)()
     except Exception as error:
-        if isinstance(error, HydraException | OmegaConfBaseException) or not _is_of_hydra(error):
+        if isinstance(error, HydraException | OmegaConfBaseException) or not _is_from_hydra(error):
             raise
         groups = [each for each in sys.argv[1:] if "=" in each and (CONF / each.partition("=")[0]).is_dir()]
         what = " ".join(groups) or "the command line"
@@ -89,7 +89,7 @@ def compose() -> list[DictConfig]:
     return composed
 
 
-def _is_of_hydra(error: Exception) -> bool:
+def _is_from_hydra(error: Exception) -> bool:
     """Return whether Hydra or the YAML parser raised the error, for example for model=null."""
     *_, last = traceback.walk_tb(error.__traceback__)
     return str(last[0].f_globals.get("__name__")).startswith(("hydra.", "yaml."))

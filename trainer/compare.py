@@ -1,7 +1,7 @@
 """Compare the speed, communication, losses and models of finished runs.
 
-`python -m trainer.compare RUN RUN ...`, or the folder of a sweep, reads config.yaml, result.json and
-metrics.jsonl of each run, and compares it with the first. To find out why the losses of two runs differ, use
+`python -m trainer.compare RUN|SWEEP ...` reads config.yaml, result.json and metrics.jsonl of each run, and
+compares the run with the first one. To find out why the losses of two runs differ, use
 `python -m trainer.diff RUN RUN`.
 """
 
@@ -23,8 +23,8 @@ _ALIKE = ["data.dataset", "data.task", "train.global_batch_size", "train.precisi
 _ALIKE += ["train.max_steps", "train.epochs"]
 _MS = "usage/ms_per_step/step"
 _COMM = ("usage/comm/total_ms", "usage/comm/overlapped_ms", "usage/comm/exposed_ms")
-_FEWEST = 5  # log windows that a run needs for a ratio of speeds
-_MOST_SETTINGS = 6  # columns of settings; the names of more are listed below the table
+_FEWEST = 5  # speeds are compared only if each run has this number of log windows
+_MOST_SETTINGS = 6  # columns in the table; further settings are only named below it
 
 
 def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
@@ -43,7 +43,9 @@ def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
         if not run.result:
             raise UserError(f"{name} cannot be compared: its result.json is damaged")
     if len(runs) < 2:
-        raise UserError(f"{' '.join(named)}: found {len(runs)} finished, but a comparison needs at least two")
+        raise UserError(
+            f"a comparison needs at least two finished runs, but {' '.join(named)} has {len(runs)}"
+        )
     return runs
 
 
@@ -71,7 +73,8 @@ def _not_alike(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
             for key in differing_settings([base, values])
             if any(f"{key}.".startswith(f"{prefix}.") for prefix in _ALIKE)
         ]
-        lines += [f"not the same task: {first} and {name}: {printable(', '.join(found))}"] if found else []
+        if found:
+            lines.append(f"not comparable: {first} and {name} differ in {printable(', '.join(found))}")
     return lines
 
 
@@ -104,7 +107,7 @@ _SPEED += ["comm ms", "overlapped", "exposed"]
 
 
 def _speed(name: str, run: RunFiles) -> list[str]:
-    """Return the row of `run` in the table of speed; the spread is empty if it has few log windows."""
+    """Return the row of `run` in the Speed table; the spread is empty if the run has few log windows."""
     numbers = run.metrics
     row = [name, *(str(run.result.get(fact, "")) for fact in ("strategy", "comm", "world_size"))]
     times = _ms_per_step(run)
@@ -119,12 +122,12 @@ def _speed(name: str, run: RunFiles) -> list[str]:
 
 
 def _weights(runs: Mapping[str, RunFiles]) -> list[list[str]]:
-    """Return rows with the hash of each run, and where its training loss differs from the first run."""
+    """Return rows with the hash of each run's weights, and where its losses differ from the first run's."""
     rows = [["run", "param_sha256", "first difference", "largest difference of train/loss"]]
     base, *_ = runs.values()
     for name, run in runs.items():
         mine, theirs = run.scalars.get("train/loss", {}), base.scalars.get("train/loss", {})
-        # Means over fewer steps, because a run was resumed after the last log step, can't be compared.
+        # After a resume between two log steps, a mean is over fewer steps, so it can't be compared.
         partial = {step for each in (run, base) for step in each.scalars.get("train/loss_steps", {})}
         common = sorted((mine.keys() & theirs.keys()) - partial)
         gaps = {step: gap for step in common if not math.isnan(gap := abs(mine[step] - theirs[step]))}
@@ -137,7 +140,7 @@ def _weights(runs: Mapping[str, RunFiles]) -> list[list[str]]:
 
 
 def _summary(runs: Mapping[str, RunFiles]) -> list[str]:
-    """Return which run has the lowest loss, which is fastest, and which models are equal."""
+    """Return lines that name the run with the lowest loss, the fastest one, and those with equal weights."""
     lines = []
     losses = sorted(
         (loss, name)

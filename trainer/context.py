@@ -43,10 +43,10 @@ class RunData(NamedTuple):
 class RunPlan(NamedTuple):
     """Facts that are fixed once the run is built."""
 
-    steps_before: int  # steps made before this process started; 0 in a new run
+    steps_before: int  # steps completed before this process started; 0 in a new run
     total_steps: int  # an upper limit, because a stream may end earlier
     num_parameters: int  # of the unsharded model
-    exact: Mapping[str, Any] | None  # with train.exact: what determines the bits, as in result.json
+    exact: Mapping[str, Any] | None  # with train.exact: the facts that determine the bits, as in result.json
     log_interval: int | None  # steps; None: nothing is logged
 
     def logs(self, step: int) -> bool:
@@ -60,7 +60,7 @@ class Guards(NamedTuple):
     unsaved: UnsavedState
     buffers: BufferCheck
     verification: Verification
-    snapshot: Snapshot  # a `FailureSnapshot` if the survivors of a failure save
+    snapshot: Snapshot  # a `FailureSnapshot` if the survivors of a failure save a checkpoint
     kept_buffers: KeptBuffers | None  # buffers after the last step, for the snapshot or a skipped step
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 
 class RunEndError(Exception):
-    """Base class of errors that are printed without a traceback; `ranks` are the ranks that caused it.
+    """Base class of errors that are printed without a traceback.
 
-    `facts` are further entries for failure.json.
+    `ranks` are the ranks that caused the error; `facts` are further entries for failure.json.
     """
 
     exit_code: int
@@ -32,7 +32,7 @@ class RunEndError(Exception):
 
 
 class UserError(RunEndError, ValueError):
-    """An error that the user can fix. The message has the value, what is allowed and what to do."""
+    """An error that the user can fix. The message states the value, what is allowed and what to do."""
 
     exit_code = 2
 
@@ -60,16 +60,16 @@ class ReplicasDifferError(RunEndError):
 
 
 class WrongResultError(RunEndError):
-    """A device computed wrong numbers (`train.verify_every`). No update was made with them.
+    """A device computed a wrong result (`train.verify_every`), which no update used.
 
-    A restart helps, in particular on another device.
+    A restart may help, in particular on another device.
     """
 
     exit_code = 76
 
 
 class StoppedBySignal(RunEndError):  # noqa: N818, not an error
-    """A signal stopped the run, which was saved at `step`, or had not made a step (None).
+    """A signal stopped the run, which was saved after `step` (None: it stopped before the first step).
 
     The exit status is 75 (EX_TEMPFAIL in sysexits.h, "try again later"), so that a job script can requeue the
     run.
@@ -79,7 +79,7 @@ class StoppedBySignal(RunEndError):  # noqa: N818, not an error
 
     def __init__(self, step: int | None, run_dir: object = "DIR") -> None:
         super().__init__(
-            "stopped by a signal before all ranks had joined; no step was made"
+            "stopped by a signal before all ranks had joined; no step was run"
             if step is None
             else f"stopped by a signal after step {step}; run_dir={run_dir} resume=auto continues from there"
         )
@@ -126,7 +126,7 @@ def kind_of(error: BaseException) -> "type[UserError] | type[RetryableError]":
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return whether a disk or network failed; a library's OSError about bad data has no errno."""
+    """Return whether a disk or network failed. A library's OSError about bad data has no errno."""
     has_number = isinstance(error, OSError) and error.errno is not None
     return (has_number or isinstance(error, ConnectionError | TimeoutError)) and kind_of(
         error
@@ -135,7 +135,7 @@ def is_retryable(error: BaseException) -> bool:
 
 @contextmanager
 def writing(run_dir: Path | str) -> Iterator[None]:
-    """Turn an OSError while writing to `run_dir` into a one-line error of the class `kind_of`."""
+    """Turn an OSError while writing to `run_dir` into a one-line error of the class from `kind_of`."""
     try:
         yield
     except OSError as error:
@@ -143,7 +143,7 @@ def writing(run_dir: Path | str) -> Iterator[None]:
 
 
 def report_to_torchrun(message: str, file: str | None = None, at: float | None = None) -> None:
-    """Make torchrun show `message` as the root cause, unless an error of the rank is already recorded.
+    """Make torchrun show `message` as the root cause, unless a cause is already recorded for the rank.
 
     Args:
         file: the error file of the failed rank; by default, that of this rank.
@@ -158,7 +158,7 @@ def report_to_torchrun(message: str, file: str | None = None, at: float | None =
 
 
 def attempt_note() -> str:
-    """Return "; this was attempt N of M" for the current attempt of torchrun, or "" without restarts."""
+    """Return "; this was attempt N of M" for torchrun's current attempt, or "" without restarts."""
     attempts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) + 1
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + 1
     return f"; this was attempt {number} of {attempts}" if attempts > 1 else ""

@@ -42,7 +42,7 @@ class ModelContext:
 def evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]]) -> Evaluation:
     """Evaluate the model on the validation data (a collective).
 
-    A rank without samples left still takes part in each forward pass, in which FSDP gathers parameters.
+    A rank that has no samples left still takes part in each forward pass, because FSDP gathers parameters.
     """
     context.ranks.heartbeat.enter("evaluate")
     with _model_to_evaluate(context) as model, gathering(IN_EVALUATION):
@@ -114,7 +114,7 @@ def _evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]], mo
 
 
 def independent_copy(task: Task) -> Task:
-    """Return a copy of `task` for filler batches and the dry run, which its metrics must not count.
+    """Return a copy of `task` whose metrics are discarded, for the dry run and ranks without samples left.
 
     The copy shares parameters, such as those of a teacher. Returns `task` itself if it cannot be copied.
     """
@@ -161,7 +161,7 @@ def predict(
 
 @torch.no_grad()
 def show(context: ModelContext, evaluation: Evaluation, run_log: RunLog, step: int, at_end: bool) -> None:
-    """Log the result of `Task.show`, at the end of the run and by `train.show_every` (a collective)."""
+    """Log the result of `Task.show` if it is due by `train.show_every` or `at_end` (a collective)."""
     if not offers(context.task, "show") or not on_main(
         lambda: at_end or run_log.shows.is_due(), context.ranks
     ):

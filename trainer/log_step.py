@@ -30,7 +30,7 @@ def log_step(run: Run, grad_norm: Tensor) -> None:
         values["train/skipped_steps"] = progress.skipped_steps
     num_skipped = data.train_loader.num_skipped + (data.eval_loader.num_skipped if data.eval_loader else 0)
     if num_skipped:
-        values["usage/skipped_samples"] = num_skipped  # of this rank
+        values["usage/skipped_samples"] = num_skipped  # on this rank
     run_log.scalars(values, progress.step)
     run_log.histograms(weight_statistics.histograms, progress.step)
     run_log.plots(run.strategy.report.plots, progress.step)

@@ -28,7 +28,7 @@ def fit(run: Run) -> dict[str, float]:
 
     Raises:
         NonFiniteError: a loss or gradient is NaN or Inf; raised on all ranks, before the update of that step.
-        WrongResultError: a device computes wrongly (`train.verify_every`); raised in the same way.
+        WrongResultError: a device computed a wrong result (`train.verify_every`); raised in the same way.
         StoppedBySignal: a signal was received; raised on all ranks, after saving the same step.
     """
     progress, settings, meter = run.state.progress, run.config.train, run.report.meter
@@ -92,24 +92,24 @@ class Epochs:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.batches: Batches | None = None
-        self._is_dry_run_made = False
+        self._is_dry_run_done = False
         self._warned_uneven = not run.data.train_loader.is_divided
 
     def open(self) -> Batches | None:
         """Return the rest of the epoch; if no data is left, end the epoch and return None (a collective).
 
-        The first call makes the dry run.
+        The first call also does the dry run.
         """
         run, progress = self.run, self.run.state.progress
         if self.batches is None:
             self._first_sample = progress.samples_seen - progress.samples_in_epoch
             self._epoch, self.batches = progress.epoch, open_epoch(run)
-            if self.batches is not None and not self._is_dry_run_made:
+            if self.batches is not None and not self._is_dry_run_done:
                 changed_weights = dry_run(run, self.batches)
                 dry_run_of_evaluation(run)
                 run.checkpointer.check(run.state, changed_weights)
                 run.guards.unsaved.start(run.checkpointer.restored_unsaved)
-                self._is_dry_run_made = True
+                self._is_dry_run_done = True
             run.report.meter.begin_epoch()
         return self.batches
 
@@ -126,7 +126,7 @@ class Epochs:
 
 
 def make_step(run: Run, batches: Batches) -> AfterStep:
-    """Run the next step, count and check it, and log if that is due (a collective)."""
+    """Run the next step, count and check it, and log it if that is due (a collective)."""
     progress, meter = run.state.progress, run.report.meter
     meter.start()
     run.report.profile.before(progress.step + 1, meter)
@@ -160,7 +160,7 @@ def is_over(run: Run) -> bool:
 
 
 def unsteady_steps(run: Run) -> int:
-    """Return the number of first steps that the measured speed excludes: an epoch, or 10 in a short run."""
+    """Return the number of steps to exclude from the measured speed: an epoch, or 10 in a short run."""
     steps_per_epoch = run.data.train_loader.steps_per_epoch
     if steps_per_epoch is None or run.plan.total_steps - run.plan.steps_before <= steps_per_epoch:
         return 10

@@ -1,6 +1,6 @@
 """Find the largest micro-batch that fits in memory, by trial steps (`train.micro_batch_size=auto`).
 
-A trial restores the random generators, so the run has the same bits as one with that size in its settings.
+A trial restores the random generators, so the run is bit-identical to one in which that size is set.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) ->
         rank = _first_without_memory(config, ranks, agreement, sizes[0], local_size, smaller or 1)
         if rank is None:
             size = sizes[0]
-            log.info("%s: %d of %d samples per rank%s", _AUTO, size, local_size, failed_trials)
+            log.info("%s: chose %d of %d samples per rank%s", _AUTO, size, local_size, failed_trials)
         else:
             failed_trials += f"; {sizes[0]} failed on {ranks.describe(rank)} (out of memory)"
             sizes = sizes[sizes.index(smaller) :] if smaller else []
@@ -89,7 +89,7 @@ def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
 def _first_without_memory(
     config: Config, ranks: Ranks, agreement: Agreement, size: int, local_size: int, smaller: int
 ) -> int | None:
-    """Try `size` on all ranks, and return the first rank that ran out of memory (a collective).
+    """Try `size` on all ranks, and return the first rank that ran out of memory, or None (a collective).
 
     Ranks communicate only under fsdp, where a rank that runs out of memory leaves the others waiting in a
     collective. Another trial is possible only if all ranks started the same number of collectives. Otherwise,

@@ -19,9 +19,8 @@ from trainer.launch.rank_info import rank_info
 
 
 def main() -> None:
-    """Run the command line `sys.argv`."""
     parser = arguments("trainer.predict", __doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the output; must not exist")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="output file; must not exist")
 
     def do(options: Any, config: Config) -> None:
         predict(config, options.out, options.checkpoint)
@@ -61,7 +60,7 @@ def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
 
 
 def _names(dataset: Any) -> Callable[[int], Any] | None:
-    """Return a function that maps an index to the name or path of the sample's input; None without names."""
+    """Return a function that maps an index to the name or path of a sample's input, or None."""
     from torch.utils.data import Subset
 
     if isinstance(dataset, Subset):

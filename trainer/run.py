@@ -1,4 +1,4 @@
-"""The story of a run, from settings to result.json."""
+"""A run from start to end: from its settings to result.json."""
 
 import dataclasses
 import gc
@@ -70,7 +70,7 @@ def _run(
 
     Args:
         here: the rank info of this process after a shrink; None at the first start.
-        at_shrink: receives what to close before the surviving ranks continue.
+        at_shrink: receives the callbacks to call before the surviving ranks continue.
     """
     check_batch_sizes = _batch_size_check(config.train)
     with (
@@ -112,14 +112,14 @@ def _run(
             run_.strategy.close()
             if ranks.is_main:
                 write_result(run_dir, result, made_steps=run_.state.progress.step > run_.plan.steps_before)
-            run_.report.run_log.close()  # last, so that a failing logger loses nothing else
+            run_.report.run_log.close()  # last, so that an error in a logger loses nothing else
             run_.checkpointer.finish_remote()
             _log_end(run_, metrics)
     return result
 
 
 def _batch_size_check(train: TrainConfig) -> Callable[[int], object]:
-    """Return a function that checks whether a number of ranks can share the global batch."""
+    """Return a function that checks whether the global batch can be divided among a number of ranks."""
     if train.exact is not None:  # chunks are divided among any number of ranks
         return lambda num_ranks: None
     return partial(split_batch, train.global_batch_size, train.known_micro_batch_size)
@@ -203,8 +203,8 @@ def why_no_gather(run_: Run) -> str | None:
     if run_.data.split.num_micro_batches > run_.data.split.num_replicas:
         return (
             f"a step of train.global_batch_size={config.train.global_batch_size} has "
-            f"{run_.data.split.accumulation} micro-batches on each rank, and gather would combine one of "
-            "each rank; set train.micro_batch_size=null, and a smaller global batch if memory is short"
+            f"{run_.data.split.accumulation} micro-batches on each rank, and gather would combine only "
+            "one per rank; set train.micro_batch_size=null, and a smaller global batch if memory is short"
         )
     if run_.strategy.num_replicas < run_.ranks.world_size:
         return f"strategy={config.strategy.name} has ranks without samples; use ddp or fsdp"

@@ -18,7 +18,6 @@ from trainer.inference.command import arguments, start
 
 
 def main() -> None:
-    """Run the command line `sys.argv`."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` stops it without an error
     parser = arguments("trainer.sample", __doc__)
     add, temperature = parser.add_argument, "sampling temperature; 0 selects the likeliest token (default: 1)"

@@ -123,8 +123,8 @@ def _state(
 ) -> tuple[str, str | None]:
     """Return one of _STATES, and the reason if a file or the process gives one.
 
-    On the host of the run, its process shows whether it is alive. On other hosts, the age of its lock file
-    does, because a live run updates the modification time regularly.
+    On the run's own host, its process shows whether the run is alive. On other hosts, the age of its lock
+    file does, because a live run updates the modification time regularly.
     """
     here = {"host": socket.gethostname(), "surroundings": processes.surroundings()}
     process, pid = None, owner.get("pid")
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = "folders that contain runs, at any depth (default: runs)"
     parser.add_argument("dirs", nargs="*", metavar="DIR", default=[_DEFAULT], help=where)
     parser.add_argument("--watch", action="store_true", help=f"refresh the table every {_REFRESH_S:.0f} s")
-    parser.add_argument("--json", action="store_true", help="print a JSON list, with whole messages")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, with untruncated messages")
     options = parser.parse_args(arguments)
     try:
         while True:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer.context import Run
 from trainer.data.loading.loaders import Batches
-from trainer.dry_run.step import make_dry_run
+from trainer.dry_run.step import dry_run_passes
 from trainer.forward_backward import forward_backward
 from trainer.state.progress import Update
 from trainer.step_vote import AfterStep
@@ -20,7 +20,7 @@ from trainer.update import apply_update, read_past
 
 class Step(NamedTuple):
     losses: list[Tensor]
-    """For each micro-batch of this rank, its part of the loss, a detached scalar; the parts add up."""
+    """For each micro-batch of this rank, its part of the step's loss, a detached scalar."""
     grad_norm: Tensor
     """The norm of the gradients of the whole model, a scalar."""
     update: Update
@@ -44,7 +44,7 @@ def train_step(run: Run, batches: Batches) -> Step:
         run.vote.result()  # raises if the trainable parameters changed only on some ranks
         with run.report.meter.resting():
             if follow_begin_step(run):
-                make_dry_run(run, micro_batches)
+                dry_run_passes(run, micro_batches)
     strategy.begin_step(run.model)
     if run.config.train.skips(step):
         agreed = run.vote.result()
@@ -86,8 +86,8 @@ def add_gradients(run: Run, batch: Any, label_count: float, step: int, number: i
     def on_loss(loss: Tensor, parts: Mapping[str, Any] | None) -> Tensor:
         nonlocal loss_of_step
         # DDP and FSDP divide the sum of gradients by the number of replicas, so the loss is divided by the
-        # mean number of labels per replica. With train.exact nothing is divided later, so it is divided by
-        # the number of labels of all replicas.
+        # mean number of labels per replica. With train.exact, nothing is divided later, so the loss is
+        # divided by the number of labels of all replicas.
         all_labels = run.vote.result().num_labels / strategy.order.mean_over(strategy.num_replicas)
         loss = divided(loss, all_labels, label_count)
         run.report.meter.count_batch(run.task, batch, parts, all_labels, label_count)

@@ -1,4 +1,4 @@
-"""Agreement of all ranks in each step: the number of labels, the next action, and whether data is left."""
+"""Agreement of all ranks in each step on the number of labels, the next action, and whether data is left."""
 
 import math
 from collections.abc import Sequence

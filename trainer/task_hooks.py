@@ -61,7 +61,7 @@ def follow_begin_step(run: Run) -> bool:
 
 
 def refuse_changed_by_loss(run: Run) -> None:
-    """Raise UserError if `loss` changed `requires_grad` in a way that this step cannot follow."""
+    """Raise UserError if `loss` changed `requires_grad` after the step had been prepared."""
     changed, trainable = run.state.trainable.changed(), run.state.trainable.trainable()
     new = [name for name in changed if name in trainable]
     if new or (changed and run.strategy.uses == "all"):

@@ -1,4 +1,4 @@
-"""All uses of private names of torch, with their reasons.
+"""All uses of torch's private names, with their reasons.
 
 The names are checked on import, so that a torch version that lacks one fails at the start. Some names are
 only assigned to, so a wrong name would change results without an error.
@@ -59,7 +59,7 @@ TorchDispatchMode: Any = import_module("torch.utils._python_dispatch").TorchDisp
 """The base class of context managers that intercept each operator, also within autograd."""
 
 profiler_enabled = torch.autograd._profiler_enabled
-"""Return whether a profiler is active: without one, a range in its trace would waste 30 us."""
+"""Return whether a profiler is active. If not, adding a range to its trace would waste 30 us."""
 
 foreach_norm, foreach_copy = torch._foreach_norm, torch._foreach_copy_
 """One kernel for many tensors; for a small model, the public get_total_norm takes three times as long."""
@@ -111,7 +111,7 @@ def flight_recorder() -> bytes | None:
 
 
 def record_memory_history(max_entries: int | None) -> None:
-    """Start to record CUDA memory allocations, or stop with None. torch documents this private function."""
+    """Start recording CUDA memory allocations; None stops it. torch documents this private function."""
     options: dict[str, Any] = {"enabled": None} if max_entries is None else {"max_entries": max_entries}
     torch.cuda.memory._record_memory_history(**options)
 
@@ -150,7 +150,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def skipped_on_device(optimizer: Any, found: Tensor) -> Iterator[None]:
-    """Make steps of `optimizer` in the block change nothing if `found`, fp32 on its device, is 1."""
+    """Within the block, make steps of `optimizer` change nothing if `found`, fp32 on its device, is 1."""
     optimizer.found_inf, optimizer.grad_scale = found, None
     yield
     del optimizer.found_inf, optimizer.grad_scale
@@ -158,7 +158,7 @@ def skipped_on_device(optimizer: Any, found: Tensor) -> Iterator[None]:
 
 @functools.cache
 def _can_skip(kind: Any) -> bool:
-    """Return whether fused steps of the class `kind` can be skipped on the device, by a trial on the CPU.
+    """Try on the CPU whether fused steps of the optimizer class `kind` can be skipped on the device.
 
     False for classes outside torch, which may change parameters in addition to torch's step.
     """

@@ -31,14 +31,14 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
 
     On a GPU, an optimizer that can skip its update by a flag on the device is launched before the CPU waits
     for the norm, so that the GPU does not idle. With `train.skip_nonfinite` the CPU waits first, because the
-    moving average must follow only the updates that were made.
+    moving average must not include a skipped update.
 
     Raises:
         NonFiniteError: a loss or gradient is NaN or Inf; raised on every rank, before any parameter changes.
     """
     state, strategy, settings = run.state, run.strategy, run.config.train
     statistics = run.report.weight_statistics.around_update(step, run.plan.logs(step))
-    with statistics, run.guards.snapshot.update(step):  # under ddp, nothing in here waits for another rank
+    with statistics, run.guards.snapshot.update(step):  # under ddp, nothing here waits for another rank
         on_host, copied = norm.to("cpu", non_blocking=True), accelerator.event(norm.device)
         copied.record()
 
@@ -67,7 +67,7 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
 
 
 def read_past(run: Run, step: int) -> Update:
-    """Advance schedule and counters past a step of `train.skip_steps`, like after any skipped step."""
+    """Advance schedule and counters past a step of `train.skip_steps`, as after any skipped step."""
     if run.ranks.is_main:
         for first, last in run.config.train.skip_steps:
             if step == max(first, run.plan.steps_before + 1) <= last:
@@ -79,7 +79,6 @@ def read_past(run: Run, step: int) -> Update:
 
 
 def _count(run: Run, step: int, update: Update) -> None:
-    """Advance schedule, average and counters after `update`."""
     is_made = update is Update.MADE
     run.state.count_update(is_made)
     if is_made:
@@ -124,7 +123,7 @@ def _may_wait_later(run: Run, norm: Tensor) -> bool:
 
 
 def _skipped_unless_finite(optimizer: Optimizer, norm: Tensor) -> AbstractContextManager:
-    """Make `optimizer.step()` change nothing within the context if `norm` is NaN or Inf."""
+    """Within the context, make `optimizer.step()` change nothing if `norm` is NaN or Inf."""
     found_inf = norm.new_empty((), dtype=torch.float32)
     torch.ne(norm - norm, 0, out=found_inf)  # NaN unless finite; isfinite() would launch six kernels
     return skipped_on_device(optimizer, found_inf)

@@ -97,7 +97,7 @@ def test_null_means_never_for_counts() -> None:
         _slow("train.epochs=0", "train.epochs is 0, but must be at least 1"),
         (
             "train.skip_steps=[[5,3]]",
-            "train.skip_steps is [[5, 3]], but must be ranges [first, last] of steps from 1 on",
+            "train.skip_steps is [[5, 3]], but must be ranges [first, last] of steps, counted from 1",
         ),
         _slow("train.skip_steps=[[0,3]]", "train.skip_steps is [[0, 3]], but must be ranges"),
         _slow("train.skip_steps=[[3]]", "train.skip_steps is [[3]], but must be ranges"),
@@ -209,12 +209,10 @@ def test_a_slurm_time_limit_must_allow_a_minute_of_training() -> None:
         _slow("data.images=[0]", "data.images must be a mapping: {NAME: VALUE, ...}"),
         _slow("data.dataset.colour=1", "(+data.dataset.colour=VALUE passes it to data.dataset._target_"),
         _slow("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),
-        _slow(
-            "run_dir=~/a", "run_dir=~/a cannot be parsed from '~/a' on; quote the value: run_dir='\"VALUE\"'"
-        ),
+        _slow("run_dir=~/a", "run_dir=~/a cannot be parsed at '~/a'; quote the value: run_dir='\"VALUE\"'"),
         _slow(
             "model.freeze=[^a]",
-            "cannot be parsed from '^a]' on; quote the value: 'model.freeze=[\"VALUE\", ...]'",
+            "cannot be parsed at '^a]'; quote the value: 'model.freeze=[\"VALUE\", ...]'",
         ),
         _slow("run_dir=runs/lr=1", "the value of run_dir contains a =; quote it: run_dir='\"VALUE\"'"),
         (

@@ -251,7 +251,7 @@ def test_a_micro_batch_size_of_auto_is_found_again(tmp_path: Path) -> None:
     batch = ("train.exact=null", "train.global_batch_size=12", "train.micro_batch_size=auto")
     ended = launched(3, tmp_path, *batch, *fault("kill", 2, 6))
     assert ended.code == 0, ended.output
-    assert re.findall(r"auto: (.*) samples per rank", ended.output) == ["4 of 4", "6 of 6"]
+    assert re.findall(r"auto: chose (.*) samples per rank", ended.output) == ["4 of 4", "6 of 6"]
     assert result(tmp_path)["world_size"] == 2
 
 

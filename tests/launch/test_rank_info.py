@@ -298,9 +298,7 @@ def test_a_rank_that_waits_for_the_others_ends_on_a_signal(tmp_path: Path) -> No
         program.send_signal(signal.SIGTERM)
         ended = program.wait(60)
     assert ended.code == 75, ended.output
-    assert (
-        ended.stderr.splitlines()[-1] == "stopped by a signal before all ranks had joined; no step was made"
-    )
+    assert ended.stderr.splitlines()[-1] == "stopped by a signal before all ranks had joined; no step was run"
     assert "Traceback" not in ended.output
 
 

@@ -70,7 +70,7 @@ def test_a_size_that_fails_is_halved_and_a_resume_keeps_the_one_that_fits(tmp_pa
     alone = "strategy=single"
     [found] = run_ranks(ran, 1, [LITTLE], alone, f"{SIZE}=auto", f"run_dir={tmp_path}/auto", init=False)
     [words] = found["told"]
-    assert "auto: 8 of 32 samples per rank; 32 failed on rank 0" in words and "16 failed" in words
+    assert "auto: chose 8 of 32 samples per rank; 32 failed on rank 0" in words and "16 failed" in words
     [given] = run_ranks(ran, 1, [LITTLE], alone, f"{SIZE}=8", f"run_dir={tmp_path}/given", init=False)
     assert found["size"] == 8 and given["hash"] == found["hash"], "the try leaves no trace in the run"
     again = (alone, f"{SIZE}=auto", "resume=auto", "train.max_steps=6", f"run_dir={tmp_path}/auto")

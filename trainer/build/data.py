@@ -63,11 +63,11 @@ def load_held_out(config: Config, batch: BatchSplit, ranks: Ranks) -> tuple[Any,
 
 def first_batch(config: Config, train_set: Any, size: int) -> Any:
     """Return the first `size` samples of an epoch as a batch, read in this process."""
-    return next(batches_alone(config, train_set, size))
+    return next(local_batches(config, train_set, size))
 
 
-def batches_alone(config: Config, train_set: Any, size: int) -> Iterator[Any]:
-    """Yield batches of `size` samples without end, read in this process; the same on every rank."""
+def local_batches(config: Config, train_set: Any, size: int) -> Iterator[Any]:
+    """Yield endless batches of `size` samples, read in this process and equal on every rank."""
     assert config.seed is not None
     data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
     options = LoaderOptions(0, config.seed, torch.device("cpu"), collate=build_collate(data))
@@ -111,7 +111,7 @@ def build_dataset(data: DataConfig, split: str) -> Any:
 
 
 def as_built(config: Config, train_set: Any) -> Config:
-    """Return `config` with the values that come from the training data, for use of the model without it.
+    """Return `config` with values from the training data filled in, so that the model can be used without it.
 
     An `auto` setting stays `auto` if its value cannot be written as YAML.
     """

@@ -92,7 +92,7 @@ def initial_model(
         train_set: the data from which `auto` settings take their values; None if no setting is `auto`.
         sharded_over: if given, only rank 0 builds the whole model, because the strategy fills one unit at a
             time.
-        read_by: agreement and local rank for reading `model.init_from`; None: the weights are not read.
+        read_by: agreement and local rank for reading `model.init_from`; None does not read it.
         on_meta: build on the meta device where possible, to measure the model without allocating memory.
     """
     assert config.seed is not None
@@ -158,7 +158,7 @@ def _start_from(
         found.update(weights_for(model.module, source, ignore, key, frozen))
         return found
 
-    agreement.everywhere(lambda: model.load(read))  # all ranks raise the error of a missing file
+    agreement.everywhere(lambda: model.load(read))  # all ranks raise an error if the file is missing
     tensors = model.module.state_dict(keep_vars=True)
     return {id(tensors[name]): tensor for name, tensor in found.items()}
 

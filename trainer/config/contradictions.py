@@ -149,9 +149,7 @@ def _check_shrink(config: Config) -> None:
     elif isinstance(config.comm, HookCommConfig):
         reason = "comm=hook, because the trainer does not know the hook's process groups; use another comm"
     elif not checkpoint.on_failure:
-        reason = (
-            "checkpoint.on_failure=false, because the survivors continue from that checkpoint; set it to true"
-        )
+        reason = "checkpoint.on_failure=false, because survivors continue from what it saves; set it to true"
     elif checkpoint.remote is not None:
         reason = (
             f"checkpoint.remote={checkpoint.remote}, because the previous rank 0 may still be uploading; set "
@@ -163,15 +161,14 @@ def _check_shrink(config: Config) -> None:
 
 
 def _check_mps(config: Config) -> None:
-    """Raise UserError for settings that the GPU of a Mac does not support."""
     train = config.train
     if config.strategy.name != "single":
-        reason = f"strategy={config.strategy.name}, because torch.distributed has no backend for it; use "
+        reason = f"strategy={config.strategy.name}, because torch.distributed has no backend for MPS; use "
         reason += "strategy=single"
     elif train.exact is not None:
-        reason = f"train.exact={train.exact}, because it needs float64; set it to null"
+        reason = f"train.exact={train.exact}, because MPS has no float64; set it to null"
     elif train.micro_batch_size == "auto":
-        reason = "train.micro_batch_size=auto, because its free memory is unknown; set it to a number"
+        reason = "train.micro_batch_size=auto, because the free memory of MPS is unknown; set it to a number"
     else:
         return
     raise UserError(f"distributed.device=mps is not supported with {reason}")

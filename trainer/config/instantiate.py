@@ -10,7 +10,7 @@ from hydra.errors import InstantiationException
 
 from trainer.errors import UserError, class_and_line, is_retryable, on_one_line
 
-# Hydra 1.4 restricts which targets it may call. All are allowed, since users name their own (SECURITY.md).
+# Hydra 1.4 restricts its targets. Ringmaster allows all, because users set their own (SECURITY.md).
 _ANY = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 _ALLOWED = {} if _ANY is None else {"_execution_whitelist_": _ANY}
 

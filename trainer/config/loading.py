@@ -1,4 +1,4 @@
-"""Convert the composed Hydra config to a `Config`, and a `Config` to names or YAML."""
+"""Convert the composed Hydra config to a `Config`, and a `Config` to dotted names or YAML."""
 
 import copy
 import dataclasses

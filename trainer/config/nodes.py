@@ -26,7 +26,7 @@ class ParameterGroup:
 
     match: str = field(default="", metadata={"limit": PATTERN})
     name: str | None = matching(
-        r"[\w.-]+", "letters, digits and _.-, because it is the name of a curve", default=None
+        r"[\w.-]+", "letters, digits and _.-, because it is part of a metric's name", default=None
     )
     dims: int | None = limited(lambda value: value >= 0, "at least 0", None)
     weight_decay: float | None = limited(lambda value: 0 <= value < math.inf, "at least 0", None)

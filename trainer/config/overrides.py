@@ -54,7 +54,7 @@ def explain(error: Exception) -> str:
     unread = re.match(r"LexerNoViableAltException: (.*)\n( *)\^", message)
     if unread:  # the mark is below the first character that no grammar rule accepts
         at = max(0, len(unread[2]) - len("LexerNoViableAltException: "))
-        return f"{unread[1]} cannot be parsed from {unread[1][at:]!r} on; quote the value: {quoted}"
+        return f"{unread[1]} cannot be parsed at {unread[1][at:]!r}; quote the value: {quoted}"
     if message.startswith("mismatched input '=' expecting <EOF>"):
         return f"the value of {key} contains a =; quote it: {quoted}"
     if value[:1] in kinds:  # the shell split it at a space, or a value has a special character
@@ -78,7 +78,7 @@ def set_to(name: str, text: str) -> str:
 
 
 def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
-    """Return the message for an unknown `key`, with a setting, group or choice that may be meant."""
+    """Return the message for an unknown `key`, with the setting, group or choice that was probably meant."""
     for old, new in RENAMED.items():
         if f"{key}.".startswith(f"{old}."):
             return f"{old} has been renamed; set {new}"

@@ -32,9 +32,9 @@ class Folder(Protocol):
 
 
 def saved_settings(run_dir: Folder, overrides: Sequence[str] = (), trains: bool = False) -> Config:
-    """Return the settings of the run in `run_dir`, changed by `overrides` like those of a command line.
+    """Return the settings of the run in `run_dir`, with `overrides` applied as on a command line.
 
-    A command that `trains` keeps the run's all-reduce, unless the number of ranks may differ.
+    A command that `trains` keeps the run's all-reduce, without `train.exact` and overrides of the strategy.
     """
     saved = read_settings(run_dir)
     changes = [_parse(override) for override in overrides]
@@ -85,9 +85,9 @@ def read_settings(run_dir: Folder) -> DictConfig:
 
 
 def saved_values(run_dir: Folder) -> dict[str, str]:
-    """Return the saved settings as text by dotted name, except those that every run has for itself.
+    """Return the saved settings as text by dotted name, without run_dir and resume.
 
-    Raises UserError as `read_settings`.
+    Raises UserError like `read_settings`.
     """
     values = leaves(OmegaConf.to_container(read_settings(run_dir)))
     return {name: _as_typed(value) for name, value in values if name not in ("run_dir", "resume")}
@@ -106,7 +106,7 @@ def differing_settings(settings: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _merged(composed: DictConfig, saved: DictConfig, groups: dict[str, str]) -> DictConfig:
-    """Return `saved` with `groups`, and settings that are newer than the run, taken from `composed`."""
+    """Return `saved`, with `groups` and with settings newer than the run taken from `composed`."""
     own = OmegaConf.load(CONF / "train.yaml")  # settings outside groups
     assert isinstance(own, DictConfig)
     with open_dict(own):
@@ -129,7 +129,7 @@ def _parse(override: str) -> Override:
         raise UserError(f"{override}: expected a single value, such as strategy=fsdp")
     key = change.key_or_group
     if key.partition(".")[0] not in MAY_CHANGE:
-        raise UserError(f"{override} has no effect after training; {', '.join(MAY_CHANGE)} can be set here")
+        raise UserError(f"{override} has no effect after training; set only {', '.join(MAY_CHANGE)}")
     return change
 
 

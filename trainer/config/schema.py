@@ -219,7 +219,7 @@ class TrainConfig:
             all(len(each) == 2 and 1 <= each[0] <= each[1] for each in ranges)
             and all(before[1] < after[0] for before, after in pairwise(sorted(ranges)))
         ),
-        "ranges [first, last] of steps from 1 on, which do not overlap, such as [[48100, 48300]]",
+        "ranges [first, last] of steps, counted from 1 and without overlap, such as [[48100, 48300]]",
     )
     log_every_steps: int | str | None = limited(
         lambda value: value == "auto" or (isinstance(value, int) and value >= 1), "auto, at least 1, or null"
@@ -332,7 +332,7 @@ class CheckpointConfig:
     async_: bool = MISSING  # `async` for users, but reserved in Python
     timeout_s: float = seconds()
     remote: str | None = matching(
-        r"[a-z0-9+]+(::[a-z0-9+]+)*://(?![^/]*:[^/]*@)[^?*\[\s]+",  # fsspec deletes all that match * and [
+        r"[a-z0-9+]+(::[a-z0-9+]+)*://(?![^/]*:[^/]*@)[^?*\[\s]+",  # * and [ are wildcards of fsspec
         "an address that fsspec supports, such as s3://BUCKET/FOLDER or file:///FOLDER, without * and [, and "
         "without a password or key, which belong in the environment",
         default=None,

@@ -18,7 +18,6 @@ _REPORT_S = 30.0  # between lines of output
 
 
 def main() -> None:
-    """Run the command line `sys.argv`."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer.exact.verify",
         description=__doc__,
@@ -45,7 +44,7 @@ def burn_in(config: Config, minutes: float) -> int:
         UserError: there is only one rank.
         WrongResultError: on every rank, if a rank computed wrong numbers.
     """
-    from trainer.build.data import batches_alone, build_dataset, build_to_device, split_for
+    from trainer.build.data import build_dataset, build_to_device, local_batches, split_for
     from trainer.build.model import initial_model, wrap_model
     from trainer.build.task import build_task
     from trainer.distributed.agreement import Agreement
@@ -82,7 +81,7 @@ def burn_in(config: Config, minutes: float) -> int:
             set_aside=lambda step, why: None,
         )
         agreement, began, reported = Agreement(ranks), time.monotonic(), 0.0
-        for number, batch in enumerate(batches_alone(config, train_set, split.micro_batch_size)):
+        for number, batch in enumerate(local_batches(config, train_set, split.micro_batch_size)):
             step, chunk = divmod(number, config.train.exact)
             verification.compare(batch, chunk, step + 1)
             passed_s = agreement.on_main(lambda: time.monotonic() - began)
