@@ -1,4 +1,4 @@
-"""Transfer of batches to the device, where uint8 images become float32 to save memory bandwidth."""
+"""Transfer of batches to the device, where uint8 images are converted to float32 to save bandwidth."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -49,7 +49,7 @@ class ToDevice:
 
     def ahead(self, batches: Sequence[Any]) -> None:
         """Start copying the first of the next `batches` to a GPU, which needs memory for one more batch."""
-        if is_accelerator(self.device) and batches and _is_of_tensors(batches[0]):
+        if is_accelerator(self.device) and batches and _moves_only_tensors(batches[0]):
             with accelerator.on(self._stream):
                 self._ahead = batches[0], self._moved(batches[0])
 
@@ -64,7 +64,7 @@ class ToDevice:
             reader = accelerator.current_stream(self.device)
             reader.wait_stream(self._stream)
             for value in leaves(arrived):  # allocated on the copy stream
-                if isinstance(value, Tensor) and is_accelerator(value.device):  # an object may have others
+                if isinstance(value, Tensor) and is_accelerator(value.device):  # it may still be on the CPU
                     accelerator.keep_for(value, reader)
         tensors = (leaf for leaf in leaves(arrived) if isinstance(leaf, Tensor))
         images = next((each for each in tensors if each.dtype == torch.uint8 and each.ndim == 4), None)
@@ -92,7 +92,7 @@ def _with_channels_last(value: Any) -> Any:
     return value.contiguous(memory_format=torch.channels_last) if are_images else value
 
 
-def _is_of_tensors(batch: Any) -> bool:
+def _moves_only_tensors(batch: Any) -> bool:
     """Return whether no object in the batch has a method `to`, which may change the object in place."""
     moving: list[bool] = []
 

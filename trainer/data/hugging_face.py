@@ -26,7 +26,7 @@ def hugging_face(
         split: train or eval.
         path: the name of a dataset, or a file format: json, csv, parquet, text, imagefolder, ...
         columns: the columns of each row to return, as a tuple; None returns all columns, as a dict.
-        splits: the dataset's names of the splits train and eval, such as {eval: validation}.
+        splits: the dataset's names for the splits train and eval, such as {eval: validation}.
         shuffle_buffer: number of rows of training data in the shuffle buffer; 0 does not shuffle. Checkpoints
             do not contain the buffer, so a resumed run reads all rows up to its position again.
         map: function that takes a row of plain values and returns a dict to replace it, such as a tokenizer.
@@ -42,7 +42,7 @@ def hugging_face(
         rows = datasets.load_dataset(path, split=dataset_split, streaming=True, **options)
         if columns is not None and map is None and pack is None:
             rows = rows.select_columns(list(columns))
-    except Exception as error:  # formats and the hub raise many kinds
+    except Exception as error:  # formats and the hub raise many kinds of errors
         raise UserError(
             f"datasets.load_dataset({path!r}, split={dataset_split!r}) failed: {on_one_line(error)}"
         ) from error
@@ -65,7 +65,7 @@ class HubStream(IterableDataset[Any]):
         map: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
         pack: int | None,
     ) -> None:
-        # `has_state`: it can resume at a position without reading the rows before it
+        # `has_state`: whether it can resume at a position without reading the rows before it
         self.rows, self.columns, self._has_state, self._map, self._pack = rows, columns, has_state, map, pack
         self._start = list[int]()  # the tokens in `_rest` at the start of an epoch, or at a resume
         self._rest, self._used = list[int](), 0  # tokens that were read; how many of them were returned

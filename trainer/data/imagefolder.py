@@ -62,7 +62,7 @@ class ImageFolder(datasets.ImageFolder):
         return image if image_size is None else _crop("eval", image_size)(image)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """Return the classes without hidden folders, such as .ipynb_checkpoints."""
+        """Return the classes, ignoring hidden folders such as .ipynb_checkpoints."""
         names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
         return names, {name: number for number, name in enumerate(names)}
 

@@ -1,8 +1,8 @@
 """Orders for `data.order`: functions that choose and arrange the samples of an epoch, for data read by index.
 
 An order may depend only on the dataset and on the given generator, which is seeded from the seed and the
-epoch, like the global generators during the call. So it is the same for any number of ranks, and after a
-resume, even with another global batch size.
+epoch, like the global generators during the call. So the order is the same for any number of ranks, and
+after a resume, even with another global batch size.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def shuffled(dataset: Any, generator: Generator) -> Tensor:
 
 
 class ByLength:
-    """An order in which samples of similar length are adjacent, to reduce padding. Each sample comes once.
+    """An order in which samples of similar length are adjacent, to reduce padding. Each sample occurs once.
 
     Random windows of samples are sorted by `dataset.lengths` (an integer per sample) and cut into groups,
     which are then shuffled.

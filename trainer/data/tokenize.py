@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("out", type=Path, help="the folder to create; must not exist")
     parser.add_argument("--tokenizer", default="gpt2", metavar="bytes|gpt2|FOLDER")
-    parser.add_argument("--field", default="text", help="the key of the text in JSON lines (text)")
-    fraction = "fraction of the bytes for validation (0.005)"
+    parser.add_argument("--field", default="text", help="the key of the text in JSON lines (default: text)")
+    fraction = "fraction of the bytes for validation (default: 0.005)"
     parser.add_argument("--eval-fraction", type=float, default=0.005, help=fraction)
     chosen = parser.parse_args(arguments)
     try:

@@ -33,7 +33,7 @@ class OptimizerAttributes:
         self._first = {name: copy.deepcopy(value) for name, value in self._values()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return [initial value, copy of the current value, is it on the CPU] of each changed attribute."""
+        """Return [initial value, copy of the value, whether it is on the CPU] for each changed attribute."""
         return {
             name: [first, copy.deepcopy(value), _is_on_cpu(value)]
             for name, value in self._values()

@@ -17,8 +17,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
     if closure is not None and closure.default is closure.empty:
         raise UserError(
             f"optim: {name} is not supported, because its step() needs a closure to compute the loss several "
-            "times; use optim=adamw, or a subclass whose step() needs no closure (docs/faq.md has one of "
-            "LBFGS, with max_iter=1)"
+            "times; use optim=adamw, or a subclass whose step() needs no closure (docs/faq.md shows one "
+            "for LBFGS, with max_iter=1)"
         )
 
 

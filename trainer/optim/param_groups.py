@@ -42,9 +42,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of `trainable.own`.
 
-    On a CPU, fused kernels round the last elements of a tensor differently, so with `train.exact` shards
-    would differ, and with fp16 torch's Adam fails with the flag of ShardedGradScaler: then `fused_on_cpu`
-    must be false.
+    `fused_on_cpu` must be false with `train.exact`, because fused kernels on a CPU round the last elements of
+    a tensor differently, so shards would differ; and with fp16, because fused Adam fails with the flag of
+    ShardedGradScaler.
     """
     sets = parameter_sets(trainable, optim)
     parts = [_part(name, trainable, optim, groups, fused_on_cpu) for name, groups in sets.items()]
@@ -91,8 +91,8 @@ def _built(name: str, node: dict[str, Any], sets: list[dict[str, Any]]) -> Optim
 def _fused_option(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) -> dict[str, bool]:
     """Return {"fused": True} if the optimizer and its parameters support it, and `optim` does not set it.
 
-    Fused kernels read each tensor once, which takes a quarter to a half of the time on a CPU. With fp16, they
-    read the flag to skip a step on the device, for which other implementations make the CPU wait.
+    Fused kernels read each tensor once, which is two to four times as fast on a CPU. With fp16, they read the
+    flag to skip a step on the device; other implementations make the CPU wait for it.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable"))
@@ -127,9 +127,9 @@ def _is_dense(parameter: Tensor) -> bool:
 
 
 def parameter_sets(trainable: TrainableParameters, optim: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Divide `trainable.own` into parameter groups, by the setting of their optimizer.
+    """Divide `trainable.own` into parameter groups, listed by the setting of their optimizer.
 
-    The settings are `optim` and `optim.groups.N.optimizer`. Parameters that no entry of `optim.groups`
+    The setting is `optim` or `optim.groups.N.optimizer`. Parameters that no entry of `optim.groups`
     matches come first, then each entry; within an entry, parameters with weight decay come first. If all
     parameters have the same options, there is one group without a name.
     """

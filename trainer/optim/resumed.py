@@ -60,7 +60,7 @@ def continue_groups(
         schedule.load_state_dict(dict(saved["schedule"]))
     elif not isinstance(schedule, ReduceLROnPlateau):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of steps before an update
+            warnings.simplefilter("ignore")  # torch warns about steps before an update
             for _ in range(step):
                 after_step(schedule)
     elif "num_bad_epochs" in saved["schedule"]:  # otherwise, the saved run had another schedule

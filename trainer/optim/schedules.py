@@ -205,7 +205,7 @@ def after_evaluation(schedule: LRScheduler, metrics: Mapping[str, float]) -> Non
 def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:
     """Raise UserError for a schedule that this run does not support."""
     if not isinstance(schedule, LRScheduler):
-        raise UserError(f"schedule: expected a torch.optim.lr_scheduler, got a {type(schedule).__name__}")
+        raise UserError(f"schedule: expected an LRScheduler of torch, got a {type(schedule).__name__}")
     if not isinstance(schedule, ReduceLROnPlateau):
         return
     if not evaluates:

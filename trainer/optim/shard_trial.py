@@ -1,4 +1,4 @@
-"""A trial on small tensors that finds out whether an optimizer can update shards or needs whole tensors."""
+"""A trial on small tensors that shows whether an optimizer can update shards or needs whole tensors."""
 
 import math
 import warnings

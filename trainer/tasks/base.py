@@ -51,7 +51,7 @@ class Task(Protocol):
     """
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Mapping[str, Any]]:
-        """Return the mean over the counted labels of the micro-batch, a scalar to differentiate.
+        """Return the mean loss over the micro-batch's counted labels (those not ignored), as a scalar.
 
         Without counted labels the loss may be NaN; its gradient is then set to 0. The method may also return
         a tuple of the loss and its parts, scalars by name, such as {"box": ..., "class": ...}. Their means,

@@ -11,9 +11,9 @@ from trainer.tasks.cross_entropy import (
     counted,
     inputs_and_any_labels,
     inputs_and_labels,
-    logits_as_made,
     logits_of,
     num_counted,
+    raw_logits,
 )
 
 _MAX_CONFUSION_CLASSES = 20  # the confusion table has the square of this number of cells
@@ -48,7 +48,7 @@ class Classification:
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = inputs_and_labels(batch)
-        logits = logits_as_made(model(inputs))
+        logits = raw_logits(model(inputs))
         if self.label_smoothing:
             self.plain_loss = self._cross_entropy(logits.detach(), labels)
         return self._cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
@@ -59,7 +59,7 @@ class Classification:
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return sums: [loss, correct, labels, correct in the top five, labels of the top five, confusions].
 
-        The two sums of the top five are 0 for up to five classes. Confusion i * classes + j is the number of
+        The two top-five sums are 0 for up to five classes. Confusion i * classes + j is the number of
         samples of class i predicted as class j.
         """
         inputs, labels = inputs_and_labels(batch)
@@ -103,7 +103,7 @@ class Classification:
 
 
 def _confusions(predicted: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Return the flattened confusion matrix; empty for more than 20 classes or labels per pixel."""
+    """Return the flattened confusion matrix; empty for more than 20 classes or for labels per pixel."""
     if classes > _MAX_CONFUSION_CLASSES or labels.ndim != 1:
         return torch.zeros(0, dtype=torch.float64, device=for_sums(labels.device))
     is_class = counted(labels)

@@ -1,4 +1,4 @@
-"""Cross entropy whose error names the label that is not a class of the model."""
+"""Cross entropy, with an error message that names labels outside the model's classes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -97,8 +97,8 @@ class CrossEntropy:
             if len(labels) and (smallest := float(labels.min())) < 0:
                 raise UserError(
                     "the labels are class probabilities, which must be at least 0, but the smallest is "
-                    f"{smallest:g}. Unlike classes (-100), probabilities cannot be ignored: use classes as "
-                    "labels, or remove the samples with negative values from the dataset"
+                    f"{smallest:g}; use class indices as labels if some must be ignored ({IGNORED}), or "
+                    "remove the samples with negative values from the dataset"
                 )
             return
         given = labels[counted(labels)]
@@ -116,7 +116,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(wide, labels, **options)
 
 
-def logits_as_made(output: Any) -> Tensor:
+def raw_logits(output: Any) -> Tensor:
     """Return the logits of a model's output: a tensor, or an object or dict with `logits` (Hugging Face)."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if isinstance(logits, Tensor):
@@ -130,4 +130,4 @@ def logits_as_made(output: Any) -> Tensor:
 
 def logits_of(output: Any) -> Tensor:
     """Return the logits of a model's output in fp32."""
-    return logits_as_made(output).float()
+    return raw_logits(output).float()

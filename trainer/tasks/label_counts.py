@@ -20,7 +20,8 @@ _LEAST, _MOST = 1e-30, 1e30  # ranks compare counts in fp32, where numbers outsi
 def count_labels(task: Task, batch: Any, split: BatchSplit) -> float:
     """Return the number of counted labels of a micro-batch: the task's `weight`, or the number of samples.
 
-    Called before the batch is moved to the device. `data.collate` may drop samples, so they are counted.
+    Called before the batch is moved to the device. `data.collate` may drop samples, so their number is
+    counted.
     """
     if (weight := getattr(task, "weight", None)) is None:
         size, is_only_one = split.micro_batch_size, split.num_micro_batches == 1

@@ -13,9 +13,9 @@ from trainer.tasks.cross_entropy import (
     CrossEntropy,
     counted,
     inputs_and_labels,
-    logits_as_made,
     logits_of,
     num_counted,
+    raw_logits,
 )
 
 _TEMPERATURE = 0.8
@@ -33,7 +33,7 @@ class LanguageModelling:
     Args:
         bytes_per_token: mean number of bytes per token, 1 for byte tokens; None omits bits_per_byte.
         show_tokens: length of the continuation; each token takes a forward pass. 0 shows none.
-        head: where the loss is computed. `logits`: here, from the logits that the model returns. `loss`: in
+        head: where the loss is computed. `logits`: in the task, from the model's logits. `loss`: in
             the model, so that train.compile compiles both as one graph. `chunks`: in the model, for a few
             rows of logits at a time, which needs F.linear_cross_entropy. For `loss` and `chunks`, the model's
             forward must have the parameters of models.gpt.GPT.
@@ -125,7 +125,7 @@ class LanguageModelling:
                     "reduction and chunks, like models.gpt.GPT; set data.task.head=logits"
                 ) from error
             return loss
-        logits = logits_as_made(model(tokens)).flatten(0, 1)
+        logits = raw_logits(model(tokens)).flatten(0, 1)
         return self._cross_entropy(logits, targets.flatten(), reduction=reduction)
 
 

@@ -88,8 +88,7 @@ class OwnLoss:
             raise UserError(
                 f"expected the model's loss to be one number, got a {type(loss).__name__}{shape} from an "
                 f"output of type {type(output).__name__}; return it as an attribute or a key `loss`, as "
-                "the first "
-                "item of a tuple, or as the only output. For other outputs, set data.task to your own task"
+                "the first item of a tuple, or as the only output, or set data.task to your own task"
             )
         return loss
 

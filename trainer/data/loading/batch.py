@@ -12,8 +12,8 @@ from trainer.errors import UserError
 class BatchSplit:
     """Sizes in samples: global_batch_size = num_replicas x micro_batch_size x accumulation.
 
-    With `chunks`, each micro-batch is one chunk of `train.exact`, a range of consecutive samples, and
-    replicas may differ by one micro-batch. For a rank without samples, such as a parameter server,
+    With `chunks`, each micro-batch is one chunk of `train.exact`, a range of consecutive samples, and some
+    replicas may have one micro-batch more. For a rank without samples, such as a parameter server,
     `accumulation` is 0.
     """
 
@@ -25,7 +25,7 @@ class BatchSplit:
 
     @property
     def local_size(self) -> int:
-        """The largest number of samples of a global batch that a replica gets."""
+        """The largest number of samples of a global batch that any replica gets."""
         return self.micro_batch_size * self._most
 
     @property
@@ -35,7 +35,7 @@ class BatchSplit:
 
     @property
     def fewer(self) -> int:
-        """The number of additional micro-batches per step on the busiest process."""
+        """How many micro-batches fewer per step this process has than the busiest one."""
         return self._most - self.accumulation
 
     @property
@@ -43,13 +43,13 @@ class BatchSplit:
         return -(-self.num_micro_batches // self.num_replicas)
 
     def first_micro_batch(self, replica: int) -> int:
-        """Return the index, within a step, of the first micro-batch of `replica`, which is this process."""
+        """Return the index, within a step, of the first micro-batch of this process, which is `replica`."""
         return replica * self.accumulation if self.chunks is None else self.chunks.start
 
     def micro_batches(self, first: int, replica: int, held_out: bool = False) -> Iterator[tuple[int, range]]:
-        """Yield, for each micro-batch from `first` on, the first sample of all replicas and its own samples.
+        """Yield each micro-batch from sample `first` on: its first sample over all replicas, and its own.
 
-        Replica r of R gets the samples r::R, like in torch's DistributedSampler, or the next of its chunks.
+        Replica r of R gets the samples r::R, as in torch's DistributedSampler, or with `chunks`, its chunks.
         With `held_out`, all replicas yield the same number of micro-batches; some may be empty.
         """
         size = self.micro_batch_size

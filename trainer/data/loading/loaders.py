@@ -151,8 +151,6 @@ class TrainLoader(_Loader, ABC):
 
 
 class _IndexLoader(TrainLoader):
-    """A loader of data read by index, in the order given by `data.order`."""
-
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -192,8 +190,6 @@ class _IndexLoader(TrainLoader):
 
 
 class _StreamLoader(TrainLoader):
-    """A loader of a stream: each replica gets its part of every global batch."""
-
     is_stream = True
 
     def __init__(self, dataset: Any, settings: DataConfig, batch: BatchSplit, options: LoaderOptions) -> None:
@@ -202,8 +198,8 @@ class _StreamLoader(TrainLoader):
             setting, default = ("data.sharded", "false") if settings.sharded else ("train.exact", "null")
             raise UserError(
                 f"{setting} is not supported with {type(dataset).__name__}, because it divides itself "
-                "among ranks (divides_itself), so its samples depend on the number of ranks; set "
-                f"{setting}={default}, or let the trainer divide the stream"
+                "among ranks (divides_itself=True), so its samples depend on the number of ranks; set "
+                f"{setting}={default}, or remove divides_itself and yield the same samples on every rank"
             )
         self._stream = TrainStreamReader(dataset, options, settings.sharded, num_streams)
         self._requests = Requests(batch, options.replica)
@@ -235,7 +231,9 @@ class _StreamLoader(TrainLoader):
         return self._batches.position.state_dict()
 
     def resume(self, states: list[dict[str, Any]]) -> None:
-        known = [state for state in states if state]  # a save on failure contains one rank's only
+        known = [
+            state for state in states if state
+        ]  # a checkpoint saved on failure contains the state of one rank only
         if not known:
             return  # saved between two epochs
         position = StreamPosition.merged(known)
@@ -243,8 +241,8 @@ class _StreamLoader(TrainLoader):
             raise UserError(
                 f"the training stream was read as {position.num_shards} shards when the checkpoint was "
                 f"saved, but is now read as {self._stream.num_shards}, which changes the order of its "
-                "samples; use the previous number (data.sharded, or ranks if it divides itself), or "
-                "start a new run from these weights with model.init_from"
+                "samples; restore the previous number (data.sharded, or the number of ranks if the stream "
+                "divides itself), or start a new run from these weights with model.init_from"
             )
         self._stream.start = position
 
@@ -253,7 +251,7 @@ class EvalLoader(_Loader):
     """Yields (batch, indices of its samples): each sample once, and the same number of batches per replica.
 
     A replica that has no samples left yields a filler batch without indices. Pass it through the model,
-    because forward passes may be collective, and discard the result. Every rank reads the whole of a stream.
+    because forward passes may be collective, and discard the result. Every rank reads the whole stream.
     The k-th batches of all replicas contain consecutive samples.
     """
 
@@ -345,7 +343,7 @@ class _Answers:
             persistent_workers=settings.persistent_workers and in_workers,
             pin_memory=pins,
             timeout=options.timeout_s if in_workers else 0,
-            # The watch expects children of the main process, unlike with forkserver, Python 3.14's default.
+            # Failure detection needs workers that are children of this process; forkserver's are not.
             multiprocessing_context="fork" if in_workers else None,
             worker_init_fn=partial(init_worker, reader.heartbeat, first),
             # DataLoader draws a number each epoch, which must not come from the run's generator.

@@ -114,11 +114,11 @@ class IndexReader(Reader):
     """Reads batches of a map-style dataset.
 
     A dataset with ``__getitems__`` returns whole batches and is assumed to be deterministic. If it also has
-    ``draw(indices, numbers)``, that returns training batches, given a random uint64 per sample, which depends
-    only on the seed, the epoch, the index, and how often the index came before in the epoch. Any other
-    dataset is read sample by sample; before each ``__getitem__``, the generators of Python, NumPy and torch
-    are seeded from the same four values. So augmentation does not depend on the world size, the number of
-    workers, or where a run was resumed, and copies of a sample differ.
+    ``draw(indices, numbers)``, training batches come from that method. It gets a random uint64 per sample,
+    which depends only on the seed, the epoch, the index, and how often the index came before in the epoch.
+    Any other dataset is read sample by sample; before each ``__getitem__``, the generators of Python, NumPy
+    and torch are seeded from the same four values. So augmentation does not depend on the world size, the
+    number of workers, or where a run was resumed, and copies of a sample differ.
 
     The last sample of a batch determines the random numbers in ``data.collate``. Reading in the main process
     restores its generators.
@@ -163,7 +163,7 @@ class IndexReader(Reader):
             if sample is not None:
                 return sample
         raise UserError(
-            f"{MAX_REPLACEMENTS} samples in a row from index {index} on cannot be read; set "
+            f"{MAX_REPLACEMENTS} samples in a row from index {index} cannot be read; set "
             "data.on_bad_sample=raise to see the first error"
         )
 
@@ -334,7 +334,7 @@ def checksum(sample: Any) -> int:
 
 
 def sample_of(dataset: Any, index: int) -> Any:
-    """Return the sample. Raises ValueError, which counts as broken data, if it is None."""
+    """Return the sample. If it is None, raise ValueError, which counts as broken data."""
     if (sample := dataset[index]) is None:
         raise ValueError("the dataset returned None")
     return sample

@@ -1,9 +1,9 @@
 """Samplers: which samples each rank reads, and in which order.
 
-The order of a training epoch (trainer.data.order) is determined by the seed and the epoch, and each batch is
-the next B samples. So a run on 1, 2 or 8 ranks, resumed or not, sees the same batches. A run that is resumed
-with another B continues with the next sample. If fewer than B samples remain at the end of an epoch, they are
-not used.
+The order of a training epoch (trainer.data.order) is determined by the seed and the epoch, and each global
+batch is the next B samples. So a run on 1, 2 or 8 ranks, resumed or not, sees the same batches. A run that
+is resumed with another B continues with the next sample. If fewer than B samples remain at the end of an
+epoch, they are not used.
 
 A stream keeps its own order, and is divided among ranks in the same way. An evaluation reads every sample
 exactly once, with the same number of batches on each rank.
@@ -79,8 +79,8 @@ class IndexRequests(Requests):
         order = torch.as_tensor(indices)  # may be a list or an array
         if order.shape != (self.num_samples,) or order.dtype != torch.int64:
             raise UserError(
-                f"the order of epoch {epoch} must be {self.num_samples} indices, a tensor of torch.int64, "
-                f"but is {order.dtype} {tuple(order.shape)}"
+                f"the order of epoch {epoch} must be a torch.int64 tensor of {self.num_samples} indices, "
+                f"but is {order.dtype} of shape {tuple(order.shape)}"
             )
         least, largest, last = int(order.min()), int(order.max()), self.num_samples - 1
         if least < 0 or (largest > last and not hasattr(self._dataset, "epoch_order")):

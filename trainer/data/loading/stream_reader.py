@@ -48,7 +48,7 @@ class StreamPosition:
         return position
 
     def advanced(self, shards: Mapping[int, tuple[int, Any]]) -> "StreamPosition":
-        """Return the position with the larger count of each shard, which several workers may have read."""
+        """Return the position with the larger count of each shard, since several workers may read it."""
         latest = {
             shard: max(state, self.shards.get(shard, state), key=lambda state: state[0])
             for shard, state in shards.items()
@@ -57,7 +57,7 @@ class StreamPosition:
 
 
 class Cursor:
-    """Reads a stream, or a shard of one, forward in one epoch.
+    """Reads a stream, or a shard of a stream, forward through one epoch.
 
     Args:
         position: number of samples of the epoch that have been read.
@@ -91,7 +91,7 @@ class Cursor:
         return self._last
 
     def state(self) -> tuple[int, Any]:
-        """Return the position and the state of the stream at it."""
+        """Return the position, and the state of the stream at that position."""
         return self.position, copy.deepcopy(self._stream.state_dict())
 
 
@@ -198,7 +198,7 @@ class StreamReader(Reader):
 
 
 class TrainStreamReader(StreamReader):
-    """Reads training batches with the positions of their shards; None if the stream ends before."""
+    """Reads training batches with the positions of their shards, or None if the stream ends first."""
 
     def _read(self, request: Request) -> tuple[list[Any], dict[int, tuple[int, Any]]] | None:
         samples = self._samples(request)
@@ -209,7 +209,7 @@ class TrainStreamReader(StreamReader):
 
 
 class EvalStreamReader(StreamReader):
-    """Reads batches, or a filler sample, with the indices of the samples; None when all replicas are done."""
+    """Reads batches, or a filler sample, with the samples' indices, or None when all replicas are done."""
 
     def _read(self, request: Request) -> tuple[list[Any], list[int]] | None:
         if (filler := self._cursor(request, 0).read(request.first)) is END:

@@ -64,7 +64,7 @@ class Gpt2:
         tiktoken = optional("tiktoken", "the gpt2 tokenizer", extra="gpt2")
         try:
             self._encoding = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # network libraries raise many kinds
+        except Exception as error:  # network libraries raise many kinds of errors
             raise UserError(
                 f"failed to download the vocabulary of gpt2: {on_one_line(error)[:200]}; set "
                 "TIKTOKEN_CACHE_DIR to a tiktoken cache folder that contains it, or pass a folder that "

@@ -15,7 +15,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of ``block_size`` tokens, with the same windows shifted by one token as targets.
 
     Read by index, the windows of a text are adjacent. In training, each window is shifted by a random number
-    of up to ``block_size - 1`` tokens, but not into validation windows. So an epoch reads about all of the
+    of up to ``block_size - 1`` tokens, but not into validation windows. So an epoch reads almost the whole
     text once, with different boundaries in each epoch.
 
     Args:
