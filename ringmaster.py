@@ -1,4 +1,4 @@
-"""The command `ringmaster`; `python train.py` and `python -m trainer` are the same."""
+"""The command `ringmaster`; `python train.py` and `python -m trainer` do the same."""
 
 import os
 import signal
@@ -26,8 +26,8 @@ def main() -> None:
         if found is None or Path(found).resolve().parent != HERE / name:
             where = Path(found).parent if found else "a folder of that name"
             print(
-                f"`import {name}` finds {where} before ringmaster's own package, {HERE / name}: rename "
-                "yours, or start where it is not on the path (PYTHONPATH, the current directory)",
+                f"`import {name}` finds {where} before Ringmaster's own package, {HERE / name}: rename "
+                f"your {name}, or start where it is not on the import path (PYTHONPATH, current directory)",
                 file=sys.stderr,
             )
             sys.exit(2)

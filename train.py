@@ -1,4 +1,4 @@
-"""Trains: `python train.py`, or `torchrun --nproc_per_node=N train.py`, then Hydra overrides."""
+"""Train: `python train.py`, or `torchrun --nproc_per_node=N train.py`, then Hydra overrides."""
 
 from ringmaster import main
 

@@ -25,7 +25,7 @@ class GPT(nn.Module):
         vocab_size: number of tokens in the vocabulary.
         block_size: maximum length of a sequence.
         size: a key of SIZES; width, depth and num_heads override its values.
-        dropout: probability after the embeddings, in the attention, and on each residual branch.
+        dropout: its probability after the embeddings, in the attention, and on each residual branch.
         vocab_multiple: pad the matrix product of the logits to a multiple of this number of columns, because
             a GPU takes longer for 50,257 than for 50,304. The zeros are created for the product only, and are
             not part of the logits, the parameters or a checkpoint.
@@ -119,7 +119,7 @@ class GPT(nn.Module):
         x = self.dropout(x + self.position_embedding(positions))
         for number, block in enumerate(self.blocks):
             x = block(x, cache[number] if cache else None, mask)
-        # Tied weights without a second module: the state dict has one entry, and one unit of FSDP owns it.
+        # Tied weights without a second module: the state dict has one entry, and one FSDP unit owns it.
         x, weight = self.norm(x), self.token_embedding.weight
         if self._padding:
             weight = F.pad(weight, (0, 0, 0, self._padding))

@@ -1,8 +1,7 @@
 """Attention within packed documents, by FlashAttention if possible, and otherwise by a mask.
 
 FlashAttention gets the offsets of the documents, and computes nothing for pairs of tokens in different
-documents. With a mask, which it does not support, torch uses its memory-efficient kernel, which computes all
-pairs.
+documents. With a mask, torch uses its memory-efficient kernel, which computes all pairs.
 """
 
 import torch

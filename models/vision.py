@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Families whose stem is a convolution of stride 2, which can be changed to 1, and the name of the max-pool.
+# Families whose stem is a convolution of stride 2, which can be changed to 1, and their max-pool's name.
 SMALL_STEMS = {
     "resnet": "maxpool",
     "resnext": "maxpool",
@@ -38,7 +38,7 @@ def vision(
     is replaced. The names of parameters do not change.
 
     Args:
-        weights: one of torchvision's names of pretrained weights. The model's attribute ``pretrained`` then
+        weights: the name of pretrained weights in torchvision. The model's attribute ``pretrained`` then
             locates their file, from which the trainer starts; this function does not read it.
         download: whether ``pretrained`` may download the file.
 

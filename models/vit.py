@@ -14,7 +14,7 @@ class ViT(nn.Module):
     Args:
         input_shape: channels, height and width of the images.
         patch_size: side of a patch in pixels; height and width must be multiples of it.
-        dropout: probability after the embedding, in the attention, and on each residual branch.
+        dropout: its probability after the embedding, in the attention, and on each residual branch.
 
     Raises:
         ValueError: a size is below 1, or sizes are not divisible as required.

@@ -180,35 +180,43 @@ def _flag(name: str) -> str:
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--hosts", type=int, required=True)
-    add("--per-host", type=int, default=1, help="processes on each host (1)")
-    add("--megabytes", type=float, default=25.0, help="10^6 bytes of fp32 (25)")
+    add("--hosts", type=int, required=True, help="number of hosts")
+    add("--per-host", type=int, default=1, help="processes on each host (default: 1)")
     add(
-        "--wire-dtype", choices=_ITEMSIZE, default="fp32", help="the dtype in which gradients are sent (fp32)"
+        "--megabytes",
+        type=float,
+        default=25.0,
+        help="size of the all-reduce: 10^6 bytes of fp32 (default: 25)",
+    )
+    add(
+        "--wire-dtype",
+        choices=_ITEMSIZE,
+        default="fp32",
+        help="dtype in which gradients are sent (default: fp32)",
     )
     add(
         "--segment-mb",
         type=float,
         default=SEGMENT_MB,
-        help="segment size in 2^20 bytes, as comm.segment_mb (2)",
+        help="segment size in 2^20 bytes, as comm.segment_mb (default: 2)",
     )
     add("--from", type=Path, dest="results", metavar="FILE", help="output of the preflight with --json")
-    add("--gbit", type=float, help="bandwidth of each link of a host, in each direction")
-    add("--latency-us", type=float, help="latency of a message between hosts, one way")
-    add("--rails", type=int, default=1, help="links of each host, among which its processes are divided (1)")
-    add("--hosts-per-switch", type=int, help="hosts on each switch, numbered consecutively (all)")
+    add("--gbit", type=float, help="bandwidth in Gbit/s of each link of a host, in each direction")
+    add("--latency-us", type=float, help="one-way latency of a message between hosts")
+    add("--rails", type=int, default=1, help="links per host, shared by its processes (default: 1)")
+    add("--hosts-per-switch", type=int, help="hosts on each switch, numbered consecutively (default: all)")
     add(
         "--oversubscription",
         type=float,
         default=1.0,
-        help="bandwidth of a switch's links to hosts / its trunk (1)",
+        help="bandwidth of a switch's links to hosts, divided by that of its trunk (default: 1)",
     )
-    add("--local-gbit", type=float, help="bandwidth between processes of a host")
+    add("--local-gbit", type=float, help="bandwidth in Gbit/s between processes on a host")
     add("--local-latency-us", type=float, help="latency of a message within a host")
     add("--message-us", type=float, help="CPU time to send or receive a message")
     add("--servers", default="", metavar="1,2,all", help="also predict these numbers of parameter servers")
     add("--train", type=Path, metavar="RUN", help="predict the step of the run in this directory")
-    add("--formulas", action="store_true", help="print textbook formulas of traffic; needs no links")
+    add("--formulas", action="store_true", help="print textbook formulas for the traffic; needs no links")
     add(
         "--plot",
         type=plots.file,
@@ -244,7 +252,7 @@ def _machine(options: argparse.Namespace) -> Machine:
             needed |= {"--local-gbit": "local_bytes_per_s"}
     if missing := [option for option, name in needed.items() if name not in values]:
         raise ValueError(
-            f"{', '.join(missing)} missing; set it, or use --from with a preflight of such links"
+            f"{', '.join(missing)} missing; set these, or use --from with a preflight of such links"
         )
     return Machine(**values)
 

@@ -35,10 +35,10 @@ class Machine:
     oversubscription: float = 1.0  # bandwidth of a switch's links to hosts / bandwidth of its trunk
     local_latency_s: float = 0.0
     local_bytes_per_s: float = math.inf  # bandwidth of a process to others on its host, in each direction
-    local_copy_s_per_byte: float = 0.0  # CPU time of sender and receiver each, within a host
+    local_copy_s_per_byte: float = 0.0  # CPU time of the sender and of the receiver, within a host
     add_s_per_byte: float = 0.0
     network_s_per_byte: float = 0.0  # CPU time to send or receive between hosts
-    message_s: float = 0.0  # CPU time of sender and receiver each
+    message_s: float = 0.0  # CPU time of the sender and of the receiver
     parallelism: float = math.inf  # processors of a host
 
 
@@ -187,7 +187,7 @@ class _Loads:
         return Traffic(*map(listed, (*(self._local + self._across), *_sums(self._hosts, self._across))))
 
     def play(self, round_: Round) -> None:
-        """Advance all clocks by `round_.repeat` such rounds."""
+        """Advance all clocks by `round_.repeat` rounds like `round_`."""
         machine, hosts, block = self._machine, self._hosts, len(self._hosts)
         num_bytes = round_.share * self._segment
         # A message out of the block represents one into it.

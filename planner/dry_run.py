@@ -1,4 +1,4 @@
-"""Make two steps of a run on fake tensors, as one of its ranks, to count the bytes that they would take.
+"""Run two steps of a run on fake tensors, as one of its ranks, to count the bytes that they would take.
 
 The model, the strategy, the loss and the optimizer are those of the run. Tensors, which have shapes and
 dtypes but no data, and the other ranks are fake. Nothing is computed.
@@ -88,7 +88,7 @@ class DryRun:
             to_device = self.to_device(placed.device)
             fake_model = without_values(model, placed)
             fakes = fake_tensor_mode()
-            # torch warns of outputs that are views, of which there are more with fake tensors.
+            # torch warns about outputs that are views; with fake tensors, there are more of them.
             quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
             with quiet, fakes, FusedAttention(), MemoryLedger() as ledger:
                 module = wrap_model(config, fake_model, placed.strategy)
@@ -96,7 +96,7 @@ class DryRun:
 
 
 class Stage:
-    """Makes steps of a dry run. The first step is made twice, to create the optimizer's state."""
+    """Runs steps of a dry run. The first step runs twice, to create the optimizer's state."""
 
     def __init__(
         self,

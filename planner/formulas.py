@@ -105,7 +105,10 @@ def table(hosts: Sequence[int], num_bytes: int, servers: Sequence[int]) -> str:
             "servers: each sends the same amount to workers, and to other servers; servers compute no "
             "gradients"
         )
-    lines += ["", "rank, root: the maximum that a rank, and rank 0, sends; total: the sum over all ranks."]
+    lines += [
+        "",
+        "rank: the most that any rank sends; root: what rank 0 sends; total: the sum over all ranks.",
+    ]
     return "\n".join([*lines, *remarks])
 
 

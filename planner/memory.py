@@ -1,6 +1,6 @@
 """Predict the memory of each strategy on a device: `python -m planner.memory [OVERRIDES] --world 64 ...`.
 
-The program needs neither a GPU nor the memory: it makes two steps of the run on fake tensors, which have
+The program needs neither a GPU nor the memory: it runs two steps on fake tensors, which have
 shapes but no data, as one rank of a simulated world, and counts the bytes of these tensors. Without
 `strategy=` in OVERRIDES, it compares all strategies, including hybrid (fsdp with strategy.shard_group=host);
 `strategy.NAME=VALUE` then applies to the strategies that have this setting.
@@ -61,16 +61,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="OVERRIDES", help="as for train.py: model=gpt model.size=gpt2 ...")
-    add("--config-dir", action="append", default=[], metavar="DIR", help="a folder like conf/ of your own")
-    add("--world", type=int, default=8, help="ranks (8)")
-    add("--per-host", type=int, default=8, help="ranks on each host (8)")
-    add("--rank", type=int, help="the rank to simulate (0, which has the largest shards)")
+    add(
+        "--config-dir",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="your own folder structured like conf/",
+    )
+    add("--world", type=int, default=8, help="number of ranks (default: 8)")
+    add("--per-host", type=int, default=8, help="ranks on each host (default: 8)")
+    add("--rank", type=int, help="the rank to simulate (default: 0, which has the largest shards)")
     add(
         "--gpu-gb",
         type=float,
         help="memory of a device in 10^9 bytes; prints the largest micro-batch that fits",
     )
-    add("--reserve-gb", type=float, default=2.0, help="part of it that is not for tensors (2)")
+    add("--reserve-gb", type=float, default=2.0, help="part of --gpu-gb that is not for tensors (default: 2)")
     add("--json", action="store_true", help="print bytes as JSON")
     options = parser.parse_intermixed_args(argv)
     if not 0 < options.world <= 65536 or not options.per_host > 0:

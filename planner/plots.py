@@ -47,7 +47,7 @@ def times(curves: Mapping[int, Mapping[str, Prediction]], what: str, per_host: i
 
 
 def efficiencies(curves: Mapping[int, Mapping[str, PredictedStep]], what: str, file: Path) -> None:
-    """Plot the fraction of a step that is computing, by world size and algorithm."""
+    """Plot the fraction of a step that is spent computing, by world size and algorithm."""
     with _axes(what, "computing / step (%)", file) as axes:
         axes.set_ylim(0, 103)
         for algorithm in sorted(curves[max(curves)], key=list(_MARKERS).index):

@@ -1,7 +1,7 @@
 """The push and pull of a parameter server as schedules, which are predicted like all-reduces.
 
-There is one part per server. Pulling waits for the update, and so for the last push. Therefore, push and pull
-are two consecutive schedules.
+The parameters are divided into one part per server. Pulling waits for the update, and so for the last push.
+Therefore, push and pull are two consecutive schedules.
 
 Source: M. Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
 """
