@@ -1,9 +1,9 @@
 """Find where two runs diverge, and why: `python -m trainer.diff A B [--step N] [--tolerance ULP] [--json]`.
 
 A and B are run directories. Shows the settings, environment, code and recorded numbers that differ. Then
-makes the steps up to the first difference again in both runs, and names the first thing that differs: a
-sample, the output of a module, the loss, a gradient, an option of the optimizer, or an update. Writes nothing
-into the runs. To compare the speed and the results of runs, use `python -m trainer.compare`.
+reruns the steps up to the first difference in both runs, and names the first thing that differs: a sample,
+the output of a module, the loss, a gradient, an option of the optimizer, or an update. Writes nothing into
+the runs. To compare the speed and the results of runs, use `python -m trainer.compare`.
 
 Exits with status 0 if the runs are equal, 1 if they differ, and 2 after an error.
 """
@@ -26,14 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs=2, metavar="RUN", type=Path)
-    parser.add_argument("--step", type=int, metavar="N", help="the step to replay (default: found)")
+    parser.add_argument("--step", type=int, metavar="N", help="step to replay (default: the first different)")
     parser.add_argument(
         "--tolerance",
         type=float,
         default=0.0,
         metavar="ULP",
-        help="differences that count as equal, in units in the last place, for runs that differ in rounding: "
-        "other hardware, numbers of ranks without train.exact, fsdp and ddp (default: 0)",
+        help="largest difference to ignore, in units in the last place, for runs that round differently: on "
+        "other hardware, on other numbers of ranks without train.exact, or with fsdp and ddp (default: 0)",
     )
     parser.add_argument(
         "--folders",
@@ -41,14 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         default=[Path.cwd()] * 2,
         metavar="DIR",
-        help="where to import the code of each run from, if it differs (default: the current directory)",
+        help="the folders with the code of each run, if it differs (default: the current directory)",
     )
     parser.add_argument(
         "--pythons",
         nargs=2,
         default=[sys.executable] * 2,
         metavar="PYTHON",
-        help="the interpreter of each run, if another version of torch made it (default: this one)",
+        help="the Python interpreters for each run, if their torch versions differ (default: this one)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)

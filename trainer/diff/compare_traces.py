@@ -13,7 +13,7 @@ from trainer.errors import first_few
 KINDS = ["before", "samples", "batch", "outputs", "loss", "backward", "gradients", "optimizer", "update"]
 
 Entry = Mapping[str, Any]
-"""As `StepTrace` writes it: kind, name; hash, value and text, of those that it has; samples of the rows."""
+"""As `StepTrace` writes it: kind and name; hash, value or text if it has them; the sample of each row."""
 
 
 class Difference(NamedTuple):
@@ -27,7 +27,7 @@ class Difference(NamedTuple):
 
 
 def read_traces(folder: Path) -> dict[int, list[Entry]]:
-    """Return the entries of each step, with the rows of all ranks and micro-batches in one tensor each."""
+    """Return the entries of each step, each with the rows of all ranks and micro-batches in one tensor."""
     steps: dict[int, list[Entry]] = {}
     for number in range(len(list(folder.glob("*.pt")))):
         for step, entries in torch.load(folder / f"{number}.pt", weights_only=True).items():
@@ -86,7 +86,7 @@ def differences(
 
 
 def _difference(one: Entry, other: Entry, tolerance: float) -> list[Difference]:
-    """Return [] if the entries are equal."""
+    """Return the difference, or [] if the entries are equal."""
 
     def differ(words: str, ulp: float = math.inf) -> list[Difference]:
         return [Difference(one["kind"], one["name"], words, ulp)]
@@ -131,8 +131,8 @@ def units(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
     The unit is the spacing of the less precise type at the size of the element or, for smaller elements, at
     the root mean square of the tensor: close to 0, rounding leaves differences of many smaller units. NaN
-    equals NaN; otherwise, a difference from NaN or Inf is infinite. The unit of integers is 1, that of
-    float64 scalars, which are losses, is that of float32.
+    equals NaN; otherwise, a difference from NaN or Inf is infinite. For integers, the unit is 1; for
+    float64 scalars, which are losses, it is that of float32.
     """
     types = [t.dtype for t in (one, other) if t.is_floating_point()]
     a, b = one.double(), other.double()

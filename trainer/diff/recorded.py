@@ -22,7 +22,7 @@ _APART += [f"train.{name}" for name in ("histograms_every", "peak_tflops", "prof
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """Where the records of two runs diverge.
 
     Attributes:
@@ -36,7 +36,7 @@ class Parting:
 
 
 class RecordedRun(RunFiles):
-    """The files of a run, and where its steps are made again.
+    """The files of a run, and what is needed to rerun its steps.
 
     Attributes:
         folder: the run directory.
@@ -52,12 +52,12 @@ class RecordedRun(RunFiles):
         self.failure: dict[str, Any] = {} if self.result else failure_file.read(folder) or {}
 
     def attempt(self, step: int) -> RunAttempt:
-        """Return the attempt that made `step`. Raises UserError if it is unknown."""
+        """Return the attempt that ran `step`. Raises UserError if it is unknown."""
         attempt = attempt_of(self.folder, step)
         if attempt is None:
             raise UserError(
-                f"{self.folder} has no record of its code and environment (code.json), because it was made "
-                "by an earlier version; make the run again"
+                f"{self.folder} has no record of its code and environment (code.json), because an earlier "
+                "version of Ringmaster wrote it; train again"
             )
         return attempt
 
@@ -91,7 +91,7 @@ def _rows(names: Sequence[str], one: Mapping[str, str], other: Mapping[str, str]
     return [[name, one.get(name, "none"), other.get(name, "none")] for name in names]
 
 
-def parting(one: RecordedRun, other: RecordedRun, tolerance: float) -> Parting:
+def divergence(one: RecordedRun, other: RecordedRun, tolerance: float) -> Divergence:
     """Compare losses, gradient norms and hashes of weights, step by step."""
     common = sorted(one.steps.keys() & other.steps.keys())
     hashes = [run.scalars.get("weights_hash", {}) for run in (one, other)]
@@ -101,26 +101,26 @@ def parting(one: RecordedRun, other: RecordedRun, tolerance: float) -> Parting:
             mine, theirs = (getattr(run.steps[step], name) for run in (one, other))
             if (apart := ulp(mine, theirs)) > tolerance:
                 words = name.replace("grad_norm", "gradient norm")
-                return Parting(
+                return Divergence(
                     step, equal, f"{words} of step {step}: {mine!r} and {theirs!r} ({apart:.3g} ulp)"
                 )
         if not tolerance and step in hashes[0] and hashes[0][step] != hashes[1].get(step, hashes[0][step]):
-            return Parting(step, equal, f"hash of the weights after step {step}")
+            return Divergence(step, equal, f"hash of the weights after step {step}")
         equal = step
     for name, run in (("A", one), ("B", other)):
         failed = run.failure.get("step")
         if isinstance(failed, int) and failed > equal:
-            return Parting(failed, equal, f"{name} failed in step {failed}: {run.failure.get('message')}")
+            return Divergence(failed, equal, f"{name} failed in step {failed}: {run.failure.get('message')}")
     if not common:
         raise UserError(
             f"{one.folder} and {other.folder} have recorded no step in common; set --step to a step that "
-            "both have made"
+            "both have completed"
         )
     ends = [run.result.get("param_sha256") for run in (one, other)]
     same_end = one.result.get("steps") == other.result.get("steps")
     if not tolerance and all(ends) and same_end and ends[0] != ends[1]:
-        return Parting(equal, equal, "hashes of the final models (param_sha256)")
-    return Parting(None, equal, "")
+        return Divergence(equal, equal, "hashes of the final models (param_sha256)")
+    return Divergence(None, equal, "")
 
 
 def ulp(one: float, other: float) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.checkpoint.manifest import read_manifest
 from trainer.diff.compare_traces import Difference, Entry, differences, read_traces
-from trainer.diff.recorded import RecordedRun, code_rows, environment_rows, parting, setting_rows
+from trainer.diff.recorded import RecordedRun, code_rows, divergence, environment_rows, setting_rows
 from trainer.errors import UserError, first_few
 from trainer.files.columns import columns
 from trainer.launch import new_process
@@ -24,7 +24,7 @@ _SHOWN = 5  # entries that differ
 _WORDS = {
     "before": "weights and state before it",
     "outputs": "outputs of modules",
-    "backward": "their gradients",
+    "backward": "gradients of outputs",
 }
 _WORDS |= {"gradients": "gradients of parameters", "optimizer": "optimizer settings", "update": "update"}
 
@@ -72,7 +72,7 @@ def diff(runs: Sequence[RecordedRun], step: int | None, tolerance: float, as_jso
     """Compare two runs, print the report, and return the exit status.
 
     Args:
-        step: the step to replay; None: the one where the runs part.
+        step: the step to replay; None: the first one that differs.
         tolerance: largest difference of equal numbers, in ulp.
 
     Raises:
@@ -82,7 +82,7 @@ def diff(runs: Sequence[RecordedRun], step: int | None, tolerance: float, as_jso
     report = _Report(as_json)
     rows, apart = setting_rows(one, other)
     _add_rows(report, "settings", rows, f" (and {first_few(apart)}, without effect on a step)" * bool(apart))
-    found = parting(one, other, tolerance) if step is None else None
+    found = divergence(one, other, tolerance) if step is None else None
     attempts = [run.attempt(step or (found and found.step) or max(run.steps, default=1)) for run in runs]
     _add_rows(report, "environment", environment_rows(*attempts))
     _add_rows(report, "code", code_rows(*attempts))

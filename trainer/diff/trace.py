@@ -1,4 +1,4 @@
-"""Replay steps of one run and write down all that they compute; started by `trainer.diff` for each run.
+"""Replay steps of one run and record everything that they compute; started by `trainer.diff` for each run.
 
 Each rank writes OUT/RANK.pt with the entries of the traced steps. Rank 0 also writes OUT/replay.json.
 """
@@ -32,14 +32,15 @@ from trainer.tensors.bits import bit_hashes
 from trainer.tensors.local_shard import is_dtensor, to_local
 from trainer.tensors.nested import leaves
 
-_MOST_BYTES = 4 << 30  # of the tensors that a rank keeps of a step; of the others, only a hash
-_HOW = {"params", "name", "foreach", "fused", "capturable", "differentiable"}  # not what is computed
+_MOST_BYTES = 4 << 30  # most bytes of tensors that a rank keeps per step; further ones are only hashed
+# Options of the optimizer that do not change what it computes.
+_HOW = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
 
 
 class StepTrace(WeightStatistics):
     """The entries of one step, in the order in which they are computed.
 
-    The model is traced by hooks and the update as `WeightStatistics`, by which gradients are complete.
+    Hooks trace the model. The update is traced in place of `WeightStatistics`, where gradients are complete.
     """
 
     def __init__(self, run: Run) -> None:
@@ -54,7 +55,7 @@ class StepTrace(WeightStatistics):
 
     @contextmanager
     def tracing(self) -> Iterator[Run]:
-        """Trace the step that is made with the yielded run within the context."""
+        """Trace the step that runs with the yielded run within the context."""
         run = self._run
         self._add_state("before", "{} before the step")
         handles = []
@@ -143,7 +144,7 @@ class StepTrace(WeightStatistics):
 
 
 def trace(run_dir: Path, first: int, steps: Sequence[int], start: Path | None, out: Path) -> None:
-    """Make the steps from `first` to the last of `steps`, and trace `steps` (a collective)."""
+    """Run the steps from `first` to the last of `steps`, and trace `steps` (a collective)."""
     hashes, traces, error = dict[int, list[str]](), dict[int, list[dict[str, Any]]](), None
     with replayed(run_dir, first, start=start) as made:
         run = made.run
@@ -154,7 +155,7 @@ def trace(run_dir: Path, first: int, steps: Sequence[int], start: Path | None, o
                 made.epochs.step()
                 made.use_evaluation()
                 continue
-            made.batches.ahead()  # makes the dry run before the hooks are added
+            made.batches.ahead()  # does the dry run before the hooks are added
             of_step = StepTrace(run)
             with of_step.tracing() as made.epochs.run:
                 try:
@@ -201,7 +202,6 @@ def _state_hashes(run: Run) -> list[str]:
 
 
 def main() -> None:
-    """Run the command line `sys.argv`."""
     parser = arguments("trainer.diff.trace", __doc__, checkpoint=False)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--steps", type=int, nargs="+", required=True)

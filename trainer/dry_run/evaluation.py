@@ -98,7 +98,7 @@ def _listed(task: Task) -> Collection[str]:
 
 
 def _lenient(summarise: Callable[[Any], dict[str, float]], failures: list[str]) -> Callable[[Any], Any]:
-    """Wrap `summarise` to append errors that too few samples can cause to `failures`, not raise them."""
+    """Wrap `summarise` so that errors that too few samples can cause go to `failures`, not to the caller."""
 
     def attempt(gathered: Any) -> Any:
         try:

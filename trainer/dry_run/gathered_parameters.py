@@ -72,7 +72,7 @@ class GatheredParameters:
                     "shard; create it in __init__, or use strategy=ddp"
                 )
             is_same = now in self.names and now.requires_grad == shard.requires_grad
-            # Compare versions too: the values may be the same, as of a teacher that still equals its student.
+            # Compare versions too: the values may be equal, like a teacher's that still equals its student.
             is_same = is_same and version_of(now) == self._versions[now]
             rows = now.detach()[slice(*own_rows(shard))]
             if not is_same or not same_bits(rows, to_local(shard).to(rows.device, rows.dtype)):

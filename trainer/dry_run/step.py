@@ -53,14 +53,14 @@ def dry_run(run: Run, batches: Batches) -> list[str]:
     start, micro_batches = time.perf_counter(), batches.ahead()
     _compare_data(run, batches.first_read())
     run.ranks.heartbeat.step = run.state.progress.step + 1
-    changed = make_dry_run(run, micro_batches, begins_step=True)
+    changed = dry_run_passes(run, micro_batches, begins_step=True)
     run.strategy.prepare(run.state)
     log.info("dry run of one step: ok, %.2f s", time.perf_counter() - start)
     return changed
 
 
-def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = False) -> list[str]:
-    """Compute and drop gradients like `dry_run`, and return the same (a collective).
+def dry_run_passes(run: Run, micro_batches: Sequence[Any], begins_step: bool = False) -> list[str]:
+    """Compute and drop gradients like `dry_run`, and return the same names (a collective).
 
     Args:
         begins_step: whether to call the task's `begin_step`, because no step has called it yet.
@@ -84,7 +84,7 @@ def make_dry_run(run: Run, micro_batches: Sequence[Any], begins_step: bool = Fal
             strategy.begin_step(run.model)
             buffers = list[Tensor]()
             for number, batch in enumerate(own):
-                _make_pass(run, batch, number, number + 1 == len(own), gathered)
+                _run_pass(run, batch, number, number + 1 == len(own), gathered)
                 buffers.append(run.guards.buffers.hashes())
             heartbeat.skip(("forward", "backward"), run.data.split.fewer if is_exact else 1 - len(own))
             changed = _changed(model, weights, versions)
@@ -109,8 +109,8 @@ def _compare_data(run: Run, first: Mapping[int, int]) -> None:
     """Warn if ranks read different data, or raise UserError if they read different streams (a collective).
 
     Args:
-        first: hashes of samples that every rank has read, by sample number: sample 0 of map-style data, or
-            the first samples of a stream, up to the first one of this rank.
+        first: the hashes that this rank computed, by sample number: for map-style data, of sample 0, which
+            every rank reads; for a stream, of its samples up to the first one that this rank trains on.
     """
     known: dict[int, tuple[int, int]] = {}
     for rank, hashes in enumerate(gather_objects(first)):
@@ -122,22 +122,23 @@ def _compare_data(run: Run, first: Mapping[int, int]) -> None:
             if not run.data.train_loader.is_stream:
                 if run.ranks.is_main:
                     log.warning(
-                        "%s data than rank %d. If the dataset divides itself by rank, remove that, because "
-                        "the trainer divides it, and the rest would never be used. If it draws from its own "
-                        "generator, seed that from the index. If hosts have different files, make them equal",
+                        "%s data than rank %d. If the dataset divides itself by rank, remove that: the "
+                        "trainer divides it, and some samples would never be used. If it draws from its own "
+                        "generator, seed that generator from the index. If hosts have different files, make "
+                        "them equal",
                         *(differs_in, other_rank),
                     )
                 return
             raise UserError(
-                f"{differs_in} stream than rank {other_rank}, but the ranks must read the same stream, of "
-                "which each trains on its own samples. If it divides itself by rank, remove that, or set its "
-                "attribute divides_itself = True. If it is shuffled, seed that from the epoch of set_epoch. "
+                f"{differs_in} stream than rank {other_rank}, but all ranks must read the same stream; the "
+                "trainer divides it. If the stream divides itself by rank, remove that, or set its attribute "
+                "divides_itself = True. If it is shuffled, seed the shuffle from the epoch of set_epoch. "
                 "divides_itself = False disables this check"
             )
 
 
-def _make_pass(run: Run, batch: Any, number: int, last: bool, gathered: "GatheredParameters | None") -> None:
-    """Make the forward and backward pass of micro-batch `number`; check the loss of the first micro-batch."""
+def _run_pass(run: Run, batch: Any, number: int, last: bool, gathered: "GatheredParameters | None") -> None:
+    """Run the forward and backward pass of micro-batch `number`; check the loss of the first micro-batch."""
     enter = run.ranks.heartbeat.enter
 
     def on_loss(loss: Any, parts: Any) -> Tensor:

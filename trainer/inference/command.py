@@ -1,4 +1,4 @@
-"""The command line of commands for trained models: `python -m trainer.COMMAND RUN [OPTIONS] [OVERRIDES]`.
+"""The command line for trained models: `python -m trainer.COMMAND RUN [OPTIONS] [OVERRIDES]`.
 
 Does not import torch, so that user errors are reported before torch is loaded.
 """
@@ -20,7 +20,7 @@ from trainer.launch.rank_info import publish, rank_from_environment, rank_info
 
 
 def arguments(module: str, description: str | None, checkpoint: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that all commands have, `--checkpoint` only if that is set."""
+    """Return a parser with the arguments of all commands; with `--checkpoint` if `checkpoint` is true."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=description,

@@ -24,7 +24,7 @@ def generate(
     """Yield tokens that continue `prompt`, each drawn from the model's prediction.
 
     When the context exceeds `block_size` tokens, it is truncated to its last half, so that a cache is
-    recomputed once in half a block and not for each token.
+    recomputed once per half block instead of for each token.
 
     Args:
         model: maps tokens (1, T) to logits (1, T, vocabulary); in evaluation mode.

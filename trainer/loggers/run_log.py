@@ -107,7 +107,7 @@ class RunLog:
                 self._steps.write(records)
 
     def weights_hash(self, value: int, step: int) -> None:
-        """Write the hash of the weights after `step` to metrics.jsonl. It is not a curve for loggers."""
+        """Write the hash of the weights after `step` to metrics.jsonl, but not to loggers."""
         if self.enabled:
             with writing(self._run_dir):
                 self._scalars.write({"weights_hash": value}, step)

@@ -18,7 +18,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_model_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load a state dict of `model_state`, with the modules' versions, which MNASNet requires."""
+    """Load a state dict from `model_state`, with the modules' versions, which MNASNet requires."""
     names = {plain_name(name): name for name in model.state_dict()}
     by_model_name = {names.get(name, name): value for name, value in saved.items()}
     model.load_state_dict(with_versions(by_model_name, model))

@@ -1,1 +1,1 @@
-"""What happened in a step: make the steps of a run again. Does not import torch."""
+"""Rerun steps of a run, to find out what happened in one of them. Does not import torch."""

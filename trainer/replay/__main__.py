@@ -1,9 +1,10 @@
-"""Make a step of a run again: `python -m trainer.replay RUN --step N [--from STEP_DIR] [OVERRIDES]`.
+"""Rerun a step of a run: `python -m trainer.replay RUN --step N [--from STEP_DIR] [OVERRIDES]`.
 
-Starts from the newest checkpoint before step N, and says whether losses and gradient norms have the bits that
-the run recorded. Shows the samples of step N with their own losses, the norms of each parameter, and the
-module in which the first NaN or Inf appeared. Writes RUN/replay/step_N/ and nothing else. Needs the number of
-processes of the run, or any number with train.exact. Exits with status 1 if a number differs from the record.
+Starts from the newest checkpoint before step N, and says whether losses and gradient norms are bit-identical
+to those that the run recorded. Shows the samples of step N with their own losses, the norms of each
+parameter, and the module in which the first NaN or Inf appeared. Writes RUN/replay/step_N/ and nothing else.
+Needs the number of processes of the run, or any number with train.exact. Exits with status 1 if a number
+differs from the record.
 """
 
 import sys
@@ -16,9 +17,10 @@ from trainer.inference.command import arguments, start
 
 
 def main() -> None:
-    """Run the command line `sys.argv`."""
     parser = arguments("trainer.replay", __doc__, checkpoint=False)
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to show, from 1 on")
+    parser.add_argument(
+        "--step", type=int, required=True, metavar="N", help="the step to show, counted from 1"
+    )
     parser.add_argument(
         "--from",
         dest="checkpoint",

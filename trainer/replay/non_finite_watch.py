@@ -32,7 +32,7 @@ class NonFinite(NamedTuple):
 
 
 class NonFiniteWatch:
-    """Finds the first module that makes a NaN or Inf.
+    """Finds the first module that produces a NaN or Inf.
 
     In the forward pass, -Inf is ignored, because attention masks contain it. In the backward pass, it is the
     innermost module that gets a finite gradient for its output, and returns another one for its input or its
@@ -49,7 +49,7 @@ class NonFiniteWatch:
 
     @contextmanager
     def watching(self, run: Run) -> Iterator[Run]:
-        """Watch the steps that are made with the yielded run within the context."""
+        """Watch the steps that run with the yielded run within the context."""
         handles = []
         for wrapped_name, module in run.state.model.named_modules():
             name = plain_name(wrapped_name)
@@ -64,7 +64,7 @@ class NonFiniteWatch:
                 handle.remove()
 
     def first(self) -> NonFinite | None:
-        """Return the first one on any rank (a collective)."""
+        """Return the first NaN or Inf on any rank (a collective)."""
         found = [each for each in gather_objects(self._own()) if each is not None]
         return min(found, key=lambda each: each.direction != "forward", default=None)
 

@@ -32,7 +32,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 class Sample(NamedTuple):
     """A sample of a step."""
 
-    sample: int  # its index the dataset; for a stream, its number in the epoch
+    sample: int  # its index in the dataset; for a stream, its number in the epoch
     name: str
     epoch: int
     rank: int

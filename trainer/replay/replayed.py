@@ -1,4 +1,4 @@
-"""Restore a run as it was before one of its steps, by making its steps again from a checkpoint."""
+"""Restore a run as it was before one of its steps, by rerunning its steps from a checkpoint."""
 
 import logging
 import secrets
@@ -38,7 +38,7 @@ log = logging.getLogger("trainer")
 
 
 class Mismatch(NamedTuple):
-    """A number of a step that was made again, which differs from the record of the run."""
+    """A number of a rerun step that differs from the record of the run."""
 
     step: int
     name: str  # loss, grad_norm or weights_hash
@@ -52,9 +52,9 @@ class Replayed:
 
     Attributes:
         epochs: `epochs.step()` runs the next step; its first call runs `step`.
-        attempt: the attempt of the run that made `step`; None if it is unknown.
+        attempt: the attempt of the run that ran `step`; None if it is unknown.
         checkpoint: where the replay started; None: from the initial weights.
-        norms: of the parameters in `step` and the step before.
+        norms: the norms of parameters in `step` and the step before.
         evaluations: the recorded metrics of each evaluation, by step.
     """
 
@@ -89,7 +89,7 @@ class Replayed:
             state.after_evaluation(self.evaluations[step])
 
     def compared(self) -> tuple[list[int], list[Mismatch]]:
-        """Compare the steps made so far with the record of the run (a collective).
+        """Compare the steps that were rerun so far with the record of the run (a collective).
 
         Returns:
             The steps that the run has recorded, and all numbers that differ from the record.
@@ -119,7 +119,7 @@ class Replayed:
 def replayed(
     run_dir: Path, step: int, overrides: Sequence[str] = (), start: Path | None = None
 ) -> Iterator[Replayed]:
-    """Build the run in `run_dir` in these processes, and make its steps up to `step` - 1 again.
+    """Build the run in `run_dir` in these processes, and rerun its steps up to `step` - 1.
 
     Nothing in `run_dir` is changed, except for a temporary folder in `run_dir`/replay. The run may still be
     training. Evaluations are not repeated: the schedule gets their recorded metrics.
@@ -170,15 +170,14 @@ def replayed(
 
 
 def _check(config: Config, run_dir: Path, step: int, attempt: RunAttempt | None) -> None:
-    """Raise UserError if `step` needs another number of processes."""
     world_size = rank_info(config.distributed).world_size
     if attempt is None or config.train.exact is not None or world_size == attempt.world_size:
         return
     number = attempt.world_size
     start = f"torchrun --standalone --nproc_per_node={number}" if number > 1 else "python"
     raise UserError(
-        f"step {step} of {run_dir} was made by {number} processes, but this command has {world_size}, which "
-        f"would give other bits; run {start} -m trainer.replay {run_dir} --step {step}"
+        f"step {step} of {run_dir} was run by {number} processes, but this command has {world_size}, which "
+        f"would round differently; run {start} -m trainer.replay {run_dir} --step {step}"
     )
 
 
@@ -192,7 +191,7 @@ def _settings(config: Config, folder: Path, checkpoint: Path | None) -> Config:
 
 
 def checkpoint_before(run_dir: Path, step: int) -> Path | None:
-    """Return the newest checkpoint before `step`, without those that a later attempt has left behind."""
+    """Return the newest checkpoint before `step`, ignoring those from which the run did not continue."""
     attempts, own = read_attempts(run_dir), Listing(run_dir / "checkpoints", run_id_of(run_dir)).own()
     steps = {
         manifest.step: path
@@ -218,7 +217,6 @@ def _temporary_folder(run_dir: Path) -> Path:
 
 
 def _evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics of each evaluation of the run, by step."""
     found: dict[int, dict[str, float]] = {}
     for name, values in read_metrics(run_dir).items():
         if name.startswith("eval/"):

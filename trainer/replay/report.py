@@ -62,7 +62,7 @@ def replay(
             rows = {
                 "run": f"{run_dir} ({run.strategy.name}, processes: {run.ranks.world_size})",
                 "start": str(made.checkpoint or "the initial weights"),
-                "steps made": f"{made.checkpoint_step + 1} to {step}",
+                "steps rerun": f"{made.checkpoint_step + 1} to {step}",
                 **_comparison(made, recorded, mismatches, overrides),
                 f"step {step}": f"loss {now.loss:.6g}, gradient norm {now.grad_norm:.6g}",
                 **({} if is_finite or first is None else {"first NaN or Inf": str(first)}),
@@ -82,7 +82,7 @@ def replay(
 def _with_change(
     now: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
-    """Return the norms of each parameter, those whose gradient has grown most since `before` first."""
+    """Return the norms of each parameter, sorted by how much its gradient has grown since `before`."""
     rows = {}
     for name, gradient in now.get("gradient", {}).items():
         earlier = before.get("gradient", {}).get(name, math.nan)
@@ -108,7 +108,7 @@ def _comparison(
 
 
 def why_different(made: Replayed, overrides: Sequence[str]) -> list[str]:
-    """Return what differs from the attempt that made the step."""
+    """Return what differs from the attempt that ran the step."""
     reasons = [f"overrides: {' '.join(overrides)}"] if overrides else []
     if (attempt := made.attempt) is None:
         return [*reasons, "the run has no code.json, so its environment and code are unknown"]
@@ -162,7 +162,6 @@ def _draw(
     samples: Sequence[Sample],
     norms: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """Draw the losses of the steps around this one and of its samples, and the change of each gradient."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.2), layout="constrained", facecolor="none")

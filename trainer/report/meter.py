@@ -30,7 +30,7 @@ class Mark:
     """The totals of a meter at one point in time."""
 
     steps: int
-    skipped: int  # of the steps: without a loss
+    skipped: int  # number of these steps that have no loss
     sums: Tensor
     total_s: float
     data_s: float
@@ -38,8 +38,6 @@ class Mark:
 
 
 class _Unrecorded(NamedTuple):
-    """A step that has not been recorded yet."""
-
     step: int
     losses: Sequence[Tensor]  # of this rank's micro-batches
     grad_norm: Tensor
@@ -50,8 +48,8 @@ class Meter:
     """Running totals over steps; the metrics of an interval are the difference of two marks.
 
     Only the methods that return losses wait for the device. The clock does not run while the meter is paused,
-    for example during evaluations and saves. On a GPU, times are accurate over intervals at whose end a loss
-    was read.
+    for example during evaluations and saves. On a GPU, the times of an interval are accurate if a loss
+    was read at its end.
 
     Args:
         num_replicas: the number of ranks that compute losses; None: all.
@@ -74,7 +72,7 @@ class Meter:
         self.rest_s = 0.0  # logging
         self._device_of_sums = accelerator.for_sums(ranks.device)
         self._sums = order.sum_of([self._zeros(3)])  # of this rank
-        # Loss, plain loss (as evaluation computes it), tokens: added many steps at once, which launches less.
+        # Loss, plain loss (as evaluation computes it), tokens: added for many steps at once, to launch less.
         self._pending: tuple[list[Tensor], ...] = ([], [], [])
         self._has_plain = False
         self.parts = LossParts(ranks, order, self._mean_over / num_replicas)

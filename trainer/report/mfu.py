@@ -83,7 +83,7 @@ def model_flops(
 class ModelFlops:
     """Counts the FLOPs of one micro-batch with torch's FlopCounterMode, without computing anything.
 
-    The tensors are fake and appear to be on `device`, so that attention selects the same kernel as on it. The
+    The tensors are fake and appear to be on `device`, so that attention selects the same kernel as there. The
     recomputation of scores in the backward pass of a fused kernel is counted.
 
     Args:
@@ -123,7 +123,7 @@ class ModelFlops:
             self._per_step = counter.get_total_flops() * self._micro_batches
         except Exception as error:  # a forward pass that needs values may raise anything
             reason = first_line(error)
-            log.info("no usage/mfu: failed to count the model's FLOPs without its values: %s", reason)
+            log.info("no usage/mfu: failed to count the model's FLOPs on fake tensors: %s", reason)
 
     def _faked(self, value: Any) -> Any:
         return torch.empty_like(value, device=self._device) if isinstance(value, Tensor) else value

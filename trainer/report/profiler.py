@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Profile:
-    """Records steps `start` to `start + steps - 1` to run_dir/profile; records nothing without settings.
+    """Records steps `start` to `start + steps - 1` to run_dir/profile; records nothing if `settings` is None.
 
     On CUDA it also records the memory history, for https://docs.pytorch.org/memory_viz. The profiler starts
     one step early if possible, because its first step is slower than the others.

@@ -29,7 +29,7 @@ class EarlyEnd:
             self._best, self._best_step, self._waited = value, step, 0
 
     def time_is_up(self) -> bool:
-        """Return whether `max_hours` is over. Call on rank 0 only, because clocks differ between ranks."""
+        """Return whether `max_hours` have passed. Call on rank 0 only, because clocks of ranks differ."""
         return self._max_hours is not None and self.hours() >= self._max_hours
 
     def end(self) -> None:
@@ -38,7 +38,7 @@ class EarlyEnd:
 
     @property
     def setting(self) -> str | None:
-        """The setting that ends the run here; None if the run continues."""
+        """The setting that ends the run after this step; None if the run continues."""
         if self._stop is not None and self._waited >= self._stop.patience:
             return "train.early_stopping"
         return "train.max_hours" if self._out_of_time else None

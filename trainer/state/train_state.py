@@ -32,8 +32,8 @@ from trainer.tensors.nested import mapped
 class TrainState:
     """Everything that training changes, except the random generators.
 
-    Names in its state dict are those of the plain module, so that any strategy can load it. Sharded tensors
-    are DTensors there, including optimizer state, though the optimizer itself has local tensors.
+    Names in its state dict are those of the unwrapped module, so that any strategy can load it. Sharded
+    tensors are DTensors there, including optimizer state, though the optimizer itself has local tensors.
     """
 
     trainable: TrainableParameters
@@ -111,7 +111,7 @@ class TrainState:
 
     def count_update(self, is_made: bool) -> None:
         """Record the learning rates of a step, advance the schedule and, after an update, the average."""
-        self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # + 0 copies a tensor's rate
+        self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # + 0 copies a tensor
         after_step(self.schedule)
         if is_made:
             self.update_average()

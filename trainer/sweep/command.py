@@ -80,7 +80,7 @@ def sweep(
         config.check_processes(loaded)
         return combination, loaded
 
-    # Other options of the command line, such as --config-dir, are for each trial.
+    # Other options of the command line, such as --config-dir, apply to each trial.
     hydra_settings = list(composed.hydra.overrides.hydra)
     options = [word for word in sys.argv[1:] if word not in (*arguments, *hydra_settings, "-m", "--multirun")]
     options += [word for word in hydra_settings if word.startswith(("hydra.searchpath=", "hydra.job."))]
@@ -99,7 +99,7 @@ def sweep(
         lock = (folder / ".lock").open("ab")  # until this process ends
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UserError(f"another sweep is running in hydra.sweep.dir={folder}; set another one") from error
+        raise UserError(f"another sweep is running in hydra.sweep.dir={folder}; change it") from error
     except OSError as error:
         raise UserError(f"hydra.sweep.dir={folder} cannot be written: {error}") from error
     log = TrialLog(folder, common, wanted.metric)

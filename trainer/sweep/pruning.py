@@ -30,14 +30,14 @@ class Pruning:
         self._states = optuna.trial.TrialState
         self._log = log
         # Optuna's trial, and the number of evaluations reported to it.
-        self._told: dict[int, tuple[Any, int]] = {}
+        self._reported: dict[int, tuple[Any, int]] = {}
         for trial in log.comparable():
             if trial.state in FINAL:
                 self.end(trial)
 
     def step_to_end_at(self, trial: Trial) -> int | None:
         """Report the new evaluations of `trial`; return the step after which to stop it, or None."""
-        own, known = self._told.get(trial.number) or (self._study.ask(), 0)
+        own, known = self._reported.get(trial.number) or (self._study.ask(), 0)
         evaluations = list(self._log.evaluations(trial).items())
         found = None
         for number, (step, value) in enumerate(evaluations[known:], known + 1):
@@ -47,13 +47,13 @@ class Pruning:
                 # Called for each evaluation, because Optuna records the rungs that a trial reaches.
                 if own.should_prune() and found is None:
                     found = step
-        self._told[trial.number] = own, max(known, len(evaluations))
+        self._reported[trial.number] = own, max(known, len(evaluations))
         return found
 
     def end(self, trial: Trial) -> None:
         """Report to Optuna how `trial` has ended."""
         self.step_to_end_at(trial)
-        own, _ = self._told.pop(trial.number)
+        own, _ = self._reported.pop(trial.number)
         if values := values_of([trial]):
             self._study.tell(own, values[0])
         else:

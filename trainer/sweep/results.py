@@ -1,4 +1,4 @@
-"""The results of a sweep: a table by its metric, results.csv, results.png, and TensorBoard's HParams tab."""
+"""The results of a sweep: a table of trials, results.csv, results.png, and TensorBoard's HParams tab."""
 
 import contextlib
 import csv
@@ -16,7 +16,7 @@ from trainer.files.writing import atomic_file
 from trainer.sweep.search import SweepConfig
 from trainer.sweep.trials import DONE, PRUNED, RunFiles, Trial, TrialLog, values_of
 
-CSV, PICTURE, _HPARAMS = "results.csv", "results.png", ".hparams"
+CSV, PLOT, _HPARAMS = "results.csv", "results.png", ".hparams"
 
 
 def write(log: TrialLog, wanted: SweepConfig) -> str:
@@ -25,9 +25,9 @@ def write(log: TrialLog, wanted: SweepConfig) -> str:
     trials.sort(key=lambda trial: order([trial], wanted))
     _write_csv(folder, trials, wanted.metric)
     write_hparams(folder, trials, wanted.metric)
-    drawn = draw(folder / PICTURE, trials, wanted)
+    drawn = draw(folder / PLOT, trials, wanted)
     look = f"tensorboard --logdir {shlex.quote(str(folder))}"
-    files = f"{folder / CSV}" + (f"  {folder / PICTURE}" if drawn else "") + f"  {look}"
+    files = f"{folder / CSV}" + (f"  {folder / PLOT}" if drawn else "") + f"  {look}"
     return f"\n{table(trials, wanted)}\n\n{files}"
 
 

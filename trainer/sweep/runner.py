@@ -70,7 +70,7 @@ class Runner:
         self._queue: deque[Attempt] = deque()
         self._running: list[Attempt] = []
         self._signals: list[int] = []
-        self._ends = False  # no trial is started any more
+        self._ends = False  # no further trial is started
         self._mistake: str | None = None
 
     def run(self) -> int:
@@ -83,7 +83,7 @@ class Runner:
         say(results.write(self._log, self._wanted))
         if self._mistake is not None:
             raise UserError(
-                f"{self._mistake}. The sweep has stopped. Correct this, and repeat the command to continue"
+                f"{self._mistake}. The sweep has stopped. Correct this, and repeat the command to continue it"
             )
         invalid = [trial for trial in self._trials if trial.state == trials.INVALID]
         if invalid:
@@ -236,7 +236,7 @@ class Runner:
         self._mistake = self._mistake or mistake
         if not self._ends:
             self._ends = True
-            for attempt in self._running:  # the run, or its launcher, which passes it on
+            for attempt in self._running:  # the run, or its launcher, which forwards the signal
                 attempt.process.send_signal(signal.SIGTERM)
 
 
@@ -275,9 +275,9 @@ def room(
 
 def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if told is not None:
-        return [name for name in told.split(",") if name and name != "-1"]
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [name for name in listed.split(",") if name and name != "-1"]
     return [str(index) for index in range(new_process.num_gpus())]
 
 

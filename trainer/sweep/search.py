@@ -23,7 +23,7 @@ say = partial(print, flush=True)
 
 @dataclass
 class SweepConfig:
-    """hydra.sweeper; the defaults are in conf/hydra/sweeper/."""
+    """The settings in hydra.sweeper; their defaults are in conf/hydra/sweeper/."""
 
     search: str = one_of("grid", "random", "tpe")
     trials: int | None = at_least(1)
@@ -86,17 +86,17 @@ def suggestions(
     def known() -> Iterator[tuple[list[Trial], Any]]:
         """Yield the trials of each combination, and the Optuna trial that represents them."""
         for trials in log.combinations(space):
-            told: dict[str, Any] = {"state": optuna.trial.TrialState.FAIL}
+            outcome: dict[str, Any] = {"state": optuna.trial.TrialState.FAIL}
             if len(values := values_of(trials)) == len(trials):
-                told = {"value": statistics.fmean(values)}
+                outcome = {"value": statistics.fmean(values)}
             elif pruned := [trial for trial in trials if trial.state == PRUNED]:
                 evaluated = enumerate(log.evaluations(pruned[0]).values(), 1)
-                told = {"state": optuna.trial.TrialState.PRUNED, "intermediate_values": dict(evaluated)}
+                outcome = {"state": optuna.trial.TrialState.PRUNED, "intermediate_values": dict(evaluated)}
             swept = {key: value for key in space if (value := trials[0].swept[key]) is not None}
             try:
                 params = {key: kinds[key](value) for key, value in swept.items()}
                 of = {key: space[key] for key in params}
-                yield trials, optuna.trial.create_trial(params=params, distributions=of, **told)
+                yield trials, optuna.trial.create_trial(params=params, distributions=of, **outcome)
             except ValueError:  # from an earlier command line, which swept other values
                 continue
 
@@ -109,7 +109,7 @@ def suggestions(
             direction="minimize" if wanted.mode == "min" else "maximize",
             sampler=sampler(seed=None if seed is None else seed + number),
         )
-        study.add_trials([told for _, told in known()])
+        study.add_trials([outcome for _, outcome in known()])
         yield {key: str(value) for key, value in study.ask(space).params.items()}
 
 

@@ -70,7 +70,7 @@ class Trial:
 
 
 class TrialLog:
-    """All trials in a sweep's folder by their overrides; `common` are those of all trials of this command."""
+    """All trials in a sweep's folder by their overrides; all trials of this command share `common`."""
 
     def __init__(self, folder: Path, common: Sequence[str], metric: str) -> None:
         self.folder, self._common, self._metric = folder, common, metric

@@ -1,4 +1,4 @@
-"""Compare, sum and hash the bits of tensors; compared as numbers, NaN would differ from itself."""
+"""Compare, sum and hash the bits of tensors. If compared as numbers, NaN would differ from itself."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping

@@ -34,7 +34,7 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def spanned_bytes(tensor: Tensor) -> int:
-    """Return the number of bytes from the first to the last element of a non-empty tensor, with gaps."""
+    """Return the number of bytes from the first to the last element of a non-empty tensor, including gaps."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (steps + 1) * tensor.itemsize
 
