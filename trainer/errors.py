@@ -69,7 +69,7 @@ class WrongResultError(RunEndError):
 
 
 class StoppedBySignal(RunEndError):  # noqa: N818, not an error
-    """A signal stopped the run, which was saved after `step` (None: it stopped before the first step).
+    """A signal stopped the run after `step`, which was saved, or before the first step (None).
 
     The exit status is 75 (EX_TEMPFAIL in sysexits.h, "try again later"), so that a job script can requeue the
     run.
