@@ -19,7 +19,7 @@ def main() -> None:
         if signal.getsignal(number) in (
             signal.SIG_DFL,
             signal.default_int_handler,
-        ):  # not if the parent ignores it
+        ):  # unless the parent ignores it
             signal.signal(number, _interrupted)
     for name in ("trainer", "models"):
         found = import_module(name).__file__  # None: a folder without __init__.py

@@ -66,8 +66,8 @@ class MeasuredRun:
     def computed_s(self, machine: Machine | None) -> float:
         """Return the time of a step without communication.
 
-        If the machine of the run is known, no more is subtracted than the time that its links explain. The
-        rest of the exposed time is waiting for late ranks, which is expected on any hosts.
+        If the machine of the run is known, only the exposed time that its links explain is subtracted. The
+        rest is waiting for late ranks, which is expected on any hosts.
 
         Args:
             machine: the machine of the run; None if unknown.

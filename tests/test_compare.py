@@ -100,10 +100,10 @@ def test_no_ratio_is_told_from_few_windows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.global_batch_size=32", "train.global_batch_size 64 and 32"),
-        pytest.param("seed=1", "seed 0 and 1", marks=pytest.mark.slow),
+        ("train.global_batch_size=32", "train.global_batch_size (64 and 32)"),
+        pytest.param("seed=1", "seed (0 and 1)", marks=pytest.mark.slow),
         pytest.param(
-            "data=fake", "data.dataset._target_ trainer.data.digits.Digits and", marks=pytest.mark.slow
+            "data=fake", "data.dataset._target_ (trainer.data.digits.Digits and", marks=pytest.mark.slow
         ),
     ],
 )

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from trainer.api import load_model, open, train
     from trainer.distributed.gather_samples import gather
 
-if sys.platform not in ("linux", "darwin"):  # file locks and signals are POSIX only
+if sys.platform not in ("linux", "darwin"):  # needs POSIX file locks and signals
     raise ImportError(f"Ringmaster runs on Linux and macOS; this system is {sys.platform}")
 
 __all__ = ["gather", "load_model", "open", "train"]

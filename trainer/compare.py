@@ -69,7 +69,7 @@ def _not_alike(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
     lines = []
     for name, values in others:
         found = [
-            f"{key} {base.get(key)} and {values.get(key)}"
+            f"{key} ({base.get(key)} and {values.get(key)})"
             for key in differing_settings([base, values])
             if any(f"{key}.".startswith(f"{prefix}.") for prefix in _ALIKE)
         ]

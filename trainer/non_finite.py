@@ -23,7 +23,7 @@ def non_finite_error(run: Run, step: int, losses: Sequence[Tensor]) -> NonFinite
         if is_bad:
             advice = "Lower optim.lr, set train.clip_grad_norm, or check the data of that rank"
             if sample is not None:
-                advice = f"Its data contains NaN or Inf, in {sample}: fix or remove it"
+                advice = f"Its data contains NaN or Inf, in {sample}: fix or remove that sample"
             where = f"{ranks.describe(rank)}; no rank applied the update"
             return NonFiniteError(f"the loss of step {step} is NaN or Inf on {where}. {advice}", (rank,))
     names = [name for name, _ in gradients if any(name in bad_names for _, bad_names, _ in all_ranks)]

@@ -160,7 +160,7 @@ def skipped_on_device(optimizer: Any, found: Tensor) -> Iterator[None]:
 def _can_skip(kind: Any) -> bool:
     """Try on the CPU whether fused steps of the optimizer class `kind` can be skipped on the device.
 
-    False for classes outside torch, which may change parameters in addition to torch's step.
+    Returns False for classes outside torch, which may change parameters in addition to torch's step.
     """
     if not kind.__module__.startswith("torch.optim."):
         return False

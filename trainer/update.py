@@ -116,7 +116,7 @@ def _skip(run: Run, step: int, losses: Sequence[Tensor]) -> Update:
 
 
 def _may_wait_later(run: Run, norm: Tensor) -> bool:
-    """Return whether every step makes an update, and the optimizer can skip it by a flag on the GPU."""
+    """Return whether the optimizer may be launched before the norm is known: it can skip on the GPU."""
     if norm.is_cpu or run.config.train.skip_nonfinite or run.state.scaler.is_enabled():
         return False
     return len(run.strategy.devices) == 1 and skips_on_device(run.state.optimizer)

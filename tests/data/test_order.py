@@ -207,7 +207,7 @@ def test_what_cannot_be_ordered_is_refused() -> None:
 
     calls: list[int] = []
     for order, words in (
-        (later, "the order of epoch 1 has indices from -1 to 98, but the dataset has 0 to 99"),
+        (later, "the order of epoch 1 has indices from -1 to 98, but the dataset's are 0 to 99"),
         (
             lambda *_: [0.5] * 100,
             r"the order of epoch 1 must be 100 indices, .*, but is torch.float32 \(100,\)",
@@ -215,7 +215,7 @@ def test_what_cannot_be_ordered_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=words):
             list(train_loader(Numbers(), 8, order=order).epoch(1))
-    with pytest.raises(UserError, match="differs in a second call"):
+    with pytest.raises(UserError, match="differs if it is computed again"):
         train_loader(Numbers(), 8, order=by_calls).order_hash()
     with pytest.raises(UserError, match=r"data\.order is not supported with Forward, because a stream"):
         train_loader(Forward(), 8, order=ByWeight())

@@ -38,7 +38,7 @@ def test_the_sample_that_holds_nan_is_named(
     world_size: int, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     for said in run_ranks(refused, world_size, tmp_path, *overrides, init=False):
-        assert "Its data contains NaN or Inf, in sample 70 of NanAt: fix or remove it" in said
+        assert "Its data contains NaN or Inf, in sample 70 of NanAt: fix or remove that sample" in said
 
 
 def test_a_loss_that_is_nan_by_itself_blames_no_sample(tmp_path: Path) -> None:

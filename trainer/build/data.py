@@ -101,7 +101,7 @@ def _callable(name: str, node: dict[str, Any] | None, default: Callable[..., Any
 
 
 def build_dataset(data: DataConfig, split: str) -> Any:
-    """Build the dataset for `split`, with the transforms of the settings."""
+    """Build the dataset for `split`, with the transforms from the settings."""
     dataset = instantiate("data.dataset", data.dataset, split=split)
     setting = f"{split}_transforms"
     if nodes := getattr(data, setting):
@@ -133,14 +133,14 @@ def _without_auto(node: dict[str, Any], built: dict[str, Any]) -> dict[str, Any]
 
 
 def build_to_device(config: Config, device: torch.device, train_set: Any = None) -> ToDevice:
-    """Build the transfer of batches to `device`, with mean and std of the settings or of the dataset."""
+    """Build the transfer of batches to `device`, with mean and std from the settings or the dataset."""
     given = _normalisation(config, train_set)
     normalise = Normalise(given["mean"], given["std"], device) if given["mean"] and given["std"] else None
     return ToDevice(device, config.train.channels_last, normalise)
 
 
 def _normalisation(config: Config, train_set: Any) -> dict[str, list[float]]:
-    """Return mean and std of the settings, or else of the dataset; [] if neither has them."""
+    """Return mean and std from the settings, or else from the dataset; [] if neither has them."""
     images = config.data.images
     given = {
         "mean": getattr(train_set, "mean", None) if images.mean is None else images.mean,

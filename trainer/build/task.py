@@ -15,7 +15,7 @@ def build_task(config: Config) -> Task:
     if missing := _missing_methods(task, config.train.evaluates):
         raise UserError(
             f"data.task: {config.data.task['_target_']} returned a {type(task).__name__} without {missing}; "
-            "see trainer.tasks.Task. With train.eval_every_epochs=0, loss is enough"
+            "see trainer.tasks.Task. With train.eval_every_epochs=0, only loss is needed"
         )
     refuse_own_parameters(task)
     if config.train.compile and offers(task, "compile"):

@@ -68,9 +68,7 @@ def _hidden_package(target: str) -> str:
     if name not in ("models", "trainer") or not users.exists():
         return ""
     ours = Path(str(import_module(name).__file__)).resolve().parent
-    return (
-        "" if ours == users else f"; {name} is imported from {ours}, which hides {users}: rename the latter"
-    )
+    return "" if ours == users else f"; {name} is imported from {ours}, which hides {users}: rename that one"
 
 
 def filled(name: str, node: dict[str, Any], facts: object) -> dict[str, Any]:

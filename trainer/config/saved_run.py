@@ -34,7 +34,7 @@ class Folder(Protocol):
 def saved_settings(run_dir: Folder, overrides: Sequence[str] = (), trains: bool = False) -> Config:
     """Return the settings of the run in `run_dir`, with `overrides` applied as on a command line.
 
-    A command that `trains` keeps the run's all-reduce, without `train.exact` and overrides of the strategy.
+    If `trains`, keep the run's all-reduce, unless it uses train.exact or `overrides` set the strategy.
     """
     saved = read_settings(run_dir)
     changes = [_parse(override) for override in overrides]
@@ -129,7 +129,7 @@ def _parse(override: str) -> Override:
         raise UserError(f"{override}: expected a single value, such as strategy=fsdp")
     key = change.key_or_group
     if key.partition(".")[0] not in MAY_CHANGE:
-        raise UserError(f"{override} has no effect after training; set only {', '.join(MAY_CHANGE)}")
+        raise UserError(f"{override} has no effect after training; use one of {', '.join(MAY_CHANGE)}")
     return change
 
 

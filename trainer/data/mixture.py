@@ -26,7 +26,7 @@ class Mixture(Dataset[Any]):
     The mixture has the attributes that all datasets have with equal values, such as num_classes.
 
     Args:
-        split: train or eval, with which `datasets` are called.
+        split: train or eval; passed to `datasets`.
         datasets: functions that return a dataset; in the config, nodes with `_partial_: true`.
         weights: one number above 0 per dataset; None uses the sizes of the datasets.
         num_samples: number of samples per training epoch; None uses the total size of the datasets.

@@ -16,9 +16,9 @@ class Stream(Protocol):
 
     Streaming datasets of Hugging Face have all of these methods, except ``decode``.
 
-    The global batch of a step is the next B samples of the stream. Replica r of R uses samples r, r + R, ...
-    and drops the others. Before each sample is read, the generators of Python, NumPy and torch are seeded
-    from the seed, the epoch, and the number of the sample.
+    The global batch of a step consists of the next samples of the stream. Replica r of R uses samples r,
+    r + R, ... and drops the others. Before each sample is read, the generators of Python, NumPy and torch are
+    seeded from the seed, the epoch, and the number of the sample.
     """
 
     num_shards: int

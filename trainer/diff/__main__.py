@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs=2, metavar="RUN", type=Path)
-    parser.add_argument("--step", type=int, metavar="N", help="step to replay (default: the first different)")
+    parser.add_argument("--step", type=int, metavar="N", help="step to replay (default: first to differ)")
     parser.add_argument(
         "--tolerance",
         type=float,

@@ -73,7 +73,7 @@ def diff(runs: Sequence[RecordedRun], step: int | None, tolerance: float, as_jso
 
     Args:
         step: the step to replay; None: the first one that differs.
-        tolerance: largest difference of equal numbers, in ulp.
+        tolerance: largest difference of numbers that count as equal, in ulp.
 
     Raises:
         UserError: a replay failed, or a run lacks what is needed for it.

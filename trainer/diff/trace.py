@@ -55,7 +55,7 @@ class StepTrace(WeightStatistics):
 
     @contextmanager
     def tracing(self) -> Iterator[Run]:
-        """Trace the step that runs with the yielded run within the context."""
+        """Within the context, trace the next step of the yielded run."""
         run = self._run
         self._add_state("before", "{} before the step")
         handles = []
@@ -138,7 +138,7 @@ class StepTrace(WeightStatistics):
             self._add_whole(kind, name.format(own_name), getattr(module, attribute))
 
     def _add_whole(self, kind: str, name: str, tensor: Tensor) -> None:
-        """Add on rank 0 a tensor that may be sharded (a collective)."""
+        """Add a tensor that may be sharded, on rank 0 (a collective)."""
         if shards := list(gather_shards_to_rank0(tensor)):
             self.add(kind, name, torch.cat(shards) if len(shards) > 1 else shards[0])
 

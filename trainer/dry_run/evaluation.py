@@ -55,7 +55,7 @@ def dry_run_of_evaluation(run: Run) -> None:
             ) from error
     for failure in failures:
         log.warning(
-            "%s.%s. The dry run used only the first validation batch; if this also fails with all batches, "
+            "%s.%s. The dry run used only the first validation batch; if all batches raise the same error, "
             "the run stops at the first evaluation",
             type(run.task).__name__,
             failure,

@@ -19,7 +19,7 @@ class GatheredParameters:
     """Detects changes of gathered parameters during one pass of a sharded model.
 
     Attributes:
-        names: the names of the gathered parameters, which are the leaves of the graph.
+        names: the names of the gathered parameters, which are the leaves of the autograd graph.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +38,7 @@ class GatheredParameters:
                 ]
 
     def compare_root(self) -> None:
-        """Compare the root's parameters again, because the loss may have changed them since its call."""
+        """Compare the root's parameters again, because the loss may have changed them since."""
         self._after_forward("", self._model)
 
     def close(self) -> None:

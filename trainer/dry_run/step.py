@@ -1,6 +1,6 @@
 """The dry run of a step: a forward and backward pass before the first step, which checks user code.
 
-It is repeated when a step changes which parameters are trainable, so that torch must rebuild its buckets.
+It is repeated when a step changes which parameters are trainable, because DDP must then rebuild its buckets.
 
 Buffers, extra state, global random generators and gradients are restored afterwards. In new and resumed runs
 alike, DDP rebuilds its buckets after this pass, in the order in which gradients became ready. This matters,
@@ -272,9 +272,7 @@ def _drop_gradients(model: nn.Module) -> None:
 
 
 def _refuse_changed_weights(changed: Sequence[str]) -> None:
-    """Raise UserError, because with train.exact a chunk must not affect the next one, perhaps on another
-    rank.
-    """
+    """Raise UserError if weights changed: with train.exact, a chunk must not affect the next one."""
     if changed:
         raise UserError(
             f"train.exact: the forward or backward pass changes {changed[0]}, so that the result for a chunk "

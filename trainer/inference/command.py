@@ -40,8 +40,7 @@ def arguments(module: str, description: str | None, checkpoint: bool = True) -> 
         "overrides",
         nargs="*",
         metavar="OVERRIDES",
-        help="settings to override, such as strategy=fsdp launch=local; may start with: "
-        f"{', '.join(MAY_CHANGE)}",
+        help=f"settings to override, such as strategy=fsdp launch=local; allowed: {', '.join(MAY_CHANGE)}",
     )
     return parser
 
@@ -63,7 +62,7 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
             if config.launch.in_cluster:
                 raise UserError(
                     f"launch={config.launch.name} is not supported by this command; use launch=local, or run "
-                    f"[srun] python -m {module} {options.run} in a job of your own"
+                    f"[srun] python -m {module} {options.run} in your own job"
                 )
             if config.launch.name == "local" and launched_by() is None:
                 sys.exit(local.launch(config, sys.argv[1:], module)[0])

@@ -148,7 +148,7 @@ def evaluates_ema(config: Config) -> bool:
 
 
 def held_out(restored: RestoredRun, by_chunks: bool = True) -> tuple[Any, EvalLoader]:
-    """Return the validation data and this rank's loader of it, divided by chunks in an exact run."""
+    """Return the validation data and this rank's loader of it, divided by chunks with train.exact."""
     config, ranks, strategy = restored.config, restored.ranks, restored.strategy
     train = config.train if by_chunks else dataclasses.replace(config.train, exact=None)
     dataset, loader = load_held_out(config, _batch(train, strategy), ranks)
@@ -167,7 +167,7 @@ def _batch(train: TrainConfig, strategy: Strategy) -> BatchSplit:
 
 
 def with_progress(restored: RestoredRun, loader: EvalLoader) -> Iterable[tuple[Any, list[int]]]:
-    """Return `loader` with a progress bar on rank 0's standard error, updated every 10 s in a file."""
+    """Return `loader` with a progress bar on rank 0's standard error, updated every 10 s if it is a file."""
     global_batch_size = loader.batch_size * restored.strategy.num_replicas
     interval_s = 0.1 if sys.stderr.isatty() else 10.0
     return tqdm(

@@ -27,7 +27,7 @@ class Logger:
     def __init__(self, **arguments: Any) -> None: ...
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write metrics by name, such as ``train/loss``; values may be NaN or Inf, and steps never decrease."""
+        """Write metrics by name, such as ``train/loss``; values may be NaN or Inf. Steps never decrease."""
 
     def text(self, name: str, text: str, step: int) -> None:
         """Write a text, in Markdown."""

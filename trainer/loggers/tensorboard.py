@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class TensorBoard(Logger):
     """Writes event files in run_dir, under the names of metrics.jsonl.
 
-    They are flushed at every log step, so a killed run loses only later metrics. A
-    curve appears once it has a value other than zero.
+    They are flushed at every log step, so a killed run loses only later metrics. A curve appears
+    once it has a value other than zero.
     """
 
     def __init__(self, run_dir: Path, first_step: int, **_: Any) -> None:

@@ -171,7 +171,7 @@ def build_schedule(node: dict[str, Any], optimizer: Optimizer, facts: ScheduleFa
     if any(isinstance(part, ReduceLROnPlateau) for part in parts):
         raise UserError(
             "schedule.schedulers: ReduceLROnPlateau is not supported as part of another schedule, because it "
-            "depends on evaluations; use it alone"
+            "depends on evaluations; use it as the only schedule"
         )
     rest = {key: value for key, value in node.items() if key != "schedulers"}
     return instantiate("schedule", rest, facts=facts, optimizer=optimizer, schedulers=parts)
@@ -205,7 +205,7 @@ def after_evaluation(schedule: LRScheduler, metrics: Mapping[str, float]) -> Non
 def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:
     """Raise UserError for a schedule that this run does not support."""
     if not isinstance(schedule, LRScheduler):
-        raise UserError(f"schedule: expected an LRScheduler of torch, got a {type(schedule).__name__}")
+        raise UserError(f"schedule: expected a torch LRScheduler, got a {type(schedule).__name__}")
     if not isinstance(schedule, ReduceLROnPlateau):
         return
     if not evaluates:

@@ -35,8 +35,8 @@ class NonFiniteWatch:
     """Finds the first module that produces a NaN or Inf.
 
     In the forward pass, -Inf is ignored, because attention masks contain it. In the backward pass, it is the
-    innermost module that gets a finite gradient for its output, and returns another one for its input or its
-    parameters.
+    innermost module that gets a finite gradient for its output, but returns a non-finite one for its input or
+    its parameters.
 
     Args:
         requests: the micro-batches of this rank.
@@ -49,7 +49,7 @@ class NonFiniteWatch:
 
     @contextmanager
     def watching(self, run: Run) -> Iterator[Run]:
-        """Watch the steps that run with the yielded run within the context."""
+        """Within the context, watch the steps of the yielded run."""
         handles = []
         for wrapped_name, module in run.state.model.named_modules():
             name = plain_name(wrapped_name)

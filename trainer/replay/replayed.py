@@ -72,7 +72,7 @@ class Replayed:
 
     @property
     def checkpoint_step(self) -> int:
-        """The number of steps that `checkpoint` contains."""
+        """The step after which `checkpoint` was saved."""
         return self.run.plan.steps_before
 
     @property

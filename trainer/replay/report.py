@@ -21,7 +21,7 @@ from trainer.run_dir.attempts import code_hashes
 from trainer.run_dir.console import table
 from trainer.run_dir.steps_file import StepRecord, read_steps
 
-_ROWS = 8  # of each printed table; the files have all
+_ROWS = 8  # of each printed table; the files contain all rows
 _STEPS_AROUND = 100  # in the diagram
 _INK, _MARK = "#8a8a8a", "#d9534f"  # legible on light and dark pages
 _NORMS = ("gradient", "weight", "update", "change")
@@ -129,7 +129,7 @@ def _text(
     shown = [["sample", "loss", "rank", "epoch", "hash", "label or text"]]
     for each in samples[:_ROWS]:
         shown.append([each.name, cell(each.loss), *map(str, (each.rank, each.epoch, each.hash, each.shown))])
-    parameters = [["parameter", *_NORMS[:-1], "gradient / step before"]]
+    parameters = [["parameter", *_NORMS[:-1], "gradient / previous step"]]
     for name, values in list(norms.items())[:_ROWS]:
         parameters.append([name, *(cell(values.get(norm), ".4g") for norm in _NORMS)])
     tables = {title: shown, "parameters, largest change of the gradient first": parameters}
@@ -174,7 +174,7 @@ def _draw(
     changes = [(name, values["change"]) for name, values in norms.items() if math.isfinite(values["change"])]
     names, ratios = zip(*changes[11::-1], strict=True) if changes else ((), ())
     of_parameters.barh(names, ratios, color=_MARK)
-    titles = ("loss by step", f"losses of the samples of step {step}", "gradient norm / step before")
+    titles = ("loss by step", f"losses of the samples of step {step}", "gradient norm / previous step")
     for axes, title in zip((around, of_samples, of_parameters), titles, strict=True):
         axes.set_title(title, color=_INK)
         axes.tick_params(colors=_INK)

@@ -76,7 +76,7 @@ def planned_steps(begin: Progress, train: TrainConfig, num_samples: int | None) 
     """Return the number of steps of the whole run; a stream of unknown length may end earlier."""
     total = _planned_steps(begin, train, num_samples)
     if beyond := [steps for steps in train.skip_steps if steps[0] > total]:
-        raise UserError(f"train.skip_steps has {beyond[0]}, but the last step is {total}; remove it")
+        raise UserError(f"train.skip_steps contains {beyond[0]}, but the last step is {total}; remove it")
     return total
 
 

@@ -99,7 +99,7 @@ def sweep(
         lock = (folder / ".lock").open("ab")  # until this process ends
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UserError(f"another sweep is running in hydra.sweep.dir={folder}; change it") from error
+        raise UserError(f"another sweep is running in hydra.sweep.dir={folder}; set another one") from error
     except OSError as error:
         raise UserError(f"hydra.sweep.dir={folder} cannot be written: {error}") from error
     log = TrialLog(folder, common, wanted.metric)

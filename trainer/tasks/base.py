@@ -46,7 +46,7 @@ class Task(Protocol):
 
     If the attribute ``metric_names`` lists all metrics of a task, a ``checkpoint.keep_best.metric`` that does
     not exist raises an error before training. If evaluation computes a different loss from training, ``loss``
-    may store that loss of its batch, detached, in the attribute ``plain_loss``, which is logged for
+    may store evaluation's loss of its batch, detached, in the attribute ``plain_loss``, which is logged for
     comparison with ``eval/loss``.
     """
 

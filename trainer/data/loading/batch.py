@@ -47,7 +47,7 @@ class BatchSplit:
         return replica * self.accumulation if self.chunks is None else self.chunks.start
 
     def micro_batches(self, first: int, replica: int, held_out: bool = False) -> Iterator[tuple[int, range]]:
-        """Yield each micro-batch from sample `first` on: its first sample over all replicas, and its own.
+        """Yield, per micro-batch from sample `first` on, its first sample over all replicas and its own ones.
 
         Replica r of R gets the samples r::R, as in torch's DistributedSampler, or with `chunks`, its chunks.
         With `held_out`, all replicas yield the same number of micro-batches; some may be empty.

@@ -231,9 +231,7 @@ class _StreamLoader(TrainLoader):
         return self._batches.position.state_dict()
 
     def resume(self, states: list[dict[str, Any]]) -> None:
-        known = [
-            state for state in states if state
-        ]  # a checkpoint saved on failure contains the state of one rank only
+        known = [state for state in states if state]  # a save on failure has the state of one rank only
         if not known:
             return  # saved between two epochs
         position = StreamPosition.merged(known)

@@ -115,12 +115,12 @@ class IndexReader(Reader):
 
     A dataset with ``__getitems__`` returns whole batches and is assumed to be deterministic. If it also has
     ``draw(indices, numbers)``, training batches come from that method. It gets a random uint64 per sample,
-    which depends only on the seed, the epoch, the index, and how often the index came before in the epoch.
+    which depends only on the seed, the epoch, the index, and how often the index has occurred in the epoch.
     Any other dataset is read sample by sample; before each ``__getitem__``, the generators of Python, NumPy
     and torch are seeded from the same four values. So augmentation does not depend on the world size, the
     number of workers, or where a run was resumed, and copies of a sample differ.
 
-    The last sample of a batch determines the random numbers in ``data.collate``. Reading in the main process
+    The last sample of a batch determines the random numbers in ``data.collate``. A read in the main process
     restores its generators.
     """
 

@@ -85,8 +85,8 @@ class IndexRequests(Requests):
         least, largest, last = int(order.min()), int(order.max()), self.num_samples - 1
         if least < 0 or (largest > last and not hasattr(self._dataset, "epoch_order")):
             raise UserError(
-                f"the order of epoch {epoch} has indices from {least} to {largest}, but the dataset has 0 to "
-                f"{last}"
+                f"the order of epoch {epoch} has indices from {least} to {largest}, but the dataset's are 0 "
+                f"to {last}"
             )
         return order
 
@@ -97,8 +97,8 @@ class IndexRequests(Requests):
         order = self.order_of(0)
         if not order.equal(self.order_of(0)):
             raise UserError(
-                "the order of an epoch differs in a second call, so a resumed run would read different "
-                "samples; compute it only from the dataset and the given generator"
+                "the order of an epoch differs if it is computed again, so a resumed run would read "
+                "different samples; compute it only from the dataset and the given generator"
             )
         return hashlib.blake2b(order.numpy().data, digest_size=8).hexdigest()
 

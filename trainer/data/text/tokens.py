@@ -56,8 +56,8 @@ class Tokens(Windows):
         num_bytes = file.stat().st_size
         if num_bytes // dtype.itemsize <= block_size or num_bytes % dtype.itemsize:
             raise UserError(
-                f"{file} has {num_bytes} bytes, but must contain whole {dtype.itemsize}-byte tokens, "
-                f"more than data.dataset.block_size={block_size}"
+                f"{file} has {num_bytes} bytes, but must contain a whole number of "
+                f"{dtype.itemsize}-byte tokens, more than data.dataset.block_size={block_size}"
             )
         super().__init__(np.memmap(file, dtype, mode="r"), block_size, size, border=border)
         self._tokenizer_name = facts.get("tokenizer")
