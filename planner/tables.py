@@ -16,7 +16,7 @@ def heading(world: PlannedWorld, origin: str) -> str:
         return f"{lines[0]}, no links between hosts"
     lines.append(f"between hosts {rate:.3g} Gbit/s and {latency:.3g} us, {origin}")
     if machine.rails > 1:
-        lines.append(f"{machine.rails} such links per host, among which its processes are divided")
+        lines.append(f"{machine.rails} such links per host, shared by its processes")
     if machine.oversubscription != 1:
         lines.append(
             f"{machine.hosts_per_switch} hosts per switch, whose trunk has 1/{machine.oversubscription:g} "

@@ -41,9 +41,7 @@ class AutoCommConfig(NativeCommConfig):
 @dataclass
 class ScheduleCommConfig(CommConfig):
     wire_dtype: str = one_of(*PRECISIONS)
-    segment_mb: float | None = limited(
-        lambda value: 0.01 <= value <= 1e6, "at least 0.01, and at most 1e6 (1 TB)"
-    )
+    segment_mb: float | None = limited(lambda value: 0.01 <= value <= 1e6, "from 0.01 to 1e6 (1 TB)")
 
 
 @dataclass

@@ -143,7 +143,7 @@ class _Search:
             steps = [(low + high) // 2]
 
     def replay(self, steps: Sequence[int]) -> None:
-        """Trace `steps` in both runs, without those before the newest checkpoint, and compare them."""
+        """Trace `steps` in both runs, except those before the newest checkpoint, and compare them."""
         self.replays = [self._replay(run, steps) for run in self._runs]
         one, other = self.replays
         for step in sorted(one.traces.keys() & other.traces.keys()):

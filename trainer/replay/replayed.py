@@ -191,7 +191,7 @@ def _settings(config: Config, folder: Path, checkpoint: Path | None) -> Config:
 
 
 def checkpoint_before(run_dir: Path, step: int) -> Path | None:
-    """Return the newest checkpoint before `step`, ignoring those from which the run did not continue."""
+    """Return the newest checkpoint before `step` that the run still contains, or the one it started from."""
     attempts, own = read_attempts(run_dir), Listing(run_dir / "checkpoints", run_id_of(run_dir)).own()
     steps = {
         manifest.step: path
@@ -204,8 +204,8 @@ def checkpoint_before(run_dir: Path, step: int) -> Path | None:
     start = attempts[0].start
     if start is None or not (Path(start) / "manifest.json").is_file():
         raise UserError(
-            f"{run_dir} has no checkpoint before step {step}, and {start}, from which it started, does not "
-            "exist on this machine; copy it there, or run python -m trainer.replay with --from"
+            f"{run_dir} has no checkpoint before step {step}, and the one that it started from, {start}, does "
+            "not exist on this machine; copy it there, or run python -m trainer.replay with --from"
         )
     return Path(start)
 

@@ -260,7 +260,7 @@ def room(
     """Return the GPUs for a trial, [] if it uses none; None if there is no room.
 
     Args:
-        concurrent: the largest number of running trials, which may then share GPUs, the least busy first.
+        concurrent: the maximum number of running trials; trials may then share GPUs, the least busy first.
             With "auto", each trial gets its own GPUs; without GPUs, one trial runs at a time.
         gpus: the GPUs of this machine.
         taken: the GPUs of each running trial.

@@ -142,7 +142,7 @@ class StreamReader(Reader):
         """Return the samples of a batch and the metadata of the answer, or None at the end."""
 
     def _hashes(self) -> dict[int, int]:
-        """Return, in the first answer, hashes of the first samples of a stream that all ranks share."""
+        """For the first answer, return hashes of the first samples, if all ranks share the stream."""
         if self._has_hashed or hasattr(self.dataset, "divides_itself"):
             return {}
         self._has_hashed = True
