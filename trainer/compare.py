@@ -19,8 +19,8 @@ from trainer.files.untrusted import printable
 from trainer.sweep.trials import DONE, RunFiles, read_trials
 
 # Losses, or models, can only be compared if these settings are equal.
-_ALIKE = ["data.dataset", "data.task", "train.global_batch_size", "train.precision", "seed"]
-_ALIKE += ["train.max_steps", "train.epochs"]
+_MUST_MATCH = ["data.dataset", "data.task", "train.global_batch_size", "train.precision", "seed"]
+_MUST_MATCH += ["train.max_steps", "train.epochs"]
 _MS = "usage/ms_per_step/step"
 _COMM = ("usage/comm/total_ms", "usage/comm/overlapped_ms", "usage/comm/exposed_ms")
 _FEWEST = 5  # speeds are compared only if each run has this number of log windows
@@ -60,10 +60,10 @@ def compare(runs: Mapping[str, RunFiles]) -> str:
     blocks = [f"{title}\n{columns(rows)}" for title, rows in tables.items()]
     more = differing_settings(list(settings.values()))[_MOST_SETTINGS:]
     notes = [f"settings that also differ: {', '.join(more)}"] if more else []
-    return "\n\n".join([*blocks, "\n".join([*notes, *_not_alike(settings), *_summary(runs)])])
+    return "\n\n".join([*blocks, "\n".join([*notes, *_comparability_warnings(settings), *_summary(runs)])])
 
 
-def _not_alike(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
+def _comparability_warnings(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return a warning for each run whose losses can't be compared with those of the first run."""
     (first, base), *others = settings.items()
     lines = []
@@ -71,7 +71,7 @@ def _not_alike(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
         found = [
             f"{key} ({base.get(key)} and {values.get(key)})"
             for key in differing_settings([base, values])
-            if any(f"{key}.".startswith(f"{prefix}.") for prefix in _ALIKE)
+            if any(f"{key}.".startswith(f"{prefix}.") for prefix in _MUST_MATCH)
         ]
         if found:
             lines.append(f"not comparable: {first} and {name} differ in {printable(', '.join(found))}")

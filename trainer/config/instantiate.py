@@ -30,11 +30,11 @@ def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = Non
             raise cause from None
         mistakes = TypeError | ValueError | LookupError | ImportError | OSError
         if cause is None or (isinstance(cause, mistakes) and not is_retryable(cause)):
-            raise _cannot(*_within(name, node, error), cause or error) from cause
+            raise _build_error(*_culprit(name, node, error), cause or error) from cause
         raise cause from None
 
 
-def _within(name: str, node: dict[str, Any], error: InstantiationException) -> tuple[str, dict[str, Any]]:
+def _culprit(name: str, node: dict[str, Any], error: InstantiationException) -> tuple[str, dict[str, Any]]:
     """Return the name and content of the node that cannot be built, which may be inside `node`."""
     path = re.search(r"\nfull_key: (\S+)$", str(error))
     part: Any = node
@@ -46,7 +46,7 @@ def _within(name: str, node: dict[str, Any], error: InstantiationException) -> t
     return name, part
 
 
-def _cannot(name: str, node: dict[str, Any], reason: Exception) -> UserError:
+def _build_error(name: str, node: dict[str, Any], reason: Exception) -> UserError:
     target = node["_target_"]
     # The message of a LookupError may be only the key.
     message = class_and_line(reason) if isinstance(reason, LookupError) else on_one_line(reason)
@@ -58,10 +58,10 @@ def _cannot(name: str, node: dict[str, Any], reason: Exception) -> UserError:
         hint = "; add the argument split, which is train or eval"
     elif isinstance(reason, TypeError) and "required positional argument" in message:
         hint = f"; set it in {name}, or pass the function itself with +{name}._partial_=true"
-    return UserError(f"{name}: {target} cannot be built: {message}{hint}{_hidden_package(target)}")
+    return UserError(f"{name}: {target} cannot be built: {message}{hint}{_shadowing_hint(target)}")
 
 
-def _hidden_package(target: str) -> str:
+def _shadowing_hint(target: str) -> str:
     """Return a hint if a folder of the user has the name of one of this project's packages."""
     name = target.partition(".")[0]
     users = Path(name).resolve()
@@ -77,11 +77,11 @@ def filled(name: str, node: dict[str, Any], facts: object) -> dict[str, Any]:
     for key, value in node.items():
         if isinstance(value, dict) and "_target_" in value:
             value = filled(f"{name}.{key}", value, facts)
-        replaced[key] = _fact(name, key, facts) if value == "auto" else value
+        replaced[key] = _auto_value(name, key, facts) if value == "auto" else value
     return replaced
 
 
-def _fact(name: str, key: str, facts: object) -> Any:
+def _auto_value(name: str, key: str, facts: object) -> Any:
     fact = getattr(facts, key, None)
     if fact is None:
         source = getattr(facts, "class_name", type(facts).__name__)  # a wrapper gives the wrapped class

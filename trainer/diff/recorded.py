@@ -14,11 +14,11 @@ from trainer.run_dir.steps_file import read_steps
 from trainer.sweep.trials import RunFiles
 
 # Settings that do not change what a step computes.
-_APART = ["logger", "launch", "checkpoint", "data.num_workers", "data.prefetch_factor", "data.pin_memory"]
-_APART += ["data.persistent_workers", "data.download", "comm.timeline", "distributed.timeout_s"]
-_APART += [f"distributed.{name}" for name in ("init_method", "rank", "world_size", "shrink")]
-_APART += [f"train.{name}" for name in ("log_every_steps", "show_every", "check_replicas_every")]
-_APART += [f"train.{name}" for name in ("histograms_every", "peak_tflops", "profile", "max_hours")]
+_IGNORED = ["logger", "launch", "checkpoint", "data.num_workers", "data.prefetch_factor", "data.pin_memory"]
+_IGNORED += ["data.persistent_workers", "data.download", "comm.timeline", "distributed.timeout_s"]
+_IGNORED += [f"distributed.{name}" for name in ("init_method", "rank", "world_size", "shrink")]
+_IGNORED += [f"train.{name}" for name in ("log_every_steps", "show_every", "check_replicas_every")]
+_IGNORED += [f"train.{name}" for name in ("histograms_every", "peak_tflops", "profile", "max_hours")]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def setting_rows(one: RecordedRun, other: RecordedRun) -> tuple[list[list[str]],
     names = differing_settings(both)
     if "strategy.name" in names:  # which then has other settings
         names = [n for n in names if not n.startswith("strategy.") or all(n in s for s in both)]
-    apart = [name for name in names if any(f"{name}.".startswith(f"{prefix}.") for prefix in _APART)]
+    apart = [name for name in names if any(f"{name}.".startswith(f"{prefix}.") for prefix in _IGNORED)]
     return _rows([name for name in names if name not in apart], *both), apart
 
 

@@ -46,7 +46,7 @@ def dry_run_of_evaluation(run: Run) -> None:
         try:
             metrics = evaluate(context, [first]).metrics
         except Exception as error:
-            if isinstance(error, RunEndError | OSError | torch.OutOfMemoryError) or _by_collective(error):
+            if isinstance(error, RunEndError | OSError | torch.OutOfMemoryError) or _in_collective(error):
                 raise
             raise UserError(
                 f"{type(run.task).__name__} fails on the first validation batch, in the dry run of an "
@@ -60,14 +60,14 @@ def dry_run_of_evaluation(run: Run) -> None:
             type(run.task).__name__,
             failure,
         )
-    if not failures and not _listed(run.task):
+    if not failures and not _metric_names(run.task):
         check_metrics(run.config, metrics)
     log.info("dry run of one evaluation batch: ok, %.2f s", time.perf_counter() - start)
 
 
 def check_metrics_of_task(config: Config, task: Task) -> None:
     """Raise UserError if a setting names a metric that is not in the task's `metric_names`, if it has any."""
-    if listed := _listed(task):
+    if listed := _metric_names(task):
         check_metrics(config, listed)
 
 
@@ -93,7 +93,7 @@ def metrics_in_use(config: Config) -> dict[str, str]:
     return {name: metric for name, metric in named.items() if metric is not None}
 
 
-def _listed(task: Task) -> Collection[str]:
+def _metric_names(task: Task) -> Collection[str]:
     return list(getattr(task, "metric_names", ()))
 
 
@@ -112,7 +112,7 @@ def _lenient(summarise: Callable[[Any], dict[str, float]], failures: list[str]) 
     return attempt
 
 
-def _by_collective(error: Exception) -> bool:
+def _in_collective(error: Exception) -> bool:
     """Return whether a collective raised the error, which another rank may have caused."""
     collectives, frames = Path(torch.distributed.__file__).parent, traceback.extract_tb(error.__traceback__)
     return any(Path(frame.filename).is_relative_to(collectives) for frame in frames)

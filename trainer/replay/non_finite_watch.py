@@ -86,25 +86,25 @@ class NonFiniteWatch:
         return next(iter(self._bad_outputs.values()), None)
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._look(name, "the input of", (args, kwargs), self._bad_inputs, "the gradient for the input of")
+        self._check(name, "the input of", (args, kwargs), self._bad_inputs, "the gradient for the input of")
         for parameter_name, parameter in module.named_parameters(name, recurse=False):
-            hook = partial(self._look_back, name, f"the gradient of {parameter_name}, in", self._bad_inputs)
+            hook = partial(self._check_grad, name, f"the gradient of {parameter_name}, in", self._bad_inputs)
             if parameter.requires_grad:
                 parameter.register_hook(hook)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self._look(name, "the output of", output, self._bad_outputs, "the gradient for the output of")
+        self._check(name, "the output of", output, self._bad_outputs, "the gradient for the output of")
 
-    def _look(self, name: str, what: str, values: Any, bad: dict[str, NonFinite], gradient: str) -> None:
+    def _check(self, name: str, what: str, values: Any, bad: dict[str, NonFinite], gradient: str) -> None:
         for value in leaves(values):
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
             if self._forward is None and (is_bad := value.isnan() | value.isposinf()).any():
                 self._forward = self._found("forward", name, what, is_bad)
             if value.requires_grad and torch.is_grad_enabled():
-                value.register_hook(partial(self._look_back, name, gradient, bad))
+                value.register_hook(partial(self._check_grad, name, gradient, bad))
 
-    def _look_back(self, name: str, what: str, bad: dict[str, NonFinite], gradient: Tensor) -> None:
+    def _check_grad(self, name: str, what: str, bad: dict[str, NonFinite], gradient: Tensor) -> None:
         if name not in bad and not (is_finite := gradient.isfinite()).all():
             bad[name] = self._found("backward", name, what, ~is_finite)
 

@@ -204,8 +204,8 @@ def checkpoint_before(run_dir: Path, step: int) -> Path | None:
     start = attempts[0].start
     if start is None or not (Path(start) / "manifest.json").is_file():
         raise UserError(
-            f"{run_dir} has no checkpoint before step {step}, and the one that it started from, {start}, does "
-            "not exist on this machine; copy it there, or run python -m trainer.replay with --from"
+            f"{run_dir} has no checkpoint before step {step}, and the one that it started from, {start}, "
+            "does not exist on this machine; copy it there, or run python -m trainer.replay with --from"
         )
     return Path(start)
 

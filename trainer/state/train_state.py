@@ -249,8 +249,8 @@ class TrainState:
                 continue
             for key, value in loaded.items():
                 if casts and key != "step":  # the dtype of "step" depends on the kernel
-                    value = _moved(state[name][key], parameter.device)
-                loaded[key] = _laid_out_as(parameter, value)
+                    value = _to_device(state[name][key], parameter.device)
+                loaded[key] = _with_strides_of(parameter, value)
         self._attributes.load_state_dict(everything.get("attributes", {}))
 
     def _optimizer_names(self) -> list[str]:
@@ -258,11 +258,11 @@ class TrainState:
         return [self.trainable.names[parameter] for group in groups for parameter in group["params"]]
 
 
-def _moved(saved: Any, device: torch.device) -> Any:
+def _to_device(saved: Any, device: torch.device) -> Any:
     return mapped(saved, lambda value: value.to(device) if isinstance(value, Tensor) else value)
 
 
-def _laid_out_as(parameter: Tensor, value: Any) -> Any:
+def _with_strides_of(parameter: Tensor, value: Any) -> Any:
     """Return `value` with the strides of `parameter` if the shapes are equal, as fused steps require.
 
     Only `train.channels_last`, which concerns 4-D and 5-D tensors, may change the strides on resume.

@@ -27,7 +27,7 @@ OUTPUT = "output.log"
 _POLL_S = 0.05
 _EVALUATIONS_EVERY_S = 0.5  # how often the files of running trials are read, for pruning
 # The number of trials that must end with the same message before the sweep blames a shared setting.
-_ALIKE = 3
+_MIN_SAME_MESSAGES = 3
 # How many jobs of a sweep are queued at a time, to leave room for others; SLURM queues them anyway.
 _QUEUED_JOBS = 16
 _MISTAKE, _STOPPED, _NOT_FINITE = (end.exit_code for end in (UserError, StoppedBySignal, NonFiniteError))
@@ -128,7 +128,7 @@ class Runner:
         while not self._queue:
             if (found := next(self._search, None)) is None:
                 return False
-            self._queue.extend(self._rest_of(*found))
+            self._queue.extend(self._pending_trials(*found))
         if (gpus := self._room(self._queue[0])) is None:
             return False
         self._start(self._queue.popleft(), gpus)
@@ -138,7 +138,7 @@ class Runner:
         taken = [each.gpus for each in self._running]
         return room(attempt.config, self._wanted.concurrent, self._gpus, taken)
 
-    def _rest_of(self, combination: Combination, config: Config | str) -> Iterator[Attempt]:
+    def _pending_trials(self, combination: Combination, config: Config | str) -> Iterator[Attempt]:
         """Yield the trials of a combination, one for each seed, that are neither final nor running."""
         if isinstance(config, str):
             trial = self._log.trial(combination)
@@ -203,17 +203,17 @@ class Runner:
         elif trial.reason is not None:
             words += f" (status {code}): {trial.reason}  ({folder / OUTPUT})"
         say(words)
-        if trial.state == trials.INVALID and self._share_a_mistake():
+        if trial.state == trials.INVALID and self._all_fail_alike():
             self._end(f"{trial.reason}; all trials so far ended with this message")
         known: Iterable[str] = metrics if self._pruning is None else run.scalars
         if trial.state == trials.DONE and metric not in known and self._learns:
             names = ", ".join(map(printable, known))
             self._end(f"hydra.sweeper.metric is {metric}, but the trials logged only {names}")
 
-    def _share_a_mistake(self) -> bool:
+    def _all_fail_alike(self) -> bool:
         """Return whether all trials so far ended with the same message, and have no swept value in common."""
         ended = [trial for trial in self._trials if trial.status is not None]
-        if len(ended) < _ALIKE or {trial.state for trial in ended} != {trials.INVALID}:
+        if len(ended) < _MIN_SAME_MESSAGES or {trial.state for trial in ended} != {trials.INVALID}:
             return False
         values = [{*trial.swept.items()} for trial in ended]
         return len({trial.reason for trial in ended}) == 1 and not set.intersection(*values)
