@@ -210,7 +210,7 @@ def test_what_cannot_be_ordered_is_refused() -> None:
         (later, "the order of epoch 1 has indices from -1 to 98, but the dataset's are 0 to 99"),
         (
             lambda *_: [0.5] * 100,
-            r"the order of epoch 1 must be 100 indices, .*, but is torch.float32 \(100,\)",
+            r"the order of epoch 1 must be a torch.int64 tensor of 100 indices, but is torch.float32 of",
         ),
     ):
         with pytest.raises(UserError, match=words):

@@ -133,7 +133,7 @@ def test_windows_of_nanogpts_files(tmp_path: Path) -> None:
     held_out = Tokens("eval", str(tmp_path), block_size=10, vocab_size=1000)
     assert [held_out[index][0][0].item() for index in range(len(held_out))] == list(range(0, 90, 10))
     assert len(Tokens("eval", str(tmp_path), 10, 1000, eval_windows=3)) == 3
-    with pytest.raises(UserError, match=r"must contain more than data\.dataset\.block_size=1000 tokens"):
+    with pytest.raises(UserError, match=r"2-byte tokens, more than data\.dataset\.block_size=1000"):
         Tokens("train", str(tmp_path), vocab_size=1000, block_size=1000)
     with pytest.raises(
         UserError, match=r"contains token \d+, but data.dataset.vocab_size=500 allows 0 to 499"
