@@ -1,4 +1,4 @@
-"""Writes docs/reference/api.md from signatures and docstrings: what README and the pages have users call.
+"""Write docs/reference/api.md, the public Python API, from signatures and docstrings.
 
 python docs/generate_api.py
 """
@@ -32,19 +32,20 @@ PARTS = {
     "Loggers": ["trainer.loggers.Logger"],
     "Schedules": [f"trainer.optim.schedules.{name}" for name in SCHEDULES],
 }
-# Their methods are called, or written, by users; the harness calls those of the others.
+# Classes whose methods users call or override. Only the trainer calls those of other classes.
 WITH_METHODS = ("TrainedRun", "Task", "Stream", "Logger")
 _INTRO = """# Python API
 
-What your program may call, subclass, or name in `_target_`, with the first sentence of each docstring.
-Examples: [train and load models from Python](../howto/from-python.md), [tasks](../howto/own-metric.md),
-[streams](../howto/big-data.md#your-own-stream), [loggers](../howto/watch-a-run.md#your-own-logger),
+The functions and classes that your program may call, subclass, or name in `_target_`. Each entry shows the
+first sentence of the docstring. Examples: [train and load models from Python](../howto/from-python.md),
+[tasks](../howto/own-metric.md), [streams](../howto/big-data.md#your-own-stream),
+[loggers](../howto/watch-a-run.md#your-own-logger),
 [schedules](../howto/optimizers-and-schedules.md#schedules).
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page."""
     parts = [_INTRO]
     for title, names in PARTS.items():
         parts += [f"## {title}\n", *(entry(name) for name in names)]
@@ -52,7 +53,7 @@ def page() -> str:
 
 
 def entry(name: str) -> str:
-    """A function; or a class with the members that users know."""
+    """Return the section of a function, or of a class with its public members."""
     value = get_object(name)
     source = textwrap.dedent(inspect.getsource(value))
     node, short = ast.parse(source).body[0], name.rpartition(".")[2]
@@ -60,9 +61,9 @@ def entry(name: str) -> str:
     if isinstance(node, ast.FunctionDef):
         lines.append(item(f"{short}{signature(value, node)}", inspect.getdoc(value)))
     elif isinstance(node, ast.ClassDef):
-        made = [each for each in functions(node) if each.name == "__init__" and short not in WITH_METHODS]
+        inits = [each for each in functions(node) if each.name == "__init__" and short not in WITH_METHODS]
         lines.append(
-            item("".join([short, *(signature(value, each) for each in made)]), inspect.getdoc(value))
+            item("".join([short, *(signature(value, each) for each in inits)]), inspect.getdoc(value))
         )
         lines += attributes(node, source)
         if short in WITH_METHODS:
@@ -81,7 +82,7 @@ def method(owner: Any, node: ast.FunctionDef) -> str:
 
 
 def signature(value: Any, node: ast.FunctionDef) -> str:
-    """The arguments without `self`: annotations as written, and the values of defaults."""
+    """Return the arguments without `self`, with annotations as written and evaluated defaults."""
     defaults = {name: each.default for name, each in inspect.signature(value).parameters.items()}
     words = []
     for each in (*node.args.args, *node.args.kwonlyargs):
@@ -96,12 +97,12 @@ def signature(value: Any, node: ast.FunctionDef) -> str:
 
 
 def typed(annotation: Any) -> str:
-    """Without the quotes of a name that is imported for type checkers alone."""
+    """Return an annotation without the quotes around names that only type checkers import."""
     return re.sub(r"'([^']+)'", r"\1", ast.unparse(annotation))
 
 
 def attributes(node: ast.ClassDef, source: str) -> Iterator[str]:
-    """Those that the docstring lists, and those with a docstring below them, or a comment beside."""
+    """Yield attributes from the docstring's list, and those followed by a docstring or a comment."""
     listed = inspect.cleandoc(ast.get_docstring(node) or "").partition("Attributes:\n")[2]
     for name, text in re.findall(r"^    (\w+): (.*(?:\n      .*)*)", listed, re.M):
         yield item(name, text)
@@ -116,12 +117,12 @@ def attributes(node: ast.ClassDef, source: str) -> Iterator[str]:
 
 
 def item(code: str, docstring: str | None) -> str:
-    """The code, and below it the first sentence."""
+    """Return a list item: the code, and below it the first sentence of the docstring."""
     text = " ".join((docstring or "").partition("\n\n")[0].split()).replace("``", "`")
     first = re.split(r"(?<=[.!?]) ", text)[0]
     parts = re.split(r"(`[^`]*`)", f"{first[:1].upper()}{first[1:]}".removesuffix("."))
-    said = "".join(part if part[:1] == "`" else re.sub(r"([*_])", r"\\\1", part) for part in parts)
-    return f"- `{code}`  \n  {said}." if said else f"- `{code}`"
+    sentence = "".join(part if part[:1] == "`" else re.sub(r"([*_])", r"\\\1", part) for part in parts)
+    return f"- `{code}`  \n  {sentence}." if sentence else f"- `{code}`"
 
 
 if __name__ == "__main__":

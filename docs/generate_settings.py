@@ -1,4 +1,4 @@
-"""Write docs/reference/settings.md from the files of conf/ and their comments.
+"""Write docs/reference/settings.md from the files in conf/ and their comments.
 
 python docs/generate_settings.py
 """
@@ -35,8 +35,8 @@ GROUPS = [
     "hydra/sweeper",
 ]
 CHOICES: dict[str, Mapping[str, type]] = {"strategy": STRATEGIES, "comm": COMMS, "launch": LAUNCHES}
-OURS = ("trainer.", "models.")
-# Types that neither the schema nor the default shows.
+OWN_PACKAGES = ("trainer.", "models.")
+# Types that cannot be found from the schema or the default.
 TYPES = {
     "model.init_from": "str or null",
     "model.init_key": "str or null",
@@ -56,13 +56,14 @@ _KEY = re.compile(r"^(?P<indent> *)(?P<key>[\w/]+):(?: +(?P<value>[^#\s].*?))?(?
 _INTRO = """# Settings
 
 Every setting can be changed on the command line: `python train.py train.epochs=5 optim.lr=0.1`.
-`python train.py --cfg job ...` prints the settings that a command line results in.
+`python train.py --cfg job ...` prints all settings that a command would use, without training.
 
-The first part of this page lists the settings of every run. The other parts list the choices of each group;
-the command line selects one choice per group, such as `strategy=fsdp`.
+The first part of this page lists the settings that every run has. The other parts list the choices of each
+configuration group and their settings. Select one choice per group on the command line, such as
+`strategy=fsdp`.
 
-The key `_target_` is the import path of a class or function. The keys next to it are its arguments;
-`+KEY=VALUE` passes an argument that is not listed.
+The key `_target_` is the import path of a class or function, and the keys next to it are its arguments. To
+pass an argument that is not listed, use `+KEY=VALUE`.
 
 This page is generated from `conf/` by `python docs/generate_settings.py`.
 """
@@ -70,14 +71,14 @@ _HEADER = ["| Setting | Type | Default | Description |", "|---|---|---|---|"]
 
 
 def page() -> str:
-    """Return the whole page."""
+    """Return the page."""
     parts = [_INTRO, "## Every run\n", "`conf/train.yaml`.\n", entries(CONF / "train.yaml")]
     for group in GROUPS:
         for file in sorted((CONF / group).glob("*.yaml")):
             parts += [f"## `{group}={file.stem}`\n", head(file), entries(file, f"{group.replace('/', '.')}.")]
     parts += [
         "## Experiments\n",
-        "An experiment selects a choice of each group and settings to go with them.\n",
+        "An experiment selects one choice per group and changes settings to match.\n",
     ]
     parts += ["\n".join(f"- `experiment={f.stem}`: {head(f).strip()}" for f in _experiments()) + "\n"]
     return "\n".join(part for part in parts if part)
@@ -100,27 +101,27 @@ def head(file: Path) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return text with its Markdown marks escaped, except in `code`."""
+    """Escape Markdown characters in text, except in `code`."""
     parts = re.split(r"(`[^`]*`)", text)
     marks = [part if part.startswith("`") else re.sub(r"([*_])", r"\\\1", part) for part in parts]
-    # GitHub's Markdown knows \<, Python's only the entity; a | would end the cell of a table.
+    # Not \<, which Python's Markdown does not support. A | would end the table cell.
     return "".join(part if part.startswith("`") else entities(r"[<|]", part) for part in marks)
 
 
 def entities(pattern: str, text: str) -> str:
-    """Return text with each character that matches the pattern as an HTML entity."""
+    """Replace each character that matches the pattern by its HTML entity."""
     return re.sub(pattern, lambda mark: f"&#{ord(mark[0])};", text)
 
 
 def code(value: str) -> str:
-    """Return a value as code; a | in it would end the cell of a table."""
+    """Format a value as code in a table cell, which a | would end."""
     if "|" not in value:
         return f"`{value}`"
     return f"<code>{entities('[^A-Za-z0-9 ]', value)}</code>"
 
 
 def entries(file: Path, prefix: str = "") -> str:
-    """Return a table of the settings of a file; for conf/train.yaml, a table and a heading for each node."""
+    """Return a table of the settings in a file; for conf/train.yaml, a heading and a table per section."""
     lines: list[str] = []
     node = ""
     listed = list(settings(file))
@@ -140,7 +141,7 @@ def entries(file: Path, prefix: str = "") -> str:
 
 
 def _type(name: str, value: str, choice: str, targets: Mapping[str, str]) -> str:
-    """Return the type of a setting: from the schema, the signature of its class, or else its default."""
+    """Return the type of a setting, from the schema, the signature of its class, or its default."""
     group, _, key = name.partition(".")
     hint: Any = _hint(
         CHOICES[group][choice] if group in CHOICES else Config, key if group in CHOICES else name
@@ -149,44 +150,45 @@ def _type(name: str, value: str, choice: str, targets: Mapping[str, str]) -> str
         hint = _hint(SweepConfig, key.partition(".")[2])
     above, _, argument = key.rpartition(".")
     target = targets.get(f"{above}." if above else "", "")
-    if hint is None and target.startswith(OURS):
+    if hint is None and target.startswith(OWN_PACKAGES):
         parameter = inspect.signature(get_object(target)).parameters.get(argument)
         hint = parameter.annotation if parameter else None
     if hint is None:
         hint = type(yaml.safe_load(value))
         hint = str if name.endswith("_target_") else hint
-    kind = _words(hint)
+    kind = _type_name(hint)
     return f"{kind} or auto" if value == "auto" and "str" not in kind else kind
 
 
 def _hint(kind: Any, name: str) -> Any:
-    """Return the type of the setting `name` of a dataclass; None if the schema does not have it."""
+    """Return the type of the dataclass field with the dotted name `name`, or None if it does not exist."""
     for word in name.split("."):
         hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
         kind = hints.get(word, hints.get(f"{word}_"))
     return kind
 
 
-def _words(hint: Any) -> str:
-    """Return a type as a reader of YAML knows it."""
+def _type_name(hint: Any) -> str:
+    """Return the name of a type in YAML's terms."""
     args = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
-        return ", ".join(_words(arg) for arg in args[:-1]) + f" or {_words(args[-1])}"
+        return ", ".join(_type_name(arg) for arg in args[:-1]) + f" or {_type_name(args[-1])}"
     if hint is types.NoneType:
         return "null"
     origin = typing.get_origin(hint) or hint
     if origin is Callable:
         return "callable"
     if origin in (list, Sequence):
-        return "list" if args in ((), (Any,)) else f"list of {_words(args[0])}"
+        return "list" if args in ((), (Any,)) else f"list of {_type_name(args[0])}"
     return origin.__name__ if origin in (bool, int, float, str) else "mapping"
 
 
 def _description(file: Path, name: str, value: str) -> str:
-    """Return the description of a setting without a comment, from its class or its group's default choice."""
-    if name.endswith("_target_") and value.startswith((*OURS, "hydra_plugins.")):
+    """Describe a setting that has no comment, from its class or its group's default choice."""
+    if name.endswith("_target_") and value.startswith((*OWN_PACKAGES, "hydra_plugins.")):
         docstring = inspect.getdoc(get_object(value)) or ""
-        return escaped(docstring.partition("\n")[0].replace("``", "`").removesuffix("."))
+        first = docstring.partition("\n")[0].replace("``", "`")
+        return escaped(first.removeprefix("Return ").removesuffix("."))
     if value == file.stem:
         return f"set by `{file.parent.name}={value}`"
     return _common().get(name, "")
@@ -204,7 +206,7 @@ def _common() -> dict[str, str]:
 
 
 def settings(file: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted name, default, comment) of each setting, without Hydra's own."""
+    """Yield (dotted name, default, comment) for each setting, except Hydra's own."""
     above: list[tuple[int, str]] = []
     for line in file.read_text().splitlines():
         found = _KEY.match(line)
