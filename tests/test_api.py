@@ -60,7 +60,7 @@ def failures_in_between(run_dir: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_mistake_is_one_exception_with_one_line_and_the_next_call_works(tmp_path: Path) -> None:
+def test_a_mistake_raises_a_one_line_error_and_the_next_call_works(tmp_path: Path) -> None:
     before, *printed, after = run_ranks(failures_in_between, 1, str(tmp_path), init=False)[0]
     assert before == after
     for text, said in zip(printed, WRONG, strict=True):

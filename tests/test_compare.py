@@ -84,13 +84,13 @@ def test_results_lead_with_the_settings_that_differ(tmp_path: Path) -> None:
     assert "lowest eval/loss: b, 0.45" in summary
 
 
-def test_a_difference_within_the_spread_is_none(tmp_path: Path) -> None:
+def test_a_difference_within_the_spread_is_not_reported(tmp_path: Path) -> None:
     runs = read_runs([write(tmp_path / "a"), write(tmp_path / "b", ms=4.01)])
     words = "speed: no clear difference: a is 1.00 times (0.98 to 1.02) as fast as b"
     assert words in compare(runs)
 
 
-def test_no_ratio_is_told_from_few_windows(tmp_path: Path) -> None:
+def test_few_windows_give_no_ratio(tmp_path: Path) -> None:
     """Of six, the first is warm-up."""
     said = compare(read_runs([write(tmp_path / "a"), write(tmp_path / "b", ms=2.0, windows=5)]))
     assert "speed: not compared, because fewer than 5 log windows follow the first one in b;" in said
@@ -107,12 +107,12 @@ def test_no_ratio_is_told_from_few_windows(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_unlike_is_flagged(override: str, words: str, tmp_path: Path) -> None:
+def test_different_tasks_are_flagged(override: str, words: str, tmp_path: Path) -> None:
     said = compare(read_runs([write(tmp_path / "a"), write(tmp_path / "b", override)]))
     assert f"not comparable: a and b differ in {words}" in said
 
 
-def test_what_is_no_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write(tmp_path / "a"), write(tmp_path / "b")]
     assert main([runs[0], f"{runs[1]}/result.json"]) == 2
     assert "is not a finished run: it has no result.json" in capsys.readouterr().err
@@ -124,7 +124,7 @@ def test_what_is_no_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFix
     assert "b cannot be compared: its result.json is damaged" in capsys.readouterr().err
 
 
-def test_a_sweep_stands_for_its_trials_that_are_done(tmp_path: Path) -> None:
+def test_a_sweep_is_replaced_by_its_finished_trials(tmp_path: Path) -> None:
     log = TrialLog(tmp_path, [], "eval/loss")
     for number, state in enumerate((DONE, "failed", DONE)):
         trial = log.trial({"optim.lr": str(number)})

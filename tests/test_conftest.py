@@ -7,7 +7,7 @@ import subprocess
 from tests import conftest
 
 
-def test_a_process_that_is_left_behind_is_seen_though_its_parent_is_gone() -> None:
+def test_an_orphaned_process_is_found() -> None:
     pids = conftest._pids()
     orphan = "sleep 1000 < /dev/null > /dev/null 2>&1 & echo $!"
     pid = int(subprocess.run(["setsid", "sh", "-c", orphan], stdout=subprocess.PIPE, check=True).stdout)

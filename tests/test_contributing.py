@@ -34,12 +34,12 @@ def test_the_versions_agree() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == project
 
 
-def test_the_files_that_others_read_are_yaml() -> None:
+def test_github_and_citation_files_are_valid_yaml() -> None:
     files = [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml"]
     assert len(files) == 6 and all(yaml.safe_load(file.read_text()) for file in files)
 
 
-def test_an_all_reduce() -> None:
+def test_the_recipe_for_an_all_reduce() -> None:
     left_ring = names("trainer/comm/algorithms/all_reduce.py", vars(all_reduce))["left_ring"]
     for hosts in ([0], [0, 0], [0, 0, 1, 1], [1, 0, 2, 0, 1]):
         simulate([left_ring(rank, hosts) for rank in range(len(hosts))])
@@ -59,7 +59,7 @@ def _computing() -> Any:
 
 
 @pytest.mark.slow
-def test_a_strategy(tmp_path: Path) -> None:
+def test_the_recipe_for_a_strategy(tmp_path: Path) -> None:
     few = ("train.max_steps=5", "model.hidden=[16]", "checkpoint.every_epochs=null", "logger=jsonl")
     plain = run_ranks(trained_plainly, 2, *few, f"run_dir={tmp_path}/plain", init=False)
     ddp = run_ranks(trained, 2, *few, f"run_dir={tmp_path}/ddp", init=False)[0]

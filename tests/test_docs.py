@@ -86,7 +86,7 @@ def test_there_are_pages_and_blocks() -> None:
     assert kinds == {"bash"}, "a block is bash, python, yaml or text"
 
 
-def test_the_path_that_the_readme_names_is_as_long_as_it_says() -> None:
+def test_the_size_of_the_core_that_the_readme_states() -> None:
     text = (ROOT / "README.md").read_text()
     (about,) = re.findall(r"is about ([\d,]+) lines", text)
     (names,) = re.findall(r"in `trainer/` with (.*?`)\. ", text, re.S)
@@ -113,7 +113,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_work(page: Path) -> None:
     text = re.sub(r"`[^`\n]*`", "", _BLOCK.sub("", page.read_text()))
     for target in _LINK.findall(text):
         if target.startswith(("http://", "https://", "mailto:")):
@@ -127,7 +127,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 PICTURE = re.compile(r'(?:src|srcset)="([^"]+)"|!\[[^\]]*\]\(([^)\s]+)\)')
 
 
-def test_pictures_are_there_and_small_and_each_is_shown() -> None:
+def test_images_exist_are_small_and_are_used() -> None:
     shown = set()
     for page in PAGES:
         found = ["".join(names) for names in PICTURE.findall(_BLOCK.sub("", page.read_text()))]
@@ -163,7 +163,7 @@ def _numbers(text: str) -> list[str]:
     return re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3})", "", plain))
 
 
-def test_figures_are_those_that_a_benchmark_wrote() -> None:
+def test_numbers_equal_the_results_of_benchmarks() -> None:
     """What a link to a result speaks for has no number that the result lacks, rounded; the link has its date."""
     linked = 0
     for page in PAGES:
@@ -194,7 +194,7 @@ def texts_in_code() -> list[tuple[str, str]]:
     return found
 
 
-def test_the_entries_of_the_troubleshooting_page_are_those_that_errors_name() -> None:
+def test_troubleshooting_entries_match_the_errors_that_link_to_them() -> None:
     """Before torch's own, their headings, between the dots, are in the code."""
     page = (ROOT / troubleshooting.PAGE).read_text()
     anchored = dict(re.findall(r'^<a id="(.+)"></a>\n\n### `(.+)`$', page, re.M))
@@ -225,7 +225,7 @@ def _script(name: str) -> Any:
     return script
 
 
-def test_the_settings_page_is_made_from_conf() -> None:
+def test_the_settings_page_is_up_to_date() -> None:
     generate = _script("generate_settings")
     page = generate.PAGE.read_text()
     assert page == generate.page(), "run python docs/generate_settings.py"
@@ -239,7 +239,7 @@ def test_the_settings_page_is_made_from_conf() -> None:
     assert entries and not undescribed, f"needs a comment in conf/: {undescribed}"
 
 
-def test_the_api_page_is_made_from_the_code_and_has_what_pages_have_users_call() -> None:
+def test_the_api_page_is_up_to_date_and_complete() -> None:
     generate = _script("generate_api")
     page = generate.PAGE.read_text()
     assert page == generate.page(), "run python docs/generate_api.py"

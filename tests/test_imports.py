@@ -192,12 +192,12 @@ def file_of(name: str) -> Path | None:
     return None
 
 
-def test_every_room_is_on_the_plan() -> None:
+def test_every_folder_has_a_layer() -> None:
     rooms = {room for room in MAY_USE if "/" not in room}
     assert set(rooms_in(HOUSE)) == rooms | EVERYWHERE, "a room of trainer/ needs its line in FLOORS"
 
 
-def test_no_arrow_runs_up() -> None:
+def test_no_layer_uses_a_higher_one() -> None:
     below: set[str] = set()
     for floor in FLOORS:
         for room, used in floor.items():
@@ -206,7 +206,7 @@ def test_no_arrow_runs_up() -> None:
 
 
 @pytest.mark.parametrize("room", sorted(MAY_USE))
-def test_imports_run_one_way(room: str) -> None:
+def test_imports_follow_the_layers(room: str) -> None:
     allowed = MAY_USE[room] | {room} | EVERYWHERE
     for file in files_of(room):
         used = {name.split(".")[1] for name in imports_of(file) if name.startswith("trainer.")}
@@ -219,7 +219,7 @@ def test_trainer_runs_without_the_planner() -> None:
 
 
 @pytest.mark.parametrize("folder", sorted(p.parent for p in HOUSE.rglob("__init__.py")), ids=lambda p: p.name)
-def test_no_circle_within_a_folder(folder: Path) -> None:
+def test_no_import_cycle_within_a_folder(folder: Path) -> None:
     """Also between its folders and the files beside them; graphlib raises CycleError."""
     rooms = rooms_in(folder)
     home = {file: name for name, files in rooms.items() for file in files}
@@ -232,7 +232,7 @@ def test_no_circle_within_a_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("room", sorted(FROM_OUTSIDE))
-def test_rooms_that_need_little_take_little(room: str) -> None:
+def test_folders_import_only_allowed_packages(room: str) -> None:
     for file in files_of(room):
         used = (
             {name.split(".")[0] for name in imports_of(file)}
@@ -245,7 +245,7 @@ def test_rooms_that_need_little_take_little(room: str) -> None:
 
 
 @pytest.mark.parametrize("room", WITHOUT_TORCH)
-def test_what_comes_before_torch_loads_none(room: str) -> None:
+def test_modules_used_before_torch_do_not_import_it(room: str) -> None:
     at = HOUSE / room
     seen, left = set[Path](), sorted(at.rglob("*.py")) if at.is_dir() else [at]
     while left:
@@ -259,7 +259,7 @@ def test_what_comes_before_torch_loads_none(room: str) -> None:
         left = [path for path in left if path.exists()]
 
 
-def test_the_core_is_read_in_one_sitting() -> None:
+def test_the_core_stays_small() -> None:
     story = ("cli", "run", "loop", "step", "update", "forward_backward", "context", "strategies/base")
     lines = {name: len((HOUSE / f"{name}.py").read_text().splitlines()) for name in story}
     assert sum(lines.values()) <= 1400, lines
@@ -269,14 +269,14 @@ def test_the_core_is_read_in_one_sitting() -> None:
         assert len(used) <= most, f"{name}.py imports {len(used)} modules"
 
 
-def test_no_strategy_imports_a_sibling() -> None:
+def test_no_strategy_imports_another_strategy() -> None:
     shared = {"base", "ddp_comm", "meta_init", "placement", "sharding", "units"}
     for file in sorted((HOUSE / "strategies").rglob("*.py")):
         used = {name.split(".")[2] for name in imports_of(file) if name.startswith("trainer.strategies.")}
         assert file.name == "build.py" or used <= shared, file
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_class_names_are_unique() -> None:
     names = Counter(
         node.name
         for file in HOUSE.rglob("*.py")

@@ -84,7 +84,7 @@ WHOLE = {
 }
 
 
-def test_what_can_be_built_without_memory() -> None:
+def test_models_that_can_be_built_on_meta() -> None:
     for build in ON_META:
         model, why = on_meta(build, 0)
         assert model is not None, (build, why)
@@ -94,7 +94,7 @@ def test_what_can_be_built_without_memory() -> None:
 
 
 @pytest.mark.parametrize("build", WHOLE)
-def test_what_cannot_says_why(build: type[nn.Module]) -> None:
+def test_models_that_cannot_be_built_on_meta_have_a_reason(build: type[nn.Module]) -> None:
     model, why = on_meta(build, 0)
     assert model is None
     assert any(words in why for words in WHOLE[build].split("|")), why
@@ -121,7 +121,7 @@ def _of_ranks() -> list[tuple[list[tuple[str, Tensor]], bool, tuple[str, ...]]]:
     return found
 
 
-def test_every_rank_has_the_values_of_one_that_builds_alone() -> None:
+def test_every_rank_has_the_values_of_a_single_process() -> None:
     first, second = run_ranks(_of_ranks, 2)
     for number, build in enumerate((*ON_META, *WHOLE)):
         alone = _values(constructed(build, 0, None))
@@ -144,7 +144,7 @@ def _extended() -> list[tuple[str, Tensor]]:
     return _values(model)
 
 
-def test_what_extends_a_model_has_the_same_values_on_every_rank() -> None:
+def test_additions_to_a_model_have_the_same_values_on_every_rank() -> None:
     """Also where these depend on the model's, as the norms of weights in DoRA."""
     (alone,) = run_ranks(_extended, 1, init=False)
     for rank in run_ranks(_extended, 2):
@@ -162,7 +162,7 @@ def _loaded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(_values(model))
 
 
-def test_weights_from_elsewhere_take_the_place_of_those_drawn() -> None:
+def test_loaded_weights_replace_the_initial_ones() -> None:
     drawn = dict(_values(constructed(_normed, 0, None)))
     given = {name: torch.randn(drawn[name].shape) for name in ("0.weight", "1.running_mean")}
     for rank in run_ranks(_loaded, 2, given):
@@ -180,7 +180,7 @@ def _start(run_dir: Path, strategy: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_ddp_and_fsdp_begin_with_the_same_bits(tmp_path: Path) -> None:
+def test_ddp_and_fsdp_start_with_the_same_bits(tmp_path: Path) -> None:
     single = run_ranks(_start, 1, tmp_path, "single", init=False)[0]
     for strategy in ("ddp", "fsdp"):
         for other in run_ranks(_start, 2, tmp_path, strategy, init=False):
@@ -206,7 +206,7 @@ def _memory_to_start() -> float:
 
 
 @pytest.mark.slow
-def test_only_rank_0_holds_the_whole_to_start() -> None:
+def test_only_rank_0_has_the_whole_model_at_start() -> None:
     whole_mb = DEPTH * WIDTH**2 * 4 / 1e6
     first, *others = run_ranks(_memory_to_start, 4)
     assert max(others) < 0.6 * whole_mb < first

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_the_extras_that_are_named_exist_and_an_older_pip_finds_them() -> None:
+def test_named_extras_exist_also_for_older_pips() -> None:
     extras = set(PROJECT["optional-dependencies"])
     assert not [name for name in extras if "_" in name], "pip before 24 installs nothing for such a name"
     kinds = {"docs": "md", "trainer": "py", "conf": "yaml", "benchmarks": "py"}
@@ -25,7 +25,7 @@ def test_the_extras_that_are_named_exist_and_an_older_pip_finds_them() -> None:
     assert named == extras - {"dev", "docs"}  # which are for a clone
 
 
-def test_another_system_is_told_in_one_line() -> None:
+def test_an_unsupported_system_is_a_one_line_error() -> None:
     assert "Operating System :: MacOS" in PROJECT["classifiers"]
     program = "import sys; sys.platform = 'win32'; import ringmaster; ringmaster.main()"
     done = subprocess.run(

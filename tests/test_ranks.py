@@ -35,13 +35,13 @@ def _state() -> tuple[int, Any]:
     return os.getpid(), (drawn, doubles, Path.cwd(), os.environ["RANK"])
 
 
-def test_a_rank_that_is_as_good_as_new_takes_the_next_function() -> None:
+def test_a_clean_rank_is_reused() -> None:
     [(_, new)] = run_ranks(_state, 1, init=False, fresh=True)
     [pid] = run_ranks(_leave, 1, "what is put back", init=False)
     assert run_ranks(_state, 1, init=False) == [(pid, new)]
 
 
-def test_a_rank_in_which_something_is_left_takes_none() -> None:
+def test_a_rank_with_leftovers_is_not_reused() -> None:
     [(_, new)] = run_ranks(_state, 1, init=False, fresh=True)
     [pid] = run_ranks(_leave, 1, "a method", init=False)
     [(next_pid, state)] = run_ranks(_state, 1, init=False)

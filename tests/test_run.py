@@ -89,7 +89,7 @@ def own_parts(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_users_own_parts_need_no_edit(tmp_path: Path) -> None:
+def test_users_own_classes_are_used_by_settings_only(tmp_path: Path) -> None:
     result = run_ranks(own_parts, 2, tmp_path, init=False)[0]
     assert result["eval/accuracy"] > 0.8, "two classes: chance is 0.5"
 
@@ -100,7 +100,7 @@ def last_lr_and_steps(run_dir: Path, *overrides: str) -> tuple[float, int]:
         return context.state.schedule.get_last_lr()[0], context.state.progress.step  # type: ignore[attr-defined]
 
 
-def test_max_steps_ends_first_and_schedules_know_the_end(tmp_path: Path) -> None:
+def test_max_steps_ends_the_run_and_its_schedule(tmp_path: Path) -> None:
     options = ("schedule=cosine", "schedule.final_fraction=0.5", "schedule.warmup_steps=4", *SHORT)
     last, steps = run_ranks(last_lr_and_steps, 1, tmp_path, *options, init=False)[0]
     assert steps == 6
@@ -125,14 +125,14 @@ def eager_and_compiled(run_dir: Path, strategy: str) -> list[tuple[float, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_compiled_training_is_the_same_training(strategy: str, tmp_path: Path) -> None:
+def test_compiled_training_equals_eager_training(strategy: str, tmp_path: Path) -> None:
     for eager, compiled in run_ranks(eager_and_compiled, 2, tmp_path, strategy, init=False):
         assert (eager[1] == 0) and compiled[1] > 0
         assert compiled[0] == pytest.approx(eager[0], rel=1e-3)
 
 
 @pytest.mark.slow
-def test_torch_s_own_compiler_makes_the_same_training(tmp_path: Path) -> None:
+def test_inductor_training_equals_eager_training(tmp_path: Path) -> None:
     code = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "code"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     compiled, eager = (
         run_ranks(
@@ -169,7 +169,7 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
         ),
     ],
 )
-def test_what_is_built_must_be_what_it_stands_for(tmp_path: Path, overrides: list[str], words: str) -> None:
+def test_built_objects_must_have_the_right_type(tmp_path: Path, overrides: list[str], words: str) -> None:
     with pytest.raises(UserError, match=f"^.*{words}"), context_of(f"run_dir={tmp_path}", *overrides):
         pass
 
@@ -181,7 +181,7 @@ def _workers_after(run_dir: Path) -> int:
 
 
 @pytest.mark.slow
-def test_data_workers_end_with_the_run_not_with_a_garbage_collection(tmp_path: Path) -> None:
+def test_data_workers_end_with_the_run_without_garbage_collection(tmp_path: Path) -> None:
     """In which each of them would take 5 s."""
     assert run_ranks(_workers_after, 1, tmp_path, init=False, fresh=True) == [0]
 

@@ -42,11 +42,11 @@ def test_private_names_are_in_one_file(file: Path) -> None:
     assert file.name == "torch_private.py" or not private_uses(file)
 
 
-def test_this_torch_has_them_all() -> None:
+def test_this_torch_has_all_private_names() -> None:
     assert torch_private.missing() == []
 
 
-def test_a_missing_one_ends_the_start_and_is_named() -> None:
+def test_a_missing_private_name_is_reported_at_start() -> None:
     code = "import torch; del torch.nn.Module._version; import trainer.torch_private"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode and "lacks torch.nn.Module._version, " in done.stderr
@@ -56,7 +56,7 @@ class Decaying(torch.optim.SGD):
     pass
 
 
-def test_an_optimizer_of_torch_obeys_the_flag_and_another_is_not_trusted() -> None:
+def test_only_torchs_fused_optimizers_skip_on_the_device() -> None:
     own = nn.Parameter(torch.ones(2))
     own.grad = torch.full((2,), torch.nan)
     fused = torch.optim.AdamW([own], fused=True)

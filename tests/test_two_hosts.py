@@ -43,7 +43,7 @@ LONG = (
 )
 
 
-def test_a_cut_link_is_named_on_both_sides_and_no_rank_outlives_it(tmp_path: Path) -> None:
+def test_a_cut_link_is_named_on_both_sides_and_all_ranks_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options = [*LONG, f"run_dir={run_dir}", f"distributed.timeout_s={TIMEOUT_S}"]
     with hosts(2) as (one, other):

@@ -48,7 +48,7 @@ def stopped_and_resumed(root: Path, stop: int, overrides: tuple[str, ...]) -> li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_resumed_run_is_the_same_run_wherever_it_stopped(tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_wherever_it_stopped(tmp_path: Path, name: str) -> None:
     world, overrides = CONFIGURATIONS[name]
     stop = STOPS[list(CONFIGURATIONS).index(name) % 3]
     options = (f"train.micro_batch_size={2 if world < 4 else 1}", *overrides)

@@ -53,7 +53,7 @@ KINDS = {
     ids=["single", "ddp-2", "fsdp-2"],
 )
 @pytest.mark.slow
-def test_a_run_on_a_stream_resumed_is_the_same_run(
+def test_a_resumed_run_on_a_stream_equals_an_uninterrupted_one(
     tmp_path: Path, world: int, strategy: tuple[str, ...], kinds: tuple[str, ...]
 ) -> None:
     worlds = [(kind, (*strategy, *KINDS[kind])) for kind in kinds]
@@ -61,7 +61,7 @@ def test_a_run_on_a_stream_resumed_is_the_same_run(
 
 
 @pytest.mark.slow
-def test_one_rank_then_two_then_four_read_one_unbroken_stream(tmp_path: Path) -> None:
+def test_a_stream_continues_on_one_then_two_then_four_ranks(tmp_path: Path) -> None:
     kinds = [on("Numbers"), (*on("Stateful"), "data.sharded=true")]
     for read in _numbers_read(tmp_path, kinds):
         assert read == [*range(36), *range(24)]  # the second epoch begins with step 4

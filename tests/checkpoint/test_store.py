@@ -145,7 +145,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_reported_once_and_retried(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_00000005"]
 
 
-def test_a_save_that_is_overtaken_is_the_older_one(tmp_path: Path) -> None:
+def test_an_overtaken_save_counts_as_the_older_one(tmp_path: Path) -> None:
     """A background save may finish after a later save on failure."""
     slow, quick = Store(tmp_path, "run"), Store(tmp_path, "run", shared=True)
     directory = slow.new_directory(5)

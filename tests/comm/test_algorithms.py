@@ -21,12 +21,12 @@ def family(algorithm: str, hosts: list[int]) -> list[Schedule]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_it_sums_in_worlds_of_any_size_and_shape(algorithm: str) -> None:
+def test_sums_are_right_for_any_world_size_and_shape(algorithm: str) -> None:
     for hosts in [*([0] * size for size in (*range(1, 18), 32)), *EVEN, *UNEVEN]:
         simulate(family(algorithm, hosts))
 
 
-def test_each_is_named_wherever_it_is_chosen_by_name() -> None:
+def test_each_algorithm_is_in_every_list_of_names() -> None:
     assert set(ALGORITHMS) == set(SCHEDULES) == set(CLASSIC)
     assert set(COMMS) == {file.stem for file in (CONF / "comm").glob("*.yaml")}
 
@@ -46,7 +46,7 @@ def without_each_op(schedule: Schedule) -> list[Schedule]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 1, 1, 1]])
-def test_a_schedule_with_any_one_step_removed_is_caught(algorithm: str, hosts: list[int]) -> None:
+def test_a_schedule_without_any_one_step_is_detected(algorithm: str, hosts: list[int]) -> None:
     whole = family(algorithm, hosts)
     for rank in range(len(hosts)):
         for lacking in without_each_op(whole[rank]):
@@ -54,7 +54,7 @@ def test_a_schedule_with_any_one_step_removed_is_caught(algorithm: str, hosts: l
                 simulate([*whole[:rank], lacking, *whole[rank + 1 :]])
 
 
-def test_wrong_sums_are_caught() -> None:
+def test_wrong_sums_are_detected() -> None:
     swap = [
         Schedule(1, (Phase((Op(Kind.SEND, 1 - r, 0, 1), Op(Kind.ADD, 1 - r, 0, 1))),), (0, 1), ())
         for r in (0, 1)
@@ -84,7 +84,7 @@ def test_traffic_counted_by_phase_equals_traffic_counted_by_round(algorithm: str
 
 
 @pytest.mark.parametrize(("num_hosts", "per_host"), [(2, 2), (4, 8)])
-def test_host_links_carry_what_the_formulas_say(num_hosts: int, per_host: int) -> None:
+def test_traffic_on_host_links_equals_the_formulas(num_hosts: int, per_host: int) -> None:
     hosts = [rank // per_host for rank in range(num_hosts * per_host)]
     world_size, numel = len(hosts), 1000 * num_hosts * per_host
 
@@ -102,7 +102,9 @@ def test_host_links_carry_what_the_formulas_say(num_hosts: int, per_host: int) -
 @pytest.mark.parametrize("num_segments", [0, 1, 5, 3 * IN_FLIGHT + 1])
 @pytest.mark.parametrize("num_rounds", [4, 2 * IN_FLIGHT])
 @pytest.mark.parametrize("width", [1, 3, 2 * IN_FLIGHT])
-def test_every_segment_makes_every_visit_in_order(num_segments: int, num_rounds: int, width: int) -> None:
+def test_every_segment_goes_through_all_steps_in_order(
+    num_segments: int, num_rounds: int, width: int
+) -> None:
     made = list(sweeps(num_segments, num_rounds, width))
     order = [visit for sweep in made for visit in sweep]
     assert sorted(order) == [(segment, k) for segment in range(num_segments) for k in range(num_rounds + 1)]

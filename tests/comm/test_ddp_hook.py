@@ -95,7 +95,7 @@ def compare_compressed(hosts: list[int]) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.slow
-def test_compressed_training_goes_the_same_way() -> None:
+def test_compressed_training_is_close_to_native() -> None:
     for found in run_ranks(compare_compressed, 2, [0, 1]):
         for algorithm, (difference, distance) in found.items():
             assert 0 < difference < 0.01 * distance, f"{algorithm}: {difference} off, {distance} trained"
@@ -128,7 +128,7 @@ def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 2]], ids=["shared memory", "gloo"])
-def test_a_rank_that_hangs_ends_the_others_waits_after_the_deadline(hosts: list[int], tmp_path: Path) -> None:
+def test_other_ranks_stop_waiting_for_a_hung_rank_after_the_timeout(hosts: list[int], tmp_path: Path) -> None:
     results = run_ranks(lose_a_peer, 3, hosts, 2, "hangs", tmp_path)
     for message, seconds in results[:2]:
         assert re.search(r"imed out|did not answer within 3 s|lost the connection|closed", message), message
@@ -137,7 +137,7 @@ def test_a_rank_that_hangs_ends_the_others_waits_after_the_deadline(hosts: list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 2]], ids=["shared memory", "gloo"])
-def test_a_rank_that_dies_ends_the_others_waits_at_once(hosts: list[int], tmp_path: Path) -> None:
+def test_other_ranks_stop_waiting_for_a_dead_rank_at_once(hosts: list[int], tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(lose_a_peer, 3, hosts, 2, "dies", tmp_path)
     assert set(failure.value.reports) == {2}

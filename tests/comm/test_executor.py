@@ -70,7 +70,7 @@ def check(algorithms: Sequence[str], hosts: list[int], sizes: Sequence[int]) -> 
     ],
     ids=lambda value: "".join(map(str, value)) if len(value) > 2 else None,
 )
-def test_all_ranks_have_the_same_bits_of_the_right_sum(hosts: list[int], sizes: list[int]) -> None:
+def test_the_sum_is_right_and_bit_identical_on_all_ranks(hosts: list[int], sizes: list[int]) -> None:
     hashes = run_ranks(check, len(hosts), list(ALGORITHMS), hosts, sizes)
     assert len(hashes[0]) == len(sizes) * len(ALGORITHMS) * len(WIRES) * len(TOLERANCE)
     for case in hashes[0]:
@@ -87,7 +87,7 @@ def first_sum(folder: str) -> list[float]:
     return bucket.tolist()
 
 
-def test_a_long_tmpdir_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_long_tmpdir_is_supported(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
     assert run_ranks(first_sum, 2, str(folder)) == [[3.0] * 3] * 2
@@ -114,7 +114,7 @@ def check_as_on_gpus(hosts: list[int], sizes: list[int]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_messages_grouped_as_for_nccl_give_all_ranks_the_same_bits_of_the_right_sum() -> None:
+def test_with_messages_grouped_for_nccl_the_sum_is_right_and_identical() -> None:
     hashes = run_ranks(check_as_on_gpus, 3, [0, 0, 1], [7, 50_003])
     for case in hashes[0]:
         assert {theirs[case] for theirs in hashes} == {hashes[0][case]}, f"{case}: ranks hold different bits"
@@ -138,5 +138,5 @@ def refuse_small_integers() -> None:
         executor_of("ring", [0]).run(torch.ones(3, dtype=torch.int32))
 
 
-def test_integers_other_than_those_of_exact_runs_are_refused() -> None:
+def test_integer_dtypes_other_than_those_of_exact_are_refused() -> None:
     run_ranks(refuse_small_integers, 1)

@@ -35,7 +35,7 @@ def summed(algorithms: list[str]) -> tuple[bool, int]:
 
 
 @pytest.mark.slow
-def test_32_ranks_have_the_sum() -> None:
+def test_32_ranks_get_the_right_sum() -> None:
     """Use the algorithms with the most messages at one rank, and with the largest messages."""
     found = run_ranks(summed, RANKS, ["master_worker", "halving_doubling"])
     assert all(is_right for is_right, _ in found)

@@ -89,7 +89,7 @@ def ends(
     ],
     ids=lambda hosts: f"{len(hosts)}-on-{len(set(hosts))}",
 )
-def test_nobody_waits_for_ever(algorithm: str, hosts: list[int]) -> None:
+def test_no_rank_waits_forever(algorithm: str, hosts: list[int]) -> None:
     room, segment = Room(len(hosts)), len(hosts)
     # A bucket of one element, an empty one, fewer elements than ranks, more segments than may be in flight.
     assert ends(algorithm, hosts, [1, 0, segment - 1, segment * (IN_FLIGHT + 3) + 1, 1, 2 * segment], room)
@@ -98,7 +98,7 @@ def test_nobody_waits_for_ever(algorithm: str, hosts: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_with_less_room_somebody_would() -> None:
+def test_smaller_windows_would_deadlock() -> None:
     ring, segment = [0] * 18, 18
     buckets = [segment * IN_FLIGHT]
     assert ends("ring", ring, buckets, Room(18), window=IN_FLIGHT)

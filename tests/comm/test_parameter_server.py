@@ -20,7 +20,7 @@ def parameters(start: float = 0.0) -> dict[str, nn.Parameter]:
 
 
 @pytest.mark.parametrize("servers", [1, 2, 8])
-def test_the_largest_go_to_whoever_holds_least(servers: int) -> None:
+def test_the_largest_parameters_go_to_the_least_loaded_server(servers: int) -> None:
     named = parameters()
     owner = owners(list(named.values()), range(servers))
     held = [sum(p.nbytes for p, server in owner.items() if server == number) for number in range(servers)]

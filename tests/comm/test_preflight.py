@@ -45,7 +45,7 @@ def test_all_operations_pass_and_one_rank_prints(tmp_path: Path) -> None:
     assert len(rows) == len(OPERATIONS) and json.loads(file.read_text())["passed"] is True
 
 
-def test_one_process_has_no_peers_and_results_that_cannot_be_written_are_no_success(tmp_path: Path) -> None:
+def test_one_process_passes_and_unwritable_results_are_an_error(tmp_path: Path) -> None:
     file = tmp_path / "missing" / "results.json"
     [ended] = finish_ranks([0], "-m", "trainer.comm.preflight", "--json", str(file))
     assert ended.code == 2 and "all passed" in ended.stdout
@@ -85,7 +85,7 @@ def test_two_hosts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 7, 16])
-def test_every_pair_of_hosts_is_measured_once_in_about_as_many_rounds(num_hosts: int) -> None:
+def test_every_pair_of_hosts_is_measured_once_in_few_rounds(num_hosts: int) -> None:
     found = list(rounds(num_hosts))
     assert len(found) <= num_hosts
     assert all(len({host for pair in pairs for host in pair}) == 2 * len(pairs) for pairs in found)
@@ -106,7 +106,7 @@ def _judged(speeds: dict[tuple[int, int], float], *argv: str) -> bool:
     return preflight._conclude(ranks, reports, preflight._options(list(argv)))
 
 
-def test_slow_links_are_named_and_below_min_gbit_they_fail(
+def test_slow_links_are_named_and_fail_below_min_gbit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pairs = list(itertools.permutations(range(3), 2))
@@ -206,7 +206,7 @@ sys.exit(preflight.main([]))
 
 
 @pytest.mark.slow
-def test_an_interface_that_a_host_lacks_is_named_with_its_rank(tmp_path: Path) -> None:
+def test_a_missing_interface_is_named_with_its_rank(tmp_path: Path) -> None:
     """And where gloo listens is said before anything fails."""
     (tmp_path / "lacks.py").write_text(NO_SUCH_INTERFACE)
     ranks = finish_ranks([0, 0], str(tmp_path / "lacks.py"))

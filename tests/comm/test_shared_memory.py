@@ -59,5 +59,5 @@ def rows_of_all() -> None:
     dist.barrier()
 
 
-def test_rows_of_a_host_are_the_same_on_all_ranks_or_name_who_is_gone() -> None:
+def test_host_rows_are_equal_on_all_ranks_or_name_the_missing_rank() -> None:
     run_ranks(rows_of_all, 4)

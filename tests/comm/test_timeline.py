@@ -64,7 +64,7 @@ def sleep_before_backward(algorithm: str, hosts: list[int], sleeper: int) -> dic
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param("native", marks=pytest.mark.slow), "ring"])
-def test_a_rank_that_sleeps_before_its_backward_is_named(algorithm: str) -> None:
+def test_a_rank_that_sleeps_before_its_backward_pass_is_named(algorithm: str) -> None:
     sleeper = 2
     results = run_ranks(sleep_before_backward, 3, algorithm, [0, 0, 1], sleeper)
     for rank, found in enumerate(results):

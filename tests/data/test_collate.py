@@ -45,7 +45,7 @@ class Forward(IterableDataset[Any]):
         return map(Sentences().__getitem__, range(24))
 
 
-def test_fills_up_to_the_largest() -> None:
+def test_pads_to_the_largest_size() -> None:
     batch = Padding({"labels": -100, "words": 9}, multiple_of=4)([Sentences()[i] for i in (3, 4, 1)])
     assert batch["words"].tolist() == [[3, 4, 5, 6] + [9] * 4, [4, 5, 6, 7, 8, 9, 9, 9], [1, 2] + [9] * 6]
     assert batch["labels"][1].tolist() == [4, 5, 6, 0, 1, -100, -100, -100]
@@ -60,7 +60,7 @@ def test_fills_up_to_the_largest() -> None:
     )
 
 
-def test_what_no_filling_up_makes_alike() -> None:
+def test_samples_that_padding_cannot_make_equal() -> None:
     with pytest.raises(UserError, match="differ in dimensions or dtype: 1 dimensions"):
         Padding(0)([torch.ones(1), torch.ones(1, 1)])
     with pytest.raises(
@@ -70,7 +70,7 @@ def test_what_no_filling_up_makes_alike() -> None:
 
 
 @pytest.mark.parametrize("kind", ["by index", "in lists", "forward"])
-def test_every_loader_takes_it(kind: str) -> None:
+def test_every_loader_supports_padding(kind: str) -> None:
     padding = Padding({"labels": -100})
     dataset: Any = Forward() if kind == "forward" else InLists() if "lists" in kind else Sentences()
     batches = list(train_loader(dataset, 8, collate=padding).epoch(0))
@@ -84,7 +84,7 @@ def test_every_loader_takes_it(kind: str) -> None:
     assert sum(map(len, held_out)) == 24
 
 
-def test_names_the_sample_and_the_way_out() -> None:
+def test_errors_name_the_sample_and_the_remedy() -> None:
     message = message_of(train_loader(Sentences(), 8).epoch(0))
     assert "of Sentences cannot be in a batch with sample" in message and "trainer.data.padding" in message
 

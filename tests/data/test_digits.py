@@ -9,7 +9,7 @@ from trainer.data.images import Fake
 from trainer.errors import UserError
 
 
-def test_the_file_holds_the_whole_data_set_within_100_kb() -> None:
+def test_the_file_contains_the_whole_data_set_in_100_kb() -> None:
     assert FILE.stat().st_size <= 100_000
     with np.load(FILE) as file:
         images, labels = file["images"], file["labels"]

@@ -34,7 +34,9 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object
 
 
 @pytest.mark.parametrize(("sharded", "buffer"), [(False, 0), (True, 0), (False, 10)])
-def test_rows_are_read_once_in_one_order_resumed_or_not(options: dict, sharded: bool, buffer: int) -> None:
+def test_rows_are_read_once_in_the_same_order_after_a_resume(
+    options: dict, sharded: bool, buffer: int
+) -> None:
     def loader(world: int = 1, rank: int = 0, workers: int = 0):  # type: ignore[no-untyped-def]
         stream = hugging_face("train", shuffle_buffer=buffer, **options)
         return train_loader(stream, 8, world, rank, sharded=sharded, num_workers=workers)
@@ -63,7 +65,7 @@ def tokenize(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("sharded", "buffer"), [(False, 0), (True, 0), (False, 10)])
-def test_rows_are_tokenized_and_packed_resumed_or_not(options: dict, sharded: bool, buffer: int) -> None:
+def test_rows_are_tokenized_and_packed_also_after_a_resume(options: dict, sharded: bool, buffer: int) -> None:
     options = {**options, "columns": ["input_ids", "labels"], "map": tokenize, "pack": 7}
 
     def loader(world: int = 1, rank: int = 0):  # type: ignore[no-untyped-def]
@@ -88,7 +90,7 @@ def test_rows_are_tokenized_and_packed_resumed_or_not(options: dict, sharded: bo
     assert torch.equal(torch.cat(global_batches(ranks)), torch.cat(whole[2:]))
 
 
-def test_rows_are_mapped_alone(options: dict) -> None:
+def test_rows_are_mapped_one_by_one(options: dict) -> None:
     stream = hugging_face("eval", **{**options, "columns": None, "map": tokenize})
     made = stream.decode(next(iter(stream)))
     assert made["input_ids"].tolist() == [99] and made["name"] == "0"
@@ -110,6 +112,6 @@ def test_held_out_rows_are_evaluated_once(options: dict) -> None:
     )
 
 
-def test_what_cannot_be_loaded_is_one_message(options: dict) -> None:
+def test_datasets_that_cannot_be_loaded_are_one_message(options: dict) -> None:
     with pytest.raises(UserError, match=r"load_dataset\('json', split='eval'\) failed: .*held"):
         hugging_face("eval", **{**options, "data_files": {"eval": "/nowhere/held-out.jsonl"}})

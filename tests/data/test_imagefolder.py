@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_images_come_as_bytes_with_the_number_of_their_class(root: Path) -> None:
+def test_images_are_uint8_with_their_class_index(root: Path) -> None:
     train, held_out = ImageFolder("train", str(root), 16), ImageFolder("eval", str(root), 16)
     assert (len(train), len(held_out), train.num_classes, train.input_shape) == (8, 2, 2, (3, 16, 16))
     for dataset in (train, held_out):
@@ -39,7 +39,7 @@ def test_images_come_as_bytes_with_the_number_of_their_class(root: Path) -> None
             assert (image.int() - colour.view(3, 1, 1)).abs().max() <= 2
 
 
-def test_training_crops_at_random_and_evaluation_takes_the_centre(root: Path) -> None:
+def test_training_crops_at_random_and_evaluation_at_the_centre(root: Path) -> None:
     """The image has red that increases from left to right."""
     ramp = Image.frombytes("L", (64, 64), bytes(range(0, 256, 4)) * 64)
     Image.merge("RGB", (ramp, ramp, ramp)).save(root / "train/blue/0.png")
@@ -76,7 +76,7 @@ def test_a_broken_image_can_be_skipped(root: Path) -> None:
     assert (labels.tolist(), which, held_out.num_skipped) == ([0], [0], 1)
 
 
-def test_folders_that_do_not_fit_are_named(root: Path, tmp_path: Path) -> None:
+def test_invalid_folders_are_named(root: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.dataset.root=/nowhere: /nowhere/train does not exist"):
         ImageFolder("train", "/nowhere")
     (root / "train/green").mkdir()
@@ -92,7 +92,7 @@ def test_folders_that_do_not_fit_are_named(root: Path, tmp_path: Path) -> None:
         ImageFolder("eval", str(root))
 
 
-def test_an_image_is_upright_and_keeps_its_shades(tmp_path: Path) -> None:
+def test_exif_rotation_and_16_bit_images(tmp_path: Path) -> None:
     shades = np.arange(0, 65536, 512, dtype=np.uint16).reshape(8, 16)
     for name in ("grey.png", "grey.tif"):
         Image.fromarray(shades).save(tmp_path / name)
@@ -109,7 +109,7 @@ def test_an_image_is_upright_and_keeps_its_shades(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(read_rgb(str(tmp_path / "turned.png")))[..., 0], np.rot90(sideways, -1))
 
 
-def test_what_programs_hide_is_neither_class_nor_image(root: Path) -> None:
+def test_hidden_files_are_neither_classes_nor_images(root: Path) -> None:
     (root / "train/.ipynb_checkpoints").mkdir()
     Image.new("RGB", (8, 8)).save(root / "train/.ipynb_checkpoints/0-checkpoint.png")
     (root / "train/red/._0.png").write_bytes(b"of macOS")

@@ -62,7 +62,7 @@ class Told(Dataset[int]):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_data_read_by_index_is_told_its_epoch_also_in_workers_that_stay(workers: int) -> None:
+def test_set_epoch_is_called_also_in_persistent_workers(workers: int) -> None:
     mixed = Mixture("train", [lambda split: Told(), lambda split: Subset(Told(), range(8))])
     for dataset in (Told(), Subset(Told(), range(8)), mixed):
         loader = train_loader(dataset, 4, num_workers=workers)
@@ -108,7 +108,7 @@ def test_augmentation_does_not_depend_on_workers(persistent: bool) -> None:
     assert noise.unique().numel() == noise.numel()
 
 
-def test_augmentation_does_not_depend_on_the_world_size_nor_on_a_resume() -> None:
+def test_augmentation_does_not_depend_on_world_size_or_resumes() -> None:
     whole = torch.stack(epoch(train_loader(Noisy(), 8), 3))
     for replica in (0, 1):
         half = torch.stack(epoch(train_loader(Noisy(), 8, 2, replica, micro=2), 3, first_sample=8))
@@ -116,7 +116,7 @@ def test_augmentation_does_not_depend_on_the_world_size_nor_on_a_resume() -> Non
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_left_half_way_does_not_show_in_the_next(workers: int) -> None:
+def test_an_abandoned_epoch_does_not_affect_the_next(workers: int) -> None:
     loader, fresh = (train_loader(Noisy(), 4, num_workers=workers) for _ in range(2))
     left = loader.epoch(0)
     left.take()
@@ -124,7 +124,7 @@ def test_an_epoch_left_half_way_does_not_show_in_the_next(workers: int) -> None:
 
 
 @pytest.mark.parametrize("dataset", [Noisy(), Digits("train")])
-def test_reading_leaves_the_generators_of_the_process_alone(dataset: Any) -> None:
+def test_reading_does_not_change_the_processs_generators(dataset: Any) -> None:
     def states() -> tuple[Any, ...]:
         return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
@@ -160,7 +160,7 @@ def test_a_dataset_that_draws_from_its_own_generator_is_named_once(
         assert capfd.readouterr().err.count(named) == draws
 
 
-def test_a_subset_and_a_list_of_samples_are_batched_too() -> None:
+def test_subsets_and_lists_of_samples_are_batched() -> None:
     """Subset has `__getitems__` for any dataset: one with random samples must still be seeded."""
 
     class Listed(Noisy):
@@ -191,7 +191,7 @@ def fail(*_: Any) -> Any:
     raise OSError(errno.EIO, "Input/output error")
 
 
-def test_a_disk_that_fails_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_error_is_retryable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Noisy, "__getitem__", fail)
     with pytest.raises(OSError, match="Input/output error"):
         list(train_loader(Noisy(), 8).epoch(0))
@@ -200,7 +200,7 @@ def test_a_disk_that_fails_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_replaces_a_skipped_sample_by_the_next(workers: int) -> None:
+def test_training_replaces_a_bad_sample_with_the_next(workers: int) -> None:
     loader = train_loader(Noisy(broken=(13, 14, 23)), 8, num_workers=workers, on_bad_sample="skip")
     batches = list(loader.epoch(0))
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0)).tolist()
@@ -210,7 +210,7 @@ def test_training_replaces_a_skipped_sample_by_the_next(workers: int) -> None:
     assert loader.num_skipped == 8
 
 
-def test_evaluation_leaves_a_skipped_sample_out() -> None:
+def test_evaluation_omits_a_bad_sample() -> None:
     loader = eval_loader(Noisy(10, broken=(3, 8, 9)), 2, on_bad_sample="skip")
     batches = list(loader)
     assert indices(batch for batch, which in batches if which) == [0, 1, 2, 4, 5, 6, 7]
@@ -218,12 +218,12 @@ def test_evaluation_leaves_a_skipped_sample_out() -> None:
     assert loader.num_skipped == 3
 
 
-def test_nothing_but_broken_samples_is_an_error_not_a_loop() -> None:
+def test_only_broken_samples_is_an_error_not_a_loop() -> None:
     with pytest.raises(UserError, match="100 samples in a row from index"):
         list(train_loader(Noisy(200, broken=tuple(range(200))), 8, on_bad_sample="skip").epoch(0))
 
 
-def test_a_mistake_in_code_is_not_taken_for_a_broken_sample() -> None:
+def test_an_error_in_code_does_not_count_as_a_bad_sample() -> None:
     class Mistaken(Noisy):
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
             raise TypeError("a mistake")
@@ -251,7 +251,7 @@ class Ends(Noisy):
         return super().__getitem__(index)
 
 
-def test_what_ends_a_worker_is_told_in_its_own_words_with_its_line() -> None:
+def test_a_workers_error_is_reported_with_its_message_and_line() -> None:
     """Errors for which torch loses a worker or its message."""
     for end, words in (
         (SystemExit(7), "SystemExit: 7"),
@@ -311,7 +311,7 @@ def _interrupted_epoch() -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_workers_outlive_the_signals_that_stop_a_session() -> None:
+def test_workers_survive_signals_to_the_session() -> None:
     assert run_ranks(_interrupted_epoch, 1, init=False) == [(2, 8)]
 
 
@@ -322,7 +322,7 @@ def _where_the_temporary_directory_has_a_long_path(folder: str) -> int:
 
 
 @pytest.mark.slow
-def test_workers_hand_over_their_batches_where_tmpdir_is_longer_than_a_sockets_path(tmp_path: Path) -> None:
+def test_workers_work_if_tmpdir_is_too_long_for_a_socket(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
     assert run_ranks(_where_the_temporary_directory_has_a_long_path, 1, str(folder), init=False) == [3]
@@ -368,9 +368,7 @@ def _told_of_a_worker(report: Path, is_killed: bool) -> None:
     ],
     ids=["killed", "stuck"],
 )
-def test_the_main_process_hears_of_a_worker_that_is_dead_or_stuck(
-    tmp_path: Path, is_killed: bool, words: str
-) -> None:
+def test_dead_and_stuck_workers_are_reported(tmp_path: Path, is_killed: bool, words: str) -> None:
     with pytest.raises(RankFailure, match="exit code 7"):
         run_ranks(_told_of_a_worker, 1, tmp_path / "report", is_killed, init=False)
     assert re.search(words, (tmp_path / "report").read_text())
@@ -386,7 +384,7 @@ def _abandoned_workers(pids: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_even_stuck_ones_end_with_a_main_process_that_was_killed(tmp_path: Path) -> None:
+def test_workers_end_if_the_main_process_is_killed_even_if_stuck(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="exit code -9"):
         run_ranks(_abandoned_workers, 1, tmp_path / "pids", init=False)
     workers = [Path("/proc", pid) for pid in (tmp_path / "pids").read_text().split()]
@@ -397,7 +395,7 @@ def test_workers_even_stuck_ones_end_with_a_main_process_that_was_killed(tmp_pat
     assert not any(worker.exists() for worker in workers)
 
 
-def test_samples_of_any_layout_are_compared_by_their_values() -> None:
+def test_samples_are_compared_by_value_in_any_memory_format() -> None:
     table = torch.arange(6).view(2, 3) * 1j
     for sample in (table[:, 1], table[:1, 1], table[0, 1:2].expand(4), table.conj()):
         assert checksum(sample) == checksum(sample.numpy(force=True).copy()) != checksum(-sample)

@@ -82,14 +82,14 @@ def batches(dataset: Any, order: Order, replicas: int = 1, epoch: int = 0, first
     [(Numbers(), ByLength(8, 32)), (Numbers(), ByWeight()), (mixture(1, 1), shuffled)],
     ids=["length", "weight", "mixture"],
 )
-def test_ranks_epochs_and_resumes(dataset: Any, order: Order) -> None:
+def test_an_order_with_ranks_epochs_and_resumes(dataset: Any, order: Order) -> None:
     alone = batches(dataset, order)
     assert batches(dataset, order, replicas=2) == batches(dataset, order, replicas=4) == alone
     assert batches(dataset, order, first=24) == alone[3:]
     assert batches(dataset, order, epoch=1) != alone
 
 
-def test_ranks_compare_what_an_order_gives_them() -> None:
+def test_ranks_compare_their_orders() -> None:
     def of_global(dataset: Any, generator: torch.Generator) -> torch.Tensor:
         return torch.randperm(len(dataset))
 
@@ -109,7 +109,7 @@ def test_ranks_compare_what_an_order_gives_them() -> None:
     assert train_loader(Numbers(), 8).order_hash() is None
 
 
-def test_batches_by_length_are_alike_and_complete() -> None:
+def test_batches_by_length_are_similar_and_complete() -> None:
     numbers = Numbers(101)
     order = ByLength(8, 64)(numbers, torch.Generator().manual_seed(0))
     assert sorted(order.tolist()) == list(range(101))
@@ -121,7 +121,7 @@ def test_batches_by_length_are_alike_and_complete() -> None:
     assert means != sorted(means)
 
 
-def test_weights_are_proportions() -> None:
+def test_sample_weights_are_proportions() -> None:
     numbers = Numbers(4_000)
     drawn = Counter((ByWeight()(numbers, torch.Generator().manual_seed(0)) % 4).tolist())
     assert drawn[0] == 0
@@ -131,7 +131,7 @@ def test_weights_are_proportions() -> None:
     assert set(ByWeight()(numbers, torch.Generator()).tolist()) == {3_999}
 
 
-def test_a_mixture_gives_each_its_share() -> None:
+def test_a_mixture_draws_in_proportion_to_weights() -> None:
     counted = [
         Counter(itertools.chain(*batches(mixture(3, 1, num_samples=48), shuffled, epoch=epoch)))
         for epoch in (0, 1)
@@ -146,7 +146,7 @@ def test_a_mixture_gives_each_its_share() -> None:
     assert mixture().num_classes == 10 and not hasattr(mixture(), "begin")
 
 
-def test_a_sample_of_a_mixture_is_augmented_anew_each_time() -> None:
+def test_repeated_samples_of_a_mixture_are_augmented_differently() -> None:
     loader = train_loader(mixture(7, 1, num_samples=64, kind=Drawing), 8)
     drawn = [
         pair for batch in loader.epoch(0) for pair in zip(*(part.tolist() for part in batch), strict=True)
@@ -156,7 +156,7 @@ def test_a_sample_of_a_mixture_is_augmented_anew_each_time() -> None:
 
 @pytest.mark.parametrize("in_batches", [False, True])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_copies_of_a_sample_draw_other_numbers_on_any_ranks_and_after_a_resume(
+def test_repeated_samples_get_different_random_numbers_at_any_world_size(
     in_batches: bool, workers: int
 ) -> None:
     def order(dataset: Any, generator: torch.Generator) -> list[int]:
@@ -197,7 +197,7 @@ class Forward(IterableDataset[int]):
         return iter(self.numbers)
 
 
-def test_what_cannot_be_ordered_is_refused() -> None:
+def test_data_that_cannot_be_ordered_is_refused() -> None:
     def by_calls(dataset: Any, generator: torch.Generator) -> torch.Tensor:
         calls.append(1)
         return torch.arange(len(dataset)).roll(len(calls))
@@ -225,7 +225,7 @@ def test_what_cannot_be_ordered_is_refused() -> None:
         ByLength(8)(Digits("train"), torch.Generator())
 
 
-def test_what_cannot_be_mixed_is_refused() -> None:
+def test_data_that_cannot_be_mixed_is_refused() -> None:
     with pytest.raises(UserError, match="datasets\\[0\\] is a Mixture, which is not supported"):
         Mixture("train", [partial(Mixture, datasets=[Numbers]), Numbers])
     with pytest.raises(UserError, match=r"datasets\[1\] is a Forward, which is a stream"):
@@ -237,7 +237,7 @@ def test_what_cannot_be_mixed_is_refused() -> None:
         instantiate("data.dataset", node, split="train")
 
 
-def test_the_settings_take_a_mixture() -> None:
+def test_a_mixture_in_the_settings() -> None:
     part = "{_target_: trainer.data.digits.Digits, _partial_: true}"
     words = ("+data.dataset.weights=[3, 1]", "+data.dataset.num_samples=256")
     mixed = settings(

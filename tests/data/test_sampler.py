@@ -44,7 +44,7 @@ def test_the_batch_of_a_step_is_a_slice_of_one_permutation(num_samples: int, rep
 @pytest.mark.parametrize(
     ("first_sample", "batch", "replicas"), [(16, 9, 3), (7, 4, 4), (39, 4, 2), (10, 32, 2)]
 )
-def test_another_batch_size_goes_on_at_the_very_next_sample(
+def test_a_resume_with_another_batch_size_continues_at_the_next_sample(
     first_sample: int, batch: int, replicas: int
 ) -> None:
     """The number of samples may not be a multiple of the batch or of the replicas."""
@@ -65,13 +65,13 @@ def test_another_batch_size_goes_on_at_the_very_next_sample(
 
 
 @pytest.mark.parametrize(("num_samples", "replicas"), [(7, 1), (3, 8)])
-def test_less_than_one_global_batch_is_refused_with_its_numbers(num_samples: int, replicas: int) -> None:
+def test_data_smaller_than_a_global_batch_is_refused(num_samples: int, replicas: int) -> None:
     with pytest.raises(UserError, match=f"has {num_samples} samples.*global batch of 8"):
         requests(num_samples, 8, replicas, 0)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
-def test_leaves_are_the_same_consecutive_samples_at_any_world_size(replicas: int) -> None:
+def test_chunks_are_the_same_consecutive_samples_at_any_world_size(replicas: int) -> None:
     own = [range(rank * 8 // replicas, (rank + 1) * 8 // replicas) for rank in range(replicas)]
     splits = [split_chunks(16, None, 8, replicas, chunks) for chunks in own]
     trained = [

@@ -36,7 +36,7 @@ def global_batches(ranks: list[list[torch.Tensor]], micro_batches: int = 1) -> l
 
 @pytest.mark.parametrize("stream", [Numbers, Stateful])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_batches_are_slices_of_the_stream_at_any_world_size_resumed_or_not(
+def test_batches_are_consecutive_slices_at_any_world_size_and_after_a_resume(
     stream: type, workers: int
 ) -> None:
     """Compare whole samples: epoch, ids and noise."""
@@ -58,7 +58,7 @@ def test_batches_are_slices_of_the_stream_at_any_world_size_resumed_or_not(
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_state_spares_the_reading_of_what_came_before(workers: int, sharded: bool) -> None:
+def test_a_stream_with_state_is_not_read_again(workers: int, sharded: bool) -> None:
     """Save on two ranks, resume on one and on four: with a state, at most one batch is read again."""
 
     def loader(world: int, rank: int, stream: Stateful) -> TrainLoader:
@@ -83,7 +83,7 @@ def test_a_state_spares_the_reading_of_what_came_before(workers: int, sharded: b
             assert all(stream.num_given <= 50 - 24 + 1 for stream in streams)
 
 
-def test_without_a_state_it_is_said_that_all_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_reading_again_without_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     read(train_loader(Numbers(), 8), 0, 16)
     read(train_loader(Numbers(), 8, 2, 1), 0, 16)  # the first rank reports for all
     assert [record.getMessage() for record in caplog.records] == [
@@ -92,7 +92,7 @@ def test_without_a_state_it_is_said_that_all_is_read_again(caplog: pytest.LogCap
     ]
 
 
-def test_shards_are_read_side_by_side_each_by_one_rank() -> None:
+def test_each_shard_is_read_by_one_rank() -> None:
     """Sample i is number i // 4 of shard i % 4: here again i. The shortest shard ends the epoch for all."""
     for stream, num_steps in ((Stateful, 6), (Uneven, 3)):
         whole = read(train_loader(stream(), 8, sharded=True))
@@ -104,7 +104,7 @@ def test_shards_are_read_side_by_side_each_by_one_rank() -> None:
             assert set(loaders[1].state_dict()["shards"]) == {str(shard) for shard in range(1, 4, world)}
 
 
-def test_a_stream_that_divides_itself_is_taken_whole_on_each_rank() -> None:
+def test_each_rank_reads_all_samples_of_a_stream_that_divides_itself() -> None:
     whole = read(train_loader(Numbers(), 8))
     for workers in (0, 2):
         loaders = [
@@ -157,7 +157,7 @@ class PartByRank(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 @pytest.mark.slow
-def test_data_that_divides_itself_unsaid_is_told_before_the_first_step(tmp_path: Path) -> None:
+def test_undeclared_division_by_rank_is_reported_before_the_first_step(tmp_path: Path) -> None:
     """For a stream this is an error; for data read by index, which may use its own generator, a warning."""
     words = ["model.input_shape=[10]", "logger=jsonl", "strategy=ddp", "train.eval_every_epochs=0"]
     words += ["train.max_steps=2", "train.global_batch_size=8"]
@@ -180,7 +180,7 @@ def test_data_that_divides_itself_unsaid_is_told_before_the_first_step(tmp_path:
 
 
 @pytest.mark.slow
-def test_samples_that_only_some_ranks_have_left_are_told_once(tmp_path: Path) -> None:
+def test_leftover_samples_of_some_ranks_are_reported_once(tmp_path: Path) -> None:
     words = [
         f"data.dataset._target_={__name__}.Shorter",
         "model.input_shape=[10]",
@@ -196,7 +196,7 @@ def test_samples_that_only_some_ranks_have_left_are_told_once(tmp_path: Path) ->
         assert "has less training data than one global batch of 64 samples on rank 1; lower" in message
 
 
-def test_more_says_whether_another_step_follows() -> None:
+def test_data_left_is_false_after_the_last_step() -> None:
     """7 samples on two ranks in batches of 2: only rank 0 has a fourth sample."""
     for rank, left in ((0, [True, True, True, False]), (1, [True, True, False])):
         batches = train_loader(Numbers(num_samples=7), 2, 2, rank).epoch(0)
@@ -208,7 +208,7 @@ def test_more_says_whether_another_step_follows() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_evaluation_counts_every_sample_of_a_stream_once_on_as_many_batches_everywhere(workers: int) -> None:
+def test_evaluation_reads_a_stream_once_in_equally_many_batches_per_rank(workers: int) -> None:
     for world, size in ((1, 10), (2, 11), (4, 3), (3, 8)):
         loaders = [
             eval_loader(Numbers("eval"), size, world, rank, num_workers=workers) for rank in range(world)
@@ -233,7 +233,7 @@ def test_a_broken_sample_of_a_stream_is_one_message(workers: int) -> None:
         )
 
 
-def test_settings_that_do_not_fit_the_kind_of_data_are_refused() -> None:
+def test_settings_for_another_kind_of_data_are_refused() -> None:
     with pytest.raises(UserError, match="Numbers, because a stream must skip broken samples itself"):
         train_loader(Numbers(), 8, on_bad_sample="skip")
     with pytest.raises(UserError, match=r"num_shards and shard of .*, which Numbers does not have"):

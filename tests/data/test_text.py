@@ -53,7 +53,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     assert windows == [joined[i : i + 5] for i in range(0, len(joined) - 4, 4)]
 
 
-def test_a_large_file_is_mapped_not_read(tmp_path: Path) -> None:
+def test_a_large_file_is_memory_mapped(tmp_path: Path) -> None:
     path = tmp_path / "large.bin"
     with path.open("wb") as file:
         file.seek(2**40 - 10)  # a terabyte of holes
@@ -63,7 +63,7 @@ def test_a_large_file_is_mapped_not_read(tmp_path: Path) -> None:
     assert text[len(text) - 1][1][-5:].tolist() == [6, 7, 8, 9, 10]
 
 
-def test_the_default_corpus_is_python_s_own_reference() -> None:
+def test_the_default_text_is_the_python_reference() -> None:
     text = Text("train")
     assert len(text) > 2000
     tokens, _ = text.__getitems__(range(len(text)))

@@ -51,7 +51,7 @@ def test_the_bytes_of_all_documents_each_ended_by_a_newline(
     assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
 
 
-def test_mistakes_are_one_message_and_leave_nothing(
+def test_mistakes_are_one_message_and_leave_no_files(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "there").mkdir()
@@ -89,7 +89,7 @@ def test_gpt2_by_tiktoken(tmp_path: Path, folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])
-def test_a_tokenizer_of_hugging_face_goes_with_its_tokens(tmp_path: Path, folder: Path, kind: str) -> None:
+def test_a_hugging_face_tokenizer_is_saved_with_its_tokens(tmp_path: Path, folder: Path, kind: str) -> None:
     """Tokens are bytes, or have a character for a space; decoding works even if a character is split."""
     tokenizers = pytest.importorskip("tokenizers")
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -124,7 +124,7 @@ def test_a_tokenizer_of_hugging_face_goes_with_its_tokens(tmp_path: Path, folder
     assert tokenizer.decode(tokens[:-1].tolist()).strip().startswith("line 1 document é\ufffd")
 
 
-def test_windows_of_nanogpts_files(tmp_path: Path) -> None:
+def test_windows_from_nanogpts_files(tmp_path: Path) -> None:
     """Without tokens.json, tokens are uint16, and the vocabulary size must be set."""
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "train.bin")
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "val.bin")
@@ -141,7 +141,7 @@ def test_windows_of_nanogpts_files(tmp_path: Path) -> None:
         list(train_loader(Tokens("train", str(tmp_path), 10, 500), 8).epoch(0))
 
 
-def test_windows_are_drawn_anew_each_epoch_from_seed_epoch_and_index(tmp_path: Path) -> None:
+def test_windows_depend_on_seed_epoch_and_index(tmp_path: Path) -> None:
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "train.bin")
     tokens = Tokens("train", str(tmp_path), block_size=10, vocab_size=1000)
 
@@ -166,7 +166,7 @@ def test_windows_are_drawn_anew_each_epoch_from_seed_epoch_and_index(tmp_path: P
     assert [start for pair in zip(*halves, strict=True) for start in pair] == first[:90]
 
 
-def test_no_drawn_window_reaches_into_what_is_held_out(tmp_path: Path) -> None:
+def test_no_training_window_overlaps_the_validation_data(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(range(256)))
     text = Text("train", str(tmp_path / "text"), block_size=10, eval_fraction=0.2)  # 20 windows, 5 held out
     highest = np.full(20, 2**64 - 1, np.uint64)
@@ -175,7 +175,7 @@ def test_no_drawn_window_reaches_into_what_is_held_out(tmp_path: Path) -> None:
     assert targets.max() == 200
 
 
-def test_random_numbers_are_spread_and_follow_from_their_three_sources() -> None:
+def test_random_numbers_are_spread_and_determined_by_their_arguments() -> None:
     numbers = random_numbers(1, 2, range(10_000))
     assert numbers[7] == random_numbers(1, 2, [7])[0]
     assert len({*numbers.tolist(), *random_numbers(1, 3, range(10_000)).tolist()}) == 20_000

@@ -72,7 +72,7 @@ def test_an_object_may_move_itself_in_place() -> None:
     assert ToDevice(torch.device("meta"), False, None)(batch) is batch and batch.rows.is_meta
 
 
-def test_transforms_of_the_settings_change_the_image_alone() -> None:
+def test_configured_transforms_change_only_the_image() -> None:
     config = settings(
         "data=fake",
         "data.dataset.input_shape=[3,8,8]",
@@ -92,7 +92,7 @@ def test_transforms_of_the_settings_change_the_image_alone() -> None:
     torch.testing.assert_close(to_device(white), torch.full((1, 1, 2, 2), 2.0))
 
 
-def test_transforms_that_do_not_fit_are_named() -> None:
+def test_unsuitable_transforms_are_named() -> None:
     class Pictures(OneByOne):
         def __getitem__(self, index: int) -> Any:
             return Image.new("RGB", (8, 8)), index

@@ -64,14 +64,12 @@ def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("build", [vision.mnist, vision.cifar10])
-def test_data_that_is_not_there_is_named_with_the_way_to_get_it(tmp_path: Path, build: Any) -> None:
+def test_missing_data_is_named_with_the_way_to_get_it(tmp_path: Path, build: Any) -> None:
     with pytest.raises(UserError, match=rf"missing from {tmp_path}.*data\.download=true"):
         build("train", str(tmp_path))
 
 
-def test_download_is_asked_of_torchvision_only_where_files_lack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchvision_downloads_only_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(*args: Any, **kwargs: Any) -> None:
         raise OSError("no network in a test")
 

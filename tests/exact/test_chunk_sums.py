@@ -21,7 +21,7 @@ def _sum(*gradients: Tensor, num_chunks: int = 9) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_any_order_and_cut_gives_the_same_bits(dtype: torch.dtype) -> None:
+def test_any_order_and_split_gives_the_same_bits(dtype: torch.dtype) -> None:
     gradients = [(torch.randn(70_001) * 10.0 ** torch.randint(-9, 2, (70_001,))).to(dtype) for _ in range(9)]
     whole = _sum(*gradients)
     assert _sum(*gradients[::-1]).equal(whole)
@@ -33,7 +33,7 @@ def test_any_order_and_cut_gives_the_same_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 512.0, -513.0, 1e38])
 @pytest.mark.parametrize("place", [0, 5, 70_000])
-def test_what_has_no_such_form_becomes_nan(value: float, place: int) -> None:
+def test_values_that_cannot_be_represented_become_nan(value: float, place: int) -> None:
     gradient = torch.ones(70_001)
     gradient[place] = value
     assert _sum(torch.ones(70_001), gradient).isnan().all()
@@ -72,7 +72,7 @@ def test_parameters_with_and_without_gradients_and_of_any_layout() -> None:
         assert parameters[4].grad is None
 
 
-def test_what_cannot_be_added_is_refused() -> None:
+def test_sparse_gradients_are_refused() -> None:
     table = nn.Embedding(5, 3, sparse=True)
     table(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(
@@ -81,7 +81,7 @@ def test_what_cannot_be_added_is_refused() -> None:
         ChunkSums(dict(table.named_parameters()), 2).add_chunk()
 
 
-def test_large_whole_numbers_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_integers_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.exact.buffers.sum_over_ranks", lambda values: values)
     model = nn.Module()
     model.register_buffer("mean", torch.zeros(2))

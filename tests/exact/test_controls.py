@@ -139,7 +139,7 @@ def test_a_gradient_beyond_the_range_ends_the_run_before_its_step(
             assert words in told and is_unchanged
 
 
-def test_another_environment_is_told_once_and_counts_from_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_environment_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     here: Any = SimpleNamespace(device=torch.device("cpu"), is_main=True)
     saved = exact_facts(8, here, None, 0)
     assert (
@@ -172,7 +172,7 @@ def _resumed(root: Path, data: tuple[str, ...], strategy: str, stop: int, resume
 
 
 @pytest.mark.slow
-def test_other_ranks_and_strategies_on_the_way_end_with_the_same_hash(tmp_path: Path) -> None:
+def test_changing_ranks_and_strategies_gives_the_same_hash(tmp_path: Path) -> None:
     data = (*STREAM, "data.sharded=true", "data.num_workers=2")
     whole = run_ranks(_resumed, 1, tmp_path, data, "single", 0, "null", init=False)[0]
     places = {2: (2, "fsdp"), 4: (3, "ddp"), 6: (2, "fsdp")}

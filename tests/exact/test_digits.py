@@ -36,7 +36,7 @@ def test_any_order_and_grouping_gives_the_same_bits(dtype: torch.dtype, lowest: 
 @pytest.mark.parametrize(
     "number", [0.0, 1.0, -3.0, 0.1, 1e-30, 1e30, MOST, -MOST, 2.0**-149, 2.0**53 - 1, 2.0**32, -(2.0**-32)]
 )
-def test_a_number_comes_back_with_its_bits(number: float) -> None:
+def test_numbers_are_restored_bit_for_bit(number: float) -> None:
     assert _sum(torch.tensor([number], dtype=torch.float64)) == number
     assert _sum(torch.tensor([number, 1e38, -1e38, -number], dtype=torch.float64)) == 0
     assert _sum(torch.full((1000,), number, dtype=torch.float64)) == pytest.approx(1000 * number, rel=1e-15)
@@ -54,6 +54,6 @@ def test_a_number_comes_back_with_its_bits(number: float) -> None:
         ([1e39, math.nan], math.nan),
     ],
 )
-def test_what_is_not_finite_is_seen_beside_others(given: list[float], expected: float) -> None:
+def test_non_finite_values_are_found_among_others(given: list[float], expected: float) -> None:
     for numbers in (given, [*given, 1e4], [-1e38, *given, 1e4]):
         assert _sum(torch.tensor(numbers, dtype=torch.float64)) == pytest.approx(expected, nan_ok=True)

@@ -74,7 +74,7 @@ FOLLOWING = (
 
 
 @pytest.mark.slow
-def test_what_has_no_mean_over_leaves_is_refused(tmp_path: Path) -> None:
+def test_losses_without_a_mean_over_chunks_are_refused(tmp_path: Path) -> None:
     expected = {
         "late": "a step created the buffer made, which is not averaged over chunks",
         "later": "the buffer mean changes, but did not change in the dry run before the first step",
@@ -89,7 +89,7 @@ def test_what_has_no_mean_over_leaves_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_easily_missed_has_one_hash(tmp_path: Path) -> None:
+def test_easily_missed_features_have_one_hash(tmp_path: Path) -> None:
     """The buffer is changed through `.data`."""
     words = (*NOISY, *OPTIMIZERS["sgd"], "train.max_steps=8", "model._target_=tests.exact.odd_parts.Codebook")
     alone = figures(tmp_path / "1", 1, (*words, "strategy=single"))
@@ -97,7 +97,7 @@ def test_what_is_easily_missed_has_one_hash(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_layers_that_some_leaves_skip_have_one_hash(tmp_path: Path) -> None:
+def test_layers_that_some_chunks_skip_have_one_hash(tmp_path: Path) -> None:
     """Also a parameter that only chunks before the last one of each rank have used."""
     words = (*NOISY, *OPTIMIZERS["adamw"], "model._target_=tests.exact.odd_parts.SkipsLayers")
     ddp = (*words, "strategy=ddp", "comm=ring", "strategy.find_unused_parameters=true")
@@ -113,7 +113,7 @@ def _positions(*overrides: str) -> int:
 
 
 @pytest.mark.slow
-def test_ranks_with_fewer_leaves_are_not_behind(tmp_path: Path) -> None:
+def test_ranks_with_fewer_chunks_enter_the_same_phases(tmp_path: Path) -> None:
     """A report names the rank that entered the fewest phases."""
     words = (*COMMON, *MLP, "strategy=ddp", f"run_dir={tmp_path}")
     assert len(set(run_ranks(_positions, 3, *words, init=False))) == 1

@@ -9,7 +9,7 @@ from tests.exact.matrix import MODELS, OPTIMIZERS, figures, matrix
 NORM = (*MODELS["norm"], *OPTIMIZERS["adamw"], "train.max_steps=6")
 
 
-def test_two_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
+def test_two_ranks_are_bit_identical_to_one(tmp_path: Path) -> None:
     short = (*NORM, "train.max_steps=2")
     alone = figures(tmp_path / "1", 1, (*short, "strategy=single"))
     ring = (*short, "strategy=ddp", "comm=ring")

@@ -109,7 +109,7 @@ def test_verification_does_not_change_the_result(tmp_path: Path, model: str) -> 
     assert {*plain, *two, *three} == {plain[0]}
 
 
-def test_what_needs_other_settings_is_refused() -> None:
+def test_verification_with_unsuitable_settings_is_refused() -> None:
     (single, alone) = run_ranks(
         refused_each,
         1,

@@ -63,7 +63,7 @@ def network() -> nn.Module:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_bad_update_is_left_out_by_the_gpu_and_the_host_does_not_wait_for_good_ones() -> None:
+def test_the_gpu_skips_bad_updates_without_a_host_sync() -> None:
     model = network()
     trained = TrainableParameters(model)
     optimizer = build_optimizer(trained, {"_target_": "torch.optim.AdamW", "lr": 0.1})
@@ -95,7 +95,7 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 @pytest.mark.parametrize("algorithm", ["native", *ALGORITHMS, "hook"])
-def test_every_hook_leaves_the_gradients_of_one_rank_as_they_are(algorithm: str, wire: str) -> None:
+def test_no_hook_changes_the_gradients_of_a_single_rank(algorithm: str, wire: str) -> None:
     """One process with a real DDP, which a run of one process does not use."""
     x = torch.randn(64, 256, device=GPU)
     right = gradients(network(), x)
@@ -113,7 +113,7 @@ def test_every_hook_leaves_the_gradients_of_one_rank_as_they_are(algorithm: str,
 
 
 @pytest.mark.usefixtures("group")
-def test_the_reducer_and_the_clock_do_not_wait() -> None:
+def test_the_reducer_and_the_timer_do_not_wait() -> None:
     clock = GpuClock(GPU)
     nccl = dist.new_group(backend="nccl")
     executor = Executor(nccl, build("ring", 0, (0,)), GPU, torch.bfloat16)
@@ -154,7 +154,7 @@ class OnTwo(nn.Module):
         return output.to(images.device)
 
 
-def test_a_model_on_two_devices_trains_as_on_one(tmp_path: Path) -> None:
+def test_a_model_on_two_devices_trains_like_on_one(tmp_path: Path) -> None:
     results = []
     for whole in (True, False):
         model = ("model=mlp", "model._target_=tests.gpu.test_cuda.OnTwo", f"+model.whole={whole}")
@@ -177,7 +177,7 @@ def test_a_batch_is_copied_while_the_gpu_computes() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])  # fp16 reads its scale
-def test_a_step_never_waits_without_meaning_to(precision: str, tmp_path: Path) -> None:
+def test_a_step_has_no_unintended_sync(precision: str, tmp_path: Path) -> None:
     options = ("experiment=text_gpt", "strategy=single", "train.log_every_steps=1000")
     options += ("train.eval_every_epochs=0", "checkpoint.every_epochs=null", f"run_dir={tmp_path}")
     with context_of(*options, f"train.precision={precision}") as context:
@@ -194,7 +194,7 @@ def test_a_step_never_waits_without_meaning_to(precision: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_an_asynchronous_checkpoint_of_a_gpu_goes_on_as_if_never_stopped(kind: str, tmp_path: Path) -> None:
+def test_an_async_checkpoint_from_a_gpu_resumes_exactly(kind: str, tmp_path: Path) -> None:
     options = ("strategy=single", f"checkpoint={kind}", "checkpoint.async=true", "checkpoint.every_steps=3")
     options += ("train.eval_every_epochs=0", "train.epochs=1", "train.cudnn_benchmark=false", "optim=adamw")
     whole, resumed = whole_and_resumed(tmp_path, 3, *options, "train.max_steps=6")

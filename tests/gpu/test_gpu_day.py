@@ -32,7 +32,7 @@ def gpu_sh(*words: str, timeout_s: float) -> str:
     return ended.stdout
 
 
-def test_the_most_valuable_parts_that_fit_are_chosen() -> None:
+def test_the_first_parts_that_fit_the_budget_are_chosen() -> None:
     for part in PARTS:
         module, _, function = part.function.partition(".")
         assert callable(getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function or "measure"))
@@ -44,7 +44,7 @@ def test_the_most_valuable_parts_that_fit_are_chosen() -> None:
 
 
 @pytest.mark.slow
-def test_a_budget_takes_the_parts_that_have_no_results_yet(tmp_path: Path) -> None:
+def test_a_budget_runs_parts_without_results(tmp_path: Path) -> None:
     def listed() -> list[str]:
         lines = gpu_sh("--list", "--budget", "100", "--out", str(tmp_path), timeout_s=300).splitlines()
         return [line.split()[0] for line in lines]

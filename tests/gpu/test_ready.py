@@ -64,7 +64,7 @@ def test_the_settings_choose_tf32_and_cudnn_and_the_table_names_them(switches: N
     assert described(train, CPU) == "fp32"
 
 
-def test_an_exact_run_has_kernels_with_the_same_bits_and_none_that_fill(
+def test_an_exact_run_uses_deterministic_kernels_without_filling_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     filled, chosen = torch.utils.deterministic.fill_uninitialized_memory, list[bool]()
@@ -78,7 +78,7 @@ def test_an_exact_run_has_kernels_with_the_same_bits_and_none_that_fill(
     torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
-def test_a_step_is_fused_where_that_is_to_be_had() -> None:
+def test_optimizers_are_fused_where_supported() -> None:
     def fused(target: str, fused_on_cpu: bool = True, **options: Any) -> Any:
         optim = {"_target_": f"torch.optim.{target}", "lr": 0.1, **options}
         made = param_groups.build_optimizer(TrainableParameters(nn.Linear(2, 2)), optim, fused_on_cpu)
@@ -109,7 +109,7 @@ def state_of(kind: type[torch.optim.Optimizer], **options: Any) -> TrainState:
     )
 
 
-def test_how_a_step_is_made_is_not_taken_over_from_a_checkpoint() -> None:
+def test_fused_and_foreach_are_not_restored_from_a_checkpoint() -> None:
     """A run saved on a GPU resumes on a CPU, and the reverse."""
     saved = state_of(torch.optim.AdamW, fused=True).state_dict()
     here = state_of(torch.optim.AdamW)
@@ -118,7 +118,7 @@ def test_how_a_step_is_made_is_not_taken_over_from_a_checkpoint() -> None:
     assert here.optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_convolutions_are_laid_out_as_the_images_are() -> None:
+def test_convolutions_have_the_memory_format_of_the_images() -> None:
     strategy = Strategy(CPU, ComputeOptions(channels_last=True))
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
     before = model[0].weight.detach().clone()
@@ -129,7 +129,7 @@ def test_convolutions_are_laid_out_as_the_images_are() -> None:
     assert model(torch.randn(2, 3, 8, 8)).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_thread_that_saves_works_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saving_thread_uses_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         accelerator, "use", lambda device: chosen.append((threading.current_thread().name, device))
@@ -159,7 +159,7 @@ def copied(module: nn.Module, factor: float) -> nn.Module:
     return copies[module]
 
 
-def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision() -> None:
+def test_each_dp_replica_uses_its_own_weights_and_the_runs_precision() -> None:
     replica = GpuReplica(nn.Linear(3, 2), Strategy(CPU, ComputeOptions("bf16")).autocast)
     x, outputs = torch.randn(4, 3), {}
     # As in parallel_apply: a thread for each copy, where autocast is on with a dtype of its own.
@@ -176,7 +176,7 @@ def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(
     assert torch.equal(outputs[2.0], 2 * outputs[1.0]) and torch.equal(outputs[4.0], 4 * outputs[1.0])
 
 
-def test_devices_are_found_by_type_and_a_macs_gpu_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_found_by_type_and_mps_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     for kind, wanted, found in (
         ("cuda", "auto", ("cuda", 3)),
@@ -193,7 +193,7 @@ def test_devices_are_found_by_type_and_a_macs_gpu_only_by_name(monkeypatch: pyte
     assert accelerator.found("auto") == ("cpu", 0)
 
 
-def test_each_type_of_device_gets_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_of_each_device_type(monkeypatch: pytest.MonkeyPatch) -> None:
     mac, chosen = torch.device("mps", 0), list[torch.device]()
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=mac: chosen.append(device))
@@ -259,7 +259,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[
     os.environ.update(before)
 
 
-def test_ranks_share_a_gpu_only_if_they_are_told_to(
+def test_ranks_share_a_gpu_only_if_configured(
     join: Callable[..., object], nccl: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nccl(2, 30)
@@ -307,7 +307,7 @@ BY_FLAG = SHARED | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
         (4, 1, "0000", BY_FLAG | {"NCCL_MAX_CTAS": "4"}, BY_HOST),
     ],
 )
-def test_ranks_get_what_their_nccl_needs(
+def test_ranks_get_the_variables_that_their_nccl_needs(
     version: tuple[int, ...],
     ranks: int,
     gpus: int,
@@ -326,7 +326,7 @@ def test_ranks_get_what_their_nccl_needs(
     assert len(hosts) in (0, ranks), "NCCL would find two ranks of a host on a GPU"
 
 
-def test_variables_of_the_user_are_respected_or_contradicted() -> None:
+def test_the_users_variables_are_used_or_refused() -> None:
     given = {"NCCL_PROTO": "LL", "NCCL_HOSTID": "mine", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_NVLS_ENABLE": "0"}
     got = environment((2, 29, 7), 2, 1, num_hosts=2, given=given)
     assert given | got == given | {"NCCL_ALGO": "Ring", "NCCL_HOSTID": "mine-rank1"}, (
@@ -339,7 +339,7 @@ def test_variables_of_the_user_are_respected_or_contradicted() -> None:
         count_per_gpu("auto", 1, 2, num_hosts=2)
 
 
-def test_a_model_on_several_gpus_is_sent_by_a_group_that_takes_tensors_of_all(
+def test_a_multi_gpu_model_uses_a_group_that_supports_all_its_devices(
     join: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert join(4) is None, "a rank has two"
@@ -350,7 +350,7 @@ def test_a_model_on_several_gpus_is_sent_by_a_group_that_takes_tensors_of_all(
     assert sent == ["cpu", "meta"]
 
 
-def test_sparse_gradients_are_refused_where_nccl_would_add_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_gradients_are_refused_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp, "DistributedDataParallel", lambda model, **_: SimpleNamespace(module=model))
     monkeypatch.setattr(ddp, "broadcast_tensors", lambda tensors, src: None)
     monkeypatch.setattr(ddp.Ddp, "_place", lambda strategy, model: model)
@@ -366,7 +366,7 @@ def test_sparse_gradients_are_refused_where_nccl_would_add_them(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("name", "peak"), [("NVIDIA L40", None), ("NVIDIA L4", 121.0), ("NVIDIA A100-SXM4-40GB", 312.0)]
 )
-def test_a_gpu_is_known_by_whole_words_of_its_name(
+def test_a_gpu_name_is_matched_by_whole_words(
     name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accelerator, "name", lambda device: name)

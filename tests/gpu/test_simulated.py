@@ -107,7 +107,7 @@ def steps_beside_a_plain_loop(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_step_launches_little_more_than_a_plain_loop_and_waits_once(tmp_path: Path) -> None:
+def test_a_step_launches_few_more_kernels_than_a_plain_loop_and_waits_once(tmp_path: Path) -> None:
     (found,) = on_the_simulator(steps_beside_a_plain_loop, tmp_path)
     plain, log = found["plain"]["launches"], found["single"].pop("log")
     more = {name: each["launches"] - plain for name, each in found.items()}
@@ -142,7 +142,7 @@ def steps_of_two(folder: Path, comm: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("comm", ["comm=native", "comm=ring"])
-def test_ranks_wait_for_the_agreement_and_the_norm_alone(comm: str, tmp_path: Path) -> None:
+def test_ranks_wait_only_for_the_step_vote_and_the_norm(comm: str, tmp_path: Path) -> None:
     """By DDP's hooks, and by the executor on a stream beside the backward pass."""
     found = on_the_simulator(steps_of_two, tmp_path, comm, ranks=2)
     right = run_ranks(steps_of_two, 2, tmp_path / "cpu", comm, init=False)[0]["weights"]
@@ -207,9 +207,7 @@ def saved_at_a_fault(folder: Path, when: str) -> tuple[str, bool]:
         pytest.param("the last update is not made", "has not finished step 3", marks=pytest.mark.slow),
     ],
 )
-def test_a_save_at_a_fault_is_of_the_step_before_an_update_that_is_queued(
-    when: str, words: str, tmp_path: Path
-) -> None:
+def test_a_save_on_failure_excludes_a_queued_update(when: str, words: str, tmp_path: Path) -> None:
     ((said, is_whole),) = on_the_simulator(saved_at_a_fault, tmp_path, when)
     assert said.endswith(words), said
     assert is_whole == (when == "the gradients never come")
@@ -251,7 +249,7 @@ def steps_without_nan(folder: Path) -> dict[str, list[torch.Tensor]]:
 
 
 @pytest.mark.slow
-def test_a_nan_reaches_neither_weights_nor_averages(tmp_path: Path) -> None:
+def test_a_nan_reaches_neither_weights_nor_the_ema(tmp_path: Path) -> None:
     """The update is queued before the host knows the norm, except where steps may be skipped."""
     (found,) = on_the_simulator(steps_without_nan, tmp_path)
     right = run_ranks(steps_without_nan, 1, tmp_path / "cpu", init=False)[0]
@@ -285,7 +283,7 @@ def saves(folder: Path) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_a_copy_for_an_async_save_is_made_when_the_step_is(tmp_path: Path) -> None:
+def test_an_async_save_copies_the_state_of_its_step(tmp_path: Path) -> None:
     (found,) = on_the_simulator(saves, tmp_path)
     assert len(found) == 4 and found[:2] == found[2:]
 
@@ -332,7 +330,7 @@ def readings(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_what_is_looked_at_between_steps_is_read_at_its_end(tmp_path: Path) -> None:
+def test_values_between_steps_need_few_syncs(tmp_path: Path) -> None:
     (found,) = on_the_simulator(readings, tmp_path)
     assert found["evaluation"][0] <= 4 and found["log"][0] <= 8 and found["exact buffers"][0] == 1, found
     assert found["replicas"][0] <= 2 and found["replicas"][1] <= 4, found
@@ -383,7 +381,7 @@ def trained_on_a_mac(folder: Path) -> dict[str, list[str]]:
     return hashes
 
 
-def test_a_run_on_a_macs_gpu_trains_saves_and_resumes(tmp_path: Path) -> None:
+def test_a_run_on_mps_trains_saves_and_resumes(tmp_path: Path) -> None:
     """As far as an imitation shows it: without float64, collectives, and streams to wait for."""
     (found,) = on_the_simulator(trained_on_a_mac, tmp_path)
     for whole, half, resumed in found.values():

@@ -135,7 +135,7 @@ def test_an_interactive_shell_is_not_a_task(told: Told, shell: list[str], world_
         os.close(its_end)
 
 
-def test_by_hand_in_the_settings(told: Told) -> None:
+def test_manual_start_by_settings(told: Told) -> None:
     by_hand = ("distributed.init_method=file:///tmp/x", "distributed.rank=1", "distributed.world_size=2")
     assert told({}, *by_hand) == RankInfo(1, 2, None, None, None, None, "file:///tmp/x")
     assert told(ALONE_IN_SRUN, *by_hand) == RankInfo(1, 2, None, None, None, None, "file:///tmp/x")

@@ -76,7 +76,7 @@ def test_only_a_stop_after_a_step_is_requeued(
     ) == no_step
 
 
-def test_a_job_goes_on_without_its_launcher_and_may_be_cancelled_before_it_starts(
+def test_a_job_survives_its_launcher_and_can_be_cancelled_while_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, body in {

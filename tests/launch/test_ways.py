@@ -44,7 +44,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return sha(run_dir)
 
 
-def test_by_hand(expected: str, tmp_path: Path) -> None:
+def test_start_by_hand(expected: str, tmp_path: Path) -> None:
     by_hand = [f"distributed.init_method=tcp://127.0.0.1:{free_port()}", "distributed.world_size=2"]
     options = [*RUN, *by_hand, f"run_dir={tmp_path}/run"]
     with (

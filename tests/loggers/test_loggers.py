@@ -25,7 +25,7 @@ NOTED = ("+logger.noted._target_=tests.user_parts.Noted", "+logger.noted.word=he
 
 
 @pytest.mark.slow
-def test_each_logger_is_told_the_same(tmp_path: Path) -> None:
+def test_every_logger_gets_the_same_calls(tmp_path: Path) -> None:
     run_ranks(train, 2, *SHORT, *NOTED, f"run_dir={tmp_path}", init=False)
     calls: list[list[Any]] = [json.loads(line) for line in (tmp_path / "noted.jsonl").open()]
     assert calls[0] == ["begin", "hear", ["first_step", "run_id", "settings"]], "once: on rank 0"
@@ -44,7 +44,7 @@ def test_each_logger_is_told_the_same(tmp_path: Path) -> None:
     assert "train/loss" in shown and "usage/comm/overlapped_ms" not in shown
 
 
-def test_settings_that_name_a_class_are_told_and_not_built(tmp_path: Path) -> None:
+def test_settings_with_a_target_are_logged_and_not_instantiated(tmp_path: Path) -> None:
     groups = "optim.groups=[{match: weight, optimizer: {_target_: torch.optim.Muon, weight_decay: 0}}]"
     with context_of(f"run_dir={tmp_path}", "logger=jsonl", "model.hidden=[]", groups, *NOTED):
         begin = json.loads((tmp_path / "noted.jsonl").read_text().splitlines()[0])
@@ -75,7 +75,7 @@ def test_a_disk_that_fails_after_the_result_does_not_fail_the_run(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_logger_that_cannot_end_takes_nothing_along(tmp_path: Path) -> None:
+def test_a_logger_whose_close_fails_does_not_affect_others(tmp_path: Path) -> None:
     with pytest.raises(RetryableError, match=r"logger\.away of run_dir=.* cannot be written: no route"):
         train(*SHORT, "+logger.away._target_=tests.user_parts.Away", *NOTED, f"run_dir={tmp_path}")
     assert (tmp_path / "result.json").exists()
@@ -83,13 +83,13 @@ def test_a_logger_that_cannot_end_takes_nothing_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_rank_ends_on_what_is_no_logger(tmp_path: Path) -> None:
+def test_an_invalid_logger_ends_every_rank(tmp_path: Path) -> None:
     one, other = run_ranks(refused, 2, tmp_path, "+logger.mine._target_=tests.user_parts.Deaf", init=False)
     assert "logger.mine: tests.user_parts.Deaf creates a Deaf that lacks the methods text" in one
     assert one == other
 
 
-def test_what_is_no_text_is_spelt_out_wherever_it_is_told(tmp_path: Path) -> None:
+def test_invalid_text_is_escaped_in_every_logger(tmp_path: Path) -> None:
     """Half a surrogate pair, which no file of UTF-8 holds."""
     task = "data.task._target_=tests.user_parts.SaysNoText"
     run_ranks(train, 1, *SHORT, "strategy=single", task, f"run_dir={tmp_path}", init=False)
@@ -100,14 +100,12 @@ def test_what_is_no_text_is_spelt_out_wherever_it_is_told(tmp_path: Path) -> Non
     assert rb"shown \ud800" in events.read_bytes()
 
 
-def test_the_run_has_its_name_on_the_page() -> None:
+def test_the_tensorboard_command_shows_the_run_name() -> None:
     assert TensorBoard(Path("runs/a day/10-00-00"), 0).look == "tensorboard --logdir 'runs/a day'"
     assert TensorBoard(Path(), 0).look == f"tensorboard --logdir {Path().resolve().parent}"
 
 
-def test_wandb_is_told_by_its_own_calls_and_goes_on_after_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb, told = Mock(), list[Any]()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for first_step, mode in (0, "online"), (4, "online"), (4, "offline"):
@@ -134,7 +132,7 @@ def with_logger(name: str, *overrides: str) -> None:
 
 
 @pytest.mark.slow
-def test_mlflow_has_every_curve_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+def test_mlflow_has_every_curve_and_continues_after_a_resume(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     for steps, resume in (4, "null"), (6, "auto"):
         options = (f"train.max_steps={steps}", f"resume={resume}", f"run_dir={tmp_path}")

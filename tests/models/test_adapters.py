@@ -150,7 +150,7 @@ def said(root: Path, calls: list[tuple[str, ...]]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_told_in_a_line(tmp_path: Path) -> None:
+def test_unsuitable_adapters_are_a_one_line_error(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     base(tmp_path, "bert").base_model.save_pretrained(tmp_path / "base")  # without the head
     calls = [(*words(tmp_path, "bert"), *more) for more in ((), ("model.init_from=null",), *WRONG.values())]
@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_told_in_a_line(tmp_path: Path) -> None:
         assert expected in text
 
 
-def test_without_peft_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     needs = r"model.adapters requires the package peft \(.*\): pip install 'ringmaster-trainer\[peft\]'"
     with pytest.raises(UserError, match=needs):

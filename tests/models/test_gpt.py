@@ -13,7 +13,7 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.slow
-def test_gpt2_has_as_many_parameters_as_openai_s() -> None:
+def test_gpt2_has_the_parameter_count_of_openais() -> None:
     with torch.device("meta"):
         assert num_parameters(GPT(50257, 1024, "gpt2")) == 124_439_808
         assert num_parameters(GPT(50257, 1024, "gpt2-xl")) == 1_557_611_200
@@ -31,7 +31,7 @@ def test_a_later_token_does_not_change_earlier_logits() -> None:
     assert (before[:, 9:] - after[:, 9:]).abs().amax(dim=(0, 2)).min() > 1e-4
 
 
-def test_gpt2_s_start() -> None:
+def test_gpt2_initialisation() -> None:
     torch.manual_seed(0)
     model = GPT(256, 64, width=256, depth=8, num_heads=4)
     block = model.blocks[3]
@@ -55,7 +55,7 @@ def loss_and_gradient(head: str, precision: str = "fp32", **options: Any) -> tup
     return loss.item(), gradient, model
 
 
-def test_a_padded_vocabulary_is_nowhere_to_be_seen() -> None:
+def test_a_padded_vocabulary_changes_no_result() -> None:
     plain, plain_gradient, _ = loss_and_gradient("logits")
     for head in ("logits", "loss", *(["chunks"] if hasattr(F, "linear_cross_entropy") else [])):
         loss, gradient, model = loss_and_gradient(head, vocab_multiple=64)

@@ -98,7 +98,7 @@ def _under_each(root: Path, *runs: tuple[str, ...]) -> dict[str, list[dict[str, 
 
 
 @pytest.mark.slow
-def test_a_model_with_their_signature(tmp_path: Path) -> None:
+def test_a_model_with_transformers_signature(tmp_path: Path) -> None:
     results = _under_each(tmp_path, *((*PLAYED, *task) for task in TASKS.values()))
     for by_logits, by_loss in results.values():
         assert by_logits["eval/perplexity"] < 2000 and 0 < by_loss["eval/loss"] < 16
@@ -107,7 +107,7 @@ def test_a_model_with_their_signature(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_one_by_yaml_alone(tmp_path: Path) -> None:
+def test_a_transformers_model_from_yaml_only(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     options = ("experiment=hf_gpt2_tiny", *COMMON, "schedule.warmup_steps=0")
     options += ("data.dataset.block_size=16", "model.config.n_embd=16")

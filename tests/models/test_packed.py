@@ -36,7 +36,7 @@ def packed() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("head", ["logits", "loss"])
-def test_the_loss_is_that_of_the_documents_one_by_one(head: str) -> None:
+def test_the_loss_equals_that_of_separate_documents(head: str) -> None:
     task, plain = LanguageModelling(None, head=head), gpt()
     [tokens] = packed()
     batch = Windows(tokens.numpy(), len(tokens) - 1, 11, border=END).__getitems__([0])
@@ -49,7 +49,7 @@ def test_the_loss_is_that_of_the_documents_one_by_one(head: str) -> None:
     torch.testing.assert_close(task.loss(gpt(border=END), batch), sum(losses) / 9)
 
 
-def test_logits_of_a_packed_document_are_those_of_the_document_alone() -> None:
+def test_logits_of_a_packed_document_equal_those_of_the_document_alone() -> None:
     model, plain = gpt(border=END), gpt()
     logits = torch.cat([plain(torch.tensor([document])) for document in DOCUMENTS], dim=1)
     torch.testing.assert_close(model(packed()), logits, rtol=0, atol=1e-5)
@@ -71,7 +71,7 @@ def twin(query: Tensor, key: Tensor, value: Tensor, *rest: Any, window_size: tup
     return torch.cat(mixed, dim=1).transpose(0, 1).contiguous()
 
 
-def test_documents_by_flash_attention_have_the_masks_logits_and_gradients(monkeypatch: MonkeyPatch) -> None:
+def test_flash_attention_equals_the_mask_in_logits_and_gradients(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", twin)
     one, every = torch.full((1, 13), 7), torch.full((1, 13), END)
     ends = torch.tensor([[END, *[5] * 11, END]])
@@ -84,7 +84,7 @@ def test_documents_by_flash_attention_have_the_masks_logits_and_gradients(monkey
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-3)
 
 
-def test_flash_attention_is_taken_where_torchs_kernel_takes_it(monkeypatch: MonkeyPatch) -> None:
+def test_flash_attention_is_used_where_torchs_kernel_supports_it(monkeypatch: MonkeyPatch) -> None:
     """On a simulated GPU; `benchmarks/gpu.sh packed` compares both on a real one."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not takes_varlen(torch.ones(1, dtype=torch.bfloat16), 64, 0.0)
@@ -110,7 +110,7 @@ def test_every_source_of_tokens_keeps_borders(tmp_path: Path) -> None:
         assert targets.tolist() == [9, 3, 10, -100, 9, 3, 10, -100], given
 
 
-def test_borders_that_the_model_does_not_keep_are_refused(tmp_path: Path) -> None:
+def test_borders_that_the_model_ignores_are_refused(tmp_path: Path) -> None:
     config = settings("experiment=text_gpt", "data.dataset.border=10")
     assert config.model["border"] == 10 and settings("experiment=text_gpt").model["border"] is None
     windows = Windows(np.arange(9), 4, 11, border=10)

@@ -34,7 +34,7 @@ def stem_resolution(model: nn.Module, side: int, channels: int) -> int:
 @pytest.mark.parametrize(
     ("family", "input_shape"), [*((family, (1, 8, 8)) for family in SMALL_STEMS), ("resnet", (3, 32, 32))]
 )
-def test_a_small_image_passes_the_stem_at_its_size(family: str, input_shape: tuple[int, int, int]) -> None:
+def test_the_stem_keeps_the_size_of_small_images(family: str, input_shape: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     model = vision(FAMILIES[family], input_shape, 7)
     logits = model(torch.randn(2, *input_shape))
@@ -45,7 +45,7 @@ def test_a_small_image_passes_the_stem_at_its_size(family: str, input_shape: tup
 
 
 @pytest.mark.slow
-def test_large_images_keep_torchvision_s_own_stem() -> None:
+def test_large_images_use_torchvisions_stem() -> None:
     model = vision("resnet18", (3, 64, 64), 10)
     assert stem_resolution(model, 64, 3) == 16
     assert model.conv1.kernel_size == (7, 7)

@@ -11,7 +11,7 @@ def test_shapes_and_units() -> None:
     assert ViT((3, 8, 12), 10, patch_size=4, width=32, num_heads=4)(torch.randn(5, 3, 8, 12)).shape == (5, 10)
 
 
-def test_every_patch_and_its_place_count() -> None:
+def test_every_patch_and_its_position_matter() -> None:
     torch.manual_seed(0)
     model = ViT((1, 8, 8), 10, width=32, num_heads=4).eval()
     image = torch.randn(1, 1, 8, 8)

@@ -41,7 +41,7 @@ def stepped(model: nn.Module, *optimizers: Any, steps: int = 3) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_each_group_is_updated_by_its_own_optimizer_as_by_torch() -> None:
+def test_each_groups_optimizer_makes_the_same_updates_as_torchs() -> None:
     model, plain = network(), network()
     optimizer = build_optimizer(TrainableParameters(model), OPTIM)
     assert isinstance(optimizer, CombinedOptimizer)
@@ -59,7 +59,7 @@ def test_each_group_is_updated_by_its_own_optimizer_as_by_torch() -> None:
     assert words["  0"] == "Muon, 1 tensors, 35 parameters, weight_decay 0.2"
 
 
-def test_a_saved_state_goes_on_and_a_schedule_scales_all() -> None:
+def test_state_is_restored_and_a_schedule_scales_all_groups() -> None:
     def fresh() -> tuple[nn.Module, Any, Any]:
         model = network()
         optimizer = build_optimizer(TrainableParameters(model), OPTIM)
@@ -103,7 +103,7 @@ def test_refuses(group: dict[str, Any], words: str) -> None:
         build_optimizer(TrainableParameters(network()), OPTIM | {"groups": [group]})
 
 
-def test_the_rate_of_a_group_is_that_of_its_node_or_of_optim() -> None:
+def test_a_group_has_its_optimizers_rate_or_optim_lr() -> None:
     def rate(optimizer: dict[str, Any], **group: Any) -> float:
         groups = [{"dims": 2, "optimizer": MUON | optimizer, **group}]
         return build_optimizer(TrainableParameters(network()), OPTIM | {"groups": groups}).param_groups[-1][
@@ -191,7 +191,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, di
         (4, {"hybrid": (*FSDP, *DOUBLES, "strategy.shard_group=2")}),
     ],
 )
-def test_muon_beside_adamw_equals_one_process_and_resumes_exactly(
+def test_muon_with_adamw_equals_one_process_and_resumes_exactly(
     world_size: int, cases: dict[str, tuple[str, ...]], single: Any, tmp_path: Path
 ) -> None:
     root, alone = single
@@ -209,7 +209,7 @@ def test_muon_beside_adamw_equals_one_process_and_resumes_exactly(
 
 
 @pytest.mark.slow
-def test_with_exact_all_bits_are_those_of_one_process(single: Any, tmp_path: Path) -> None:
+def test_with_exact_the_result_is_bit_identical_to_one_process(single: Any, tmp_path: Path) -> None:
     cases = {name: (f"strategy={name}", "train.exact=4") for name in ("ddp", "fsdp")}
     for found in run_ranks(trained, 2, tmp_path, cases, "", init=False):
         for name in cases:

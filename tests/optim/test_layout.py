@@ -33,7 +33,7 @@ def step(state: TrainState, memory_format: torch.memory_format = LAST) -> torch.
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_restored_state_is_laid_out_as_the_parameter(fused: bool) -> None:
+def test_restored_state_has_the_parameters_memory_format(fused: bool) -> None:
     """The layout of a checkpoint does not depend on the layout in the run."""
     first = state_of("AdamW", fused)
     step(first)
@@ -49,7 +49,7 @@ def test_restored_state_is_laid_out_as_the_parameter(fused: bool) -> None:
     assert own["exp_avg"].is_contiguous(memory_format=LAST)
 
 
-def test_a_parameter_with_gaps_is_not_fused() -> None:
+def test_a_non_dense_parameter_is_not_fused() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.randn(4, 6)[:, ::2])
     optim = {"_target_": "torch.optim.SGD", "lr": 0.1}
@@ -57,7 +57,7 @@ def test_a_parameter_with_gaps_is_not_fused() -> None:
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}, {}])
-def test_a_first_gradient_may_come_after_those_of_others(options: dict[str, float]) -> None:
+def test_a_parameter_may_get_its_first_gradient_in_a_later_step(options: dict[str, float]) -> None:
     def trained(**more: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])

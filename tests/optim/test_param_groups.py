@@ -29,7 +29,7 @@ def _names(model: nn.Module, sets: list[dict[str, Any]]) -> dict[str, set[str]]:
     return {each.get("name", "base"): {names[p] for p in each["params"]} for each in sets}
 
 
-def test_what_decays_of_a_gpt() -> None:
+def test_which_gpt_parameters_have_weight_decay() -> None:
     model = GPT(vocab_size=8, block_size=4, width=4, depth=1, num_heads=1)
     found = _names(
         model, parameter_sets(TrainableParameters(model), {**ADAMW, "no_decay": NO_DECAY})["optim"]
@@ -40,14 +40,14 @@ def test_what_decays_of_a_gpt() -> None:
     assert found["base"] | found["no_decay"] == every.keys()
 
 
-def test_a_group_is_named_after_a_word_and_otherwise_by_its_pattern() -> None:
+def test_a_groups_name_is_the_word_in_its_pattern_or_the_pattern() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     groups = [{"match": r"^0\.", "lr_scale": 1}, {"match": "^(?!2)", "lr_scale": 1}]
     sets = parameter_sets(TrainableParameters(model), {**ADAMW, "groups": groups})["optim"]
     assert set(_names(model, sets)) == {"0", "^(?!2)", "base"}
 
 
-def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
+def test_the_first_match_wins_and_other_parameters_are_unchanged() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
     groups = [
         {"match": r"^2\.", "lr_scale": 0.5, "name": "head"},
@@ -106,14 +106,14 @@ def test_refuses(override: str, words: str) -> None:
         ),
     ],
 )
-def test_refuses_of_this_model(groups: list[dict[str, Any]], words: str) -> None:
+def test_refuses_groups_that_do_not_fit_the_model(groups: list[dict[str, Any]], words: str) -> None:
     with pytest.raises(UserError, match=words):
         parameter_sets(
             TrainableParameters(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), {**ADAMW, "groups": groups}
         )
 
 
-def test_refuses_what_the_optimizer_does_not_have() -> None:
+def test_refuses_options_that_the_optimizer_lacks() -> None:
     model, rprop = nn.Linear(2, 2), {"_target_": "torch.optim.Rprop", "lr": 0.1}
     with pytest.raises(UserError, match="sets weight_decay, but Rprop has no weight decay"):
         build_optimizer(
@@ -206,7 +206,7 @@ def _rates(run_dir: Path, strategy: str, *overrides: str) -> tuple[list[float], 
     ],
     ids=lambda settings: settings[0],
 )
-def test_the_rate_that_a_step_used_is_logged_with_it(settings: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_step_is_logged_with_the_learning_rate_it_used(settings: tuple[str, ...], tmp_path: Path) -> None:
     world_size = 1 if settings[0] == "single" else 2
     used, logged = run_ranks(_rates, world_size, tmp_path, *settings, init=False)[0]
     assert len(set(used)) == 6

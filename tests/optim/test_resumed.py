@@ -102,14 +102,14 @@ def _resumed(saver: TrainState, state: TrainState, steps: int = 7) -> TrainState
 @pytest.mark.filterwarnings("ignore:Detected call")
 @pytest.mark.parametrize("node", NODES, ids=lambda node: node["_target_"].rpartition(".")[2])
 @pytest.mark.parametrize(("lr", "total"), [(0.1, 20), (0.01, 20), (0.1, 40)])
-def test_a_continued_schedule_is_where_a_run_of_its_settings_would_be(
+def test_a_resumed_schedule_equals_one_with_the_new_settings(
     node: dict[str, Any], lr: float, total: int
 ) -> None:
     resumed, whole = _resumed(_state(node), _state(node, total, lr=lr)), _state(node, total, lr=lr)
     assert _train(resumed, 5) == _train(whole, 12)[7:]
 
 
-def test_another_schedule_begins_where_it_would_be_and_gives_the_momentum_back() -> None:
+def test_a_new_schedule_starts_at_the_current_step_and_restores_momentum() -> None:
     cycles = {"_target_": TORCH + "OneCycleLR", "max_lr": 0.3, "total_steps": "auto", "max_momentum": 0.9}
     for was, node in (
         (cycles, CONSTANT),
@@ -121,7 +121,7 @@ def test_another_schedule_begins_where_it_would_be_and_gives_the_momentum_back()
     assert _train(_resumed(_state(NODES[7]), _state(slower)), 5) == _train(_state(slower), 12)[7:]
 
 
-def test_what_an_optimizer_makes_of_its_options_stays_unless_their_setting_changed() -> None:
+def test_options_that_an_optimizer_changed_are_kept_unless_their_setting_changed() -> None:
     adapts = {"_target_": __name__ + ".Adapting", "weight_decay": 0.5}
     whole, resumed = (
         _state(CONSTANT, **adapts),
@@ -144,7 +144,7 @@ def test_an_attribute_is_restored_unless_its_setting_changed(caplog: pytest.LogC
     ] == [True]
 
 
-def test_groups_may_be_others_and_keep_their_state() -> None:
+def test_state_is_kept_if_groups_change() -> None:
     no_decay = {"no_decay": {"match": None, "below_dims": 2}}
     one, two = {"weight_decay": 0.0}, {"weight_decay": 0.1}
     for was, now, decays in ((one, two, [0.1, 0.0]), (two, one, [0.0])):
@@ -160,7 +160,7 @@ def test_groups_may_be_others_and_keep_their_state() -> None:
 
 
 @pytest.mark.parametrize("lr", [0.1, 0.02])
-def test_a_plateau_keeps_what_it_lowered_and_takes_new_settings(lr: float) -> None:
+def test_plateau_keeps_the_reduced_rate_and_uses_new_settings(lr: float) -> None:
     node = {"_target_": TORCH + "ReduceLROnPlateau", "patience": 0, "factor": 0.5}
     saver, state = _state(node), _state(node | {"factor": 0.1}, lr=lr)
     for _ in range(3):

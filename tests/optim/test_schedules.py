@@ -36,7 +36,7 @@ def _plateau(run_dir: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_plateau_follows_the_evaluation_and_is_in_the_checkpoint(tmp_path: Path) -> None:
+def test_plateau_steps_with_evaluations_and_is_saved(tmp_path: Path) -> None:
     whole, resumed, restored = run_ranks(_plateau, 1, tmp_path, init=False)[0]
     assert restored["last_epoch"] == 2, "two evaluations in two epochs, not one step for each of 44 steps"
     assert restored["_last_lr"][0] < 0.1
@@ -62,7 +62,7 @@ def _by_accuracy(run_dir: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_plateau_follows_the_metric_that_the_settings_name(tmp_path: Path) -> None:
+def test_plateau_uses_the_configured_metric(tmp_path: Path) -> None:
     """No accuracy is nine times the previous one, so each evaluation except the first lowers the rate."""
     rate, unknown, falls = run_ranks(_by_accuracy, 1, tmp_path, init=False)[0]
     assert rate == pytest.approx(0.05)
@@ -72,7 +72,7 @@ def test_plateau_follows_the_metric_that_the_settings_name(tmp_path: Path) -> No
     assert "schedule.mode=max, but eval/loss should decrease" in falls
 
 
-def test_a_schedule_may_be_told_epochs() -> None:
+def test_a_schedule_accepts_epochs() -> None:
     node = {
         "step_size": "2 epochs",
         "milestones": ["1 epoch", 5, "1.5 epochs"],
@@ -85,7 +85,7 @@ def test_a_schedule_may_be_told_epochs() -> None:
         ScheduleFacts(100, None).in_steps(node)
 
 
-def test_a_run_says_so_before_its_first_step(tmp_path: Path) -> None:
+def test_lbfgs_raises_before_the_first_step(tmp_path: Path) -> None:
     options = (
         "strategy=single",
         "optim._target_=torch.optim.LBFGS",

@@ -52,7 +52,7 @@ class ByRows(torch.optim.SGD):
         (torch.optim.SparseAdam, "NEITHER"),
     ],
 )
-def test_a_trial_finds_which_tensors_an_optimizer_needs(kind: Any, way: str) -> None:
+def test_a_trial_step_finds_which_tensors_an_optimizer_needs(kind: Any, way: str) -> None:
     group = {"params": [torch.zeros(1, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1)]}
     trial = ShardTrial(lambda groups: kind(groups[0]["params"], lr=1e-5), [group])
     with generators_kept():
@@ -66,7 +66,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_whole_tensors_give_what_one_process_does_and_so_do_saves() -> None:
+def test_whole_tensors_and_saves_equal_one_process() -> None:
     alone = run_ranks(optimizers.trained, 1, CASES, False)[0]
     for found in run_ranks(optimizers.trained, 3, CASES, True):
         ways = {target.rpartition(".")[2]: way for (target, _), (way, *_) in zip(CASES, found, strict=True)}
@@ -94,7 +94,7 @@ def _continued(root: Path, strategy: str, chain: dict[str, tuple[str, int, str]]
 
 
 @pytest.mark.slow
-def test_saves_go_from_one_process_to_two_ranks_to_three_and_back(tmp_path: Path) -> None:
+def test_saves_can_be_resumed_on_one_two_and_three_ranks(tmp_path: Path) -> None:
     targets = (OURS + "ShampooLike", "torch.optim.Adafactor", "torch.optim.AdamW")
     root = tmp_path / "alone"
     alone = dict.fromkeys(targets, ("null", 8, "all"))

@@ -40,7 +40,7 @@ def _predict(
 
 
 @pytest.mark.parametrize("world", [2, 64])
-def test_short_messages_take_the_rounds_of_the_formulas(world: int) -> None:
+def test_short_messages_take_the_number_of_rounds_of_the_formulas(world: int) -> None:
     hosts = list(range(world))
     rounds = {
         "ring": 2 * (world - 1),
@@ -88,7 +88,7 @@ _LAYOUTS = [
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_short_way_gives_the_same_as_all_ranks_and_all_rounds(
+def test_the_shortcut_equals_simulating_all_ranks_and_rounds(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Repetitions over ranks or rounds are skipped; here also at small sizes."""
@@ -114,7 +114,7 @@ def test_the_short_way_gives_the_same_as_all_ranks_and_all_rounds(
 
 
 @pytest.mark.slow
-def test_time_for_16384_ranks_is_not_that_of_their_pairs() -> None:
+def test_16384_ranks_are_not_simulated_pair_by_pair() -> None:
     """The schedules of only a few ranks are built, unless all ranks differ."""
     hosts = Hosts(rank // 8 for rank in range(16_384))
     for name in ("ring", "halving_doubling", "hierarchical"):
@@ -152,7 +152,7 @@ def _results(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_a_preflight_makes_a_machine() -> None:
+def test_a_preflight_result_becomes_a_machine() -> None:
     on_cpu = Machine(**measured(Fields("results", _results())))
     assert on_cpu.latency_s == pytest.approx(50e-6)
     assert on_cpu.link_bytes_per_s == pytest.approx(125e6)
@@ -173,7 +173,7 @@ def test_a_preflight_makes_a_machine() -> None:
         ("--hosts 2 --train . --servers 1 --megabytes 25", "--train does not support --megabytes, --servers"),
     ],
 )
-def test_mistakes_are_told(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_reported(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         plan.main(command.split())
     assert end.value.code == 2
@@ -192,7 +192,7 @@ def test_servers_share_the_load(servers: int) -> None:
     assert push.seconds == pytest.approx(4 * _N / servers / 1e9, rel=0.05)
 
 
-def test_formulas_are_what_the_schedules_count() -> None:
+def test_formulas_equal_the_traffic_of_the_schedules() -> None:
     hosts = range(8)
     for name, classic in formulas.CLASSIC.items():
         traffic = count_traffic([build(name, rank, hosts) for rank in hosts], hosts, _N // 4, 4)
@@ -231,7 +231,7 @@ def _run_in(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_a_step_is_what_it_computes_and_what_is_exposed(tmp_path: Path) -> None:
+def test_a_step_is_compute_plus_exposed_communication(tmp_path: Path) -> None:
     run = step.read(_run_in(tmp_path))
     slow = PlannedWorld(2, 1, Machine(link_bytes_per_s=1e9), segment_bytes=1000)
     assert run.computed_s(None) == pytest.approx(0.025)
@@ -247,7 +247,7 @@ def test_a_step_is_what_it_computes_and_what_is_exposed(tmp_path: Path) -> None:
     assert run.computed_s(Machine(local_bytes_per_s=1e9)) == pytest.approx(0.029, rel=0.01)
 
 
-def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_uses_the_measurements_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*_on(64, 8), "--gbit", "100", "--latency-us", "10", *_LOCAL, "--train", str(_run_in(tmp_path))]
     assert plan.main(asked) == 0
     out = capsys.readouterr().out

@@ -20,7 +20,7 @@ NUM_PARAMETERS = 64 * 128 + 3 * 128**2 + 128 * 10 + 4 * 128 + 10
 KB = 1024
 
 
-def test_a_tensor_counts_until_nobody_holds_it_and_as_long_as_its_memory_is_not_given_back() -> None:
+def test_memory_counts_until_a_tensor_is_freed() -> None:
     with FakeTensorMode(), MemoryLedger() as ledger:
         account = ledger.accounts[torch.device("cpu")]
         first = torch.empty(KB)
@@ -42,7 +42,7 @@ def test_a_tensor_counts_until_nobody_holds_it_and_as_long_as_its_memory_is_not_
         assert account.peak_bytes == 4 * KB and account.live_bytes == 0
 
 
-def test_attention_with_dropout_is_counted_as_a_gpu_computes_it() -> None:
+def test_attention_with_dropout_counts_as_on_a_gpu() -> None:
     with FakeTensorMode(), FusedAttention(), MemoryLedger() as ledger:
         query = torch.empty(1, 1, 256, 8, requires_grad=True)
         torch.nn.functional.scaled_dot_product_attention(query, query, query, None, 0.1).sum().backward()
@@ -60,7 +60,7 @@ def _footprint(
 
 
 @pytest.mark.slow
-def test_each_strategy_and_choice_takes_its_own() -> None:
+def test_memory_of_each_strategy_and_choice() -> None:
     dry_run = DryRun(settings(*MLP))
     fsdp = ("strategy=fsdp", "strategy.unit_min_params=1000")
     single = _footprint(dry_run, "strategy=single", ranks=1)
@@ -86,7 +86,7 @@ def test_each_strategy_and_choice_takes_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_and_a_worker_take_their_own() -> None:
+def test_memory_of_servers_and_workers() -> None:
     dry_run = DryRun(settings(*MLP))
 
     def rank(number: int, *choices: str) -> Footprint:
@@ -102,7 +102,7 @@ def test_a_server_and_a_worker_take_their_own() -> None:
     assert worker.peak == pytest.approx(3 * num_bytes, rel=0.05), "with what it pushes, and what it pulls"
 
 
-def test_the_dimension_of_samples_is_the_one_that_grows() -> None:
+def test_the_batch_dimension_is_the_one_that_grows() -> None:
     one = {"rows": torch.ones(1, 5), "time_first": torch.ones(7, 1), "table": torch.ones(3, 3), "name": "a"}
     two = {"rows": torch.ones(2, 5), "time_first": torch.ones(9, 2), "table": torch.ones(3, 3), "name": "a"}
     made = repeated(one, two, 8)
@@ -111,7 +111,7 @@ def test_the_dimension_of_samples_is_the_one_that_grows() -> None:
     assert repeated([torch.ones(1, 4)], [torch.ones(1, 4)] * 2, 8)[0].shape == (8, 4)
 
 
-def test_several_gpus_of_dp_are_refused_in_a_line() -> None:
+def test_dp_with_several_gpus_is_refused_in_one_line() -> None:
     config = settings(*MLP, "strategy=dp")
     dry_run = DryRun(config)
     several = dry_run.under(config, DryRunWorld(1, 4))
@@ -130,7 +130,7 @@ def test_several_gpus_of_dp_are_refused_in_a_line() -> None:
         (lambda size: 999 * size, 1),
     ],
 )
-def test_the_largest_micro_batch_is_found_in_few_tries(peak: Callable[[int], int], answer: int) -> None:
+def test_the_largest_micro_batch_is_found_in_few_attempts(peak: Callable[[int], int], answer: int) -> None:
     tried = []
 
     def counted(size: int) -> int:
@@ -158,7 +158,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_all_strategies_are_compared_and_one_that_refuses_the_run_says_why(
+def test_all_strategies_are_compared_with_reasons_for_refusals(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main([*MLP, "--world", "4", "--per-host", "2"])

@@ -103,7 +103,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_planted_cause_is_named(cause: str, good: Path, tmp_path: Path) -> None:
+def test_an_injected_cause_is_named(cause: str, good: Path, tmp_path: Path) -> None:
     changes, overrides, expected = CAUSES[cause]
     code, output = compared(good, made(tmp_path / "bad", changes, *overrides))
     assert code == 1
@@ -114,7 +114,7 @@ def test_a_planted_cause_is_named(cause: str, good: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_resume_in_another_order_is_named(good: Path, tmp_path: Path) -> None:
+def test_a_resume_with_another_order_is_named(good: Path, tmp_path: Path) -> None:
     made(tmp_path / "bad", [], steps=8)
     other = made(tmp_path / "bad", [REVERSED], "resume=auto")
     code, output = compared(good, other)
@@ -140,7 +140,7 @@ def test_runs_from_a_checkpoint_of_another_run(good: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_has_changed_since_the_runs_is_said(good: Path, tmp_path: Path) -> None:
+def test_changes_since_the_runs_are_reported(good: Path, tmp_path: Path) -> None:
     other = made(tmp_path / "bad", [PATCHED])
     (other.parent / "mine.py").write_text(CODE)
     code, output = compared(good, other)
@@ -150,7 +150,7 @@ def test_what_has_changed_since_the_runs_is_said(good: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_fsdp_against_ddp_within_a_tolerance(tmp_path: Path) -> None:
+def test_fsdp_and_ddp_are_equal_within_a_tolerance(tmp_path: Path) -> None:
     """A cause is found behind the differences of rounding, which are not reported."""
     two = ("launch=local", "launch.processes=2", "distributed.device=cpu", "train.micro_batch_size=4")
     fsdp = ("strategy=fsdp", "strategy.unit_min_params=1")
@@ -172,7 +172,7 @@ def test_units_in_the_last_place() -> None:
     assert units(torch.tensor([3, 5]), torch.tensor([3, 9]))[0].tolist() == [0, 4]
 
 
-def test_an_entry_of_one_run_counts_as_different() -> None:
+def test_an_entry_in_only_one_run_is_a_difference() -> None:
     same = {"kind": "outputs", "name": "output of a", "hash": "1"}
     more = {"kind": "outputs", "name": "output of b", "hash": "2"}
     found, counts = differences([same], [same, more], 0)

@@ -195,7 +195,7 @@ MANY += ("train.eval_every_steps=3", "train.clip_grad_norm=0.5")
     ],
     ids=["many", "fp16", "ddp"],
 )
-def test_a_replay_has_the_bits_of_the_run(ranks: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_replay_is_bit_identical_to_the_run(ranks: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
     """Over the end of an epoch, evaluations that lower the learning rate, batch norm; with other threads."""
     shown_well = run_ranks(made_and_shown, ranks, tmp_path, 19, *overrides, init=False)
     assert shown_well == [True] * ranks

@@ -92,7 +92,7 @@ def test_the_parts_add_up_to_the_loss_on_any_number_of_ranks(tmp_path: Path) -> 
     assert f"(entropy {found['ddp'][0]['train/entropy']:.4f}, size" in said
 
 
-def test_a_step_that_is_left_out_has_no_part_in_a_mean() -> None:
+def test_a_skipped_step_is_excluded_from_the_mean() -> None:
     parts = parts_of_one()
     for value, made in (1.0, True), (torch.nan, False), (2.0, True):
         parts.add({"a": torch.tensor(value)}, 4, 1)
@@ -110,7 +110,7 @@ def test_a_step_that_is_left_out_has_no_part_in_a_mean() -> None:
         ({"a": torch.ones(2)}, "the part a of the loss returned a tensor of shape (2,)"),
     ],
 )
-def test_what_is_no_part_is_named(given: dict[str, Tensor], words: str) -> None:
+def test_invalid_loss_parts_are_named(given: dict[str, Tensor], words: str) -> None:
     parts = parts_of_one()
     parts.add({"loss/box": 1.0}, 1, 1)
     with pytest.raises(UserError) as error:
@@ -119,7 +119,7 @@ def test_what_is_no_part_is_named(given: dict[str, Tensor], words: str) -> None:
 
 
 @pytest.mark.slow
-def test_losses_of_replayed_graphs_are_kept_until_they_are_added_up(tmp_path: Path) -> None:
+def test_losses_of_replayed_graphs_are_kept_until_summed(tmp_path: Path) -> None:
     """A micro-batch that has all labels of its step is not divided."""
     common = ("strategy=single", "train.global_batch_size=16", "train.micro_batch_size=8")
     replays = (

@@ -38,7 +38,7 @@ def seen(run_dir: Path, *overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_step_is_seen_alike_by_one_rank_and_by_shards(tmp_path: Path) -> None:
+def test_statistics_are_equal_for_one_rank_and_for_shards(tmp_path: Path) -> None:
     (whole,) = run_ranks(seen, 1, tmp_path / "one", "strategy=single", init=False)
     for strategy in ("ddp", "fsdp"):
         parts = run_ranks(seen, 2, tmp_path / strategy, f"strategy={strategy}", init=False)[0]
@@ -80,7 +80,7 @@ def ratio_of_sgd(run_dir: Path) -> tuple[float, float]:
     return scalars["train/update_to_weight"][1], lr * scalars["train/grad_norm"][1] / before
 
 
-def test_update_to_weight_is_the_norm_of_the_step(tmp_path: Path) -> None:
+def test_update_to_weight_uses_the_norm_of_the_update(tmp_path: Path) -> None:
     """A model whose first layer has 19,200 weights, more than the sample size."""
     ((logged, expected),) = run_ranks(ratio_of_sgd, 1, tmp_path, init=False)
     assert logged == pytest.approx(expected, rel=0.1)
@@ -93,7 +93,7 @@ def of_odd_values() -> dict[str, tuple[Tensor, Tensor]]:
     return histograms([("spread", mine), ("odd", odd), ("none", None)], torch.device("cpu"))
 
 
-def test_histograms_of_what_is_not_finite_or_not_there() -> None:
+def test_histograms_of_non_finite_or_missing_values() -> None:
     found = run_ranks(of_odd_values, 2)[1]
     assert found["spread"][0].tolist() == [1.5, *[0.0] * 62, 1.5], (
         "both ranks hold the tensor: each counts half"
@@ -120,7 +120,7 @@ def of_two_micro_batches() -> dict[str, float]:
     return meter.metrics(begin, global_batch_size=12) | {"expected": plain, "minimised": loss.item()}
 
 
-def test_what_a_task_says_of_its_batches() -> None:
+def test_token_counts_and_loss_parts_of_a_task() -> None:
     ranks = run_ranks(of_two_micro_batches, 2)
     for metrics in ranks:
         of_both = {name: (ranks[0][name] + ranks[1][name]) / 2 for name in ("expected", "minimised")}
@@ -152,7 +152,7 @@ class Asks(nn.Linear):
         return super().forward(rows) if rows.sum().item() >= 0 else rows
 
 
-def test_what_cannot_be_counted_leaves_training_alone() -> None:
+def test_uncountable_flops_do_not_disturb_training() -> None:
     flops = ModelFlops(Asks(8, 2), Classification(), 1, 1.0, CPU)
     flops.see((torch.zeros(1, 8), torch.zeros(1, dtype=torch.long)))
     assert flops.utilisation(1.0) is None

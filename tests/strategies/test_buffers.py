@@ -81,7 +81,7 @@ def of_all_strategies(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_all_ranks_have_those_of_rank_0(tmp_path: Path) -> None:
+def test_all_ranks_have_the_buffers_of_rank_0(tmp_path: Path) -> None:
     numbers = [1.0 if dtype == torch.bool else 2.0 for dtype in DTYPES] + [2.0, 2.0]
     ones, zeros = [1.0] * len(numbers), [0.0] * len(numbers)
     for rank, found in enumerate(run_ranks(of_all_strategies, 2, tmp_path, init=False)):
@@ -135,7 +135,7 @@ def refused_count(root: Path) -> str:
     return str(error.value)
 
 
-def test_a_count_that_differs_between_the_ranks_of_an_exact_run_is_refused(tmp_path: Path) -> None:
+def test_counters_that_differ_between_ranks_of_an_exact_run_are_refused(tmp_path: Path) -> None:
     for message in run_ranks(refused_count, 2, tmp_path, init=False):
         assert (
             "different values to passes, a buffer of torch.int64, and integers cannot be averaged" in message
@@ -143,7 +143,7 @@ def test_a_count_that_differs_between_the_ranks_of_an_exact_run_is_refused(tmp_p
 
 
 @pytest.mark.slow
-def test_buffers_in_which_ranks_differ_are_named_once(tmp_path: Path) -> None:
+def test_buffers_that_differ_between_ranks_are_named_once(tmp_path: Path) -> None:
     late = ("strategy=ddp", "+model.begins=2", "train.skip_nonfinite=1")
     ways = {name: (f"strategy={name}",) for name in ("ddp", "fsdp")}
     ways |= {f"{name} gathers": (*way, "+model.gathers=true") for name, way in ways.items()}

@@ -87,7 +87,7 @@ def test_an_optimizer_that_updates_an_old_object_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("strategy=single",), ("strategy=ddp", UNUSED)])
-def test_after_a_resume_the_dry_run_has_changed_no_weight(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_dry_run_after_a_resume_changes_no_weight(words: tuple[str, ...], tmp_path: Path) -> None:
     own = (*OWN, *words, "+model.how=teaches", "train.max_steps=6", "checkpoint.every_steps=3")
     world_size = 2 if UNUSED in words else 1
     for whole, resumed in run_ranks(whole_and_resumed, world_size, tmp_path, 3, *own, init=False):
@@ -101,7 +101,7 @@ def told(root: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
+def test_changes_that_would_be_lost_are_refused(tmp_path: Path) -> None:
     for rank, messages in enumerate(run_ranks(told, 2, tmp_path, init=False)):
         for (how, name), message in zip(CASES.items(), messages, strict=True):
             expected = (

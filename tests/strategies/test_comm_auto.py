@@ -57,7 +57,7 @@ def chosen(cases: Sequence[tuple[str, ...]], run_dir: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_is_chosen_on_one_host(tmp_path: Path) -> None:
+def test_the_choice_on_one_host(tmp_path: Path) -> None:
     for found in run_ranks(chosen, 2, list(CASES), str(tmp_path), init=False):
         assert dict(zip(CASES, found, strict=True)) == CASES
 
@@ -69,7 +69,7 @@ def set_up(run_dir: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [[0], [0, 1], [0, 0, 0, 0]], ids=["alone", "two hosts", "four ranks"])
-def test_else_it_is_the_backends_own(tmp_path: Path, hosts: list[int]) -> None:
+def test_otherwise_native_is_chosen(tmp_path: Path, hosts: list[int]) -> None:
     """The bits of more than two ranks depend on the order of sums, and must not depend on the hosts."""
     assert run_ranks(set_up, len(hosts), str(tmp_path), hosts=hosts, init=False) == ["native"] * len(hosts)
 
@@ -88,7 +88,7 @@ def moved(number: int, is_last: bool) -> Any:
     return SimpleNamespace(number=number, is_last=lambda: is_last)
 
 
-def test_the_last_bucket_moves_in_the_callers_thread_once_the_others_have_moved() -> None:
+def test_the_last_bucket_is_reduced_in_the_callers_thread() -> None:
     seen, go_on = [], threading.Event()
 
     def all_reduce(bucket: Any, record: BucketRecord) -> Tensor:
@@ -110,7 +110,7 @@ def test_the_last_bucket_moves_in_the_callers_thread_once_the_others_have_moved(
     worker.close()
 
 
-def test_an_error_in_the_callers_thread_is_the_workers() -> None:
+def test_an_error_in_the_callers_thread_is_kept_by_the_worker() -> None:
     def all_reduce(bucket: Any, record: BucketRecord) -> Tensor:
         raise ValueError(f"bucket {bucket.number}")
 

@@ -60,7 +60,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.slow
-def test_a_hook_reduces_the_gradients_and_what_it_cannot_do_is_told(tmp_path: Path) -> None:
+def test_a_hook_reduces_gradients_and_unsupported_uses_are_refused(tmp_path: Path) -> None:
     first, second = run_ranks(hooked, 2, str(tmp_path), init=False)
     start = trained(*SHORT[1:], "train.max_steps=1", "optim.lr=1e-9", f"run_dir={tmp_path}/start")
     moved = distance(first["native"], start)

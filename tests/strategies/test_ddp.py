@@ -85,7 +85,7 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_one_rank_alone_leaves_it_out_all_end(tmp_path: Path) -> None:
+def test_a_parameter_unused_on_one_rank_ends_all_ranks(tmp_path: Path) -> None:
     ended = finish_ranks(2, "train.py", *idle("train.max_steps=5", "+model.ranks='1'", f"run_dir={tmp_path}"))
     assert [rank.code for rank in ended] == [2, 2]
     output = "".join(rank.output for rank in ended)

@@ -296,7 +296,7 @@ def test_units_of_any_model() -> None:
         assert words in message
 
 
-def test_what_shares_memory_is_refused_where_it_would_not_do_so_any_more() -> None:
+def test_tensors_that_would_stop_sharing_memory_are_refused() -> None:
     model, frozen, buffered = on_one_storage(), on_one_storage().requires_grad_(False), nn.Linear(2, 2)
     buffered.register_buffer("last", buffered.weight.data[1])
     for each in (model, buffered):
@@ -307,7 +307,7 @@ def test_what_shares_memory_is_refused_where_it_would_not_do_so_any_more() -> No
     Strategy(torch.device("cpu"), ComputeOptions())._place(model)
 
 
-def test_a_shard_group_of_a_host_has_its_ranks_however_they_are_numbered() -> None:
+def test_a_hosts_shard_group_contains_its_ranks_in_any_numbering() -> None:
     assert ranks_by_host([0, 0, 1, 1]) == [[0, 1], [2, 3]]
     assert ranks_by_host([0, 1, 0, 1]) == [[0, 2], [1, 3]]
     with pytest.raises(UserError, match="the same number of ranks on each host, but the hosts have 3, 1"):

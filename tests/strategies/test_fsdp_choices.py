@@ -149,7 +149,7 @@ def _all() -> tuple[dict[str, tuple[float, float, int, int]], float, Counter[str
 
 
 @pytest.mark.slow
-def test_every_choice_gives_the_gradients_of_the_plain_model() -> None:
+def test_every_choice_gives_the_same_gradients_as_the_plain_model() -> None:
     differences, off, asked = run_ranks(_all, 4)[0]
     assert asked == {"Block": 3}, "each unit is compiled"
     assert off < 1e-6, "a unit that was gathered ahead, and not called, keeps the weights of then"
@@ -160,14 +160,14 @@ def test_every_choice_gives_the_gradients_of_the_plain_model() -> None:
         assert norm_far < 1e-5 and messages == 1, f"{name}: the norm takes {messages} messages"
 
 
-def test_what_is_kept_must_be_an_operation() -> None:
+def test_activation_checkpointing_keep_accepts_only_operations() -> None:
     chosen = UnitsConfig("x", 1, True, 1, ["attention", "matmull"])
     with pytest.raises(UserError, match="unknown operation matmull; use matmul"):
         checkpoint_activations(_model(), chosen)
 
 
 @pytest.mark.parametrize(("every", "keep", "products"), [(1, [], 6), (2, [], 5), (1, ["matmul"], 3)])
-def test_what_is_computed_again_does_not_count_twice(every: int, keep: list[str], products: int) -> None:
+def test_recomputed_activations_do_not_count_twice(every: int, keep: list[str], products: int) -> None:
     """Recompute all of three units, or every second one, or all operations apart from matrix products."""
     found = []
     for again in (False, True):
@@ -212,12 +212,12 @@ class Names(nn.Module):
         (lambda model: model.block, "is Linear; it must be a list of submodules"),
     ],
 )
-def test_what_a_model_names_as_its_units_is_submodules(name: Callable[[nn.Module], Any], words: str) -> None:
+def test_fsdp_units_of_a_model_must_be_submodules(name: Callable[[nn.Module], Any], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"fsdp_units of Names {words}")):
         checkpoint_activations(Names(name), UnitsConfig(activation_checkpointing=True))
 
 
-def test_units_are_named_once_and_a_mistake_in_naming_them_is_no_absence() -> None:
+def test_fsdp_units_are_unique_and_their_errors_are_raised() -> None:
     shared = Names(lambda model: [model.block, model.block])
     assert named_units(shared) == [shared.block]
     assert named_units(nn.Linear(2, 2)) == named_units(Names(lambda model: None)) == []

@@ -74,7 +74,7 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("roles", "names"), CHOSEN.items())
-def test_any_roles_give_the_model_of_ddp(
+def test_any_number_of_servers_gives_the_same_model_as_ddp(
     tmp_path: Path, ddp: Callable[[str], dict[str, Any]], roles: str, names: str
 ) -> None:
     """Bits are equal too if sums have the same order; the norm of all servers' norms rounds differently."""
@@ -98,13 +98,15 @@ def test_any_roles_give_the_model_of_ddp(
         (("comm=ring",), "comm=ring needs strategy=ddp"),
     ],
 )
-def test_what_cannot_be_is_one_message(tmp_path: Path, overrides: tuple[str, ...], words: str) -> None:
+def test_unsupported_combinations_are_one_message(
+    tmp_path: Path, overrides: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         trained(*COMMON, *PS, *overrides, f"run_dir={tmp_path}")
 
 
 @pytest.mark.slow
-def test_evaluates_weights_and_their_averages(tmp_path: Path) -> None:
+def test_evaluates_weights_and_their_ema(tmp_path: Path) -> None:
     ran = (*COMMON, *CASES["sgd"], "train.max_steps=20", "ema.decay=0.9", "train.eval_every_epochs=1")
     ddp = run_ranks(train, 2, *ran, "strategy=ddp", f"run_dir={tmp_path}/ddp", init=False)[0]
     ps = run_ranks(train, 3, *ran, *PS, f"run_dir={tmp_path}/ps", init=False)[0]
@@ -165,5 +167,5 @@ def counted(root: str, *overrides: str) -> list[set[float]]:
 
 
 @pytest.mark.slow
-def test_what_a_forward_pass_keeps_comes_to_the_servers(tmp_path: Path) -> None:
+def test_state_from_forward_passes_reaches_the_servers(tmp_path: Path) -> None:
     assert run_ranks(counted, 3, str(tmp_path), init=False) == [[{4.0}, {6.0}]] * 3

@@ -38,7 +38,7 @@ def losses(strategy: str, run_dir: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", WORLD_SIZE)
-def test_half_precision_trains_alike(strategy: str, tmp_path: Path) -> None:
+def test_half_precision_trains_like_fp32(strategy: str, tmp_path: Path) -> None:
     fp32, bf16, fp16 = run_ranks(losses, WORLD_SIZE[strategy], strategy, tmp_path, init=False)[0]
     assert fp32 < 1.5, "from ln 10 = 2.3, so that the comparisons below compare something learned"
     assert bf16 == pytest.approx(fp32, rel=0.01)
@@ -99,7 +99,7 @@ class Rooted(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_run_whose_every_step_overflows_ends(tmp_path: Path) -> None:
+def test_a_run_ends_if_every_step_overflows(tmp_path: Path) -> None:
     own = (*SMALL, "model._target_=tests.strategies.test_precision.Rooted", "+model.since=4")
     steps = ("train.max_steps=60", "train.epochs=100", "train.log_every_steps=10", "train.precision=fp16")
     ((message,),) = run_ranks(refusals, 1, (*own, *steps, f"run_dir={tmp_path}"), init=False)

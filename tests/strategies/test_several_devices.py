@@ -20,7 +20,7 @@ def _placed() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2, device=META), nn.Linear(2, 2), nn.Linear(2, 2, device=META))
 
 
-def test_it_is_not_moved_and_batches_go_to_its_first_device() -> None:
+def test_a_multi_device_model_stays_and_batches_go_to_its_first_device() -> None:
     strategy = Strategy(CPU, ComputeOptions())
     model = strategy.wrap(_placed())
     assert [layer.weight.device for layer in model] == [META, CPU, META]  # type: ignore[attr-defined]
@@ -29,13 +29,13 @@ def test_it_is_not_moved_and_batches_go_to_its_first_device() -> None:
     assert devices_of(whole.wrap(nn.Linear(2, 2))) == whole.devices == [META]
 
 
-def test_ddp_is_told_no_device_of_it() -> None:
+def test_ddp_gets_no_device_ids() -> None:
     assert device_ids([GPU]) == [GPU]
     assert device_ids([CPU]) is None
     assert device_ids([GPU, torch.device("cuda", 3)]) is None
 
 
-def test_strategies_that_place_models_themselves_refuse_it() -> None:
+def test_strategies_that_place_models_refuse_multi_device_models() -> None:
     with pytest.raises(UserError, match=r"strategy=fsdp .* has placed it on meta, cpu; .* use strategy=ddp"):
         refuse_unshardable(_placed(), [])
     with pytest.raises(UserError, match=r"strategy=dp .* has placed it on meta, cpu"):

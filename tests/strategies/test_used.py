@@ -82,7 +82,7 @@ class Slopes(Classification):
 
 
 @pytest.mark.slow
-def test_ranks_that_use_other_parameters_are_refused_by_name(tmp_path: Path) -> None:
+def test_ranks_that_use_different_parameters_are_refused_by_name(tmp_path: Path) -> None:
     def named(name: str, more: int, rank: int = 0) -> str:
         return f"the loss uses {name} (and {more} more) on rank {rank} and not on {1 - rank}, but"
 
@@ -135,5 +135,5 @@ def train_alone(run_dir: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_single_rank_of_ddp_waits_for_no_gradient(tmp_path: Path) -> None:
+def test_ddp_on_one_rank_waits_for_no_gradient(tmp_path: Path) -> None:
     assert run_ranks(train_alone, 1, tmp_path, init=False) == [6]

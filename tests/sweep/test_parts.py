@@ -54,7 +54,7 @@ def rooms(concurrent: str, gpus: list[str], *trials: list[str]) -> list[list[str
     return found
 
 
-def test_each_trial_has_gpus_of_its_own_or_as_many_run_as_told() -> None:
+def test_trials_get_separate_gpus_or_the_configured_concurrency() -> None:
     one, two = list[str](), ["launch=local", "launch.processes=2"]
     assert rooms("auto", ["0", "1", "5", "7"], two, two, two) == [["0", "1"], ["5", "7"], None]
     assert rooms("auto", ["0", "1", "5"], two, two, one) == [["0", "1"], None, ["5"]]
@@ -96,7 +96,7 @@ def states(log: TrialLog) -> list[str]:
     return [trial.state for trial in log.trials.values()]
 
 
-def test_a_search_is_asked_only_when_the_result_before_is_known(log: TrialLog) -> None:
+def test_a_search_proposes_a_trial_only_after_the_previous_result(log: TrialLog) -> None:
     def search() -> Iterator[tuple[Combination, Config]]:
         for number in range(3):
             assert [trial.state for trial in log.trials.values()] == [DONE] * number
@@ -106,7 +106,7 @@ def test_a_search_is_asked_only_when_the_result_before_is_known(log: TrialLog) -
     assert len(log.trials) == 3
 
 
-def test_ends_that_are_not_good(log: TrialLog, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsuccessful_ends_of_trials(log: TrialLog, capsys: pytest.CaptureFixture[str]) -> None:
     """A trial that diverged is final; one that died runs again."""
     assert runner(log, 0, 3, 1).run() == 1
     assert states(log) == [DONE, FAILED, "died"]
@@ -136,7 +136,7 @@ def test_the_reason_of_a_failed_trial_is_in_its_failure_json(
 
 
 @pytest.mark.parametrize("wanted", [GRID, RANDOM])
-def test_a_trial_that_diverged_in_evaluation_is_neither_best_nor_an_end_of_the_sweep(
+def test_a_trial_with_a_nan_evaluation_is_not_best_and_the_sweep_continues(
     wanted: SweepConfig, log: TrialLog, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for lr, last in (("0", "null"), ("00", "0.5")):
@@ -151,7 +151,7 @@ def test_a_trial_that_diverged_in_evaluation_is_neither_best_nor_an_end_of_the_s
     assert [trial.value for trial in read_trials(log.folder)] == [None, 0.5]
 
 
-def test_an_invalid_trial_is_passed_over_until_its_folder_is_deleted(
+def test_an_invalid_trial_is_skipped_until_its_folder_is_deleted(
     log: TrialLog, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused: tuple[Combination, str] = {"optim.lr": "9"}, "too large"
@@ -172,7 +172,7 @@ def test_an_invalid_trial_is_passed_over_until_its_folder_is_deleted(
     assert "000_lr-2 invalid (status 2)" in again()[1]
 
 
-def test_a_mistake_that_all_trials_share_ends_the_sweep(log: TrialLog) -> None:
+def test_an_error_in_all_trials_ends_the_sweep(log: TrialLog) -> None:
     """It is one of a swept value as long as all have that value. Once it is corrected, all are tried again."""
     same = [({"optim.lr": "2", "train.epochs": str(number)}, settings()) for number in range(4)]
     other = [({"optim.lr": lr, "train.epochs": "4"}, settings()) for lr in ("02", "002")]
@@ -189,7 +189,7 @@ def test_a_search_ends_at_the_first_trial_without_the_metric(log: TrialLog) -> N
         runner(log, 0, 0, wanted=RANDOM).run()
 
 
-def test_seeds_repeat_each_and_are_told_by_mean_and_deviation(
+def test_seeds_repeat_trials_and_report_mean_and_deviation(
     log: TrialLog, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = dataclasses.replace(GRID, seeds=3)
@@ -204,7 +204,7 @@ def test_seeds_repeat_each_and_are_told_by_mean_and_deviation(
     assert rows[1].split() == ["0", "0.1", "0.1", "3", "of", "3"]
 
 
-def test_what_contradicts_is_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictory_combinations_are_skipped_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     def compose(combination: Combination) -> tuple[Combination, Config]:
         return combination, settings(*words_of(combination))
 
@@ -224,7 +224,7 @@ def write_evaluations(folder: Path, *losses: float) -> None:
 
 
 @pytest.mark.parametrize(("pruning", "pruned_at"), [("median", 20), ("asha", 10)])
-def test_a_trial_is_pruned_by_the_evaluations_of_others(pruning: str, pruned_at: int, tmp_path: Path) -> None:
+def test_a_trial_is_pruned_by_other_trials_evaluations(pruning: str, pruned_at: int, tmp_path: Path) -> None:
     """Of an earlier start too, after as many evaluations; for both modes. Other settings count for nothing."""
     pytest.importorskip("optuna")
     for mode, sign in (("min", 1), ("max", -1)):
@@ -269,7 +269,7 @@ def test_a_grid_has_hydras_syntax() -> None:
 
 
 @pytest.mark.parametrize("search", ["random", "tpe"])
-def test_a_search_learns_from_the_trial_log(
+def test_a_search_uses_the_results_in_the_trial_log(
     search: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is done is told to Optuna; what was stopped comes first; other values, or settings, count for nothing."""
@@ -320,13 +320,13 @@ def test_a_search_learns_from_the_trial_log(
         ("a=tag(lgo,interval(1,2))", "the tag lgo is unknown; the only tag is log"),
     ],
 )
-def test_a_space_that_is_none_is_refused(override: str, words: str, tmp_path: Path) -> None:
+def test_an_invalid_search_space_is_refused(override: str, words: str, tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     with pytest.raises(UserError, match=words):
         next(suggestions(RANDOM, parsed(override), TrialLog(tmp_path, [], "eval/loss"), seed=0))
 
 
-def test_the_trial_log_keeps_numbers_and_knows_a_trial_by_its_overrides(tmp_path: Path) -> None:
+def test_the_trial_log_identifies_trials_by_their_overrides(tmp_path: Path) -> None:
     def opened(*common: str) -> TrialLog:
         return TrialLog(tmp_path, common, "eval/loss")
 
@@ -349,7 +349,7 @@ def test_the_trial_log_keeps_numbers_and_knows_a_trial_by_its_overrides(tmp_path
     assert again.trial({"b": "z"}).number == 2
 
 
-def test_tensorboard_is_told_once_in_the_trials_own_folder(tmp_path: Path) -> None:
+def test_tensorboard_gets_hparams_once_in_the_trials_folder(tmp_path: Path) -> None:
     trials = [
         Trial(number, (), {"optim.clip": value}, f"00{number}", DONE, 0, 0.5)
         for number, value in enumerate(("1.5", "null"))
@@ -368,12 +368,12 @@ def test_tensorboard_is_told_once_in_the_trials_own_folder(tmp_path: Path) -> No
         assert told.group_name == trial.folder
 
 
-def test_any_path_survives_the_command_line() -> None:
+def test_any_path_can_be_passed_on_the_command_line() -> None:
     for path in ("runs/x-1.5", "my dir/it's, a=b", "[0]"):
         assert settings(set_to("run_dir", path)).run_dir == path
 
 
-def test_a_trial_whose_metric_is_nan_comes_last() -> None:
+def test_a_trial_with_a_nan_metric_is_ranked_last() -> None:
     values = [0.5, math.nan, 0.1, None, 0.05]
     trials = [Trial(number, (), {}, "", state=DONE, value=value) for number, value in enumerate(values)]
     ordered = sorted(trials, key=lambda trial: results.order([trial], RANDOM))

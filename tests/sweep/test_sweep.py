@@ -28,7 +28,7 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_grid_is_run_once_in_launches_of_its_own_and_the_same_command_skips_it(sweep: Sweep) -> None:
+def test_a_grid_runs_in_separate_launches_and_a_second_call_skips_it(sweep: Sweep) -> None:
     command = ["optim.lr=0.1,0.01", "model.hidden=[8],[16,16]", "train.max_steps=3"]
     ended = sweep.run(*command)
     assert ended.code == 0, ended.output
@@ -73,7 +73,7 @@ def test_a_stop_saves_every_running_trial(sweep: Sweep) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_sweep_in_the_folder_is_refused(sweep: Sweep) -> None:
+def test_a_second_sweep_in_the_same_folder_is_refused(sweep: Sweep) -> None:
     with sweep.started("optim.lr=0.1", acts={"optim.lr=0.1": ["wait"]}):
         wait_until(lambda: bool(list(sweep.folder.glob("*/ready"))), "the trial begins")
         second = sweep.run("optim.lr=0.1")
@@ -105,7 +105,7 @@ def test_refuses(sweep: Sweep, override: str, words: str) -> None:
 
 
 @pytest.mark.slow
-def test_settings_of_some_choices_and_params_of_a_file(sweep: Sweep) -> None:
+def test_settings_that_only_some_choices_have_and_params_from_a_file(sweep: Sweep) -> None:
     """adamw has no momentum, and is tried once without it; the command line counts more than the file."""
     (sweep.tmp_path / "experiment").mkdir()
     params = {"optim": "sgd,adamw", "optim.momentum": "0.8,0.9", "train.max_steps": 5}
@@ -139,7 +139,7 @@ def test_a_pruned_trial_saves_and_is_not_resumed(sweep: Sweep) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_goes_on_where_it_was_killed(sweep: Sweep) -> None:
+def test_a_killed_search_can_be_continued(sweep: Sweep) -> None:
     """TPE's; a random one differs in what it suggests alone. A trial that outlives the sweep fails this test, too."""
     pytest.importorskip("optuna")
     command = ["optim.lr=tag(log,interval(0.001,1))", "train.max_steps=range(3,9,3)", "model.hidden=[8],[16]"]
@@ -158,7 +158,7 @@ def test_a_search_goes_on_where_it_was_killed(sweep: Sweep) -> None:
 
 
 @pytest.mark.slow
-def test_a_trial_that_runs_once_to_its_end_equals_one_alone(tmp_path: Path) -> None:
+def test_a_trial_equals_a_single_run(tmp_path: Path) -> None:
     """A small real sweep: one trial, and the same run without a sweep."""
     command = ["train.max_steps=3", "model.hidden=[8]", "train.eval_every_epochs=0"]
     ended = finish("train.py", "-m", *command, "optim.lr=0.2", f"hydra.sweep.dir={tmp_path}/s", forks=True)

@@ -171,7 +171,7 @@ QUICK = {("digits", "ddp, accumulated")}
         if data == "digits" or way in ALL_DATA
     ],
 )
-def test_the_model_and_its_metrics_are_those_made_by_hand(
+def test_model_and_metrics_equal_a_manual_computation(
     made_by_hand: Callable[[str], tuple[dict[str, float], dict[str, Tensor]]],
     data: str,
     way: str,
@@ -199,7 +199,7 @@ HEADS = ("logits", "loss", *(["chunks"] if hasattr(F, "linear_cross_entropy") el
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_no_label_leaves_gradients_of_zero(head: str) -> None:
+def test_a_step_without_labels_has_zero_gradients(head: str) -> None:
     """With labels, the gradients are unchanged."""
     torch.manual_seed(0)
     model = GPT(vocab_size=50, block_size=8, width=16, depth=1, num_heads=2)
@@ -244,7 +244,7 @@ class Differentiates(Classification):
         return super().loss(model, batch)
 
 
-def test_a_loss_that_is_differentiated_already_is_refused(tmp_path: Path) -> None:
+def test_a_loss_whose_backward_has_run_is_refused(tmp_path: Path) -> None:
     words = (*PLAIN, *DATA["digits"][:2], "strategy=single", *_task("Differentiates"))
     (message,) = refusals((*words, f"run_dir={tmp_path}"))
     assert "Differentiates.loss sets the gradients of parameters, as backward() does" in message
@@ -272,7 +272,7 @@ class Reaches(Classification):
         ("late", "Reaches has trainable parameters, but the optimizer"),
     ],
 )
-def test_a_loss_that_trains_nothing_of_the_model_or_its_own_parameters(
+def test_a_loss_that_trains_no_parameter_of_the_model_or_its_own(
     what: str, expected: str, tmp_path: Path
 ) -> None:
     words = (*PLAIN, *DATA["digits"][:2], "strategy=single", f"run_dir={tmp_path}")
@@ -301,7 +301,7 @@ class Unweighted:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def test_how_many_samples_a_batch_has_is_known_or_refused() -> None:
+def test_the_batch_size_is_found_or_the_batch_refused() -> None:
     task, rows = Unweighted(), torch.zeros(5, 2)
     assert count_labels(task, (rows, rows[:, 0], torch.tensor(0.1), torch.ones(1, 9)), of(4)) == 5
     assert count_labels(task, (rows[:1], rows[:1, 0]), of(4)) == count_labels(task, (rows[:1],), of(1)) == 1

@@ -19,7 +19,7 @@ def drawn(num_scores: int, num_samples: int = 211) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("num_scores", TIES)
-def test_by_definition(num_scores: int) -> None:
+def test_metrics_equal_their_definition(num_scores: int) -> None:
     scores, labels = drawn(num_scores)
     pairs = [(p > n) + (p == n) / 2 for p in scores[labels].tolist() for n in scores[~labels].tolist()]
     assert auc(scores, labels) == pytest.approx(math.fsum(pairs) / len(pairs), abs=1e-15)
@@ -33,7 +33,7 @@ def test_by_definition(num_scores: int) -> None:
         assert f1(predicted, labels) == pytest.approx((2 * precision * recall / (precision + recall)).item())
 
 
-def test_where_there_is_nothing_to_rank() -> None:
+def test_labels_with_nothing_to_rank() -> None:
     scores, labels = torch.tensor([0.1, 0.2]), torch.tensor([True, True])
     assert math.isnan(auc(scores, labels))
     assert math.isnan(auc(scores, ~labels))

@@ -63,7 +63,7 @@ def test_language_modelling() -> None:
     assert set(metrics) == set(task.metric_names)
 
 
-def test_bits_per_byte_knows_how_long_a_token_is() -> None:
+def test_bits_per_byte_uses_bytes_per_token() -> None:
     sums = torch.tensor([20.0, 10.0], dtype=torch.float64)
     four = LanguageModelling(bytes_per_token=4).summarise(sums)
     assert four["bits_per_byte"] == pytest.approx(0.5 / math.log(2))
@@ -76,7 +76,7 @@ def test_losses_of_half_precision_logits_are_summed_in_float32() -> None:
     assert summed(Classification(), logits, labels)[0].item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_labels_that_are_no_class_are_named() -> None:
+def test_labels_outside_the_classes_are_named() -> None:
     words = "the labels are from -1 to 9, but the model has classes 0 to 4; set model.num_classes=10"
     for act in (Classification().loss, Classification().eval_sums):
         with pytest.raises(UserError, match=words):
@@ -87,7 +87,7 @@ def test_labels_that_are_no_class_are_named() -> None:
 
 @pytest.mark.parametrize("classes", [10, 4])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
-def test_labels_that_do_not_count(classes: int, dtype: torch.dtype) -> None:
+def test_ignored_labels(classes: int, dtype: torch.dtype) -> None:
     """All bytes count: 156 is not ignored, although it is -100 as a byte."""
     torch.manual_seed(0)
     logits, labels = torch.randn(17, classes), torch.randint(classes, (17,), dtype=dtype)
@@ -105,7 +105,7 @@ def test_labels_that_do_not_count(classes: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("classes", [10, 4])
-def test_labels_may_be_shares_of_the_classes_or_one_hot(classes: int) -> None:
+def test_labels_may_be_class_probabilities_or_one_hot(classes: int) -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(17, classes), torch.randint(classes, (17,))
     one_hot, task = F.one_hot(labels, classes), Classification()
@@ -131,7 +131,7 @@ def test_labels_may_be_shares_of_the_classes_or_one_hot(classes: int) -> None:
                 act(Given(), (logits, torch.cat([rows[1:], torch.full_like(rows[:1], -100)])))
 
 
-def test_padding_of_sequences_does_not_count() -> None:
+def test_sequence_padding_is_ignored() -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(17, 6, 256) * 3, torch.randint(256, (17, 6))
     targets[torch.rand(17, 6) < 0.6] = -100
@@ -162,7 +162,7 @@ class Loses(nn.Module):
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-def test_a_loss_of_the_models_own_is_over_the_labels_that_count(shifted: bool) -> None:
+def test_a_models_own_loss_is_averaged_over_counted_labels(shifted: bool) -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(17, 6, 8), torch.randint(8, (17, 6))
     labels[torch.rand(17, 6) < 0.6] = -100
@@ -189,7 +189,7 @@ def test_a_loss_of_the_models_own_is_over_the_labels_that_count(shifted: bool) -
 
 
 @pytest.mark.parametrize("form", ["object", "dict"])
-def test_the_accuracy_of_a_model_with_a_loss_of_its_own(form: str) -> None:
+def test_accuracy_of_a_model_that_computes_its_own_loss(form: str) -> None:
     """If the model also returns logits (B, classes)."""
     torch.manual_seed(0)
     logits, labels = torch.randn(9, 4), torch.tensor([0, 1, 2, 3, 0, -100, 1, 2, 3])
@@ -221,12 +221,12 @@ def test_the_accuracy_of_a_model_with_a_loss_of_its_own(form: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_names_the_labels_of_the_first_batch() -> None:
+def test_on_a_gpu_invalid_labels_of_the_first_batch_are_named() -> None:
     with pytest.raises(UserError, match="the labels are from 0 to 9"):
         Classification().loss(Given(), (torch.zeros(3, 5).cuda(), torch.tensor([0, 9, 3]).cuda()))
 
 
-def test_logits_are_found_in_what_a_model_returns() -> None:
+def test_logits_are_found_in_a_models_output() -> None:
     logits = torch.zeros(2, 3)
     assert logits_of({"logits": logits}) is logits and logits_of(SimpleNamespace(logits=logits)) is logits
     for output, words in (({"out": logits}, "a dict of out, but"), ((logits, None), "a tuple, but")):
@@ -235,20 +235,20 @@ def test_logits_are_found_in_what_a_model_returns() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.uint8])
-def test_labels_of_any_integer_dtype_train_alike(dtype):
+def test_labels_of_any_integer_dtype_give_the_same_training(dtype):
     model, inputs, labels = nn.Linear(4, 2), torch.randn(3, 4), torch.tensor([0, 1, 1])
     loss = [Classification().loss(model, (inputs, given)) for given in (labels, labels.to(dtype))]
     assert torch.equal(*loss)
 
 
 @pytest.mark.parametrize("task", [Classification(), LanguageModelling(), Regression(), MultiLabel()])
-def test_a_batch_of_other_parts_is_told(task):
+def test_a_batch_with_unexpected_parts_raises(task):
     with pytest.raises(UserError, match="a batch is a dict, but this task expects two"):
         task.loss(nn.Linear(4, 2), {"x": torch.ones(2)})
 
 
 @pytest.mark.slow
-def test_a_compiled_task_compiles_its_loss_but_for_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_task_compiles_its_loss_except_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Any] = []
     compiled = functools.partial(
         torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward

@@ -34,14 +34,14 @@ def refused(run_dir: Path, *overrides: str) -> str:
         pytest.param(2, ("strategy=fsdp", "data.num_workers=1"), marks=pytest.mark.slow),
     ],
 )
-def test_the_sample_that_holds_nan_is_named(
+def test_the_sample_that_contains_nan_is_named(
     world_size: int, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     for said in run_ranks(refused, world_size, tmp_path, *overrides, init=False):
         assert "Its data contains NaN or Inf, in sample 70 of NanAt: fix or remove that sample" in said
 
 
-def test_a_loss_that_is_nan_by_itself_blames_no_sample(tmp_path: Path) -> None:
+def test_a_nan_loss_from_finite_samples_blames_no_sample(tmp_path: Path) -> None:
     task = (
         "data.task._target_=tests.user_parts.FailsAt",
         "~data.task.label_smoothing",
@@ -65,7 +65,7 @@ STREAM = (
 )
 
 
-def test_a_stream_logs_samples_and_no_epoch(tmp_path: Path) -> None:
+def test_a_stream_logs_samples_instead_of_epochs(tmp_path: Path) -> None:
     """The first step, also after a resume, has a line without these, since it is no mean."""
     run_ranks(train, 1, *STREAM, "train.max_steps=4", f"run_dir={tmp_path}", init=False)
     run_ranks(train, 1, *STREAM, "resume=auto", f"run_dir={tmp_path}", init=False)
@@ -98,7 +98,7 @@ def _of_workers() -> None:
         (_of_workers, "/dev/shm, through which data workers return batches, may be full"),
     ],
 )
-def test_a_known_error_of_torch_gets_a_note_with_the_settings(fail: Callable[[], None], words: str) -> None:
+def test_known_torch_errors_get_a_note_that_names_settings(fail: Callable[[], None], words: str) -> None:
     with pytest.raises((ValueError, RuntimeError)) as failed, causes_named(settings().train):
         fail()
     (note,) = failed.value.__notes__

@@ -66,7 +66,7 @@ def ran(free: list[int], *overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_size_that_fails_is_halved_and_a_resume_keeps_the_one_that_fits(tmp_path: Path) -> None:
+def test_a_failing_size_is_halved_and_a_resume_keeps_the_result(tmp_path: Path) -> None:
     alone = "strategy=single"
     [found] = run_ranks(ran, 1, [LITTLE], alone, f"{SIZE}=auto", f"run_dir={tmp_path}/auto", init=False)
     [words] = found["told"]
@@ -80,7 +80,7 @@ def test_a_size_that_fails_is_halved_and_a_resume_keeps_the_one_that_fits(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "free"), [("ddp", [MUCH, LITTLE]), ("fsdp", [LITTLE, LITTLE])])
-def test_all_ranks_take_what_the_smallest_holds(tmp_path: Path, strategy: str, free: list[int]) -> None:
+def test_all_ranks_use_the_smallest_size_that_fits(tmp_path: Path, strategy: str, free: list[int]) -> None:
     overrides = (f"strategy={strategy}",)
     found = run_ranks(ran, 2, free, *overrides, f"{SIZE}=auto", f"run_dir={tmp_path}/auto", init=False)
     given = run_ranks(ran, 2, free, *overrides, f"{SIZE}=8", f"run_dir={tmp_path}/given", init=False)
@@ -90,7 +90,7 @@ def test_all_ranks_take_what_the_smallest_holds(tmp_path: Path, strategy: str, f
 
 
 @pytest.mark.slow
-def test_under_fsdp_a_rank_that_alone_lacks_memory_ends_all_and_is_named(tmp_path: Path) -> None:
+def test_under_fsdp_a_rank_without_memory_ends_the_run_and_is_named(tmp_path: Path) -> None:
     limits = ("strategy=fsdp", f"{SIZE}=auto", "distributed.timeout_s=12", f"run_dir={tmp_path}/auto")
     with pytest.raises(RankFailure) as failure:
         run_ranks(ran, 2, [MUCH, LITTLE], *limits, init=False)
@@ -106,7 +106,7 @@ def refused(*overrides: str) -> str:
 
 
 @pytest.mark.slow
-def test_without_room_for_one_sample_a_line_says_so(tmp_path: Path) -> None:
+def test_one_sample_that_does_not_fit_is_a_one_line_error(tmp_path: Path) -> None:
     few = ("strategy=single", "train.global_batch_size=2", f"{SIZE}=auto", f"run_dir={tmp_path}/auto")
     [words] = run_ranks(refused, 1, *few, init=False)
     assert (
@@ -126,11 +126,11 @@ def out_later(run_dir: str) -> str:
     return error.value.__notes__[0]
 
 
-def test_memory_that_ends_in_a_later_step_is_told(tmp_path: Path) -> None:
+def test_running_out_of_memory_in_a_later_step_is_reported(tmp_path: Path) -> None:
     [later] = run_ranks(out_later, 1, str(tmp_path), init=False)
     assert later.startswith("train.micro_batch_size=8 was too large; a smaller micro-batch size")
 
 
-def test_leaves_are_no_micro_batches_to_choose() -> None:
+def test_auto_is_refused_with_exact() -> None:
     with pytest.raises(UserError, match=r"micro_batch_size=auto is not supported with train.exact=4"):
         settings("train.exact=4", f"{SIZE}=auto")

@@ -82,7 +82,7 @@ def each_until_refused(root: Path, cases: dict[str, tuple[str, ...]], last: int)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cases", "last"), [(ALONE, 0), (TOGETHER, 1)], ids=["alone", "together"])
-def test_no_rank_makes_an_update_of_a_gradient_that_is_not_finite(
+def test_no_rank_updates_with_a_non_finite_gradient(
     cases: dict[str, tuple[str, ...]], last: int, tmp_path: Path
 ) -> None:
     ranks = run_ranks(each_until_refused, last + 1, tmp_path, cases, last, hosts=range(last + 1), init=False)
@@ -125,14 +125,14 @@ def rows(*values: float) -> Tensor:
 @pytest.mark.parametrize(
     "gradient", [torch.ones(3), torch.ones(3).half(), torch.ones(3, dtype=torch.complex64), rows(1.0, 2.0)]
 )
-def test_one_element_that_is_not_finite_is_found(gradient: Tensor, bad: float) -> None:
+def test_a_single_non_finite_element_is_found(gradient: Tensor, bad: float) -> None:
     found = gradient.clone()
     (found._values() if found.is_sparse else found)[1] = bad
     with pytest.raises(NonFiniteError, match=r"the gradient of 1 is NaN or Inf in step 7 on here"):
         checked([torch.ones(3), found])
 
 
-def test_gradients_are_not_clipped_to_nothing_where_their_norm_overflows() -> None:
+def test_clipping_does_not_zero_gradients_whose_norm_overflows() -> None:
     with pytest.raises(NonFiniteError, match="the norm of the gradients, each of which is finite, is NaN or"):
         checked([torch.tensor([1e20, 1e20])])
     assert torch.equal(checked([torch.ones(2), rows(1.0, 2.0)])[0], -torch.ones(2))

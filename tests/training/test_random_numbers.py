@@ -51,7 +51,7 @@ def _drawn(run_dir: Path, *overrides: str) -> tuple[list[Draws], list[Draws]]:
         return task.trained[1:], task.evaluated  # the first call is the dry run's
 
 
-def test_the_same_numbers_at_any_world_size_and_after_a_resume_at_another(tmp_path: Path) -> None:
+def test_random_numbers_do_not_depend_on_world_size_or_resumes(tmp_path: Path) -> None:
     ((alone, _),) = run_ranks(_drawn, 1, tmp_path, "strategy=ddp", "checkpoint.every_steps=2", init=False)
     assert len(set(alone)) == 16  # 4 steps of 4 micro-batches
     resume = f"resume={tmp_path / 'checkpoints/step_00000002'}"
@@ -62,7 +62,7 @@ def test_the_same_numbers_at_any_world_size_and_after_a_resume_at_another(tmp_pa
 
 
 @pytest.mark.slow
-def test_evaluation_draws_the_same_each_time_and_nothing_of_training(tmp_path: Path) -> None:
+def test_evaluation_repeats_its_random_numbers_and_leaves_training_alone(tmp_path: Path) -> None:
     ((alone, none),) = run_ranks(_drawn, 1, tmp_path / "alone", init=False)
     ((trained, evaluated),) = run_ranks(_drawn, 1, tmp_path, "train.eval_every_steps=2", init=False)
     assert not none

@@ -33,7 +33,7 @@ def _resumed(folder: Path, *overrides: str) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_each_kind_of_job_goes_on_exactly(tmp_path: Path, strategy: str) -> None:
+def test_each_kind_of_job_resumes_exactly(tmp_path: Path, strategy: str) -> None:
     (tmp_path / "text").write_text("Each token of this text is a byte. " * 100)
     assert main([str(tmp_path / "text"), str(tmp_path / "tokens"), "--tokenizer", "bytes"]) == 0
     found = run_ranks(_resumed, 2, tmp_path, f"strategy={strategy}", init=False)[0]

@@ -22,7 +22,7 @@ def _asked_by_the_clock(run_dir: Path) -> list[Agreed]:
     return found
 
 
-def test_all_save_when_the_minutes_of_rank_0_are_over(tmp_path: Path) -> None:
+def test_all_ranks_save_when_every_minutes_has_passed_on_rank_0(tmp_path: Path) -> None:
     first, second = run_ranks(_asked_by_the_clock, 2, tmp_path)
     none, save = Agreed(2.0, AfterStep.CONTINUE, True), Agreed(2.0, AfterStep.SAVE, True)
     assert first == second == [none, save, none, save]

@@ -43,5 +43,5 @@ def each_shown(folder: Path) -> list[list[Any]]:
     return [shown(folder / str(number), *words) for number, words in enumerate(averages)]
 
 
-def test_each_second_evaluation_is_shown_and_the_last(tmp_path: Path) -> None:
+def test_every_second_evaluation_and_the_last_are_shown(tmp_path: Path) -> None:
     assert run_ranks(each_shown, 1, tmp_path, init=False) == [[[3, True]] * 3]

@@ -81,7 +81,7 @@ def each(root: Path, cases: dict[str, tuple[str, ...]], last: int) -> dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cases", "last"), [(ALONE, 0), (TOGETHER, 1)], ids=["alone", "together"])
-def test_a_step_that_is_not_finite_is_left_out_by_all_ranks(
+def test_all_ranks_skip_a_non_finite_step(
     cases: dict[str, tuple[str, ...]], last: int, tmp_path: Path
 ) -> None:
     ranks = run_ranks(each, last + 1, tmp_path, cases, last, init=False)
@@ -111,7 +111,7 @@ def too_many(root: Path) -> list[str]:
     return found
 
 
-def test_more_in_a_row_than_allowed_end_the_run_and_a_resume_counts_on(tmp_path: Path) -> None:
+def test_too_many_consecutive_skips_end_the_run_also_across_a_resume(tmp_path: Path) -> None:
     for said in run_ranks(too_many, 1, tmp_path, init=False)[0]:
         assert said.startswith("the loss of step 4 is NaN or Inf on rank 0"), said
 
@@ -131,9 +131,7 @@ def buffers(run_dir: Path, *overrides: str) -> tuple[int, bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_running_statistics_of_a_step_that_is_left_out_are_those_before(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_a_skipped_step_does_not_change_running_statistics(strategy: str, tmp_path: Path) -> None:
     """A NaN sample comes once in an epoch of eight steps; it would stay in the running means."""
     world_size = 1 + (strategy != "single")
     words = (f"strategy={strategy}", "train.max_steps=8")
@@ -174,7 +172,7 @@ def read_past(root: Path, *words: str) -> list[bool]:
     ],
     ids=lambda words: "_".join(word.partition("=")[2] for word in words),
 )
-def test_skip_steps_reads_past_a_step_without_an_update(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_skip_steps_consumes_samples_without_an_update(words: tuple[str, ...], tmp_path: Path) -> None:
     world_size = 1 + (words[0] != "strategy=single")
     found = run_ranks(read_past, world_size, tmp_path, *words, init=False)
     assert found == [[True, True, False]] * world_size

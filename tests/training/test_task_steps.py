@@ -34,7 +34,7 @@ WAYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_alternating_updates_go_on_where_they_stopped(way: str, tmp_path: Path) -> None:
+def test_alternating_updates_resume_exactly(way: str, tmp_path: Path) -> None:
     world, *overrides = WAYS[way]
     words = (*GAN, *overrides, "checkpoint.every_steps=5")
     for whole, resumed in run_ranks(whole_and_resumed, world, tmp_path, 5, *words, init=False):
@@ -44,7 +44,7 @@ def test_alternating_updates_go_on_where_they_stopped(way: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_one_that_is_killed_ends_with_the_same_hash(tmp_path: Path) -> None:
+def test_a_killed_gan_run_ends_with_the_same_hash(tmp_path: Path) -> None:
     """In the middle of a step; the save that follows is a step of the critic."""
     gan = [word for word in GAN if "task._target_" not in word]
     killed = fault("kill", 0, 8, "backward", mark=tmp_path / "mark", task="examples.recipes.gan.Turns")
@@ -128,7 +128,7 @@ def followed(folder: Path, *overrides: str) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_teacher_follows_and_the_step_is_counted_on(way: str, tmp_path: Path) -> None:
+def test_a_teacher_is_updated_and_steps_continue_after_a_resume(way: str, tmp_path: Path) -> None:
     world, strategy, *_ = WAYS[way]
     for found in run_ranks(followed, world, tmp_path, strategy, init=False):
         assert found == [[(3, 4), (3, 4), (4, 4)], [3, 4], True, True]
@@ -146,7 +146,7 @@ class Jolts(Follows):
 
 
 @pytest.mark.slow
-def test_a_save_in_the_background_has_nothing_of_the_next_begin_step(
+def test_an_async_save_excludes_changes_by_the_next_begin_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accelerator, "use", lambda device: time.sleep(0.3))  # the copy begins late

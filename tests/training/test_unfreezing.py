@@ -164,7 +164,7 @@ WAYS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize(
     "way", ["single", *(pytest.param(w, marks=pytest.mark.slow) for w in WAYS if w != "single")]
 )
-def test_layers_are_frozen_and_trained_as_the_step_says(way: str, tmp_path: Path) -> None:
+def test_layers_are_frozen_and_unfrozen_by_step(way: str, tmp_path: Path) -> None:
     world, options, words = WAYS[way]
     (losses, *hashes), *_ = run_ranks(
         run_and_resume, world, tmp_path, [1, 3, 7], *options, *words, init=False
@@ -209,7 +209,7 @@ REFUSED: dict[tuple[int, str, tuple[str, ...]], str] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[1])
-def test_what_cannot_be_trained_is_refused_in_its_step(case: Any, tmp_path: Path) -> None:
+def test_unfreezing_what_cannot_be_trained_is_refused_in_that_step(case: Any, tmp_path: Path) -> None:
     world, task, words = case
     if "checkpoint.frozen=false" in words:
         torch.save(Layers().state_dict(), tmp_path / "weights.pt")
