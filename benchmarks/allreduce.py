@@ -2,9 +2,9 @@
 
 Prints the columns of nccl-tests: time, algorithm bandwidth (bytes / time), bus bandwidth (algorithm bandwidth
 times 2(P-1)/P, what the links of an ideal ring would carry; see nccl-tests' doc/PERFORMANCE.md) and the
-number of wrong elements. Every round runs all algorithms one after the other, so other load on the machine
-affects all of them equally. Times are medians over rounds of the slowest rank's time; `--json` also has the
-fastest round.
+number of wrong elements. Every round runs all algorithms one after the other, so that other load on the
+machine affects all of them equally. A time is that of the slowest rank, median over rounds; `--json` also
+contains the fastest round.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16,
 _NATIVE = "native"
 
 AllReduce = Callable[[Tensor], object]
-"""Replaces a bucket by its sum over all ranks."""
+"""Replaces a bucket with its sum over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Row:
     fastest_s: float
     algbw_gb_s: float
     busbw_gb_s: float
-    wrong: int  # elements, over all ranks
+    wrong: int  # number of wrong elements, over all ranks
 
     def __str__(self) -> str:
         unit = next(unit for unit in "GMK" if self.size >= _UNITS[unit] or unit == "K")
@@ -58,14 +58,14 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     device = "cpu" if options.backend == "gloo" else "auto"
-    where = (device, None, options.timeout_s, False, "env://", None, None)
-    settings = DistributedConfig(*where, "auto" if options.share_gpu else 1)
+    fields = (device, None, options.timeout_s, False, "env://", None, None)
+    settings = DistributedConfig(*fields, "auto" if options.share_gpu else 1)
     with exits(), process_group(settings) as joined:
         me = GroupRank(joined.rank, joined.world_size, joined.device)
         runs = _all_reduces(joined, me, options)
-        say = print if me.rank == 0 else lambda *_, **__: None
+        print_on_rank_0 = print if me.rank == 0 else lambda *_, **__: None
         sent_as = options.wire_dtype if _wire(options) else options.dtype
-        say(
+        print_on_rank_0(
             f"allreduce: {joined.num_hosts} hosts, {me.world_size} processes, {joined.backend} on "
             f"{me.device.type}, {options.dtype} sent as {sent_as}, {options.rounds} rounds\n\n"
             f"{'size':>10}  {'algorithm':<18}{'time':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>8}",
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for size in options.sizes:
             measured = _measure(me, runs, size, options)
             rows += measured
-            say(*measured, sep="\n", flush=True)
+            print_on_rank_0(*measured, sep="\n", flush=True)
         if joined.is_main and options.json is not None:
             results = {"hosts": joined.hosts, "rows": [asdict(row) for row in rows]}
             options.json.write_text(json.dumps(results, indent=1) + "\n")
@@ -87,15 +87,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     everything = ",".join([_NATIVE, *ALGORITHMS])
     add = parser.add_argument
     add("--sizes", type=_sizes, default="4K,256K,4M,25M", help="bytes of a bucket (4K,256K,4M,25M)")
-    add("--algorithms", type=_algorithms, default=everything, help=f"some of {everything}")
-    add("--dtype", choices=_DTYPES, default="fp32", help="of the bucket (fp32)")
-    add("--wire-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="bf16, fp16: send half (fp32)")
-    add("--segment-mb", type=float, help="MiB sent at once (2 on CPUs, a whole bucket on GPUs)")
+    add("--algorithms", type=_algorithms, default=everything, help=f"from {everything} (all)")
+    add("--dtype", choices=_DTYPES, default="fp32", help="dtype of the bucket (fp32)")
+    add("--wire-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="dtype that is sent (fp32)")
+    add("--segment-mb", type=float, help="segment size in MiB (2 on CPUs, whole buckets on GPUs)")
     add("--rounds", type=int, default=10, help="timed rounds, after one that checks the sums (10)")
     add("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
-    add("--share-gpu", action="store_true", help="let ranks share a GPU; times then say nothing")
-    add("--timeout-s", type=float, default=60.0, help="the longest wait for a peer (60)")
-    add("--json", type=Path, metavar="FILE", help="write all results")
+    add("--share-gpu", action="store_true", help="let ranks share a GPU; times are then meaningless")
+    add("--timeout-s", type=float, default=60.0, help="timeout in seconds (60)")
+    add("--json", type=Path, metavar="FILE", help="file for all results")
     options = parser.parse_args(argv)
     for name in ("segment_mb", "rounds", "timeout_s"):
         if getattr(options, name) is not None and not 0 < getattr(options, name) < math.inf:
@@ -122,13 +122,13 @@ def _algorithms(text: str) -> list[str]:
 
 
 def _wire(options: argparse.Namespace) -> torch.dtype | None:
-    """Return the dtype in which sums are sent; None: the dtype of the sums."""
+    """Return the dtype in which sums are sent, or None if they are sent as they are."""
     narrow = options.wire_dtype != "fp32" and options.dtype in ("fp32", "fp64")
     return _DTYPES[options.wire_dtype] if narrow else None
 
 
 def _all_reduces(joined: Ranks, me: GroupRank, options: argparse.Namespace) -> dict[str, AllReduce]:
-    """Return the algorithms by name, ready to run (a collective of all ranks)."""
+    """Return the algorithms by name, ready to run (a collective)."""
     wire = _wire(options)
     timeout = timedelta(seconds=options.timeout_s)
 
@@ -141,11 +141,11 @@ def _all_reduces(joined: Ranks, me: GroupRank, options: argparse.Namespace) -> d
         if wire is None:
             dist.all_reduce(bucket)
             return
-        compressed = bucket.to(wire)  # as torch's own compression hooks do
+        compressed = bucket.to(wire)  # like torch's compression hooks
         dist.all_reduce(compressed)
         bucket.copy_(compressed)
 
-    def ours(algorithm: str) -> AllReduce:
+    def scheduled(algorithm: str) -> AllReduce:
         schedule = build(algorithm, me.rank, joined.hosts)
         group = new_group("nccl" if me.device.type == "cuda" else "gloo")
         executor = Executor(
@@ -159,13 +159,13 @@ def _all_reduces(joined: Ranks, me: GroupRank, options: argparse.Namespace) -> d
         )
         return executor.run
 
-    return {name: native if name == _NATIVE else ours(name) for name in options.algorithms}
+    return {name: native if name == _NATIVE else scheduled(name) for name in options.algorithms}
 
 
 def _measure(
     me: GroupRank, runs: dict[str, AllReduce], num_bytes: int, options: argparse.Namespace
 ) -> list[Row]:
-    """Return one row for each algorithm, the same on every rank."""
+    """Return a row for each algorithm, equal on all ranks."""
     dtype = _DTYPES[options.dtype]
     bucket = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=me.device)
     mine, total = addends(bucket.numel(), me.rank, me.world_size)
@@ -176,19 +176,19 @@ def _measure(
             bucket.copy_(mine)
             me.finish()
             dist.barrier()
-            began = time.perf_counter()
+            start = time.perf_counter()
             all_reduce(bucket)
             me.finish()
-            times[index] = time.perf_counter() - began
+            times[index] = time.perf_counter() - start
             if round_ == 0:
                 wrong[index] = _count_wrong(bucket, total, me.world_size, options)
     dist.all_reduce(wrong)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     timed = seconds[1:]  # the first round also connects and allocates
     times = zip(timed.median(0).values.tolist(), timed.amin(0).tolist(), strict=True)
-    on_a_ring = 2 * (me.world_size - 1) / me.world_size
+    bus_factor = 2 * (me.world_size - 1) / me.world_size
     return [
-        Row(num_bytes, name, median, fastest, rate := num_bytes / median / 1e9, rate * on_a_ring, int(count))
+        Row(num_bytes, name, median, fastest, rate := num_bytes / median / 1e9, rate * bus_factor, int(count))
         for name, (median, fastest), count in zip(runs, times, wrong.tolist(), strict=True)
     ]
 
@@ -197,8 +197,8 @@ def addends(numel: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     """Return the data of `rank` and the sum over all ranks, both (numel,) float64 with small integers.
 
     Every rank has the same random signs, shifted by its rank, so that the data differs between ranks, and
-    every
-    rank knows the sum without communication."""
+    every rank knows the sum without communication.
+    """
     signs = torch.randint(-1, 2, (numel,), generator=torch.Generator().manual_seed(0)).double()
     if numel == 0:
         return signs, signs
@@ -209,7 +209,7 @@ def addends(numel: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _count_wrong(bucket: Tensor, total: Tensor, world_size: int, options: argparse.Namespace) -> int:
-    """Count elements that differ from the sum, which is exact if the wire dtype has all integers up to P."""
+    """Count elements that differ from the sum, exact if the wire dtype has all integers up to P."""
     eps = torch.finfo(_wire(options) or _DTYPES[options.dtype]).eps
     tolerance = 0.0 if world_size * eps <= 2 else world_size * eps
     return int(((bucket.cpu().double() - total).abs() > tolerance).sum())

@@ -1,10 +1,10 @@
-"""Compare all-reduce algorithms with gloo's all-reduce for one bucket between hosts on slow links.
+"""Compare all-reduce algorithms with gloo's, for one bucket between hosts with slow links.
 
     python -m benchmarks.allreduce_two_hosts [--hosts 2] [--per-host 2] [--megabytes 25] [--rate 1gbit]
 
-Hosts are network namespaces, so this needs root unless `--hosts 1` is given. Prints the median time of each
-algorithm, its speed relative to gloo's all-reduce (the median over runs, each between two runs of
-gloo, so that other load cancels out), and the CPU time of all ranks.
+Hosts are network namespaces, so this requires root unless `--hosts 1` is given. Prints the median time of
+each algorithm, its speed relative to gloo's all-reduce, and the CPU time of all ranks. Each run is compared
+with the runs of gloo before and after it, so that other load cancels out.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WIRE_DTYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def measure(
     hosts: list[int], names: list[str], numel: int, repeat: int, segment_mb: float, width: int, shared: bool
 ) -> dict[str, tuple[float, ...]]:
-    """Return seconds, speed-up over gloo and CPU seconds by name; `ring+bf16` is ring with bf16 messages."""
+    """Return seconds, speed relative to gloo, CPU seconds by name; ring+bf16 sends bf16."""
     rank = dist.get_rank()
     bucket = torch.randn(numel)
     runs: dict[str, Callable[[], object]] = {}
@@ -83,12 +83,12 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--segment-kb", type=int, default=2048)
     parser.add_argument("--width", type=int, default=2)
-    parser.add_argument("--no-shared", action="store_true", help="use gloo also between the ranks of a host")
+    parser.add_argument("--no-shared", action="store_true", help="use gloo also within a host")
     args = parser.parse_args()
     indices = [rank // args.per_host for rank in range(args.hosts * args.per_host)]
     work = (indices, args.algorithms, int(args.megabytes * 2**20 / 4), args.repeat)
-    with network(args.hosts, args.rate) if args.hosts > 1 else nullcontext([0]) as places:
-        at = [places[i] for i in indices]
+    with network(args.hosts, args.rate) if args.hosts > 1 else nullcontext([0]) as members:
+        rank_hosts = [members[i] for i in indices]
         results = run_ranks(
             measure,
             len(indices),
@@ -96,7 +96,7 @@ def main() -> None:
             args.segment_kb / 1024,
             args.width,
             not args.no_shared,
-            hosts=at,
+            hosts=rank_hosts,
             timeout_s=600,
         )
     print(f"{args.hosts} x {args.per_host} ranks, {args.megabytes:g} MiB fp32, links {args.rate}")

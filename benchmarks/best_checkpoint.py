@@ -1,9 +1,9 @@
 """Check that the best checkpoint is kept when a run stops at or near an evaluation, and resumes.
 
-Each case stops a run once by SIGTERM, SIGKILL or an exception, in a step, a save, an evaluation or between
-them. The run is then resumed to its end, or stopped again right after the resume. Three sources must name the
-same best step as in an uninterrupted run: evaluations.jsonl, metrics.jsonl and `--checkpoint best`. No step
-may have two rows in metrics.jsonl, and another resume must not evaluate. Prints a row for each case; the exit
+In each case, SIGTERM, SIGKILL or an exception stops a run in a step, a save, an evaluation or between them.
+The run is then resumed to its end, or stopped again right after the resume. Three sources must agree on the
+best step of an uninterrupted run: evaluations.jsonl, metrics.jsonl and `--checkpoint best`. No step may have
+two rows in metrics.jsonl, and another resume must not evaluate again. Prints a row for each case; the exit
 status is 1 if a case is wrong.
 
     python -m benchmarks.best_checkpoint [--strategies single ddp fsdp] [--resumes once twice] [--json FILE]
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.failure_parts import fault
+from tests.failure_parts import inject
 from tests.programs import finish
 from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.finding import candidates
@@ -33,24 +33,23 @@ ENDS = {"SIGTERM": "term", "SIGKILL": "kill", "exception": "raise"}
 PHASES = {"step": "forward", "save": "checkpoint", "evaluation": "evaluate", "between": "log"}
 STRATEGIES = {"single": [], **{name: ["launch=local", "launch.processes=2"] for name in ("ddp", "fsdp")}}
 SAVES = {"same steps": 4, "apart": 3}
-BEST = KeepBest(
-    "eval/loss", "max"
-)  # the best is the first evaluation; a run that forgets it deletes its checkpoint
+# The first evaluation is the best one; a run that forgets it deletes its checkpoint.
+BEST = KeepBest("eval/loss", "max")
 _DEADLINE_S = 300
 
 
-def run(run_dir: Path, strategy: str, every: int, *overrides: str, also: Sequence[str] = ()) -> int:
+def run(run_dir: Path, strategy: str, every: int, *overrides: str, more: Sequence[str] = ()) -> int:
     """Train, or resume, and return the exit status."""
     words = ["logger=jsonl", "model.hidden=[16]", "train.global_batch_size=64", "train.max_steps=10"]
     words += ["train.eval_every_steps=4", "train.eval_every_epochs=0", "train.log_every_steps=1"]
     words += [f"checkpoint.every_steps={every}", "checkpoint.every_epochs=null", "checkpoint.keep_last=1"]
     words += [f"checkpoint.keep_best={{metric: {BEST.metric}, mode: {BEST.mode}}}", "schedule.warmup_steps=0"]
     words += [f"strategy={strategy}", *STRATEGIES[strategy], f"run_dir={run_dir}", "resume=auto"]
-    return finish("train.py", *words, *also, *overrides, timeout_s=_DEADLINE_S, forks=True).code
+    return finish("train.py", *words, *more, *overrides, timeout_s=_DEADLINE_S, forks=True).code
 
 
 def sources(run_dir: Path) -> dict[str, int | None]:
-    """Return the best step by each source."""
+    """Return the best step according to each source."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     logged = {row["step"]: row[BEST.metric] for row in rows if BEST.metric in row}
     config = saved_settings(run_dir, [])
@@ -64,19 +63,19 @@ def sources(run_dir: Path) -> dict[str, int | None]:
 
 
 def problems(run_dir: Path, expected: dict[str, object], again: Callable[[], int]) -> list[str]:
-    """Return descriptions of what is wrong with a finished run; `again` resumes it once more."""
+    """Return descriptions of what is wrong with a finished run; `again` resumes it another time."""
     found = []
     result = json.loads((run_dir / "result.json").read_text())
     if result["param_sha256"] != expected["param_sha256"]:
-        found.append("another hash")
+        found.append("different hash")
     if (named := sources(run_dir)) != expected["sources"]:
-        found.append(f"best: {named}")
+        found.append(f"different best step: {named}")
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     found += [f"step {step} has {number} rows" for step, number in Counter(steps).items() if number > 1]
     before = (run_dir / "train.log").read_text().count("eval at step")
     again()
     if (run_dir / "train.log").read_text().count("eval at step") != before:
-        found.append("a further resume evaluates again")
+        found.append("another resume evaluates again")
     return found
 
 
@@ -88,38 +87,38 @@ def main() -> int:
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of every run")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    start = partial(run, also=chosen.set)
+    start = partial(run, more=chosen.set)
     rows = []
     for strategy, (saves, every) in itertools.product(chosen.strategies, SAVES.items()):
         with tempfile.TemporaryDirectory() as folder:
-            undisturbed = Path(folder, "undisturbed")
-            assert start(undisturbed, strategy, every) == 0
-            result = json.loads((undisturbed / "result.json").read_text())
-            expected = {"param_sha256": result["param_sha256"], "sources": sources(undisturbed)}
+            uninterrupted = Path(folder, "uninterrupted")
+            assert start(uninterrupted, strategy, every) == 0
+            result = json.loads((uninterrupted / "result.json").read_text())
+            expected = {"param_sha256": result["param_sha256"], "sources": sources(uninterrupted)}
             assert set(expected["sources"].values()) == {4}, expected
             for resumes, end, phase in itertools.product(chosen.resumes, chosen.ends, PHASES):
                 run_dir = Path(folder, f"{resumes}-{end}-{phase}")
                 mark = Path(folder, f"{run_dir.name}.mark")
-                first = fault(ENDS[end], rank=0, step=4, phase=PHASES[phase], mark=mark)
+                first = inject(ENDS[end], rank=0, step=4, phase=PHASES[phase], mark=mark)
                 statuses = [start(run_dir, strategy, every, *first)]
                 if resumes == "twice":
-                    again = fault("term", rank=0, step=5, mark=mark.with_suffix(".again"))
+                    again = inject("term", rank=0, step=5, mark=mark.with_suffix(".again"))
                     statuses.append(start(run_dir, strategy, every, *again))
                 statuses.append(start(run_dir, strategy, every))
                 wrong = problems(run_dir, expected, partial(start, run_dir, strategy, every))
                 if not mark.exists() or statuses[-1] != 0:
-                    wrong.append(f"the case didn't happen, or the run didn't end: {statuses}")
+                    wrong.append(f"the failure did not happen, or the run did not end: statuses {statuses}")
                 case = {"strategy": strategy, "saves": saves, "end": end, "in": phase, "resumed": resumes}
                 rows.append({**case, "wrong": wrong})
                 print(
-                    f"{'  '.join(f'{value:10}' for value in case.values())}  {wrong or 'right'}", flush=True
+                    f"{'  '.join(f'{value:10}' for value in case.values())}  {wrong or 'correct'}", flush=True
                 )
     if chosen.json is not None:
         chosen.json.write_text(
             json.dumps({"set": chosen.set, "rows": rows, "best": vars(BEST)}, indent=1) + "\n"
         )
     bad = sum(bool(row["wrong"]) for row in rows)
-    print(f"{len(rows) - bad} of {len(rows)} are right")
+    print(f"{len(rows) - bad} of {len(rows)} cases are correct")
     return int(bad > 0)
 
 

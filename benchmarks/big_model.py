@@ -1,10 +1,10 @@
 """Measure the memory for starting, hashing and saving a model that is too large for one GPU.
 
-    python -m benchmarks.big_model     400 M parameters under fsdp on 4 real ranks (12 GB)
+    python -m benchmarks.big_model     400 M parameters with FSDP on 4 ranks (12 GB)
 
-Makes two steps, hashes the model and saves it in full. Hashing and saving should take the memory of a shard
-of one tensor on rank 0, not of the model. Then prints the hash of the initial model, built under fsdp and
-whole.
+Makes two steps, hashes the model and saves it in full. Hashing and saving should need memory for one tensor's
+shard on rank 0, not for the whole model. Then prints the hash of the initial model, built with FSDP and in
+one process.
 """
 
 import tempfile
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.memory_table import SHARED, predict, resident_at_rest, return_freed_memory, status
+from benchmarks.memory_table import SHARED, predict, resident_bytes, return_freed_memory, status
 from tests.ranks import run_ranks
 from tests.runs import context_of
 
@@ -21,7 +21,7 @@ RANKS = 4
 
 
 def train(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> dict[str, Any]:
-    """Return this rank's additional GB for two steps, then for hashing, and for saving."""
+    """Return this rank's additional memory, in bytes, for two steps, for hashing and for saving."""
     from trainer.loop import fit, save
     from trainer.report.run_hash import parameters_sha256
 
@@ -31,25 +31,25 @@ def train(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> dict
         parameters_sha256(context.state.model)
         save(context)
     del context
-    base, found = resident_at_rest(), {}
+    base, found = resident_bytes(), {}
     with context_of(*large, f"run_dir={run_dir / 'large'}") as context:
         found["start"] = status("VmHWM") - base
-        found["hash at start"] = parameters_sha256(context.state.model)
-        resident_at_rest()  # restarts the peak
+        found["initial hash"] = parameters_sha256(context.state.model)
+        resident_bytes()  # resets the peak
         fit(context)
         found["steps"] = status("VmHWM") - base
-        held = resident_at_rest()
-        began = time.perf_counter()
+        before = resident_bytes()
+        start = time.perf_counter()
         parameters_sha256(context.state.model)
-        found["hashing adds"], found["hash s"] = status("VmHWM") - held, time.perf_counter() - began
-        held = resident_at_rest()
-        context.checkpointer._last_saved = None  # the end of the run may have saved this step
+        found["hashing"], found["hash s"] = status("VmHWM") - before, time.perf_counter() - start
+        before = resident_bytes()
+        context.checkpointer._last_saved = None  # save again if the end of the run has saved this step
         save(context)
-        found["saving adds"] = status("VmHWM") - held
+        found["saving"] = status("VmHWM") - before
     return found
 
 
-def hash_at_start(run_dir: Path, large: tuple[str, ...]) -> str:
+def initial_hash(run_dir: Path, large: tuple[str, ...]) -> str:
     from trainer.report.run_hash import parameters_sha256
 
     with context_of(*large, f"run_dir={run_dir}") as context:
@@ -65,13 +65,13 @@ def main() -> None:
     predicted = run_ranks(predict, 1, sharded, RANKS, 1, init=False, timeout_s=900)[0]
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(train, RANKS, Path(folder), small, sharded, init=False, timeout_s=3000)
-        print(f"{'MB':24} predicted   by rank")
-        for key in ("start", "steps", "hashing adds", "saving adds"):
+        print(f"{'additional MB':24} predicted   measured, by rank")
+        for key in ("start", "steps", "hashing", "saving"):
             listed = " ".join(f"{each[key] / 1e6:10.1f}" for each in found)
             print(f"{key:24} {f'{predicted / 1e6:.1f}' if key == 'steps' else '':>9} {listed}")
-        print(f"hashed in {found[0]['hash s']:.1f} s")
-        whole = run_ranks(hash_at_start, 1, Path(folder) / "w", (*large, "strategy=single"), init=False)[0]
-        print(f"hash at start: fsdp {found[0]['hash at start'][:16]}, whole {whole[:16]}", flush=True)
+        print(f"time of hashing: {found[0]['hash s']:.1f} s")
+        whole = run_ranks(initial_hash, 1, Path(folder) / "w", (*large, "strategy=single"), init=False)[0]
+        print(f"initial hash: FSDP {found[0]['initial hash'][:16]}, one process {whole[:16]}", flush=True)
 
 
 if __name__ == "__main__":

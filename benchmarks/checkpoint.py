@@ -1,11 +1,11 @@
-"""Compare the cost of a checkpoint with plain `torch.save` + fsync, plain DCP and safetensors' save_file.
+"""Compare the time of a checkpoint with `torch.save` + fsync, torch's DCP and safetensors' save_file.
 
     python benchmarks/checkpoint.py [--gigabytes 1.0] [--rounds 5] [--directory DIR]
 
-Each round times every method once. Ratios are between medians, and are printed with the load of the machine,
-because without a free core hashing adds to the time to write. "first" is an additional first round, which
-also allocates memory. Then measures what a save costs if eight checkpoints of 1 TB with long manifests are
-kept, in wall time and in CPU time.
+Each round times every method once. Ratios are between medians. The load of the machine is printed too,
+because without a free core hashing adds to the time of writing. "first" is an additional first round, which
+also allocates memory. Then measures the wall time and CPU time of a save when eight checkpoints of 1 TB, with
+long manifests, are kept.
 """
 
 import argparse
@@ -38,18 +38,18 @@ WIDTH, BATCH = 2048, 256
 
 
 def build_state(gigabytes: float, shard: Callable[[nn.Module], object] = lambda model: None) -> TrainState:
-    """Return a model of square layers and AdamW's two moments: a third of ``gigabytes`` each."""
+    """Return a model of square layers and AdamW's two moments, each a third of ``gigabytes``."""
     num_layers = max(1, round(gigabytes * 1e9 / 3 / (WIDTH * WIDTH * 4)))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
     shard(model)
-    trained = TrainableParameters(model)
-    optimizer = torch.optim.AdamW(trained.own.values())
-    for own in trained.own.values():
+    trainable = TrainableParameters(model)
+    optimizer = torch.optim.AdamW(trainable.own.values())
+    for own in trainable.own.values():
         own.grad = torch.rand_like(own)
     optimizer.step()
     optimizer.zero_grad()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    return TrainState(trained, optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False), Progress())
+    return TrainState(trainable, optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False), Progress())
 
 
 def checkpointer(state: TrainState, run_dir: Path, format: str, async_: bool) -> Checkpointer:
@@ -91,7 +91,7 @@ def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]
     targets = {name: torch.empty_like(value) for name, value in take_apart(state.state_dict())[0].items()}
 
     def async_stall() -> float:
-        """Return how long training waits, for the call and, before the update, for the rest of the copy."""
+        """Return how long training waits: for the call and, before the update, for the rest of the copy."""
         seconds = timed(lambda: in_background.save(state))
         compute(state)
         return seconds + timed(in_background.saving.wait_until_copied)
@@ -126,10 +126,10 @@ def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]
     return times
 
 
-def of_long_manifests(root: Path, rounds: int) -> list[tuple[float, float]]:
-    """Return the wall and CPU seconds of an empty save when eight checkpoints of 1 TB of 64 ranks are kept.
+def save_with_long_manifests(root: Path, rounds: int) -> list[tuple[float, float]]:
+    """Return wall and CPU seconds of an empty save when eight checkpoints of 1 TB from 64 ranks are kept.
 
-    The first pair is that of a new process.
+    The first pair is for a new process.
     """
     blocks = round(1e12 / BLOCK_BYTES / 128)
     hashes = tuple(hashlib.sha256(b"%d" % number).hexdigest() for number in range(blocks))
@@ -139,7 +139,7 @@ def of_long_manifests(root: Path, rounds: int) -> list[tuple[float, float]]:
     store = Store(root, "benchmark")
     for step in range(9 + rounds):
         if step == 8:
-            store = Store(root, "benchmark")  # as another process would
+            store = Store(root, "benchmark")  # like in a new process
         marks = [(time.perf_counter(), time.process_time())]
         directory = store.new_directory(step)
         marks.append((time.perf_counter(), time.process_time()))
@@ -159,27 +159,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--directory", type=Path, help="folder for the files (a temporary folder)")
     arguments = parser.parse_args()
     torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
     state = build_state(arguments.gigabytes)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
         times = measure(state, Path(root), arguments.rounds)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
-        long = of_long_manifests(Path(root), arguments.rounds)
-    middle = {name: statistics.median(values) for name, values in times.items()}
+        long = save_with_long_manifests(Path(root), arguments.rounds)
+    medians = {name: statistics.median(values) for name, values in times.items()}
     for name, values in times.items():
-        print(f"{name:28s} {middle[name]:7.3f} s   ({', '.join(f'{value:.2f}' for value in values)})")
+        print(f"{name:28s} {medians[name]:7.3f} s   ({', '.join(f'{value:.2f}' for value in values)})")
     for words, ratio, most in (
-        ("full / (torch.save + fsync)", middle["full"] / middle["torch.save + fsync"], 1.15),
-        ("sharded / plain DCP", middle["sharded"] / middle["plain DCP"], 0.8),
-        ("resume sharded / dcp.load", middle["resume sharded"] / middle["plain dcp.load"], 1.5),
-        ("verify, s per GB", middle["verify full"] / arguments.gigabytes, 0.5),
-        ("async stall / full", middle["async stall"] / middle["full"], 0.05),
+        ("full / (torch.save + fsync)", medians["full"] / medians["torch.save + fsync"], 1.15),
+        ("sharded / plain DCP", medians["sharded"] / medians["plain DCP"], 0.8),
+        ("resume sharded / dcp.load", medians["resume sharded"] / medians["plain dcp.load"], 1.5),
+        ("verify, s per GB", medians["verify full"] / arguments.gigabytes, 0.5),
+        ("async stall / full", medians["async stall"] / medians["full"], 0.05),
         ("8 manifests of 1 TB, s", statistics.median(wall for wall, _ in long[1:]), 0.05),
-        ("  on the processor, s", statistics.median(cpu for _, cpu in long[1:]), 0.05),
+        ("  CPU time, s", statistics.median(cpu for _, cpu in long[1:]), 0.05),
     ):
-        print(f"{words:28s} {ratio:7.3f}     (at most {most})")
+        print(f"{words:28s} {ratio:7.3f}     (limit {most})")
     print(f"{'  in a new process, s':28s} {long[0][0]:7.3f}     load {os.getloadavg()[0]:.1f}")
     torch_dist.destroy_process_group()
 

@@ -1,10 +1,10 @@
-"""Compare optimizers under FSDP on 2 and 3 ranks with one process: how each runs, and its weights.
+"""Compare optimizers with FSDP on 2 and 3 ranks with one process: how each is run, and the final weights.
 
-    pip install pytorch-optimizer prodigyopt lion-pytorch dadaptation torchao bitsandbytes   # any of them
+    pip install pytorch-optimizer prodigyopt lion-pytorch dadaptation torchao bitsandbytes   # optional
     python -m benchmarks.fsdp_optimizers [--json FILE] [--only NAME ...]
 
-A small model with tensors of all kinds, some with fewer rows than ranks, makes 20 steps with the same
-gradients on each rank. After 10 steps the state is saved and loaded into a new optimizer. The exit status is
+A small model whose tensors have various shapes, some with fewer rows than ranks, makes 20 steps with the same
+gradients on each rank. After 10 steps, the state is saved and loaded into a new optimizer. The exit status is
 1 if an optimizer gives wrong weights.
 """
 
@@ -49,7 +49,7 @@ OTHERS = {
 
 
 class ByNorm(torch.optim.Optimizer):
-    """Updates each tensor by a vector of length lr."""
+    """Updates each tensor by its normalised gradient times lr."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -63,7 +63,7 @@ class ByNorm(torch.optim.Optimizer):
 
 
 class ShampooLike(ByNorm):
-    """Divides a gradient by the root of a running product of its rows; counts steps in an attribute."""
+    """Preconditions gradients by a running product of their rows; counts steps in an attribute."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -124,10 +124,10 @@ def state_of(target: str, options: dict[str, Any], is_sharded: bool) -> TrainSta
     model = matrices() if target.endswith("Muon") else Net()
     if is_sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    trained = TrainableParameters(model)
-    optimizer = build_optimizer(trained, {"_target_": target, "lr": 0.01, **options})
+    trainable = TrainableParameters(model)
+    optimizer = build_optimizer(trainable, {"_target_": target, "lr": 0.01, **options})
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return TrainState(trained, optimizer, ConstantLR(optimizer, 1.0), scaler, Progress())
+    return TrainState(trainable, optimizer, ConstantLR(optimizer, 1.0), scaler, Progress())
 
 
 def make_steps(state: TrainState, steps: range) -> None:
@@ -149,8 +149,8 @@ def weights(state: TrainState) -> list[Tensor]:
     return [p.detach().clone() for p in plain]
 
 
-def trained(cases: list[tuple[str, dict[str, Any]]], is_sharded: bool) -> list[tuple[str, Any, Any]]:
-    """Return, for each case, how it is run, the final weights, and those with a save and load in between."""
+def train(cases: list[tuple[str, dict[str, Any]]], is_sharded: bool) -> list[tuple[str, Any, Any]]:
+    """Return for each case how it is run, the final weights, and the final weights of a resumed run."""
     torch.set_num_threads(1)
     found = []
     for target, options in cases:
@@ -163,8 +163,8 @@ def trained(cases: list[tuple[str, dict[str, Any]]], is_sharded: bool) -> list[t
             again = state_of(target, options, is_sharded)
             again.load_state_dict(saved)
             make_steps(again, range(SAVED_AT, STEPS))
-            way = "whole" if whole_parts(state.optimizer) else "shards" if is_sharded else "one process"
-            found.append((way, weights(state), weights(again)))
+            mode = "whole" if whole_parts(state.optimizer) else "shards" if is_sharded else "one process"
+            found.append((mode, weights(state), weights(again)))
         except UserError as error:
             found.append((f"refused: {error}", None, None))
         except Exception as error:
@@ -173,7 +173,7 @@ def trained(cases: list[tuple[str, dict[str, Any]]], is_sharded: bool) -> list[t
 
 
 def copy_of(saved: dict[str, Any]) -> Any:
-    """Return a copy as a checkpoint makes it."""
+    """Copy a state as a checkpoint does."""
     tensors, plain = take_apart(saved)
     return put_together(plain, {name: tensor.clone() for name, tensor in tensors.items()})
 
@@ -195,7 +195,7 @@ def all_cases(only: list[str]) -> list[tuple[str, dict[str, Any]]]:
     return [case for case in cases if not only or any(word in case[0] for word in only)]
 
 
-def apart(one: list[Tensor], other: list[Tensor]) -> float:
+def max_difference(one: list[Tensor], other: list[Tensor]) -> float:
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(one, other, strict=True))
 
 
@@ -205,18 +205,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
     cases = all_cases(options.only)
-    alone = run_ranks(trained, 1, cases, False, timeout_s=3600)[0]
-    sharded = {size: run_ranks(trained, size, cases, True, timeout_s=3600)[0] for size in (2, 3)}
+    single = run_ranks(train, 1, cases, False, timeout_s=3600)[0]
+    sharded = {size: run_ranks(train, size, cases, True, timeout_s=3600)[0] for size in (2, 3)}
     rows, wrong = [], 0
     for number, (target, chosen) in enumerate(cases):
-        right = alone[number]
+        right = single[number]
         row: dict[str, Any] = {"optimizer": target, **chosen, "one process": right[0]}
         for size, found in sharded.items():
-            way, end, resumed = found[number]
-            row[f"fsdp x{size}"] = way
+            mode, end, resumed = found[number]
+            row[f"fsdp x{size}"] = mode
             if end is not None and right[1] is not None:
-                row[f"apart x{size}"] = apart(end, right[1])
-                row[f"resumed x{size}"] = apart(resumed, end)
+                row[f"apart x{size}"] = max_difference(end, right[1])
+                row[f"resumed x{size}"] = max_difference(resumed, end)
                 wrong += max(row[f"apart x{size}"], row[f"resumed x{size}"]) > 1e-4
         rows.append(row)
         print(json.dumps(row), flush=True)

@@ -1,7 +1,8 @@
-"""Measure the CPU seconds of the first and later updates under FSDP, compared with a bare loop.
+"""Measure the CPU time of the first and later updates with FSDP, compared with a plain PyTorch loop.
 
-Both shard the same small layers as one unit, and make the same step of fused AdamW. In the bare loop, torch's
-optimizer gets the model's DTensors, as in its tutorials; ours gets the tensors of `TrainableParameters`.
+Both shard the same small layers as one unit, and make the same step of fused AdamW. In the plain loop, the
+optimizer gets the model's DTensors, as in torch's tutorials. In Ringmaster, it gets the tensors of
+`TrainableParameters`.
 
     torchrun --standalone --nproc_per_node=2 -m benchmarks.fsdp_update [--tensors 125 500 1000 4000]
 """
@@ -22,19 +23,19 @@ from trainer.optim.param_groups import build_optimizer
 _STEPS = 5
 
 
-def ours(model: nn.Module) -> Callable[[], None]:
-    trained = TrainableParameters(model)
-    optimizer = build_optimizer(trained, {"_target_": "torch.optim.AdamW", "lr": 1e-3})
+def ringmaster(model: nn.Module) -> Callable[[], None]:
+    trainable = TrainableParameters(model)
+    optimizer = build_optimizer(trainable, {"_target_": "torch.optim.AdamW", "lr": 1e-3})
 
     def update() -> None:
-        trained.attach_gradients()
+        trainable.attach_gradients()
         optimizer.step()
-        trained.drop_gradients()
+        trainable.drop_gradients()
 
     return update
 
 
-def bare(model: nn.Module) -> Callable[[], None]:
+def plain(model: nn.Module) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def update() -> None:
@@ -49,26 +50,28 @@ def seconds(num_tensors: int, prepare: Callable[[nn.Module], Callable[[], None]]
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(num_tensors)])
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    update, taken = prepare(model), []
+    update, times = prepare(model), []
     for _ in range(_STEPS):
         model(torch.ones(4, 8)).sum().backward()
         begin = time.process_time()
         update()
-        taken.append(time.process_time() - begin)
-    return taken[0], min(taken[1:])
+        times.append(time.process_time() - begin)
+    return times[0], min(times[1:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tensors", type=int, nargs="+", default=[125, 500, 1000, 4000])
-    parser.add_argument("--bare-up-to", type=int, default=1000)
+    parser.add_argument(
+        "--plain-up-to", type=int, default=1000, help="largest number of tensors for the plain loop (1000)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for number in options.tensors:
         words = [f"{number:,}"]
-        for prepare in (ours, bare):
-            if prepare is ours or number <= options.bare_up_to:
+        for prepare in (ringmaster, plain):
+            if prepare is ringmaster or number <= options.plain_up_to:
                 first, later = seconds(number, prepare)
                 words.append(f"{prepare.__name__}: first {first:.3f} s, later {1e3 * later:.1f} ms")
         if dist.get_rank() == 0:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measure what needs a GPU, the most valuable first: benchmarks/gpu.sh --help, --list, --budget SECONDS.
-# The parts, and how they are chosen, are in benchmarks/gpu.
+# Run the benchmarks that need a GPU, the most valuable first: benchmarks/gpu.sh --help, --list, --budget SECONDS.
+# The code is in benchmarks/gpu.
 set -euo pipefail
 
 cd "$(dirname "$0")/.."

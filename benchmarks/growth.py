@@ -1,17 +1,16 @@
-"""Compute what grows with ranks, parameters and time, for large runs that are built from shapes only.
+"""Compute what grows with ranks, parameters and time in large runs, from shapes only.
 
-Models of 1, 8 and 70 billion parameters with the layers of Llama 3, trained by AdamW under FSDP with 8 ranks
-per host:
+Models of 1, 8 and 70 billion parameters with the layers of Llama 3, AdamW and FSDP with 8 ranks per host:
 
-    index    bytes of the index of tensors in state.json; seconds to read it; memory after reading it
-    manifest bytes of manifest.json, with a hash of each block of each file
-    kept     MB that 2,000 kept checkpoints take in the memory of rank 0
-    opens    files that a rank opens, and reads, to resume on the same number of ranks; the maximum over ranks
-    suspects KB that each host reads from other hosts at each check while a rank is suspected
-    compared KB that a rank receives to check that all ranks have the same model
-    sockets  of rank 0, which has most: for each other rank two of gloo (the default group and the group of
-             checkpoints) and one of the store; one more for each rank of its host. `--sockets` counts them in
-             /proc in runs of 3, 6 and 12 ranks on this machine
+    index       size of the index of tensors in state.json, time to read it, memory for reading it
+    manifest    size of manifest.json, with a hash of each block of each file
+    kept        memory of rank 0 for 2,000 kept checkpoints
+    opens       files that a rank opens, and reads, to resume on the same number of ranks (maximum over ranks)
+    suspects    KB that each host reads from other hosts at each check while a rank is suspected
+    compared    KB that a rank receives to check that all ranks have the same model
+    sockets     sockets of rank 0, which has the most: for each other rank, two of gloo (default group and
+                checkpoint group) and one of the store; one more for each rank on its host. `--sockets` counts
+                them in /proc in runs of 3, 6 and 12 ranks on this machine
 
     python -m benchmarks.growth [--sockets] [--json FILE]
 """
@@ -42,7 +41,7 @@ from trainer.failures.host_reports import _report
 from trainer.tensors.local_shard import num_rows, rows_of_shard
 
 RANKS, PER_HOST, KEPT = (8, 256, 2048), 8, 2000
-# Llama 3: layers, width, width of the MLP, width of keys and values; 128,256 tokens.
+# Llama 3: layers, width, width of the MLP, width of keys and values; vocabulary of 128,256 tokens.
 MODELS = {"1 B": (16, 2048, 8192, 512), "8 B": (32, 4096, 14336, 1024), "70 B": (80, 8192, 28672, 1024)}
 TOKENS = 128_256
 
@@ -66,7 +65,7 @@ def state_of(model: str) -> dict[str, Tensor]:
 
 
 def saved_by(state: dict[str, Tensor], world_size: int) -> tuple[Plan, Manifest]:
-    """Return the plan and the manifest of a save of `state` by that many ranks."""
+    """Return the plan and the manifest of a save of `state` on `world_size` ranks."""
     everyone = list(range(world_size))
     plan = Plan("sharded", world_size, {n: everyone if t.ndim else [0] for n, t in state.items()}, {})
     sizes: dict[str, int] = {}
@@ -99,7 +98,7 @@ def read_index(text: str) -> dict[str, float]:
 
 
 def opens(state: dict[str, Tensor], plan: Plan, manifest: Manifest, world_size: int) -> dict[str, float]:
-    """Return the files of the rank that opens most: manifest, state.json, its rows, verified files."""
+    """Count the files of the rank that opens the most: manifest, state.json, its rows, verified files."""
     index, most = index_from_json(json.loads(plan.index)), (0, 0)
     for rank in {0, 1, world_size // 2, world_size - 1}:
         needed = set()
@@ -114,11 +113,11 @@ def opens(state: dict[str, Tensor], plan: Plan, manifest: Manifest, world_size: 
 def kept_mb(manifest: Manifest) -> float:
     tracemalloc.start()
     kept = {Path(f"/runs/mine/checkpoints/step_{n:08d}"): manifest.summary for n in range(KEPT)}
-    held = tracemalloc.get_traced_memory()[0]
+    num_bytes = tracemalloc.get_traced_memory()[0]
     kept.clear()
-    held -= tracemalloc.get_traced_memory()[0]
+    num_bytes -= tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    return held / 1e6
+    return num_bytes / 1e6
 
 
 def suspects_kb(world_size: int) -> float:
@@ -158,9 +157,9 @@ def _sockets(pid: int) -> int:
     return sum(link.startswith("socket:") for link in links)
 
 
-def growth(of: Callable[[int, str], float]) -> str:
-    """Return what a number grows with, from 8 to 2,048 ranks, and from 1 to 70 billion parameters."""
-    by_ranks, by_size = of(2048, "70 B") / of(8, "70 B"), of(2048, "70 B") / of(2048, "1 B")
+def growth(value: Callable[[int, str], float]) -> str:
+    """Return what a value grows with: ranks (8 to 2,048), parameters (1 to 70 billion), both or neither."""
+    by_ranks, by_size = value(2048, "70 B") / value(8, "70 B"), value(2048, "70 B") / value(2048, "1 B")
     words = [word for word, ratio in (("ranks", by_ranks), ("parameters", by_size)) if ratio > 2]
     return " and ".join(words) or "constant"
 
@@ -169,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sockets", action="store_true", help="count them in runs")
+    parser.add_argument("--sockets", action="store_true", help="also count sockets in runs")
     parser.add_argument("--json", type=Path, help="also write the numbers to a file")
     arguments = parser.parse_args()
     rows: dict[tuple[int, str], dict[str, float]] = {}

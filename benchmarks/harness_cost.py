@@ -1,10 +1,10 @@
-"""Compare the trainer with a bare loop: milliseconds per step, and seconds to the first step.
+"""Compare Ringmaster with a plain PyTorch loop: time per step, and time to the first step.
 
-Alternates the same work as a bare PyTorch loop (this file with --bare) and as train.py, each in separate
-processes: the MLP on the digits, batch 64 per process, SGD with momentum, the loss logged every 50 steps.
-The bare loop takes each batch by indexing the whole data, the fastest method; `benchmarks/peers.py` also has
-a loop that reads samples. Prints each pair and the medians of the ratios. Start-up is from the start of the
-launcher to the end of the first step.
+Alternates between train.py and a plain PyTorch loop (this file with --plain) for the same work, each in
+separate processes: the MLP on the digits, batch size 64 per process, SGD with momentum, the loss logged every
+50 steps. The plain loop indexes a tensor of all data for each batch, which is the fastest method;
+`benchmarks/peers.py` also has a loop that reads single samples. Prints each pair and the medians of the
+ratios. Start-up is from the start of the launcher to the end of the first step.
 
     python benchmarks/harness_cost.py                   one process
     python benchmarks/harness_cost.py --processes 2     DDP on gloo
@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 BATCH, EPOCHS, LOG_EVERY = 64, 20, 50
 
 
-def bare(out: Path) -> None:
-    """Train in a simple loop without checkpoints, evaluation or checks."""
+def plain_loop(out: Path) -> None:
+    """Train without checkpoints, evaluation and checks."""
     import torch
     from torch import nn
     from torch.utils.data.distributed import DistributedSampler
@@ -73,7 +73,7 @@ def bare(out: Path) -> None:
 
 
 def launch(processes: int, *arguments: str) -> float:
-    """Run train.py or the bare loop to the end, and return when it was started."""
+    """Run train.py or the plain loop to its end, and return the time at which it was started."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
@@ -86,14 +86,14 @@ def launch(processes: int, *arguments: str) -> float:
     return begin
 
 
-def measure_bare(processes: int, scratch: Path) -> tuple[float, float]:
-    out = scratch / "bare.json"
-    begin = launch(processes, __file__, "--bare", str(out))
+def measure_plain(processes: int, scratch: Path) -> tuple[float, float]:
+    out = scratch / "plain.json"
+    begin = launch(processes, __file__, "--plain", str(out))
     result = json.loads(out.read_text())
     return result["ms_per_step"], result["first_step"] - begin
 
 
-def measure_ours(processes: int, scratch: Path) -> tuple[float, float]:
+def measure_ringmaster(processes: int, scratch: Path) -> tuple[float, float]:
     strategy = "single" if processes == 1 else "ddp"
     common = [f"strategy={strategy}", f"train.global_batch_size={BATCH * processes}", "schedule=constant"]
     common += [
@@ -108,11 +108,11 @@ def measure_ours(processes: int, scratch: Path) -> tuple[float, float]:
         *common,
         f"train.epochs={EPOCHS}",
         f"train.log_every_steps={LOG_EVERY}",
-        f"run_dir={scratch}/whole",
+        f"run_dir={scratch}/steps",
     )
-    ms_per_step = json.loads((scratch / "whole" / "result.json").read_text())["ms_per_step"]
+    ms_per_step = json.loads((scratch / "steps" / "result.json").read_text())["ms_per_step"]
 
-    # The log contains the time of each step, so a run that logs its first step shows its duration.
+    # A run that logs each step, because log lines have timestamps.
     begin = launch(
         processes,
         "train.py",
@@ -133,22 +133,23 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument(
-        "--bare", type=Path, metavar="OUT", help="run the bare loop, and write its metrics to OUT"
+        "--plain", type=Path, metavar="OUT", help="run the plain loop, and write its metrics to OUT"
     )
     arguments = parser.parse_args()
-    if arguments.bare:
-        bare(arguments.bare)
+    if arguments.plain:
+        plain_loop(arguments.plain)
         return
     ratios: list[tuple[float, float]] = []
-    print(f"{arguments.processes} process(es)   ms/step bare, ours, ratio    start-up s bare, ours, ratio")
+    print(f"{arguments.processes} process(es), plain PyTorch loop and Ringmaster: ms per step, start-up in s")
+    print("  " + "   ".join(2 * [f"{'plain':>8} {'Ringmaster':>10} {'ratio':>7}"]))
     for _ in range(arguments.pairs):
         with tempfile.TemporaryDirectory() as scratch:
-            bare_ms, bare_s = measure_bare(arguments.processes, Path(scratch))
-            ours_ms, ours_s = measure_ours(arguments.processes, Path(scratch))
-        ratios.append((ours_ms / bare_ms, ours_s / bare_s))
+            plain_ms, plain_s = measure_plain(arguments.processes, Path(scratch))
+            own_ms, own_s = measure_ringmaster(arguments.processes, Path(scratch))
+        ratios.append((own_ms / plain_ms, own_s / plain_s))
         step, start = ratios[-1]
         print(
-            f"  {bare_ms:8.3f} {ours_ms:8.3f} {step:7.2f}   {bare_s:8.2f} {ours_s:8.2f} {start:7.2f}",
+            f"  {plain_ms:8.3f} {own_ms:10.3f} {step:7.2f}   {plain_s:8.2f} {own_s:10.2f} {start:7.2f}",
             flush=True,
         )
     step, start = (statistics.median(column) for column in zip(*ratios, strict=True))

@@ -1,12 +1,12 @@
-"""Measure how many photographs per second are decoded into batches, and which stage is the bottleneck.
+"""Measure how many photographs per second are loaded into batches, and which stage is the bottleneck.
 
     python -m benchmarks.image_loading [--images 256] [--rounds 5] [--workers 0,1,2]
 
-Creates JPEG files of 500 x 375 pixels, about 90 kB each, and reads them as data=imagefolder does in training:
-a random crop resized to 224 pixels, as uint8. Measures first the stages for one image in one process, then
-whole loaders in rotation: ours, and torch's DataLoader with torchvision's ImageFolder and the usual
-transforms, which normalize on the CPU and return floats. Times are those of the fastest round, since other
-load on the machine only makes rounds slower. The files are in the page cache; a disk may be slower.
+Creates JPEG files of 500 x 375 pixels, about 90 kB each, and loads them as data=imagefolder does in training:
+a random crop resized to 224 pixels, as uint8. First measures the stages for one image in one process. Then
+compares Ringmaster's loader with torch's DataLoader, torchvision's ImageFolder and the usual transforms,
+which normalise on the CPU and return floats; the two alternate. Times are those of the fastest round, because
+other load on the machine only makes rounds slower. The files are in the page cache; a disk may be slower.
 """
 
 import argparse
@@ -35,7 +35,7 @@ WIDTH, HEIGHT, SIZE, BATCH = 500, 375, 224, 64
 
 
 def write_photographs(root: Path, count: int) -> None:
-    """Write images of smooth colours with some noise, which compress about as photographs do."""
+    """Write images of smooth colours with some noise, whose size is similar to that of photographs."""
     generator = np.random.default_rng(0)
     for split in ("train", "val"):
         folder = root / split / "things"
@@ -47,8 +47,8 @@ def write_photographs(root: Path, count: int) -> None:
             Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(folder / f"{number}.jpg", quality=92)
 
 
-def parts_of_the_way(files: list[Path], rounds: int) -> dict[str, float]:
-    """Return the milliseconds for one image, by stage."""
+def stage_times(files: list[Path], rounds: int) -> dict[str, float]:
+    """Return the time per image, in ms, of each stage."""
     crop = v2.RandomResizedCrop(SIZE)
     to_bytes = v2.PILToTensor()
     to_floats = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
@@ -58,29 +58,31 @@ def parts_of_the_way(files: list[Path], rounds: int) -> dict[str, float]:
     tensors = [to_bytes(image) for image in cropped]
     normalise = Normalise(MEAN, STD, torch.device("cpu"))
     batch = default_collate(tensors[:BATCH])
-    ways: dict[str, tuple[Callable[[], object], int]] = {
+    stages: dict[str, tuple[Callable[[], object], int]] = {
         "read the file": (lambda: [file.read_bytes() for file in files], len(files)),
         "decode": (lambda: [Image.open(io.BytesIO(data)).convert("RGB") for data in read], len(files)),
         "crop and resize": (lambda: [crop(image) for image in decoded], len(files)),
-        "to a tensor of bytes": (lambda: [to_bytes(image) for image in cropped], len(files)),
-        "into a batch": (lambda: default_collate(tensors[:BATCH]), len(batch)),
-        "(normalise here, on the device)": (lambda: normalise(batch), len(batch)),
-        "(normalise one by one, on the host)": (
+        "convert to a uint8 tensor": (lambda: [to_bytes(image) for image in cropped], len(files)),
+        "collate": (lambda: default_collate(tensors[:BATCH]), len(batch)),
+        "(normalise batches, on the device)": (lambda: normalise(batch), len(batch)),
+        "(normalise images, on the host)": (
             lambda: [to_floats(tensor) for tensor in tensors],
             len(files),
         ),
     }
     return {
         name: 1e3 * min(_seconds(action) for _ in range(rounds)) / count
-        for name, (action, count) in ways.items()
+        for name, (action, count) in stages.items()
     }
 
 
 def loaders(root: Path, workers: int) -> dict[str, Callable[[], Iterable[object]]]:
-    share = LoaderOptions(replica=0, seed=0, device=torch.device("cpu"))
-    reading = DataConfig(num_workers=workers, prefetch_factor=2, pin_memory=None, persistent_workers=True)
-    reading.on_bad_sample, reading.sharded = "raise", False
-    ours = train_loader(ImageFolder("train", str(root), SIZE), reading, split_batch(BATCH, None, 1), share)
+    options = LoaderOptions(replica=0, seed=0, device=torch.device("cpu"))
+    config = DataConfig(num_workers=workers, prefetch_factor=2, pin_memory=None, persistent_workers=True)
+    config.on_bad_sample, config.sharded = "raise", False
+    ringmaster = train_loader(
+        ImageFolder("train", str(root), SIZE), config, split_batch(BATCH, None, 1), options
+    )
     to_device = ToDevice(torch.device("cpu"), False, Normalise(MEAN, STD, torch.device("cpu")))
     usual = v2.Compose(
         [
@@ -91,7 +93,7 @@ def loaders(root: Path, workers: int) -> dict[str, Callable[[], Iterable[object]
             v2.Normalize(MEAN, STD),
         ]
     )
-    theirs: DataLoader[object] = DataLoader(
+    torchvision: DataLoader[object] = DataLoader(
         datasets.ImageFolder(root / "train", usual),
         BATCH,
         shuffle=True,
@@ -99,7 +101,7 @@ def loaders(root: Path, workers: int) -> dict[str, Callable[[], Iterable[object]
         num_workers=workers,
         persistent_workers=workers > 0,
     )
-    return {"ours": lambda: map(to_device, ours.epoch(0)), "torchvision": lambda: theirs}
+    return {"Ringmaster": lambda: map(to_device, ringmaster.epoch(0)), "torchvision": lambda: torchvision}
 
 
 def _seconds(action: Callable[[], object]) -> float:
@@ -123,26 +125,23 @@ def main() -> None:
         files = sorted((root / "train/things").iterdir())
         kilobytes = sum(file.stat().st_size for file in files) / len(files) / 1e3
         print(f"{len(files)} files of {WIDTH} x {HEIGHT}, {kilobytes:.0f} kB each, {os.cpu_count()} cores")
-        parts = parts_of_the_way(files, arguments.rounds)
+        parts = stage_times(files, arguments.rounds)
         whole = sum(ms for name, ms in parts.items() if not name.startswith("("))
         for name, ms in parts.items():
-            share = "" if name.startswith("(") else f"{ms / whole:6.0%}"
-            print(f"  {name:<36}{ms:8.3f} ms{share}")
-        most = max((name for name in parts if not name.startswith("(")), key=lambda name: parts[name])
-        print(f"one core: at most {1e3 / whole:.0f} images/s, bounded by: {most}")
-        print(
-            f"{'workers':>8}{'ours':>14}{'torchvision':>14}{'ratio':>8}    images/s; each epoch decodes all "
-            "images"
-        )
+            fraction = "" if name.startswith("(") else f"{ms / whole:6.0%}"
+            print(f"  {name:<36}{ms:8.3f} ms{fraction}")
+        slowest = max((name for name in parts if not name.startswith("(")), key=lambda name: parts[name])
+        print(f"one core: at most {1e3 / whole:.0f} images/s; the slowest stage is: {slowest}")
+        print(f"{'workers':>8}{'Ringmaster':>14}{'torchvision':>14}{'ratio':>8}    images/s")
         for workers in map(int, arguments.workers.split(",")):
-            both = loaders(root, workers)
-            seconds: dict[str, list[float]] = {name: [] for name in both}
+            epochs = loaders(root, workers)
+            seconds: dict[str, list[float]] = {name: [] for name in epochs}
             for _ in range(arguments.rounds):
-                for name, epoch in both.items():
+                for name, epoch in epochs.items():
                     seconds[name].append(_seconds(lambda epoch=epoch: [None for _ in epoch()]))  # type: ignore[misc]
             count = len(files) // BATCH * BATCH
-            ours, theirs = (count / min(seconds[name]) for name in ("ours", "torchvision"))
-            print(f"{workers:>8}{ours:>14.0f}{theirs:>14.0f}{ours / theirs:>8.2f}")
+            ringmaster, torchvision = (count / min(each) for each in seconds.values())
+            print(f"{workers:>8}{ringmaster:>14.0f}{torchvision:>14.0f}{ringmaster / torchvision:>8.2f}")
 
 
 if __name__ == "__main__":

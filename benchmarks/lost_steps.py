@@ -1,24 +1,26 @@
 """Cause failures at random moments, and count lost steps and runs that end differently.
 
-Trains the MLP on the digits. Each run has up to three failures, one after another. From outside, at a random
-moment: kill, pair (two ranks at once), stop, saver (a kill, and another of the rank that saves), again (a
-kill, and another during the restart), cut (the link between two hosts, until all ranks have ended). Injected:
-update (a kill within the update), and those of tests/failure_parts.py. After each failure, checks which rank
-the failure report names, compares the saved step with the last step that any rank had finished, and verifies
-each checkpoint; at the end, checks hash, logs, and remaining processes and files. Prints a row for each
-failure, and a table: how many reports name the right rank, which rank saved, how many steps were lost, and
-how many runs ended with the hash of an uninterrupted run. Restarts use the same number of ranks, since sums
-over fewer ranks round differently. The exit status is 1 if anything is wrong.
+Trains the MLP on the digits. Each run has up to three failures, one after another. External failures, at a
+random moment: kill, pair (two ranks at once), stop, saver (a kill, and then a kill of the rank that saves),
+again (a kill, and another one during the restart), cut (of the link between two hosts, until all ranks have
+ended). Injected failures: update (a kill within the update), and those of tests/failure_parts.py.
 
-    python -m benchmarks.lost_steps --kinds kill,stop,update --tries 10 --worlds 2,4
-    python -m benchmarks.lost_steps --kinds kill --strategies fsdp --worlds 4
-    python -m benchmarks.lost_steps --kinds cut --strategies fsdp,ddp --worlds 4 --hosts 2
-    python -m benchmarks.lost_steps --soak 20 --seed 7     20 minutes of random strategies, sizes, failures
-    python -m benchmarks.lost_steps --case 7012            repeat a case of a soak by its seed
+After each failure, checks which rank the failure report names, compares the saved step with the last step
+that any rank had finished, and verifies each checkpoint. At the end, checks the hash, the logs, and leftover
+processes and files. Prints a row for each failure, and a table: the number of correct reports, which rank
+saved, the number of lost steps, and the number of runs that ended with the hash of an uninterrupted run.
+Restarts use the same number of ranks, because sums over fewer ranks round differently. The exit status is 1
+if anything is wrong.
 
-Hosts are network namespaces, which needs root. Launchers and ranks are forked from a process that has
-imported everything, which takes a fifth of the CPU time; use --launch torchrun or --launch local to measure
-the seconds of a restart.
+    python -m benchmarks.lost_steps --kinds kill,stop,update --failures 10 --worlds 2,4 python -m
+    benchmarks.lost_steps --kinds kill --strategies fsdp --worlds 4 python -m benchmarks.lost_steps --kinds
+    cut --strategies fsdp,ddp --worlds 4 --hosts 2 python -m benchmarks.lost_steps --soak 20 --seed 7     20
+    minutes with random strategies, sizes and failures python -m benchmarks.lost_steps --case 7012
+    repeat a random case, by its seed
+
+Hosts are network namespaces, which requires root. Launchers and ranks are forked from a process that has
+imported everything, which needs only a fifth of the CPU time. To measure the time of a restart, use --launch
+torchrun or --launch local.
 """
 
 import argparse
@@ -35,17 +37,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import drilled_run
-from benchmarks.faulty_case import INJECTED, OUTSIDE, STRATEGIES, Case, Fault, Row, table
+from benchmarks.faulty_case import INJECTED, OUTSIDE, STRATEGIES, Case, Failure, Row, table
 from benchmarks.faulty_run import STEPS, FaultyRun
 from tests.forked import Forked
 from tests.hosts import Host, hosts
 
 RESTARTS = 6
 PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "evaluate")
-_ALONE = ("single", "dp")
+_ONE_PROCESS = ("single", "dp")
 
 
-class Laboratory:
+class CaseRunner:
     """Runs cases, remembers the hashes of uninterrupted runs, and prints the results."""
 
     def __init__(
@@ -63,7 +65,7 @@ class Laboratory:
         self._known = known
         self._number = 0
 
-    def try_(self, case: Case) -> None:
+    def run_case(self, case: Case) -> None:
         if case.name not in self._hashes:
             self._hashes[case.name], _ = self._run(Case(case.strategy, case.world, (), 0))
             if self._known is not None:
@@ -71,13 +73,13 @@ class Laboratory:
         try:
             sha256, rows = self._run(case)
         except (TimeoutError, OSError) as error:
-            row = Row(case, "+".join(fault.kind for fault in case.faults), problems=[repr(error)])
+            row = Row(case, "+".join(failure.kind for failure in case.failures), problems=[repr(error)])
             sha256, rows = self._hashes[case.name], [row]
         for row in rows:
-            row.equal = sha256 is not None and sha256 == self._hashes[case.name]
+            row.same = sha256 is not None and sha256 == self._hashes[case.name]
         self.rows += rows
         print("\n".join(map(str, rows)), flush=True)
-        if not all(row.right for row in rows):
+        if not all(row.is_correct for row in rows):
             print(f"    see {self.folder / str(self._number)}", flush=True)
 
     def _run(self, case: Case) -> tuple[str | None, list[Row]]:
@@ -88,24 +90,26 @@ class Laboratory:
         """Print the table, and return whether everything is right."""
         rows = [row for row in self.rows if "missed" not in row.kind]
         print("\n".join(table(rows)), flush=True)
-        return all(row.right for row in rows)
+        return all(row.is_correct for row in rows)
 
 
-def of_kind(kind: str, strategy: str, world: int, count: int, seed: int) -> Case:
+def case_of_kind(kind: str, strategy: str, world: int, count: int, seed: int) -> Case:
     """Return a run with up to three failures of a kind, or with one if it is injected."""
     draw = random.Random(seed)
     once = kind == "cut" or kind in INJECTED
     steps = sorted(draw.sample(range(5, STEPS - 40), 1 if once else count))
-    return Case(strategy, world, tuple(Fault(kind, step, rank=draw.randrange(world)) for step in steps), seed)
+    return Case(
+        strategy, world, tuple(Failure(kind, step, rank=draw.randrange(world)) for step in steps), seed
+    )
 
 
-def at_random(seed: int) -> Case:
-    """Return a random case of a soak."""
+def random_case(seed: int) -> Case:
+    """Return a random case, for --soak."""
     draw = random.Random(seed)
     strategy = draw.choice([*STRATEGIES, "ddp", "fsdp"])
-    world = 1 if strategy in _ALONE else 4 if strategy == "hybrid" else draw.choice((2, 3, 4))
+    world = 1 if strategy in _ONE_PROCESS else 4 if strategy == "hybrid" else draw.choice((2, 3, 4))
     steps = sorted(draw.sample(range(3, STEPS - 40), draw.choice((1, 2, 3))))
-    faults = []
+    failures = []
     for number, step in enumerate(steps):
         kinds = [*OUTSIDE[:-1], *([] if number else INJECTED * 2)]
         if world == 1:
@@ -115,31 +119,36 @@ def at_random(seed: int) -> Case:
         phase = "update" if kind == "update" else draw.choice(phases)
         if strategy == "servers" and phase in ("update", "all_reduce"):
             kind, phase = "raise" if kind == "update" else kind, "forward"
-        if kind == "nan" and phase == "evaluate":  # it is only shown, and does not stop the run
+        if kind == "nan" and phase == "evaluate":  # NaN in an evaluation does not stop the run
             phase = "forward"
-        faults.append(Fault(kind, step, phase, draw.randrange(world)))
-    return Case(strategy, world, tuple(faults), seed)
+        failures.append(Failure(kind, step, phase, draw.randrange(world)))
+    return Case(strategy, world, tuple(failures), seed)
 
 
 def main(argv: Sequence[str] | None = None) -> bool:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kinds", default="kill", help=f"of {','.join([*OUTSIDE, *INJECTED])}")
-    parser.add_argument("--strategies", default="ddp", help=f"of {','.join(STRATEGIES)}")
+    parser.add_argument("--kinds", default="kill", help=f"from {','.join([*OUTSIDE, *INJECTED])}")
+    parser.add_argument("--strategies", default="ddp", help=f"from {','.join(STRATEGIES)}")
     parser.add_argument("--worlds", default="2,4")
     parser.add_argument(
-        "--tries", type=int, default=10, help="attempts of each kind, over all strategies and worlds"
+        "--failures",
+        type=int,
+        default=10,
+        help="number of failures of each kind, over all strategies and worlds",
     )
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--case", type=int, metavar="SEED")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     parser.add_argument("--launch", choices=("forked", "torchrun", "local"), default="forked")
-    parser.add_argument("--known", type=Path, help="file that keeps the hashes of uninterrupted runs")
+    parser.add_argument(
+        "--known", type=Path, help="file with hashes of uninterrupted runs, read and extended"
+    )
     parser.add_argument("--out", type=Path, help="folder for the runs")
     arguments = parser.parse_args(argv)
-    with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
+    with drilled_run.exit_on_signals(), contextlib.ExitStack() as stack:
         folder = arguments.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lost_steps-")))
         forked = Forked(stack)
         pair = stack.enter_context(hosts(2)) if arguments.hosts == 2 else []
@@ -147,39 +156,39 @@ def main(argv: Sequence[str] | None = None) -> bool:
         def start_on(world: int) -> drilled_run.Start:
             restarts = f"--max-restarts={RESTARTS}"
             if pair:
-                return forked.on(pair, world // 2, restarts)
+                return forked.on_hosts(pair, world // 2, restarts)
             if arguments.launch == "forked":
                 return forked.torchrun(world, restarts)
             return drilled_run.torchrun(world, restarts) if arguments.launch == "torchrun" else local(world)
 
-        laboratory = Laboratory(start_on, folder, pair, arguments.known)
+        runner = CaseRunner(start_on, folder, pair, arguments.known)
         if arguments.case is not None:
-            laboratory.try_(at_random(arguments.case))
+            runner.run_case(random_case(arguments.case))
         elif arguments.soak:
             end, seed = time.monotonic() + 60 * arguments.soak, 1000 * arguments.seed
             while time.monotonic() < end:
-                laboratory.try_(at_random(seed := seed + 1))
+                runner.run_case(random_case(seed := seed + 1))
         else:
-            places = [
+            worlds = [
                 (s, int(w)) for s in arguments.strategies.split(",") for w in arguments.worlds.split(",")
             ]
             for kind in arguments.kinds.split(","):
-                left, seed = arguments.tries, 1000 * arguments.seed
+                left, seed = arguments.failures, 1000 * arguments.seed
                 while left > 0:
-                    strategy, world = places[seed % len(places)]
-                    case = of_kind(kind, strategy, world, min(left, 3), seed := seed + 1)
-                    laboratory.try_(case)
-                    left -= sum("missed" not in row.kind for row in laboratory.rows[-len(case.faults) :])
-        return laboratory.table()
+                    strategy, world = worlds[seed % len(worlds)]
+                    case = case_of_kind(kind, strategy, world, min(left, 3), seed := seed + 1)
+                    runner.run_case(case)
+                    left -= sum("missed" not in row.kind for row in runner.rows[-len(case.failures) :])
+        return runner.table()
 
 
 def local(world: int) -> drilled_run.Start:
-    """Return a function that starts a run with launch=local."""
+    """Return a function that starts runs with launch=local."""
 
     def start(words: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
-        told = ["launch=local", f"launch.processes={world}", f"launch.max_restarts={RESTARTS}"]
+        options = ["launch=local", f"launch.processes={world}", f"launch.max_restarts={RESTARTS}"]
         with (folder / "output").open("ab") as file:
-            command = [sys.executable, str(drilled_run.PROGRAM), *words, *told]
+            command = [sys.executable, str(drilled_run.PROGRAM), *words, *options]
             variables = {**os.environ, **environment}
             return [
                 subprocess.Popen(

@@ -1,10 +1,10 @@
-"""Compare the memory of each strategy on real ranks with the prediction of `planner.memory`.
+"""Compare the measured memory of each strategy with the prediction of `planner.memory`.
 
     python -m benchmarks.memory_table [--ranks 4] [--width 512] [--depth 8] [--only fsdp,ddp]
 
-A GPT with AdamW makes three steps. Memory is the peak of a rank's resident set minus its size after a small
-model has loaded all code. Unlike in a run, freed memory is returned to the system at once (mallopt), so that
-the numbers count tensors and not memory that the C library keeps. CPU offload needs a GPU and is not
+A GPT with AdamW makes three steps. Memory is the peak of a rank's resident set minus its size after training
+a small model, which loads all code. Unlike in a normal run, freed memory is returned to the system at once
+(mallopt), so that the numbers exclude memory that the C library keeps. CPU offload needs a GPU and is not
 included.
 """
 
@@ -22,25 +22,25 @@ from tests.runs import context_of, settings
 SHARED = ("data=text", "model=gpt", "optim=adamw", "schedule=constant", "train.clip_grad_norm=1.0")
 SHARED += ("train.max_steps=3", "train.eval_every_epochs=0", "checkpoint.every_epochs=null")
 SHARED += ("logger=jsonl", "train.check_replicas_every=null")
-AGAIN = ("strategy.activation_checkpointing=true",)
-TWICE = ("train.global_batch_size={twice}",)
+RECOMPUTE = ("strategy.activation_checkpointing=true",)
+TWO_MICRO_BATCHES = ("train.global_batch_size={twice}",)
 CASES: dict[str, tuple[str, ...]] = {
     "ddp": ("strategy=ddp",),
-    "ddp, checkpointing": ("strategy=ddp", *AGAIN),
+    "ddp, checkpointing": ("strategy=ddp", *RECOMPUTE),
     "fsdp": ("strategy=fsdp",),
-    "fsdp, none freed": ("strategy=fsdp", "strategy.reshard_after_forward=false"),
-    "fsdp, checkpointing": ("strategy=fsdp", *AGAIN),
-    "fsdp, every other": ("strategy=fsdp", *AGAIN, "strategy.activation_checkpointing_every=2"),
-    "fsdp, products kept": ("strategy=fsdp", *AGAIN, "strategy.activation_checkpointing_keep=[matmul]"),
-    "fsdp, 2 micro-batches": ("strategy=fsdp", *TWICE),
-    "fsdp, 2, sharded sums": ("strategy=fsdp", *TWICE, "strategy.reduce_every_micro_batch=true"),
+    "fsdp, no resharding": ("strategy=fsdp", "strategy.reshard_after_forward=false"),
+    "fsdp, checkpointing": ("strategy=fsdp", *RECOMPUTE),
+    "fsdp, every 2nd unit": ("strategy=fsdp", *RECOMPUTE, "strategy.activation_checkpointing_every=2"),
+    "fsdp, matmul kept": ("strategy=fsdp", *RECOMPUTE, "strategy.activation_checkpointing_keep=[matmul]"),
+    "fsdp, 2 micro-batches": ("strategy=fsdp", *TWO_MICRO_BATCHES),
+    "fsdp, 2, reduced each": ("strategy=fsdp", *TWO_MICRO_BATCHES, "strategy.reduce_every_micro_batch=true"),
     "hybrid": ("strategy=fsdp", "strategy.shard_group=2"),
-    "hybrid, checkpointing": ("strategy=fsdp", "strategy.shard_group=2", *AGAIN),
+    "hybrid, checkpointing": ("strategy=fsdp", "strategy.shard_group=2", *RECOMPUTE),
     "servers=1": ("strategy=parameter_server",),
     "servers=2": ("strategy=parameter_server", "strategy.servers=2"),
     "servers=all": ("strategy=parameter_server", "strategy.servers=all"),
 }
-DEDICATED = {"servers=1": 1, "servers=2": 2}  # ranks that are only servers
+DEDICATED = {"servers=1": 1, "servers=2": 2}  # number of ranks that are only servers
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
 
@@ -50,7 +50,7 @@ def status(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def resident_at_rest() -> int:
+def resident_bytes() -> int:
     """Return free memory to the system, reset the peak, and return the size of the resident set."""
     libc = ctypes.CDLL(None)
     gc.collect()
@@ -67,23 +67,23 @@ def return_freed_memory() -> None:
 
 
 def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> int:
-    """Return by how many bytes the peak of this rank's resident set exceeds its size at rest, for `large`."""
+    """Return this rank's peak resident set in a run of `large`, minus its size after a run of `small`."""
     from trainer.loop import fit
 
     return_freed_memory()
     with context_of(*small, f"run_dir={run_dir / 'small'}") as context:
         fit(context)
     del context
-    base = resident_at_rest()
+    base = resident_bytes()
     with context_of(*large, f"run_dir={run_dir / 'large'}") as context:
         fit(context)
         return status("VmHWM") - base
 
 
 def predict(case: tuple[str, ...], ranks: int, micro: int) -> int:
-    """Return the prediction for this rank, without other ranks; the device is the CPU.
+    """Return the prediction for this rank on a CPU, without other ranks.
 
-    Call once per process, because torch caches meshes with the groups of the first rank.
+    Call once per process, because torch caches device meshes.
     """
     from planner.dry_run import DryRun
     from planner.pretend import DryRunWorld
@@ -104,15 +104,15 @@ def main() -> None:
     add("--width", type=int, default=512)
     add("--depth", type=int, default=8)
     add("--block-size", type=int, default=128)
-    add("--micro", type=int, default=4, help="samples of a micro-batch")
-    add("--only", default="", help="cases whose names begin with one of these, by commas")
+    add("--micro", type=int, default=4, help="micro-batch size")
+    add("--only", default="", help="comma-separated prefixes of cases")
     add("--json", type=Path)
     chosen = parser.parse_args()
     size = (*SHARED, f"model.width={chosen.width}", f"model.depth={chosen.depth}", "model.num_heads=8")
     size += (f"data.dataset.block_size={chosen.block_size}", f"train.micro_batch_size={chosen.micro}")
     small = (*SHARED, "model.width=32", "model.depth=2", "model.num_heads=2", "data.dataset.block_size=16")
     found = {}
-    print(f"{'MB of each rank':24} {'predicted':>40} {'measured':>40}  ratios")
+    print(f"{'MB per rank':24} {'predicted':>40} {'measured':>40}  ratios")
     for name, options in CASES.items():
         if not name.startswith(tuple(chosen.only.split(","))):
             continue

@@ -1,11 +1,15 @@
-"""Train modules as people write them under each strategy, and compare a resumed run.
+"""Train unusual modules with each strategy, and compare with a resumed run.
 
-Each kind of benchmarks/module_kinds makes six steps in a single process, and on two ranks under ddp, fsdp and
-parameter servers. Another run resumes from the checkpoint of step 3. It must end with the same bits, or the
-run must be refused: before its first step, or after it if only a forward pass creates state that cannot be
-saved. "Warned" is a resume with different bits after a warning about state that checkpoints do not contain.
-APART: strategies that make the same steps on two ranks ended with different bits. The exit status is 1 if any
-result is WRONG.
+Each module of benchmarks/module_kinds makes six steps in a single process, and on two ranks with DDP, FSDP
+and parameter servers. Another run resumes from the checkpoint of step 3. It must end with the same bits, or
+the run must be refused: before its first step, or after it if a forward pass creates state that cannot be
+saved. Results:
+
+    equal      the resumed run ended with the same bits
+    refused    the run was refused, with a message for users
+    warned     the bits differ, after a warning about state that checkpoints do not contain
+    WRONG      anything else; the exit status is then 1
+    DIFFERENT  strategies that make the same steps on two ranks ended with different bits
 
     python -m benchmarks.modules [--only Tied Lstm] [--strategies fsdp] [--out FOLDER]
 """
@@ -58,7 +62,7 @@ def visit(strategy: str, resume: bool, folder: Path, answers: Answers, kind: str
 
     def trained() -> str:
         with (
-            unsaved_state_told() as told,
+            unsaved_state_warnings() as warnings,
             job_as(settings(f"strategy={strategy}", *WORDS, f"+model.kind={kind}", *words)) as context,
         ):
             try:
@@ -67,12 +71,12 @@ def visit(strategy: str, resume: bool, folder: Path, answers: Answers, kind: str
                 if (step := context.state.progress.step) > 1:
                     raise RuntimeError(f"refused after step {step}: {error}") from error
                 raise
-            if told:
-                answers.give("told", told[0])
+            if warnings:
+                answers.give("warned", warnings[0])
             return parameters_sha256(context.state.model)
 
     question = "resumed" if resume else "trained"
-    sha = answers.asked(question, trained)
+    sha = answers.result_of(question, trained)
     if int(os.environ["RANK"]) == 0:
         answers.give(question, sha)
 
@@ -83,19 +87,19 @@ def saved_by(folder: Path, kind: str) -> Path:
 
 
 @contextmanager
-def unsaved_state_told() -> Iterator[list[str]]:
+def unsaved_state_warnings() -> Iterator[list[str]]:
     """Collect this rank's warnings about state that checkpoints do not contain."""
-    told: list[str] = []
+    warnings: list[str] = []
     handler, log = logging.Handler(), logging.getLogger("trainer.guards.unsaved")
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     try:
-        yield told
+        yield warnings
     finally:
         log.removeHandler(handler)
 
 
-def verdict(row: dict[str, str]) -> str:
+def result_of_kind(row: dict[str, str]) -> str:
     trained, resumed = row.get("trained", "WRONG: no answer"), row.get("resumed", "")
     if trained.startswith(("refused", "WRONG")):
         return trained
@@ -105,7 +109,7 @@ def verdict(row: dict[str, str]) -> str:
         return resumed
     if trained == resumed:
         return f"equal {trained[:8]}"
-    return f"warned: {row['told']}" if "told" in row else "WRONG: resumed to other bits"
+    return f"warned: {row['warned']}" if "warned" in row else "WRONG: different bits after a resume"
 
 
 def main() -> None:
@@ -123,9 +127,9 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             for resume in (False, True):
-                ask = partial(visit, strategy, resume, folder)
+                test = partial(visit, strategy, resume, folder)
                 kinds = [kind for kind in arguments.only if not resume or saved_by(folder, kind).exists()]
-                for kind in visit_each(ask, STRATEGIES[strategy], kinds, folder / f"answers{resume:d}"):
+                for kind in visit_each(test, STRATEGIES[strategy], kinds, folder / f"answers{resume:d}"):
                     row = read(folder / f"answers{resume:d}").get(kind, {})
                     print(f"{strategy:17}{kind:22}", row, flush=True)
             found[strategy] = {
@@ -135,11 +139,11 @@ def main() -> None:
     counts: Counter[str] = Counter()
     print()
     for kind in arguments.only:
-        verdicts = {strategy: verdict(table[kind]) for strategy, table in found.items()}
-        counts.update(each.split()[0].rstrip(":") for each in verdicts.values())
-        of_two = {v for s, v in verdicts.items() if STRATEGIES[s] == 2 and v.startswith("equal")}
-        print(f"{kind:22}{'  APART' * (len(of_two) > 1)}")
-        for strategy, each in verdicts.items():
+        results = {strategy: result_of_kind(table[kind]) for strategy, table in found.items()}
+        counts.update(each.split()[0].rstrip(":") for each in results.values())
+        of_two = {v for s, v in results.items() if STRATEGIES[s] == 2 and v.startswith("equal")}
+        print(f"{kind:22}{'  DIFFERENT' * (len(of_two) > 1)}")
+        for strategy, each in results.items():
             print(f"    {strategy:17}{each}")
     print("  ".join(f"{word} {count}" for word, count in sorted(counts.items())))
     sys.exit("WRONG" in counts)

@@ -1,11 +1,11 @@
-"""Compare the cost of a step of a small GPT with a loop in the style of nanoGPT.
+"""Compare the CPU time of a training step of a small GPT with a loop like nanoGPT's.
 
-Three variants train at the same time on one core, each in its own process: that loop with a model in the same
-style (separate views of heads, exact GELU), the same loop with our model, and our training loop with our
-model. All have 842,496 parameters, block size 128, batch size 16, AdamW, a cosine schedule with warmup,
-clipping at 1, weight decay for matrices only, and read the same bytes. Prints the CPU milliseconds per step,
-and the median, minimum and maximum of each ratio over the rounds: other load on the machine slows all
-variants equally.
+Three variants train at the same time on one core, each in its own process: nanoGPT's loop with a model like
+nanoGPT's (separate views of heads, exact GELU), nanoGPT's loop with models.gpt, and Ringmaster with
+models.gpt. All have 842,496 parameters, block size 128, batch size 16, AdamW, a cosine schedule with warm-up,
+clipping at 1, weight decay for matrices only, and the same text. Prints the CPU time per step, and the
+median, minimum and maximum of each ratio over the rounds. Other load on the machine slows all variants
+equally.
 
     python -m benchmarks.nanogpt_loop [--rounds 5] [--steps 60] [--switch ema.decay=0.999 ...]
 """
@@ -32,7 +32,7 @@ from models.gpt import GPT
 from trainer.data.text.in_memory import python_reference
 
 BLOCK, BATCH, WIDTH, DEPTH, HEADS, STEPS = 128, 16, 128, 4, 4, 100_000
-OURS = (
+OVERRIDES = (
     *("experiment=text_gpt", "strategy=single", f"data.dataset.block_size={BLOCK}", "train.epochs=100000"),
     *(f"train.global_batch_size={BATCH}", f"train.max_steps={STEPS}", "train.eval_every_epochs=0"),
     *("optim.lr=1e-3", "checkpoint.every_epochs=null", "schedule.warmup_steps=100"),
@@ -76,7 +76,7 @@ class PlainGPT(nn.Module):
 
 
 def plain_loop(model: nn.Module) -> Iterator[None]:
-    """Train in a simple loop in the style of nanoGPT; yields after each step."""
+    """Run a training loop like nanoGPT's; yield after each step."""
     data = python_reference()
     generator = torch.Generator().manual_seed(0)
 
@@ -114,7 +114,7 @@ def plain_loop(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def our_loop(overrides: Sequence[str]) -> Iterator[Iterator[None]]:
+def ringmaster_loop(overrides: Sequence[str]) -> Iterator[Iterator[None]]:
     from tests.runs import steps_of
     from trainer.assemble import assemble
     from trainer.distributed.process_group import process_group
@@ -131,30 +131,34 @@ def our_loop(overrides: Sequence[str]) -> Iterator[Iterator[None]]:
         yield steps_of(context)
 
 
-WAYS = {
-    "plain loop, its model": lambda: contextlib.nullcontext(plain_loop(PlainGPT())),
-    "plain loop, our model": lambda: contextlib.nullcontext(plain_loop(GPT(256, BLOCK))),
+PLAIN_VARIANTS = {
+    "nanoGPT loop, its model": lambda: contextlib.nullcontext(plain_loop(PlainGPT())),
+    "nanoGPT loop, models.gpt": lambda: contextlib.nullcontext(plain_loop(GPT(256, BLOCK))),
 }
-OUR_WAY = "our loop, our model"
+RINGMASTER = "Ringmaster, models.gpt"
 
 
-def processor_ms(name: str, steps: int) -> float:
-    """Return the CPU milliseconds per step of this process, after some warm-up steps."""
-    with WAYS[name]() if name in WAYS else our_loop(() if name == OUR_WAY else name.split()) as way:
+def cpu_ms(name: str, steps: int) -> float:
+    """Return the CPU time per step of this process, in ms, after five warm-up steps."""
+    with (
+        PLAIN_VARIANTS[name]()
+        if name in PLAIN_VARIANTS
+        else ringmaster_loop(() if name == RINGMASTER else name.split()) as loop
+    ):
         for _ in range(5):
-            next(way)
+            next(loop)
         begin = time.process_time()
         for _ in range(steps):
-            next(way)
+            next(loop)
         return 1e3 * (time.process_time() - begin) / steps
 
 
-def at_once(names: Sequence[str], steps: int, core: int) -> list[float]:
-    """Return the CPU time of each variant, in processes that share a core."""
+def cpu_ms_at_once(names: Sequence[str], steps: int, core: int) -> list[float]:
+    """Return the CPU time per step of each variant; all run at the same time on one core."""
     command = ["taskset", "-c", str(core), sys.executable, "-m", "benchmarks.nanogpt_loop"]
     children = [
         subprocess.Popen(
-            [*command, f"--steps={steps}", "--way", name],
+            [*command, f"--steps={steps}", "--variant", name],
             cwd=Path(__file__).parents[1],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
@@ -175,21 +179,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--core", type=int, default=0)
-    parser.add_argument("--switch", nargs="*", default=[], help="overrides, each measured separately")
-    parser.add_argument("--way", help=argparse.SUPPRESS)  # the variant that a child process runs
+    parser.add_argument(
+        "--switch", nargs="*", default=[], help="settings, each measured as a variant of Ringmaster"
+    )
+    parser.add_argument("--variant", help=argparse.SUPPRESS)  # the variant that a child process runs
     arguments = parser.parse_args()
-    if arguments.way:
-        print(processor_ms(arguments.way, arguments.steps))
+    if arguments.variant:
+        print(cpu_ms(arguments.variant, arguments.steps))
         return
-    names = [*WAYS, OUR_WAY, *arguments.switch]
-    rounds = [at_once(names, arguments.steps, arguments.core) for _ in range(arguments.rounds)]
+    names = [*PLAIN_VARIANTS, RINGMASTER, *arguments.switch]
+    rounds = [cpu_ms_at_once(names, arguments.steps, arguments.core) for _ in range(arguments.rounds)]
     found = dict(zip(names, zip(*rounds, strict=True), strict=True))
-    for name, theirs in found.items():
-        one, other = (theirs, found[OUR_WAY]) if name in arguments.switch else (found[OUR_WAY], theirs)
+    for name, values in found.items():
+        one, other = (values, found[RINGMASTER]) if name in arguments.switch else (found[RINGMASTER], values)
         ratios = sorted(a / b for a, b in zip(one, other, strict=True))
-        words = "this / ours" if name in arguments.switch else "ours / this"
+        words = "this / Ringmaster" if name in arguments.switch else "Ringmaster / this"
         print(
-            f"{name:24s} {statistics.median(theirs):8.2f} ms CPU time per step   {words}: "
+            f"{name:24s} {statistics.median(values):8.2f} ms CPU time per step   {words}: "
             f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
         )
 
@@ -201,7 +207,7 @@ def settings(*overrides: str) -> Any:
     from trainer.config.overrides import CONF
 
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return load(compose("train", overrides=[*OURS, *overrides]))
+        return load(compose("train", overrides=[*OVERRIDES, *overrides]))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Count the different results of one training on 1, 2 and 4 processes, for several trainers.
+"""Count the different hashes of the same training on 1, 2 and 4 processes, for several trainers.
 
     pip install accelerate lightning
     python -m benchmarks.peer_bits
 
-Bare DDP, Accelerate, Lightning and Ringmaster train an MLP on the digits for 60 steps of SGD with 64 samples
-over all processes. Each sees the same samples in each step, on any number of processes. Ringmaster uses
-train.exact=8. The exit status is 1 if its hashes differ.
+Plain DDP, Accelerate, Lightning and Ringmaster train an MLP on the digits for 60 steps of SGD with a global
+batch size of 64. The samples of each step are the same for all trainers and numbers of processes. Ringmaster
+uses train.exact=8. The exit status is 1 if Ringmaster's hashes differ.
 """
 
 import contextlib
@@ -39,17 +39,17 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, Iterator[Any]]:
     model, data = MLP((1, 8, 8), 10), Digits("train")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     order = torch.randint(len(data), (STEPS, BATCH), generator=torch.Generator().manual_seed(0))
-    shares = (data.__getitems__(batch[rank::world].tolist()) for batch in order)
-    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), shares
+    batches = (data.__getitems__(batch[rank::world].tolist()) for batch in order)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), batches
 
 
 def loop(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    shares: Iterator[Any],
+    batches: Iterator[Any],
     backward: Callable[[Tensor], Any],
 ) -> None:
-    for inputs, targets in shares:
+    for inputs, targets in batches:
         optimizer.zero_grad()
         backward(F.cross_entropy(model(inputs), targets))
         optimizer.step()
@@ -61,25 +61,25 @@ def sha256(model: nn.Module) -> str:
 
 
 def ddp() -> str:
-    model, optimizer, shares = parts()
+    model, optimizer, batches = parts()
     dist.init_process_group("gloo")
-    loop(DistributedDataParallel(model), optimizer, shares, Tensor.backward)
+    loop(DistributedDataParallel(model), optimizer, batches, Tensor.backward)
     return sha256(model)
 
 
 def accelerate() -> str:
     from accelerate import Accelerator
 
-    model, optimizer, shares = parts()
+    model, optimizer, batches = parts()
     accelerator = Accelerator(cpu=True)
-    loop(*accelerator.prepare(model, optimizer), shares, accelerator.backward)
+    loop(*accelerator.prepare(model, optimizer), batches, accelerator.backward)
     return sha256(model)
 
 
 def lightning() -> str:
     import lightning as L
 
-    model, optimizer, shares = parts()
+    model, optimizer, batches = parts()
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
@@ -97,7 +97,7 @@ def lightning() -> str:
     quiet: dict[str, Any] = dict.fromkeys(names, False)
     strategy = "ddp" if world > 1 else "auto"
     runner = L.Trainer(accelerator="cpu", devices=world, strategy=strategy, max_steps=STEPS, **quiet)
-    runner.fit(Module(), DataLoader(list(shares), batch_size=None))
+    runner.fit(Module(), DataLoader(list(batches), batch_size=None))
     return sha256(model)
 
 
@@ -113,21 +113,23 @@ def ringmaster() -> str:
     return str(runs.train(*words)["param_sha256"])
 
 
-def silent(way: Callable[[], str]) -> str:
+def silent(trainer: Callable[[], str]) -> str:
     with contextlib.redirect_stdout(io.StringIO()):
-        return way()
+        return trainer()
 
 
 def main() -> None:
     print(f"{'':10} {'hashes':>6}  " + "  ".join(f"{world:<8}" for world in WORLDS))
-    for way in (ddp, accelerate, lightning, ringmaster):
+    for trainer in (ddp, accelerate, lightning, ringmaster):
         found = []
         for world in WORLDS:
             with tempfile.TemporaryDirectory() as folder:
-                # Without a variable of torchrun, Lightning would start its own ranks.
-                told = {"TORCHELASTIC_RUN_ID": "peer-bits", "RUN_DIR": f"{folder}/run"}
-                found.append(run_ranks(silent, world, way, init=False, env=told)[0])
-        print(f"{way.__name__:10} {len(set(found)):6}  " + "  ".join(each[:8] for each in found), flush=True)
+                # Without torchrun's variables, Lightning would start its own ranks.
+                variables = {"TORCHELASTIC_RUN_ID": "peer-bits", "RUN_DIR": f"{folder}/run"}
+                found.append(run_ranks(silent, world, trainer, init=False, env=variables)[0])
+        print(
+            f"{trainer.__name__:10} {len(set(found)):6}  " + "  ".join(each[:8] for each in found), flush=True
+        )
     sys.exit(len(set(found)) > 1)
 
 

@@ -1,4 +1,4 @@
-"""The job that all trainers of `benchmarks.peers` share, and its measurements."""
+"""The training job and the measurements that all trainers of `benchmarks.peers` share."""
 
 import json
 import os
@@ -20,11 +20,11 @@ from trainer.data.text.in_memory import Text
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 GPT_SCHEDULE = ("schedule.warmup_steps=0", "~schedule.final_fraction")
-MORE = 2  # steps of a resumed run
+MORE_STEPS = 2  # number of steps of a resumed run
 
 
 class Bytes(Text):
-    """Windows that start at the same positions in each epoch."""
+    """Text windows that start at the same positions in each epoch."""
 
     @property
     def draw(self) -> Any:  # type: ignore[override]
@@ -53,7 +53,7 @@ class Job:
         return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
     def overrides(self) -> list[str]:
-        """Return the same job as settings of Ringmaster."""
+        """Return the job as settings of Ringmaster."""
         common = ["schedule=constant", "train.eval_every_epochs=0", "checkpoint.every_epochs=null", "seed=0"]
         common += [
             f"strategy={'ddp' if WORLD > 1 else 'single'}",
@@ -71,7 +71,7 @@ class Job:
 
 
 class Order(Sampler[list[int]]):
-    """The indices of this rank's batches from `first_step` on, as Ringmaster draws them."""
+    """The indices of this rank's batches, starting at `first_step`, in Ringmaster's order."""
 
     def __init__(self, job: Job, first_step: int) -> None:
         self._job, self._first_step = job, first_step
@@ -81,7 +81,7 @@ class Order(Sampler[list[int]]):
         return self._per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches of one epoch, starting in its middle if the run resumes there."""
+        """Yield the batches of an epoch, or its remaining batches after a resume."""
         epoch, first = divmod(self._first_step, self._per_epoch)
         order = torch.randperm(len(self._job.data), generator=torch.Generator().manual_seed(epoch))
         for step in range(first, self._per_epoch):
@@ -91,7 +91,7 @@ class Order(Sampler[list[int]]):
 
 
 class BySamples(Dataset[Any]):
-    """A dataset without `__getitems__`, as most datasets are."""
+    """A dataset without `__getitems__`, like most datasets."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -103,35 +103,35 @@ class BySamples(Dataset[Any]):
         return self._data[index]
 
 
-class Marks:
+class Measurements:
     """Records the measurements of a run; rank 0 writes them to a file."""
 
     def __init__(self, steps: int) -> None:
         self.num_steps = steps
         self.times: list[tuple[float, float]] = []
         self.first_at = 0.0
-        self.facts: dict[str, float] = {}
+        self.values: dict[str, float] = {}
 
-    def step(self) -> bool:
+    def record_step(self) -> bool:
         """Record the end of a step, and return whether it was the last one."""
         self.times.append((time.perf_counter(), time.process_time()))
         self.first_at = self.first_at or time.time()
         return len(self.times) == self.num_steps
 
-    def saved(self, model: nn.Module, seconds: float) -> None:
-        """Record the trained model, and the seconds that its checkpoint took."""
+    def record_save(self, model: nn.Module, seconds: float) -> None:
+        """Record the norm of the trained model, and the time of its checkpoint in seconds."""
         norm = torch.stack([parameter.detach().double().norm() for parameter in model.parameters()]).norm()
-        self.facts |= {"save": seconds, "norm": norm.item()}
+        self.values |= {"save": seconds, "norm": norm.item()}
 
     def write(self, out: Path) -> None:
         skipped = len(self.times) // 4
         (begin, cpu_begin), (end, cpu_end) = self.times[skipped], self.times[-1]
         number = len(self.times) - 1 - skipped
-        self.facts |= {
+        self.values |= {
             "ms": 1e3 * (end - begin) / max(1, number),
             "cpu ms": 1e3 * (cpu_end - cpu_begin) / max(1, number),
             "first_at": self.first_at,
             "MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
         if RANK == 0:
-            out.write_text(json.dumps(self.facts))
+            out.write_text(json.dumps(self.values))

@@ -1,9 +1,9 @@
-"""Run one training of `benchmarks.peers` under one trainer, in the processes of one launch.
+"""Run one training of `benchmarks.peers` with one trainer, in the processes of one launch.
 
-    python -m benchmarks.peer_loops HARNESS JOB FOLDER [CHECKPOINT]
+    python -m benchmarks.peer_loops TRAINER JOB FOLDER [CHECKPOINT]
 
-Each trainer makes the steps of `marks`, from `start` if it is not None, and saves to FOLDER/saved. The
-measurements are written to FOLDER/figures.json.
+Each trainer makes `measurements.num_steps` steps, starting from the checkpoint `start` if it is given, and
+saves to FOLDER/saved. The measurements are written to FOLDER/measurements.json.
 """
 
 import os
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from benchmarks.peer_job import MORE, RANK, WORLD, BySamples, Job, Marks, Order
+from benchmarks.peer_job import MORE_STEPS, RANK, WORLD, BySamples, Job, Measurements, Order
 
 
 def _train(
     job: Job,
-    marks: Marks,
+    measurements: Measurements,
     to: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -33,7 +33,7 @@ def _train(
     clip: Callable[[], object],
     save: Callable[[int], None],
 ) -> None:
-    """Train in a typical user's loop; the arguments are what differs between trainers.
+    """Train in a typical loop; the arguments are what differs between trainers.
 
     Args:
         batches: returns the batches of the next epoch.
@@ -52,14 +52,16 @@ def _train(
             step += 1
             if writer and step % job.log_every == 0:
                 writer.add_scalar("loss", loss.item(), step)
-            if marks.step():
+            if measurements.record_step():
                 begin = time.perf_counter()
                 save(step)
-                marks.saved(model, time.perf_counter() - begin)
+                measurements.record_save(model, time.perf_counter() - begin)
                 return
 
 
-def bare(job: Job, marks: Marks, start: Path | None, to: Path, by_batches: bool = False) -> None:
+def plain(
+    job: Job, measurements: Measurements, start: Path | None, to: Path, by_batches: bool = False
+) -> None:
     model = job.model()
     if WORLD > 1:
         torch.distributed.init_process_group("gloo")
@@ -80,7 +82,7 @@ def bare(job: Job, marks: Marks, start: Path | None, to: Path, by_batches: bool 
             torch.save(facts | {"step": first_step + step}, to)
 
     _train(
-        *(job, marks, to, wrapped, optimizer),
+        *(job, measurements, to, wrapped, optimizer),
         lambda: map(job.data.__getitems__, order) if by_batches else loader,
         backward=Tensor.backward,
         clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
@@ -88,16 +90,16 @@ def bare(job: Job, marks: Marks, start: Path | None, to: Path, by_batches: bool 
     )
 
 
-def batches(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
-    bare(job, marks, start, to, by_batches=True)
+def plain_batches(job: Job, measurements: Measurements, start: Path | None, to: Path) -> None:
+    plain(job, measurements, start, to, by_batches=True)
 
 
-def fabric(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
+def fabric(job: Job, measurements: Measurements, start: Path | None, to: Path) -> None:
     from lightning.fabric import Fabric
 
     runner = Fabric(accelerator="cpu", devices=WORLD, strategy="ddp" if WORLD > 1 else "auto")
     runner.launch()
-    model, optimizer = runner.setup(plain := job.model(), job.optimizer(plain))
+    model, optimizer = runner.setup(own := job.model(), job.optimizer(own))
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
     if start is not None:
         runner.load(start, state)
@@ -105,7 +107,7 @@ def fabric(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
     data = DataLoader(BySamples(job.data), batch_sampler=Order(job, first_step))
     loader = runner.setup_dataloaders(data, use_distributed_sampler=False)
     _train(
-        *(job, marks, to, model, optimizer),
+        *(job, measurements, to, model, optimizer),
         lambda: loader,
         backward=runner.backward,
         clip=lambda: runner.clip_gradients(model, optimizer, max_norm=1.0),
@@ -113,7 +115,7 @@ def fabric(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
     )
 
 
-def lightning(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
+def lightning(job: Job, measurements: Measurements, start: Path | None, to: Path) -> None:
     import lightning as L
     from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -131,7 +133,7 @@ def lightning(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
             return job.optimizer(self.model)
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            marks.step()
+            measurements.record_step()
 
     first_step = int(start.with_suffix(".step").read_text()) if start is not None else 0
     trainer = L.Trainer(
@@ -139,7 +141,7 @@ def lightning(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
         devices=WORLD,
         strategy="ddp" if WORLD > 1 else "auto",
         max_epochs=-1,
-        max_steps=job.steps if start is None else first_step + MORE,
+        max_steps=job.steps if start is None else first_step + MORE_STEPS,
         gradient_clip_val=1.0 if job.is_gpt else None,
         log_every_n_steps=job.log_every,
         logger=TensorBoardLogger(str(to.parent / "logs")),
@@ -152,33 +154,33 @@ def lightning(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
     trainer.fit(module := Module(), loader, ckpt_path=start)
     begin = time.perf_counter()
     trainer.save_checkpoint(to)
-    marks.saved(module, time.perf_counter() - begin)
+    measurements.record_save(module, time.perf_counter() - begin)
     to.with_suffix(".step").write_text(str(trainer.global_step))
 
 
-def accelerate(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
+def accelerate(job: Job, measurements: Measurements, start: Path | None, to: Path) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(plain := job.model(), job.optimizer(plain))
+    model, optimizer = accelerator.prepare(own := job.model(), job.optimizer(own))
     first_step = 0
     if start is not None:
         accelerator.load_state(str(start))
         first_step = int((start / "step").read_text())
-    # Not prepared, because its loader would divide this rank's batches again.
+    # Not prepared, because Accelerate would divide this rank's batches again.
     loader = DataLoader(BySamples(job.data), batch_sampler=Order(job, first_step))
     _train(
-        *(job, marks, to, model, optimizer),
+        *(job, measurements, to, model, optimizer),
         lambda: loader,
         backward=accelerator.backward,
         clip=lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
         save=lambda step: accelerator.save_state(str(to)),
     )
     if RANK == 0:
-        (to / "step").write_text(str(first_step + marks.num_steps))
+        (to / "step").write_text(str(first_step + measurements.num_steps))
 
 
-def ringmaster(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
+def ringmaster(job: Job, measurements: Measurements, start: Path | None, to: Path) -> None:
     from ringmaster import main
     from trainer import load_model, loop
 
@@ -186,30 +188,30 @@ def ringmaster(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
 
     def make_step(run: Any, batches: Any) -> Any:
         after = step_of(run, batches)
-        marks.step()
+        measurements.record_step()
         return after
 
     def save(context: Any) -> None:
         begin = time.perf_counter()
         save_of(context)
-        marks.facts["save"] = time.perf_counter() - begin
+        measurements.values["save"] = time.perf_counter() - begin
 
     loop.make_step, loop.save = make_step, save
     weights = to.with_suffix(".initial")
     steps = job.steps
     words = [f"model.init_from={weights}"]
     if start is not None:
-        steps, words = job.steps + MORE, [f"resume={next((start / 'checkpoints').glob('step_*'))}"]
+        steps, words = job.steps + MORE_STEPS, [f"resume={next((start / 'checkpoints').glob('step_*'))}"]
     elif RANK == 0:
         torch.save(job.model().state_dict(), weights)
     sys.argv = ["train.py", *job.overrides(), *words, f"train.max_steps={steps}", f"run_dir={to}"]
     os.environ["TORCHELASTIC_ERROR_FILE"] = os.devnull
     main()
     if RANK == 0:
-        marks.saved(load_model(to), marks.facts["save"])
+        measurements.record_save(load_model(to), measurements.values["save"])
 
 
-HARNESSES = {each.__name__: each for each in (batches, bare, fabric, lightning, accelerate, ringmaster)}
+TRAINERS = {each.__name__: each for each in (plain_batches, plain, fabric, lightning, accelerate, ringmaster)}
 
 
 def _writer(to: Path) -> Any:
@@ -219,11 +221,11 @@ def _writer(to: Path) -> Any:
 
 
 def main() -> None:
-    harness, name, folder, *saved = sys.argv[1:]
+    trainer_name, name, folder, *saved = sys.argv[1:]
     start, job = Path(saved[0]) if saved else None, Job(name)
-    marks = Marks(MORE if start is not None else job.steps)
-    HARNESSES[harness](job, marks, start, Path(folder) / "saved")
-    marks.write(Path(folder) / "figures.json")
+    measurements = Measurements(MORE_STEPS if start is not None else job.steps)
+    TRAINERS[trainer_name](job, measurements, start, Path(folder) / "saved")
+    measurements.write(Path(folder) / "measurements.json")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Compare predicted with measured training steps between hosts; they must agree within 15 %.
+"""Compare predicted with measured times of training steps on two hosts, which must agree within 15 %.
 
     python -m benchmarks.predicted_steps [--per-host 2,4] [--rate 1gbit] [--models waiting,gpt] [--steps 40]
 
-For each number of processes, a run on one host gives the step time and the buckets, and a preflight gives the
-capacities of the two hosts and their link; `planner.comm --train` predicts the step on two hosts. That step
-is measured twice, before and after the preflight. Hosts are network namespaces on one machine, so this needs
-root, and a run on one host has the same number of processes, each with the same share of the CPU. `waiting`
-computes nothing and only takes time, like an accelerator; `gpt` computes on the CPU.
+For each number of processes, a run on one host measures the step time and the buckets, and a preflight
+measures the capacities of the two hosts and their link. From these, `planner.comm --train` predicts the step
+on two hosts, which is measured twice, before and after the preflight. Hosts are network namespaces on one
+machine, so this requires root. The run on one host has the same number of processes, so that each gets the
+same fraction of the CPU. The model `waiting` computes nothing and only waits, as a CPU waits for an
+accelerator; `gpt` computes on the CPU.
 """
 
 import argparse
@@ -44,7 +45,7 @@ MODELS = {
 }  # fmt: skip
 BUCKET_MB = {"waiting": 6, "gpt": 4}
 ALGORITHMS = ("ring", "hierarchical")
-BAR = 1.15
+LIMIT = 1.15
 
 
 def run(
@@ -76,19 +77,18 @@ def main() -> int:
     parser.add_argument("--models", default="waiting,gpt")
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
-    kept = True
-    print(
-        f"{'':30}{'one host':>10}{'computing':>11}{'exposed':>9}{'predicted':>11}{'measured':>10}{'ratio':>7}"
-    )
+    all_within = True
+    heads = f"{'one host':>10}{'computing':>11}{'exposed':>9}{'predicted':>11}{'measured':>10}{'ratio':>7}"
+    print(f"{'ms per step':30}{heads}")
     for model in args.models.split(","):
         for per_host in map(int, args.per_host.split(",")):
-            kept &= compare(per_host, model, args.rate, args.steps)
-    print(f"{'all' if kept else 'NOT all'} within {100 * (BAR - 1):.0f} %")
-    return int(not kept)
+            all_within &= compare(per_host, model, args.rate, args.steps)
+    print(f"{'all' if all_within else 'NOT all'} within {100 * (LIMIT - 1):.0f} %")
+    return int(not all_within)
 
 
 def compare(per_host: int, model: str, rate: str, steps: int) -> bool:
-    kept, alone = True, [0] * (2 * per_host)
+    all_within, one_host = True, [0] * (2 * per_host)
     settings = (*MODELS[model], "strategy=ddp", f"strategy.bucket_cap_mb={BUCKET_MB[model]}")
     with tempfile.TemporaryDirectory() as name, network(2, rate) as (a, b):
         folder, places = Path(name), [*[a] * per_host, *[b] * per_host]
@@ -96,22 +96,27 @@ def compare(per_host: int, model: str, rate: str, steps: int) -> bool:
             algorithm: run(places, settings, algorithm, steps, folder / f"{algorithm}0")
             for algorithm in ALGORITHMS
         }
-        found = run(alone, settings, "ring", steps, folder / "alone")
-        here, there = machine_of(alone, folder / "here.json"), machine_of(places, folder / "there.json")
-        computed_s = found.computed_s(here)
+        found = run(one_host, settings, "ring", steps, folder / "one_host")
+        machine, machines = (
+            machine_of(one_host, folder / "here.json"),
+            machine_of(places, folder / "there.json"),
+        )
+        computed_s = found.computed_s(machine)
         for algorithm in ALGORITHMS:
             after = run(places, settings, algorithm, steps, folder / f"{algorithm}1")
             measured_s = statistics.mean((before[algorithm].step_s, after.step_s))
-            predicted = found.step(PlannedWorld(2, per_host, there), algorithm, computed_s)
-            line(f"{model} 2 x {per_host} {algorithm}", found.step_s, predicted, measured_s)
-            kept &= 1 / BAR < predicted.seconds / measured_s < BAR
-    return kept
+            predicted = found.step(PlannedWorld(2, per_host, machines), algorithm, computed_s)
+            print_row(f"{model} 2 x {per_host} {algorithm}", found.step_s, predicted, measured_s)
+            all_within &= 1 / LIMIT < predicted.seconds / measured_s < LIMIT
+    return all_within
 
 
-def line(what: str, alone_s: float, predicted: step.PredictedStep, measured_s: float) -> None:
-    found = (alone_s, predicted.computed_s, predicted.exposed_s, predicted.seconds, measured_s)
-    columns = "".join(f"{1e3 * s:>{width}.1f}" for s, width in zip(found, (10, 11, 9, 11, 10), strict=True))
-    print(f"{what:30}{columns}{predicted.seconds / measured_s:>7.2f}", flush=True)
+def print_row(name: str, one_host_s: float, predicted: step.PredictedStep, measured_s: float) -> None:
+    columns_s = (one_host_s, predicted.computed_s, predicted.exposed_s, predicted.seconds, measured_s)
+    columns = "".join(
+        f"{1e3 * s:>{width}.1f}" for s, width in zip(columns_s, (10, 11, 9, 11, 10), strict=True)
+    )
+    print(f"{name:30}{columns}{predicted.seconds / measured_s:>7.2f}", flush=True)
 
 
 if __name__ == "__main__":

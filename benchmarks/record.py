@@ -1,7 +1,8 @@
 """Run a benchmark, and record its output: python -m benchmarks.record NAME COMMAND...
 
-benchmarks/results/NAME.json then contains the command, its output, the machine, its load before, and the
-date. The documentation takes numbers from there, and tests/test_docs.py compares them.
+Writes the command, its output, the machine, its load before the run, and the date to
+benchmarks/results/NAME.json. The documentation takes numbers from these files, and tests/test_docs.py
+compares them.
 """
 
 import json

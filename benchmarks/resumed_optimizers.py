@@ -1,4 +1,4 @@
-"""Check whether a resume is exact with third-party optimizers and schedules, on a CPU.
+"""Check whether runs with third-party optimizers and schedules resume exactly, on a CPU.
 
     pip install --no-deps pytorch-optimizer torch-optimizer pytorch-ranger lion-pytorch prodigyopt \
         dadaptation schedulefree timm came-pytorch adabelief-pytorch bitsandbytes
@@ -6,7 +6,7 @@
     python -m benchmarks.record resumed_optimizers python -m benchmarks.resumed_optimizers
 
 A run of six steps saves after the third step, and a second process resumes there. Prints for each class
-whether both end with the same bits, or the error message of a run, and the warnings of both.
+whether both runs end with the same bits, or an error message, and the warnings of both runs.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ COMMON = (
 STEP = 3
 OWN = "benchmarks.resumed_optimizers."
 SCHEDULES = "torch.optim.lr_scheduler."
-OPTIMIZERS = {  # by class; options
+OPTIMIZERS = {  # options by class
     OWN + "RowWiseAdagrad": "",
     "lion_pytorch.Lion": "",
     "prodigyopt.Prodigy": "lr=1",
@@ -63,23 +63,23 @@ OPTIMIZERS = {  # by class; options
     "bitsandbytes.optim.AdamW8bit": "",
 }
 LINEAR = f"{{_target_:{SCHEDULES}LinearLR,_partial_:true,total_iters:2}}"
-FALLING = f"{{_target_:{SCHEDULES}ExponentialLR,_partial_:true,gamma:0.9}}"
+EXPONENTIAL = f"{{_target_:{SCHEDULES}ExponentialLR,_partial_:true,gamma:0.9}}"
 WARMUP = "num_warmup_steps=2 num_training_steps=auto"
-OF_RATES = {
+SCHEDULE_OPTIONS = {
     "transformers.get_linear_schedule_with_warmup": WARMUP,
     "transformers.get_cosine_schedule_with_warmup": WARMUP,
     "transformers.get_polynomial_decay_schedule_with_warmup": WARMUP,
     "transformers.get_inverse_sqrt_schedule": "num_warmup_steps=2",
     "pytorch_optimizer.CosineAnnealingWarmupRestarts": "first_cycle_steps=4 max_lr=0.1 warmup_steps=2",
     "timm.scheduler.CosineLRScheduler": "t_initial=6",
-    SCHEDULES + "SequentialLR": f"milestones=[2] schedulers=[{LINEAR},{FALLING}]",
-    SCHEDULES + "ChainedScheduler": f"schedulers=[{LINEAR},{FALLING}]",
+    SCHEDULES + "SequentialLR": f"milestones=[2] schedulers=[{LINEAR},{EXPONENTIAL}]",
+    SCHEDULES + "ChainedScheduler": f"schedulers=[{LINEAR},{EXPONENTIAL}]",
     SCHEDULES + "OneCycleLR": "max_lr=0.1 total_steps=auto",
 }
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """As in DLRM: a mean square for each row; an attribute records whether they have been created."""
+    """Row-wise Adagrad as in DLRM; an attribute records whether the state has been created."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.01, eps: float = 1e-10) -> None:
         super().__init__(params, {"lr": lr, "eps": eps})
@@ -109,13 +109,13 @@ def lookahead(params: Iterable[Tensor], lr: float) -> Any:
 
 
 def overrides() -> dict[str, tuple[str, ...]]:
-    """Return the settings of each run, by the class that it tests."""
+    """Return the settings of each run, by the class under test."""
     found = {}
     for name, options in OPTIMIZERS.items():
         given = {"lr": "0.01"} | dict(option.split("=") for option in options.split())
         own = (f"{'' if key == 'lr' else '+'}optim.{key}={value}" for key, value in given.items())
         found[name] = ("optim=own", f"optim._target_={name}", "schedule=constant", *own)
-    for name, options in OF_RATES.items():
+    for name, options in SCHEDULE_OPTIONS.items():
         pairs = [part.partition("=") for part in options.split()]
         own = (f"+schedule.{key}={value}" for key, _, value in pairs)
         found[name] = ("schedule=own", f"schedule._target_={name}", *own)
@@ -128,14 +128,14 @@ def results(folder: Path, resumes: bool, only: list[str]) -> dict[str, tuple[str
     for number, (name, settings) in enumerate(overrides().items()):
         if only and not any(word in name for word in only):
             continue
-        told: list[str] = []
+        warnings: list[str] = []
         handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record, told=told: told.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record, warnings=warnings: warnings.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("trainer").addHandler(handler)
-        whole = folder / f"{number}_whole"
-        where = (f"run_dir={whole}",)
+        first = folder / f"{number}_first"
+        where = (f"run_dir={first}",)
         if resumes:
-            saved = whole / "checkpoints" / f"step_{STEP:08d}"
+            saved = first / "checkpoints" / f"step_{STEP:08d}"
             where = (f"run_dir={folder / f'{number}_resumed'}", f"resume={saved}")
         try:
             with contextlib.redirect_stdout(io.StringIO()):
@@ -143,26 +143,35 @@ def results(folder: Path, resumes: bool, only: list[str]) -> dict[str, tuple[str
         except Exception as error:
             end = f"{type(error).__name__}: {error}".splitlines()[0]
         logging.getLogger("trainer").removeHandler(handler)
-        found[name] = end, told
+        found[name] = end, warnings
     return found
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
-        wholes, resumed = (
+        uninterrupted, resumed = (
             run_ranks(results, 1, Path(name), resumes, sys.argv[1:], init=False, fresh=True, timeout_s=1800)[
                 0
             ]
             for resumes in (False, True)
         )
-    same = sum(end == resumed[name][0] and ":" not in end for name, (end, _) in wholes.items())
-    print(f"{same} of {len(OPTIMIZERS)} optimizers and {len(OF_RATES)} schedules end with the same bits")
-    for name, (end, told) in wholes.items():
-        again, told_again = resumed[name]
+    same = sum(end == resumed[name][0] and ":" not in end for name, (end, _) in uninterrupted.items())
+    print(
+        f"{same} of {len(OPTIMIZERS)} optimizers and {len(SCHEDULE_OPTIONS)} schedules end with the same bits"
+    )
+    for name, (end, warnings) in uninterrupted.items():
+        again, more_warnings = resumed[name]
         words = (
-            end if ":" in end else "same bits" if end == again else again if ":" in again else "OTHER BITS"
+            end
+            if ":" in end
+            else "same bits"
+            if end == again
+            else again
+            if ":" in again
+            else "DIFFERENT BITS"
         )
-        print(f"{name.removeprefix(OWN)}: {words}. {'; '.join(dict.fromkeys(told + told_again))}".rstrip())
+        distinct = dict.fromkeys(warnings + more_warnings)
+        print(f"{name.removeprefix(OWN)}: {words}. {'; '.join(distinct)}".rstrip())
 
 
 if __name__ == "__main__":

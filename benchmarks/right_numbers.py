@@ -1,10 +1,10 @@
-"""Compare numbers that other trainers get wrong without an error with Ringmaster's, on CPUs.
+"""Compare Ringmaster with other trainers on numbers that some trainers silently get wrong, on CPUs.
 
     pip install accelerate lightning transformers peft
     python -m benchmarks.right_numbers [gradient] [accuracy] [loss] [adapters]
 
-The model has two parameters, the logits of every sample, so that each right number is known. The exit status
-is 1 if one of Ringmaster's numbers is wrong.
+The model has two parameters, the logits of every sample, so that the right values are known. The exit status
+is 1 if one of Ringmaster's values is wrong.
 """
 
 import contextlib
@@ -30,17 +30,17 @@ from tests.ranks import run_ranks
 from trainer import load_model
 from trainer.report.run_hash import parameters_sha256
 
-LABELS = {  # -100 does not count
+LABELS = {  # -100 is ignored
     "gradient": [
         0,
         *[-100] * 9,
         *[1] * 9,
         -100,
-    ],  # each rank has half of them: one label that counts, and nine
+    ],  # half for each rank: one counted label, and nine
     "accuracy": [0, *[1] * 8],  # an odd number for two ranks
-    "loss": [0, *[-100] * 4, *[1] * 5],  # batches with one label that counts, and with five
+    "loss": [0, *[-100] * 4, *[1] * 5],  # a batch with one counted label, and one with five
 }
-OURS = [
+OVERRIDES = [
     *("data=own", "data.dataset._target_=benchmarks.right_numbers.Samples", "train.global_batch_size=20"),
     *("data.task._target_=trainer.tasks.Classification", "train.max_steps=1", "schedule=constant"),
     *("model=own", "optim=sgd", "optim.momentum=0", "optim.weight_decay=0"),
@@ -68,7 +68,7 @@ class Samples(list[Any]):
 
 
 def loader(what: str, **more: Any) -> DataLoader[Any]:
-    """Return this rank's half of the training samples in one batch, or all other samples in batches of 5."""
+    """Return a loader of this rank's half of the training samples, or of all samples in batches of 5."""
     begin = 10 * int(os.environ["RANK"]) if what == "gradient" else 0
     return DataLoader(Samples("eval", what)[begin : begin + 10], 10 if what == "gradient" else 5, **more)
 
@@ -132,10 +132,10 @@ def transformers(what: str) -> float:
     return -model.logits.tolist()[0]
 
 
-def ours(what: str) -> float:
+def ringmaster(what: str) -> float:
     words = ["model._target_=benchmarks.right_numbers.Logits", f"+model.what={what}"]
     words += [f"optim.lr={1 if what == 'gradient' else 1e-12}", f"+data.dataset.what={what}"]
-    result = runs.train(*OURS, *words, "strategy=ddp", f"run_dir={(folder := os.environ['FOLDER'])}")
+    result = runs.train(*OVERRIDES, *words, "strategy=ddp", f"run_dir={(folder := os.environ['FOLDER'])}")
     return -load_model(folder).logits.tolist()[0] if what == "gradient" else float(result[f"eval/{what}"])
 
 
@@ -151,56 +151,60 @@ def accelerate_adapters(what: str) -> float:
     from accelerate.utils import save_fsdp_model
 
     accelerator, model = Accelerator(cpu=True), adapted()
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    num_trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     plugin = SimpleNamespace(fsdp_version=2, state_dict_type=StateDictType.FULL_STATE_DICT)
     plugin.state_dict_config = SimpleNamespace()
     save_fsdp_model(plugin, accelerator, model, folder := os.environ["FOLDER"], adapter_only=True)
     dist.barrier()
     saved = torch.load(f"{folder}/pytorch_model_fsdp.bin", weights_only=False).values()
-    return sum(getattr(each, "_local_tensor", each).numel() for each in saved) / trained
+    return sum(getattr(each, "_local_tensor", each).numel() for each in saved) / num_trainable
 
 
-def ours_adapters(what: str) -> float:
+def ringmaster_adapters(what: str) -> float:
     folder = os.environ["FOLDER"]
     torch.save(adapted().state_dict(), f"{folder}/base{os.environ['RANK']}.pt")
     words = ["model._target_=benchmarks.right_numbers.adapted", f"model.init_from={folder}/base0.pt"]
     words += ["+data.dataset.what=accuracy", "optim.lr=0.1", "strategy=fsdp", f"run_dir={folder}/run"]
-    result = runs.train(*OURS, *words)
+    result = runs.train(*OVERRIDES, *words)
     dist.init_process_group(
         "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )  # the hash needs a process group
+    )  # parameters_sha256 requires a process group
     return float(parameters_sha256(load_model(f"{folder}/run")) == result["param_sha256"])
 
 
-# The loss: (ln(1 + e^2) + 5 ln(1 + e^-2)) / 6. Adapters: the fraction that is saved.
+# Loss: (ln(1 + e^2) + 5 ln(1 + e^-2)) / 6. Adapters: the fraction of parameters that is saved.
 RIGHT = {"gradient": 0.4, "accuracy": 8 / 9, "loss": 0.460261, "adapters": 1.0}
-WAYS: dict[str, list[Callable[[str], float]]] = {
-    "gradient": [accelerate, lightning, transformers, ours],
-    "accuracy": [accelerate, accelerate_gather_for_metrics, lightning, ours],
-    "loss": [lightning, transformers, ours],
-    "adapters": [accelerate_adapters, ours_adapters],
+TRAINERS: dict[str, list[Callable[[str], float]]] = {
+    "gradient": [accelerate, lightning, transformers, ringmaster],
+    "accuracy": [accelerate, accelerate_gather_for_metrics, lightning, ringmaster],
+    "loss": [lightning, transformers, ringmaster],
+    "adapters": [accelerate_adapters, ringmaster_adapters],
 }
 
 
-def silent(way: Callable[[str], float], what: str) -> float:
+def silent(trainer: Callable[[str], float], what: str) -> float:
     with contextlib.redirect_stdout(io.StringIO()):
-        return way(what)
+        return trainer(what)
 
 
 def main() -> None:
-    is_ours_right = True
-    for what, ways in WAYS.items():
-        for way in ways if what in (sys.argv[1:] or WAYS) else ():
+    is_ringmaster_right = True
+    for what, trainers in TRAINERS.items():
+        for trainer in trainers if what in (sys.argv[1:] or TRAINERS) else ():
             # Without a variable of torchrun, Lightning would start its own ranks.
-            told = {"TORCHELASTIC_RUN_ID": "right-numbers", "FOLDER": tempfile.mkdtemp()}
-            number = run_ranks(silent, 1 if what == "loss" else 2, way, what, init=False, env=told)[0]
+            variables = {"TORCHELASTIC_RUN_ID": "right-numbers", "FOLDER": tempfile.mkdtemp()}
+            number = run_ranks(silent, 1 if what == "loss" else 2, trainer, what, init=False, env=variables)[
+                0
+            ]
             is_right = abs(number - RIGHT[what]) < 1e-5
-            package = way.__name__.partition("_")[0]
-            is_ours_right &= is_right or package != "ours"
-            words = f"{way.__name__.replace('_', ' ')} {version(package) if package != 'ours' else ''}"
-            print(f"{what}: {abs(number):.4f} {'right' if is_right else 'WRONG'} by {words}", flush=True)
-    sys.exit(not is_ours_right)
+            package = trainer.__name__.partition("_")[0]
+            is_ringmaster_right &= is_right or package != "ringmaster"
+            words = (
+                f"{trainer.__name__.replace('_', ' ')} {version(package) if package != 'ringmaster' else ''}"
+            )
+            print(f"{what}: {abs(number):.4f} {'right' if is_right else 'WRONG'} in {words}", flush=True)
+    sys.exit(not is_ringmaster_right)
 
 
 if __name__ == "__main__":

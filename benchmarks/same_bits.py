@@ -1,11 +1,12 @@
-"""Train two models with train.exact on 1, 2, 3 and 4 ranks, and compare all bits.
+"""Train two models with train.exact on 1, 2, 3 and 4 ranks, and compare the hashes.
 
     python -m benchmarks.same_bits
-    ATEN_CPU_CAPABILITY=avx2 python -m benchmarks.same_bits     as on a CPU without AVX-512
+    ATEN_CPU_CAPABILITY=avx2 python -m benchmarks.same_bits     like a CPU without AVX-512
 
-Prints what determines the bits in addition to the settings (CPU, torch's build, threads); the hash of each
-model for each number of ranks; the hash of an MLP on 8 ranks, which are all killed, then on 5, 3, and 8 under
-FSDP; and the hashes without train.exact. The exit status is 1 if hashes differ that must be equal.
+Prints the environment that determines the bits in addition to the settings (CPU, torch's build, threads); the
+hash of each model for each number of ranks; the hash of an MLP whose ranks are all killed, and which runs on
+8, 5 and 3 ranks with DDP and on 8 with FSDP in turn; and the hashes without train.exact. The exit status is 1
+if hashes differ that must be equal.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tests.failure_parts import fault
+from tests.failure_parts import inject
 from tests.programs import finish_ranks
 from trainer.exact.environment import environment, prepare
 
@@ -28,7 +29,12 @@ MODELS = {
     ),
 }
 RANKS = {"mlp": ("single 1", "ddp 2", "ddp 3", "ddp 4", "fsdp 4"), "gpt": ("single 1", "ddp 3", "fsdp 2")}
-SCHEDULE = (("ddp", 8, 25), ("ddp", 5, 50), ("ddp", 3, 75), ("fsdp", 8, 100))  # ranks, and the last step
+SCHEDULE = (
+    ("ddp", 8, 25),
+    ("ddp", 5, 50),
+    ("ddp", 3, 75),
+    ("fsdp", 8, 100),
+)  # strategy, number of ranks, last step
 
 
 def run(run_dir: Path, model: str, strategy: str, ranks: int, *more: str, dies: bool = False) -> None:
@@ -44,8 +50,8 @@ def hash_of(run_dir: Path) -> str:
     return str(json.loads((run_dir / "result.json").read_text())["param_sha256"])
 
 
-def on_each(folder: Path, model: str, *more: str) -> dict[str, str]:
-    """Return the hashes of runs with different numbers of ranks, by description."""
+def hashes_by_ranks(folder: Path, model: str, *more: str) -> dict[str, str]:
+    """Return the hash of a model by strategy and number of ranks."""
     found = {}
     for words in RANKS[model]:
         strategy, ranks = words.split()
@@ -56,10 +62,10 @@ def on_each(folder: Path, model: str, *more: str) -> dict[str, str]:
 
 
 def schedule(run_dir: Path) -> str:
-    """Return the hash of an MLP whose ranks are all killed, and which resumes on other numbers of ranks."""
+    """Return the hash of an MLP whose ranks are killed, and which resumes on other numbers of ranks."""
     for strategy, ranks, last in SCHEDULE:
         dies = last != SCHEDULE[-1][-1]
-        how = fault("kill", 0, last + 1, "data", count=ranks) if dies else ()
+        how = inject("kill", 0, last + 1, "data", count=ranks) if dies else ()
         saves = ("resume=auto", "checkpoint.every_steps=25")
         run(run_dir, "mlp", strategy, ranks, *EXACT, *saves, *how, dies=dies)
     return hash_of(run_dir)
@@ -73,17 +79,17 @@ def main() -> bool:
     with tempfile.TemporaryDirectory(prefix="same-bits-") as name:
         folder = Path(name)
         for model in MODELS:
-            found = on_each(folder, model, *EXACT)
+            found = hashes_by_ranks(folder, model, *EXACT)
             if model == "mlp":
                 words = ", ".join(f"{strategy} on {ranks}" for strategy, ranks, _ in SCHEDULE)
-                found[f"killed and started again: {words}"] = schedule(folder / "schedule")
-            same = show(model, found) and same
-        show("mlp, without train.exact", on_each(folder, "mlp"))
-    print("the same bits" if same else "OTHER bits")
+                found[f"killed and resumed: {words}"] = schedule(folder / "schedule")
+            same = print_hashes(model, found) and same
+        print_hashes("mlp, without train.exact", hashes_by_ranks(folder, "mlp"))
+    print("the same bits" if same else "DIFFERENT bits")
     return same
 
 
-def show(model: str, found: dict[str, str]) -> bool:
+def print_hashes(model: str, found: dict[str, str]) -> bool:
     """Print the hashes, and return whether all are equal."""
     for sha256 in dict.fromkeys(found.values()):
         where = "; ".join(words for words, value in found.items() if value == sha256)

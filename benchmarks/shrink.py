@@ -1,11 +1,11 @@
 """Check that the survivors continue under distributed.shrink when a rank dies or hangs.
 
 Trains the MLP on the digits with launch=local, on 3 and 4 ranks and with several all-reduces, with a failure
-of a rank in each phase of a step. Prints a row for each: the seconds from the failure to the end of the next
-step, the repeated steps, and whether the model has the expected hash: with train.exact the hash of an
-uninterrupted single process, without it the hash of a restart of the same number of ranks from the same step.
-With --hosts 2, hosts are network namespaces with a torchrun each, which needs root, and the second host is
-lost with all its processes. The exit status is 1 if anything is wrong.
+of a rank in each phase of a step. Prints a row for each: the time from the failure to the end of the next
+step, the number of lost steps, and whether the model has the expected hash. With train.exact, that is the
+hash of an uninterrupted single process; without it, the hash of a restart on the same number of ranks from
+the same step. With --hosts 2, hosts are network namespaces with one torchrun each, which requires root, and
+the second host is lost with all its processes. The exit status is 1 if anything is wrong.
 
     python -m benchmarks.shrink [--only kill|twice|stop|hang|plain] [--hosts 2]
 """
@@ -24,8 +24,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.drilled_run import ended
-from tests.failure_parts import fault
+from benchmarks.drilled_run import stopping
+from tests.failure_parts import inject
 from tests.forked import Forked
 from tests.hosts import hosts
 from tests.programs import Program, started
@@ -48,7 +48,7 @@ class Case(NamedTuple):
     phase: str
     victim: int
     exact: bool = True
-    again: bool = False  # a second failure follows, of rank 0 of the survivors
+    again: bool = False  # a second failure follows, of the lowest surviving rank
 
     def __str__(self) -> str:
         exact = "exact" if self.exact else "plain"
@@ -70,45 +70,45 @@ def cases(only: str) -> Iterator[Case]:
         yield from (Case(4, comm, "kill", "forward", 1, exact=False) for comm in COMMS)
 
 
-class Laboratory:
+class CaseRunner:
     """Runs cases, and compares their hashes with the expected ones."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._number, self._right = folder, 0, ""
+        self._folder, self._number, self._exact_hash = folder, 0, ""
 
-    def try_(self, case: Case) -> bool:
-        """Run a case, print its row, and return whether everything is right."""
+    def run_case(self, case: Case) -> bool:
+        """Run a case, print its row, and return whether everything is correct."""
         self._number += 1
         run_dir, mark = self._folder / str(self._number), self._folder / f"{self._number}.mark"
-        told = [*overrides(case, mark), f"run_dir={run_dir}"]
+        command_line = [*overrides(case, mark), f"run_dir={run_dir}"]
         with started(
-            "train.py", *told, f"launch.processes={case.ranks}", "launch=local", forks=True
+            "train.py", *command_line, f"launch.processes={case.ranks}", "launch=local", forks=True
         ) as program:
             if case.again:
                 kill_again(program, run_dir)
             end = program.wait(DEADLINE_S)
-        return self.judge(case, run_dir, mark, end.output if end.code else "")
+        return self.check(case, run_dir, mark, end.output if end.code else "")
 
-    def judge(self, case: Case, run_dir: Path, mark: Path, failed: str = "") -> bool:
+    def check(self, case: Case, run_dir: Path, mark: Path, failed: str = "") -> bool:
         if failed or not (run_dir / "result.json").exists():
             print(f"{case}  FAILED\n{failed[-3000:]}", flush=True)
             return False
-        seconds, step, lost = went_on(run_dir, json.loads(mark.read_text())["time"])
+        seconds, step, lost = time_to_continue(run_dir, json.loads(mark.read_text())["time"])
         left = world_size(run_dir)
         is_right = hash_of(run_dir) == (
             self._exact() if case.exact else self._restarted(case, run_dir, step, left)
         )
-        words = f"{seconds:5.2f} s  goes on from {step}, {lost} lost, with {left}"
-        print(f"{case}  {words}  {'same' if is_right else 'OTHER'} bits", flush=True)
+        words = f"{seconds:5.2f} s  continues from step {step} on {left} ranks, {lost} steps lost"
+        print(f"{case}  {words}  {'same' if is_right else 'DIFFERENT'} bits", flush=True)
         return is_right and not lost
 
     def _exact(self) -> str:
         """Return the hash of an uninterrupted single process."""
-        if not self._right:
-            self._right = self._finished(
-                "undisturbed", "strategy=single", "distributed.shrink=false", "train.exact=8"
+        if not self._exact_hash:
+            self._exact_hash = self._finished(
+                "uninterrupted", "strategy=single", "distributed.shrink=false", "train.exact=8"
             )
-        return self._right
+        return self._exact_hash
 
     def _restarted(self, case: Case, run_dir: Path, step: int, left: int) -> str:
         """Return the hash of a restart with `left` ranks."""
@@ -125,12 +125,12 @@ class Laboratory:
 
 
 def overrides(case: Case, mark: Path) -> list[str]:
-    told = fault(case.kind, case.victim, STEP, case.phase, mark=mark)
-    return [*SETTINGS, f"comm={case.comm}", *(["train.exact=8"] if case.exact else []), *told]
+    command_line = inject(case.kind, case.victim, STEP, case.phase, mark=mark)
+    return [*SETTINGS, f"comm={case.comm}", *(["train.exact=8"] if case.exact else []), *command_line]
 
 
 def kill_again(launcher: Program, run_dir: Path) -> None:
-    """Kill the lowest surviving rank after a step has been made without the first failed rank."""
+    """Kill the lowest surviving rank after the survivors have made a step."""
     end_by = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_by and launcher.poll() is None:
         with contextlib.suppress(OSError, IndexError):
@@ -141,15 +141,17 @@ def kill_again(launcher: Program, run_dir: Path) -> None:
         time.sleep(0.02)
 
 
-def went_on(run_dir: Path, faulty_s: float) -> tuple[float, int, int]:
-    """Return from train.log the seconds from the failure to the end of the next step, the saved step, and the
-    number of steps that had been logged after it."""
+def time_to_continue(run_dir: Path, failed_at_s: float) -> tuple[float, int, int]:
+    """Return the seconds until the end of the next step, the saved step, and the number of lost steps.
+
+    The log is read; the seconds count from the failure.
+    """
     before, _, after = (run_dir / "train.log").read_text().partition("without a restart")
     logged = max(int(step) for step in re.findall(r" step (\d+)/", before))
     resumed = int(re.findall(r"at step (\d+)", after)[0])
     line = next(line for line in after.splitlines() if re.search(r" step \d+/", line))
     at = datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-    return at - faulty_s, resumed, max(0, logged - resumed)
+    return at - failed_at_s, resumed, max(0, logged - resumed)
 
 
 def world_size(run_dir: Path) -> int:
@@ -160,27 +162,27 @@ def hash_of(run_dir: Path) -> str:
     return str(json.loads((run_dir / "result.json").read_text())["param_sha256"])
 
 
-def lose_a_host(laboratory: Laboratory, folder: Path) -> list[bool]:
-    """Run two hosts of two ranks; all processes of the second, including its torchrun, are killed."""
+def lose_a_host(runner: CaseRunner, folder: Path) -> list[bool]:
+    """Run with two ranks on each of two hosts; kill all processes of the second, including its torchrun."""
     found = []
     for number, comm in enumerate(COMMS * 2):
         case = Case(4, comm, "cut", "forward" if number < 3 else "backward", 2)
         with hosts(2) as pair, contextlib.ExitStack() as stack:
-            at = folder / f"hosts{number}"
-            at.mkdir()
+            here = folder / f"hosts{number}"
+            here.mkdir()
             kill = f"ip netns pids {pair[1].name} | xargs kill -9"
-            told = [*SETTINGS, f"comm={comm}", "train.exact=8", f"run_dir={at / 'run'}"]
-            told += fault("cut", 2, STEP, case.phase, mark=at / "mark", command=kill)
-            launchers = Forked(stack).on(pair, 2)(told, {"OMP_NUM_THREADS": "1"}, at)
+            command_line = [*SETTINGS, f"comm={comm}", "train.exact=8", f"run_dir={here / 'run'}"]
+            command_line += inject("cut", 2, STEP, case.phase, mark=here / "mark", command=kill)
+            launchers = Forked(stack).on_hosts(pair, 2)(command_line, {"OMP_NUM_THREADS": "1"}, here)
             end_by = time.monotonic() + DEADLINE_S
-            with ended(launchers):
-                while not (at / "run" / "result.json").exists() and time.monotonic() < end_by:
+            with stopping(launchers):
+                while not (here / "run" / "result.json").exists() and time.monotonic() < end_by:
                     if launchers[0].poll() is not None:
                         break
                     time.sleep(0.1)
-            outputs = "\n".join(file.read_text() for file in sorted(at.glob("output*")))
-        lost = "" if (at / "run" / "result.json").exists() else outputs
-        found.append(laboratory.judge(case, at / "run", at / "mark", lost))
+            outputs = "\n".join(file.read_text() for file in sorted(here.glob("output*")))
+        lost = "" if (here / "run" / "result.json").exists() else outputs
+        found.append(runner.check(case, here / "run", here / "mark", lost))
     return found
 
 
@@ -192,12 +194,14 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="shrink-") as folder:
-        laboratory = Laboratory(Path(folder))
+        runner = CaseRunner(Path(folder))
         if arguments.hosts == 2:
-            right = lose_a_host(laboratory, Path(folder))
+            right = lose_a_host(runner, Path(folder))
         else:
-            right = [laboratory.try_(case) for case in cases(arguments.only)]
-    print(f"{sum(right)} of {len(right)} continued with the right bits and lost no step")
+            right = [runner.run_case(case) for case in cases(arguments.only)]
+    print(
+        f"{sum(right)} of {len(right)} cases continued without a lost step and ended with the expected hash"
+    )
     return all(right)
 
 

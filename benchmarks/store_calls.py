@@ -1,7 +1,8 @@
-"""Measure the store calls per second and the CPU time of the leaders of many hosts in a healthy run.
+"""Measure the store calls per second and the CPU time of host leaders in a healthy run on many hosts.
 
-All leaders are threads of this process, which also runs the store, so CPU time per leader is an upper bound
-that includes a share of the store's time. Each host has one rank, which makes a step every --step seconds.
+A leader is the rank that reports for its host. All leaders are threads of this process, which also runs the
+store, so the CPU time per leader is an upper bound. Each host has one rank, which makes a step every --step
+seconds.
 
     python -m benchmarks.store_calls [--hosts 64] [--step 3] [--seconds 20]
 """
@@ -21,8 +22,8 @@ from trainer.failures.host_reports import HostReports
 CALLS = Counter[str]()
 
 
-class Counted:
-    """A store that counts calls; a call for several keys counts once."""
+class CountingStore:
+    """Counts the calls of a store; a call with several keys counts once."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -50,31 +51,31 @@ def main() -> None:
 
     def connect() -> Any:
         own = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=30))
-        return Counted(dist.PrefixStore("watch", own))
+        return CountingStore(dist.PrefixStore("watch", own))
 
     ranks = [Observed(host, host, f"node{host}", 7) for host in range(options.hosts)]
     leaders = [HostReports(connect, own.host, [r for r in ranks if r is not own]) for own in ranks]
 
-    def live(seconds: float) -> None:
-        began = time.monotonic()
-        while time.monotonic() < began + seconds:
+    def run_for(seconds: float) -> None:
+        start = time.monotonic()
+        while time.monotonic() < start + seconds:
             eager = time.monotonic() % options.step > options.after
             for leader, own in zip(leaders, ranks, strict=True):
                 leader.set_own([own], eager=eager)
             time.sleep(0.2)
 
-    live(5)
+    run_for(5)
     CALLS.clear()
-    began, cpu = time.monotonic(), time.process_time()
-    live(options.seconds)
-    wall, used = time.monotonic() - began, time.process_time() - cpu
+    start, cpu = time.monotonic(), time.process_time()
+    run_for(options.seconds)
+    wall, used = time.monotonic() - start, time.process_time() - cpu
     total = sum(CALLS.values()) / wall
     print(
         f"{options.hosts} hosts, steps of {options.step:g} s: {total:.0f} calls/s, "
-        f"{total / options.hosts:.2f} a host; {1e2 * used / wall / options.hosts:.3f} % of a core a host",
+        f"{total / options.hosts:.2f} per host; {1e2 * used / wall / options.hosts:.3f} % of a core per host",
         flush=True,
     )
-    os._exit(0)  # the leaders' threads are in calls of the store
+    os._exit(0)  # the leaders' threads may be blocked in calls of the store
 
 
 if __name__ == "__main__":

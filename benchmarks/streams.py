@@ -1,15 +1,14 @@
-"""Measure text and token data: memory for a large file, windows per second, and the time of a resume.
+"""Measure text and token data: memory for a large file, windows per second, and time of a resume.
 
     python -m benchmarks.streams [--gigabytes 5] [--block-size 1024] [--workers 0,1,2]
 
 The file is sparse or, with --repeat, contains the Python language reference many times. Memory is the growth
-of the resident set of a new process. A resume is timed until its first batch, from the state of the stream,
-and by reading again.
+of the resident set of a new process. A resume is timed until its first batch, both from the state of the
+stream and by reading the file again.
 
-Windows per second are measured for data=tokens and a Dataset that cuts windows from the same memory-mapped
-file, and for a stream that reads the file in order, each compared with torch's DataLoader in rotation, in
-separate processes. `a core` is per second of CPU time, including workers. The limit is one core that only
-copies windows of these bytes to int64.
+Ringmaster's loader is compared with torch's DataLoader (`torch`), in rotation and in separate processes: for
+a file of tokens read at random, and for a stream that reads the file in order. Windows per core are per
+second of CPU time, including workers. The limit is one core that only copies windows of the file to int64.
 """
 
 import argparse
@@ -53,14 +52,14 @@ def main() -> None:
         print(
             f"{path.stat().st_size / 1e9:.1f} GB, windows of {chosen.block_size}, batches of {GLOBAL_BATCH}"
         )
-        for what in (_memory, _resumes):
+        for what in (_print_memory, _print_resumes):
             context = multiprocessing.get_context("fork")
             process = context.Process(target=what, args=(str(path), chosen.block_size))
             process.start()
             process.join()
             if process.exitcode:
                 sys.exit(f"{what.__name__} ended with {process.exitcode}")
-        _rates(str(path), chosen.block_size, [int(number) for number in chosen.workers.split(",")])
+        _print_rates(str(path), chosen.block_size, [int(number) for number in chosen.workers.split(",")])
 
 
 def _write(path: Path, num_bytes: int, repeat: bool) -> None:
@@ -73,20 +72,20 @@ def _write(path: Path, num_bytes: int, repeat: bool) -> None:
 
 def _loader(dataset: Any, workers: int = 0) -> Any:
     batch, cpu = split_batch(GLOBAL_BATCH, None, 1), torch.device("cpu")
-    reading = DataConfig(num_workers=workers, prefetch_factor=2, pin_memory=None, persistent_workers=True)
-    reading.on_bad_sample, reading.sharded = "raise", False
-    return train_loader(dataset, reading, batch, LoaderOptions(replica=0, seed=0, device=cpu))
+    config = DataConfig(num_workers=workers, prefetch_factor=2, pin_memory=None, persistent_workers=True)
+    config.on_bad_sample, config.sharded = "raise", False
+    return train_loader(dataset, config, batch, LoaderOptions(replica=0, seed=0, device=cpu))
 
 
-def _memory(path: str, block_size: int) -> None:
+def _print_memory(path: str, block_size: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = _time(lambda: _loader(PlainStream(path, block_size)), 2000)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    print(f"memory     {grown:.0f} MiB over base after 2,000 batches, {2000 / seconds:.0f} batches/s")
+    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    print(f"memory     {growth:.0f} MiB of growth after 2,000 batches, {2000 / seconds:.0f} batches/s")
 
 
 class PlainTokens(Dataset[Any]):
-    """A typical user's dataset for a file of tokens."""
+    """A typical dataset for a file of tokens."""
 
     def __init__(self, path: str, block_size: int) -> None:
         self._tokens, self._size = np.memmap(path, np.uint16, mode="r"), block_size
@@ -101,7 +100,7 @@ class PlainTokens(Dataset[Any]):
 
 
 class PlainStream(IterableDataset[Any]):
-    """A typical user's dataset for a large file: each worker reads its part, and a resume starts there."""
+    """A typical dataset for a large file: each worker reads its part, and can resume there."""
 
     def __init__(self, path: str, block_size: int) -> None:
         self._path, self._size, self._done = path, block_size, 0
@@ -125,7 +124,7 @@ class PlainStream(IterableDataset[Any]):
                 yield window[:-1], window[1:]
 
 
-def _rates(path: str, block_size: int, numbers_of_workers: Sequence[int]) -> None:
+def _print_rates(path: str, block_size: int, numbers_of_workers: Sequence[int]) -> None:
     folder = Path(path).parent
     (folder / "train.bin").symlink_to(path)
     kinds: dict[str, tuple[type, Callable[[int], Iterable[Any]], Callable[[], Any], bool]] = {
@@ -142,34 +141,36 @@ def _rates(path: str, block_size: int, numbers_of_workers: Sequence[int]) -> Non
             False,
         ),
     }
-    print(f"{'windows/s':<14}{'workers':>8}{'ours':>9}{'plain':>9}{'ratio':>7}", end="")
-    print(f"{'a core: ours':>14}{'plain':>9}{'ratio':>7}{'limit':>9}")
-    for kind, (dtype, ours, dataset, shuffles) in kinds.items():
+    print(f"{'windows/s':<14}{'workers':>8}{'Ringmaster':>12}{'torch':>9}{'ratio':>7}", end="")
+    print(f"{'per core: Ringmaster':>23}{'torch':>9}{'ratio':>7}{'limit':>9}")
+    for kind, (dtype, ringmaster, dataset, shuffles) in kinds.items():
         for workers in numbers_of_workers:
 
             def plain(workers: int = workers, dataset: Any = dataset, shuffles: bool = shuffles) -> Any:
                 return iter(DataLoader(dataset(), GLOBAL_BATCH, shuffles, num_workers=workers))
 
-            rows: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
+            rows: dict[str, list[tuple[float, float]]] = {"Ringmaster": [], "torch": []}
             for _ in range(ROUNDS):
-                rows["ours"].append(_in_a_process(lambda ours=ours, workers=workers: ours(workers)))
-                rows["plain"].append(_in_a_process(plain))
-            wall = [statistics.median(rate for rate, _ in rows[who]) for who in rows]
-            core = [statistics.median(rate for _, rate in rows[who]) for who in rows]
-            print(f"{kind:<14}{workers:>8}{wall[0]:>9.0f}{wall[1]:>9.0f}{wall[0] / wall[1]:>7.2f}", end="")
-            print(f"{core[0]:>14.0f}{core[1]:>9.0f}{core[0] / core[1]:>7.2f}", end="")
+                rows["Ringmaster"].append(
+                    _windows_per_s(lambda make=ringmaster, workers=workers: make(workers))
+                )
+                rows["torch"].append(_windows_per_s(plain))
+            wall = [statistics.median(rate for rate, _ in rows[name]) for name in rows]
+            core = [statistics.median(rate for _, rate in rows[name]) for name in rows]
+            print(f"{kind:<14}{workers:>8}{wall[0]:>12.0f}{wall[1]:>9.0f}{wall[0] / wall[1]:>7.2f}", end="")
+            print(f"{core[0]:>23.0f}{core[1]:>9.0f}{core[0] / core[1]:>7.2f}", end="")
             print(f"{_limit(path, dtype, block_size):>9.0f}")
 
 
-def _in_a_process(make: Callable[[], Iterator[Any]], num_batches: int = 1500) -> tuple[float, float]:
-    """Return windows per second and per second of CPU time, both without the start."""
-    few, many = [_used(make, number) for number in (50, 50 + num_batches)]
+def _windows_per_s(make: Callable[[], Iterator[Any]], num_batches: int = 1500) -> tuple[float, float]:
+    """Return windows per second, and per second of CPU time, without the start-up."""
+    few, many = [_seconds(make, number) for number in (50, 50 + num_batches)]
     windows = GLOBAL_BATCH * num_batches
     return windows / (many[0] - few[0]), windows / (many[1] - few[1])
 
 
-def _used(make: Callable[[], Iterable[Any]], num_batches: int) -> tuple[float, float]:
-    """Return wall and CPU seconds of a process, with its workers, that takes this number of batches."""
+def _seconds(make: Callable[[], Iterable[Any]], num_batches: int) -> tuple[float, float]:
+    """Return wall and CPU seconds of a process, with its workers, that reads `num_batches` batches."""
 
     def take() -> None:
         torch.set_num_threads(1)
@@ -177,7 +178,7 @@ def _used(make: Callable[[], Iterable[Any]], num_batches: int) -> tuple[float, f
         for _ in range(num_batches):
             next(batches)
 
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     process = multiprocessing.get_context("fork").Process(target=take)
     process.start()
     process.join()
@@ -185,41 +186,41 @@ def _used(make: Callable[[], Iterable[Any]], num_batches: int) -> tuple[float, f
         sys.exit(f"a loader ended with {process.exitcode}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return time.perf_counter() - began, used_s
+    return time.perf_counter() - start, used_s
 
 
 def _limit(path: str, dtype: type, block_size: int) -> float:
-    """Return windows per second if they are only copied, in batches, from random positions."""
+    """Return windows per second if batches are only copied from random positions."""
     source = np.memmap(path, dtype, mode="r")
     windows = source[: len(source) // block_size * block_size].reshape(-1, block_size)
     target = np.empty((GLOBAL_BATCH, block_size), np.int64)
     rows = np.random.default_rng(0).integers(0, len(windows), (1000, GLOBAL_BATCH))
-    began = time.process_time()
+    start = time.process_time()
     for chosen in rows:
         np.copyto(target, windows[chosen])
-    return rows.size / (time.process_time() - began)
+    return rows.size / (time.process_time() - start)
 
 
 def _time(make: Callable[[], Any], num_batches: int) -> float:
     batches = make().epoch(0)
     batches.take()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(num_batches):
         batches.take()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def _resumes(path: str, block_size: int) -> None:
+def _print_resumes(path: str, block_size: int) -> None:
     writer = _loader(PlainStream(path, block_size))
     batches, num_batches = writer.epoch(0), 2000
     for _ in range(num_batches):
         batches.take()
-    for name, states in (("from its state", [writer.state_dict()]), ("by reading again", [])):
+    for name, states in (("from the state", [writer.state_dict()]), ("by reading the file again", [])):
         loader = _loader(PlainStream(path, block_size))
         loader.resume(states)
-        began = time.perf_counter()
+        start = time.perf_counter()
         loader.epoch(0, num_batches * GLOBAL_BATCH).take()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         print(f"resume     {name}, at sample {num_batches * GLOBAL_BATCH:,}: {seconds:.2f} s")
 
 

@@ -1,12 +1,12 @@
-"""Measure the cost of a change: CPU time of a step in two checkouts that train at the same time on one core.
+"""Measure the cost of a change: CPU time per step of two checkouts that train at the same time on one core.
 
-    python -m benchmarks.two_checkouts BEFORE AFTER [--processes 2] [--rounds 3] [--steps 8800] [WORD ...]
-    python -m benchmarks.two_checkouts . . --after comm.timeline=false      what does a setting cost?
+    python -m benchmarks.two_checkouts BEFORE AFTER [--processes 2] [--rounds 3] [--steps 8800] [SETTING ...]
+    python -m benchmarks.two_checkouts . . --after comm.timeline=false      the cost of a setting
 
-BEFORE and AFTER are directories of two commits (`git worktree add`); WORDs are settings of train.py. The
-kernel switches between both every few milliseconds, so that other load affects both equally: the same
-checkout twice gives 1.00 to 1.01, while runs one after the other differ by a third. The CPU time of a run of
-22 steps is subtracted as start and end. Waiting times are not measured.
+BEFORE and AFTER are directories with two commits (`git worktree add`); SETTINGs are overrides for train.py.
+The kernel switches between both processes every few milliseconds, so that other load affects both equally:
+comparing a checkout with itself gives 1.00 to 1.01, while consecutive runs differ by up to a third. The CPU
+time of a run of 22 steps is subtracted, as the cost of start and end. Waiting times are not measured.
 """
 
 import argparse
@@ -22,10 +22,10 @@ _START = 22
 _QUIET = ("train.eval_every_epochs=0", "checkpoint.every_epochs=null", "schedule=constant")
 
 
-def processor_seconds(
+def cpu_seconds(
     checkouts: Sequence[Path], core: int, processes: int, words: Sequence[Sequence[str]]
 ) -> list[float]:
-    """Return the CPU seconds of a run of each checkout, started at the same time, including children."""
+    """Return the CPU time of a run of each checkout, including children; the runs start at the same time."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
@@ -65,9 +65,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkouts", type=Path, nargs=2, metavar="CHECKOUT")
-    parser.add_argument("words", nargs="*", help="settings of train.py")
+    parser.add_argument("words", nargs="*", metavar="SETTING", help="settings of both runs")
     parser.add_argument(
-        "--after", nargs="+", default=[], metavar="WORD", help="settings of only the second run"
+        "--after", nargs="+", default=[], metavar="SETTING", help="settings of the second run only"
     )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
@@ -79,7 +79,7 @@ def main() -> None:
     ratios = []
     for _ in range(arguments.rounds):
         used = [
-            processor_seconds(
+            cpu_seconds(
                 arguments.checkouts,
                 arguments.core,
                 arguments.processes,
@@ -89,9 +89,9 @@ def main() -> None:
         ]
         before, after = (long - start for start, long in zip(*used, strict=True))
         ratios.append(after / before)
-        a_step = 1e3 / (arguments.steps - _START)
+        scale = 1e3 / (arguments.steps - _START)
         print(
-            f"before {before * a_step:.3f}  after {after * a_step:.3f} ms per step  {ratios[-1]:.3f}",
+            f"before {before * scale:.3f}  after {after * scale:.3f} ms per step  ratio {ratios[-1]:.3f}",
             flush=True,
         )
     print(f"after / before: median {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")

@@ -2,9 +2,9 @@
 
     python -m benchmarks.verify_alarms [--only tv: hf:gpt2] [--steps 25] [--out FILE]
 
-Each model of benchmarks/zoo.py, and small models of this project with dropout and batch norm, trains on two
-ranks with one chunk each, under ddp and fsdp. In each step each rank recomputes the chunk of the other one.
-Models that train.exact refuses are listed with the reason. Any alarm is false, unless the machine is broken.
+Trains each model of benchmarks/zoo.py, and small models with dropout and batch norm, on two ranks with one
+chunk each, with DDP and FSDP. In each step, each rank recomputes the other rank's chunk. Models that
+train.exact does not support are listed with the reason. Any alarm is false, unless the machine is defective.
 """
 
 import argparse
@@ -55,8 +55,8 @@ def _config(name: str, strategy: str, steps: int, folder: str) -> Any:
     return config
 
 
-def checked(folder: str, steps: int, cases: list[tuple[str, str]]) -> list[tuple[int, str]]:
-    """Return for each model and strategy the number of verifications of this pair of ranks, and any error."""
+def verify_models(folder: str, steps: int, cases: list[tuple[str, str]]) -> list[tuple[int, str]]:
+    """Return for each model and strategy the number of verifications of both ranks, and the error, if any."""
     from trainer.run import run
 
     found = []
@@ -89,9 +89,9 @@ def main() -> None:
         cases = [(name, strategy) for strategy in ("ddp", "fsdp")]
         with tempfile.TemporaryDirectory() as folder:
             try:
-                results = run_ranks(checked, _RANKS, folder, options.steps, cases, init=False, timeout_s=600)[
-                    0
-                ]
+                results = run_ranks(
+                    verify_models, _RANKS, folder, options.steps, cases, init=False, timeout_s=600
+                )[0]
             except RankFailure as failure:
                 results = [(0, f"failed: {str(failure).splitlines()[-1]}")]
         for (_, strategy), (verifications, error) in zip(cases, results, strict=False):

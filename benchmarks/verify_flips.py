@@ -1,12 +1,12 @@
-"""Flip bits on one rank, and see what train.verify_every finds.
+"""Flip bits on one rank, and check what train.verify_every finds.
 
     python -m benchmarks.verify_flips [--ranks 2 3 4] [--kinds activation ...] [--out FILE]
 
-For each case, an MLP trains on handwritten digits with a chunk per rank, and every chunk is verified. A bit
-(sign, exponent, mantissa) of an activation, a gradient, a weight in memory, an integer sum, or a message as
-it is sent or received is flipped on one rank, always or one time in a hundred. Printed and written for each
-case: how many bits were flipped before the end of the run, the step in which the error was raised, the ranks
-that it names, and whether these are the right ones.
+In each case, an MLP trains on handwritten digits with one chunk per rank, and every chunk is verified. A bit
+(sign, exponent or mantissa) of an activation, a gradient, a weight in memory, an integer sum, or a sent or
+received message is flipped on one rank, always or one time in a hundred. Prints and writes for each case the
+number of flipped bits, the step in which the error was raised, the ranks that it names, and whether they are
+the right ones.
 """
 
 import argparse
@@ -31,10 +31,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3, 4])
     parser.add_argument("--kinds", nargs="*", default=KINDS)
     parser.add_argument("--bits", nargs="*", default=list(BITS))
-    parser.add_argument("--every", type=int, nargs="*", default=[1, 100], help="opportunities per flip")
     parser.add_argument(
-        "--steps", type=int, default=60, help="of a run whose bits flip one time in a hundred"
+        "--every", type=int, nargs="*", default=[1, 100], help="flip a bit one time in EVERY (1 100)"
     )
+    parser.add_argument("--steps", type=int, default=60, help="number of steps of a run with rare flips (60)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = []
@@ -77,9 +77,9 @@ def _cases(world: int, strategy: str, kind: str, options: argparse.Namespace) ->
         elif result.ranks == [flip.rank]:
             outcome = "found and named"
         elif not result.ranks or flip.rank in result.ranks:
-            outcome = "found, not decided"
+            outcome = "found, undecided"
         else:
-            outcome = "found, another rank named"
+            outcome = "found, wrong rank named"
         rows.append(
             {
                 "ranks": world,

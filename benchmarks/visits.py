@@ -1,4 +1,4 @@
-"""Visit many models in ranks that are started only once, and record answers about each model."""
+"""Test many models on ranks that are started only once, and record answers about each model."""
 
 import json
 import os
@@ -14,11 +14,11 @@ Table = dict[str, dict[str, str]]
 
 
 class Refused(Exception):  # noqa: N818
-    """Stops the runs of a model because a rank has an answer; the ranks are restarted for the next model."""
+    """Ends the tests of a model after an error; the ranks are restarted for the next model."""
 
 
 class Answers:
-    """This rank's answers about a model, by question: yes, refused (with the user's message) or WRONG."""
+    """This rank's answers about a model, by question: yes, refused (with the message for users) or WRONG."""
 
     def __init__(self, out: Path, name: str) -> None:
         self._file, self._name = out.with_suffix(f".{os.environ['RANK']}"), name
@@ -27,10 +27,10 @@ class Answers:
         with self._file.open("a") as file:
             print(json.dumps([self._name, question, value]), file=file, flush=True)
 
-    def asked(self, question: str, ask: Callable[[], Any]) -> Any:
-        """Return the result of `ask`; if it raises an error, record the error as the answer."""
+    def result_of(self, question: str, test: Callable[[], Any]) -> Any:
+        """Return the result of `test`; if it raises an error, record it as the answer and raise Refused."""
         try:
-            return ask()
+            return test()
         except UserError as error:
             value = f"refused: {error}"
         except Exception as error:
@@ -46,7 +46,7 @@ def visit_each(
     """Call `visit` with each name on each rank, and yield the finished names.
 
     Args:
-        timeout_s: the time limit for one name, in seconds.
+        timeout_s: time limit per name in seconds.
     """
     left = list(names)
     while left:

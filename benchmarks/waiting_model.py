@@ -1,4 +1,4 @@
-"""A model that computes nothing and only takes time, like an accelerator as seen by the CPU."""
+"""A model that computes nothing and only waits, as a CPU waits for an accelerator."""
 
 import time
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class _Wait(torch.autograd.Function):
-    """Sleeps for `seconds` in the forward pass, and twice as long in the backward pass."""
+    """Sleeps for `seconds` in the forward pass, and for twice that time in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -23,7 +23,7 @@ class _Wait(torch.autograd.Function):
 
 
 class Waiting(nn.Module):
-    """A model of `layers` with `megabytes` (10^6 bytes) in total and `forward_ms` each."""
+    """A model of `layers` layers that wait `forward_ms` each, with `megabytes` (10^6 bytes) in total."""
 
     def __init__(self, num_classes: int, layers: int, megabytes: float, forward_ms: float) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Measure the cost of heartbeats and watch, or of the failure snapshot, in milliseconds per step.
+"""Measure the cost of heartbeats and monitoring, or of the failure snapshot, in milliseconds per step.
 
-With --of snapshot, measures `checkpoint.on_failure`: the copies of the failure snapshot after each update.
+With --of snapshot, measures `checkpoint.on_failure`: the copies for the failure snapshot after each update.
 
-In one run of the MLP on the digits, with the settings of harness_cost.py, the feature is switched off and on
-every 60 steps on all ranks, so that other load on the machine affects both equally. Prints medians over the
-blocks and over the ratios of neighbouring blocks: of the mean step; of the median step, which depends less on
-other load but does not include the watch's checks, five per second; and of the CPU time of all threads of
-rank 0, which depends least on other load.
+In a run of the MLP on the digits, with the settings of harness_cost.py, all ranks switch the feature off and
+on every 60 steps, so that other load on the machine affects both equally. Prints medians over blocks of 60
+steps, and over the ratios of consecutive blocks, of three quantities: the mean step; the median step, which
+depends less on other load but misses the checks of the watch thread, five per second; and the CPU time of all
+threads of rank 0, which depends least on other load.
 
     python -m benchmarks.watch_cost [--processes 2] [--epochs 60] [--of snapshot]
 """
@@ -31,7 +31,7 @@ BLOCK = 60
 
 
 def train(out: Path, of: str, overrides: list[str]) -> None:
-    """Run train.py with the switch; rank 0 writes the times of each block in ms to `out`."""
+    """Run train.py and switch the feature `of`; rank 0 writes the times of each block to `out`, in ms."""
     from ringmaster import main
     from trainer.failures.heartbeat import Heartbeat
 
@@ -77,29 +77,29 @@ def switch_snapshot(is_on: threading.Event) -> None:
 
     for name in ("update", "waiting"):
         on, off = getattr(FailureSnapshot, name), getattr(Snapshot, name)
-        setattr(FailureSnapshot, name, _one_of(is_on, on, off))
+        setattr(FailureSnapshot, name, _switched(is_on, on, off))
 
 
-def _one_of(is_on: threading.Event, on: Callable[..., Any], off: Callable[..., Any]) -> Callable[..., Any]:
+def _switched(is_on: threading.Event, on: Callable[..., Any], off: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *arguments: (on if is_on.is_set() else off)(self, *arguments)
 
 
 def blocks(begins: list[tuple[float, float]], size: int = BLOCK) -> list[tuple[float, ...]]:
-    """Return each block's mean and median step without steps around the switch, and its CPU time, in ms."""
+    """Return mean, median and CPU time per step of each block in ms, without steps next to a switch."""
     ms = [[1e3 * (b - a) for a, b in zip(*step, strict=True)] for step in pairwise(begins)]
-    whole = [ms[at + 1 : at + size - 1] for at in range(0, len(ms) - size, size)]
-    columns = [list(zip(*block, strict=True)) for block in whole]
+    inner = [ms[at + 1 : at + size - 1] for at in range(0, len(ms) - size, size)]
+    columns = [list(zip(*block, strict=True)) for block in inner]
     return [(statistics.fmean(wall), statistics.median(wall), statistics.fmean(cpu)) for wall, cpu in columns]
 
 
-def ratios(of: str, found: list[tuple[float, ...]]) -> list[str]:
+def ratios(processes: str, found: list[tuple[float, ...]]) -> list[str]:
     """Return lines with medians over blocks in which the feature is alternately on and off."""
     lines = []
-    for name, values in zip(("mean", "median", "processor's"), zip(*found, strict=True), strict=True):
+    for name, values in zip(("mean", "median", "CPU time of a"), zip(*found, strict=True), strict=True):
         on, off = values[0::2], values[1::2]
         pairs = [*zip(on, off, strict=False), *zip(on[1:], off, strict=False)]
         lines.append(
-            f"{of}, {name} step of {len(values)} blocks: "
+            f"{processes}, {name} step in {len(values)} blocks: "
             f"on {statistics.median(on):.3f} ms, off {statistics.median(off):.3f} ms, "
             f"ratio {statistics.median(a / b for a, b in pairs):.3f}"
         )
@@ -112,7 +112,7 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=200)
-    parser.add_argument("--train", type=Path, metavar="OUT", help="run as one rank, and write to OUT")
+    parser.add_argument("--train", type=Path, metavar="OUT", help="run as one rank, and write times to OUT")
     parser.add_argument("--of", choices=("watch", "snapshot"), default="watch")
     arguments, overrides = parser.parse_known_args()
     if arguments.train:
@@ -124,8 +124,8 @@ def main() -> None:
         settings += [f"train.global_batch_size={BATCH * arguments.processes}", "checkpoint.every_epochs=null"]
         settings += ["train.eval_every_epochs=0", f"train.epochs={arguments.epochs}", f"run_dir={folder}/run"]
         os.environ["PYTHONPATH"] = str(ROOT)
-        told = ["--train", str(out), "--of", arguments.of]
-        launch(arguments.processes, str(Path(__file__)), *told, *settings, *overrides)
+        options = ["--train", str(out), "--of", arguments.of]
+        launch(arguments.processes, str(Path(__file__)), *options, *settings, *overrides)
         found = json.loads(out.read_text())[2:]  # the first two are warm-up
     print("\n".join(ratios(f"{arguments.processes} process(es)", found)))
 

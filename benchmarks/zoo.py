@@ -1,20 +1,20 @@
-"""Check other people's models: torchvision's classifiers, families of timm, architectures of transformers.
+"""Test third-party models: torchvision's classifiers, families of timm, architectures of transformers.
 
-For each model:
-  built    it can be built on the meta device; otherwise the reason why each rank builds the whole model
-  alone    in one process, a run resumed from the checkpoint of its first step ends with the same bits
-  equal    two steps under fsdp on two ranks give the same model as that process with the same micro-batches
-  resumed  the same as alone, under fsdp
-An answer is yes, refused (with the one-line message for users) or WRONG; the exit status is 1 if any is
-WRONG.
+Answers these questions for each model:
 
-    python -m benchmarks.zoo [--only tv: hf:gpt2] [--out FILE]        needs pip install timm transformers
+    built    Can it be built on the meta device? If not, the reason why ranks build the whole model.
+    alone    Does a run in one process that is resumed from its first step end with the same bits?
+    equal    Do two steps with FSDP on two ranks give the same model as one process?
+    resumed  Does a resumed run with FSDP end with the same bits?
 
-Models are equal if no parameter differs by more than a thousandth of its largest change in these steps plus
-4 times the rounding error of its largest value, because the gradients of ranks are added in a different
-order, and an update is small compared with the value. A lost, doubled or wrong gradient differs by the whole
-change. Running statistics are not compared: on rank 0 they depend on its half of the data, and training does
-not use them.
+An answer is yes, refused (with the message for users) or WRONG. The exit status is 1 if any answer is WRONG.
+
+    python -m benchmarks.zoo [--only tv: hf:gpt2] [--out FILE]        requires pip install timm transformers
+
+Models are equal if no parameter differs by more than a thousandth of its largest change in these steps plus 4
+times the rounding error of its largest value. This allows for the different order of sums over ranks; a lost,
+doubled or wrong gradient differs by the whole change. Running statistics are not compared: on rank 0 they
+depend on its half of the data, and training does not use them.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def configured(name: str, strategy: str, run_dir: Path, resume: str | None = Non
 
 
 def trained(config: Any, compared: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-    """Return the final hash and the initial and final parameters, or the hash and how far they are off."""
+    """Return the final hash, and initial and final parameters or, with `compared`, differences."""
     from trainer.loop import fit
     from trainer.model.plain_names import parameter_names
     from trainer.report.run_hash import parameters_sha256
@@ -98,7 +98,9 @@ def trained(config: Any, compared: dict[str, Any] | None = None) -> tuple[str, d
         for name, value in parameter_names(context.state.model):
             end = _whole(value)
             found[name] = (
-                (begin[name], end) if compared is None else _far(end, *compared.get(name, (end, end)))
+                (begin[name], end)
+                if compared is None
+                else _relative_difference(end, *compared.get(name, (end, end)))
             )
         return parameters_sha256(context.state.model), found
 
@@ -107,8 +109,8 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
-def _far(end: torch.Tensor, begin: torch.Tensor, right: torch.Tensor) -> float:
-    """Return the largest difference as a multiple of the allowed difference."""
+def _relative_difference(end: torch.Tensor, begin: torch.Tensor, right: torch.Tensor) -> float:
+    """Return the largest difference divided by the allowed difference."""
     if end.equal(right):
         return 0.0
     if not end.is_floating_point():
@@ -123,15 +125,15 @@ def alone() -> Iterator[None]:
     """Remove the environment variables of the launcher within the context."""
     from trainer.launch.rank_info import RANK_VARIABLES
 
-    told = {name: os.environ.pop(name) for name in list(os.environ) if RANK_VARIABLES.match(name)}
+    removed = {name: os.environ.pop(name) for name in list(os.environ) if RANK_VARIABLES.match(name)}
     try:
         yield
     finally:
-        os.environ.update(told)
+        os.environ.update(removed)
 
 
 def visit(out: Path, answers: Answers, name: str) -> None:
-    """Train a model in rank 0 while rank 1 checks how it is built, then train it on both."""
+    """Train a model on rank 0 while rank 1 checks how it is built, then train it on both."""
     rank, shared = int(os.environ["RANK"]), out.parent / f"{out.name}-runs"
 
     def resumed(strategy: str, run_dir: Path) -> str:
@@ -140,25 +142,28 @@ def visit(out: Path, answers: Answers, name: str) -> None:
 
     compared: dict[str, Any] = {}
     if rank == 1:
-        answers.give("built", answers.asked("built", lambda: built(name)))
+        answers.give("built", answers.result_of("built", lambda: built(name)))
     else:
         with alone(), tempfile.TemporaryDirectory(prefix="zoo-") as folder:
             own = Path(folder)
-            sha, compared = answers.asked("alone", lambda: trained(configured(name, "single", own)))
-            same = sha == answers.asked("alone", lambda: resumed("single", own))
-        answers.give("alone", "yes" if same else "WRONG: resumed to other bits")
+            sha, compared = answers.result_of("alone", lambda: trained(configured(name, "single", own)))
+            same = sha == answers.result_of("alone", lambda: resumed("single", own))
+        answers.give("alone", "yes" if same else "WRONG: different bits after a resume")
     while not (so_far := read(out).get(name, {})).keys() >= {"built", "alone"}:
         time.sleep(0.05)
     if "ended" in so_far:
         raise Refused
-    sha, far = answers.asked("equal", lambda: trained(configured(name, "fsdp", shared), compared))
+    sha, differences = answers.result_of("equal", lambda: trained(configured(name, "fsdp", shared), compared))
     if rank == 0:
-        worst = max(far, key=far.__getitem__)
-        right = far[worst] <= 1
-        answers.give("equal", f"yes ({far[worst]:.2g})" if right else f"WRONG: {far[worst]:.3g} in {worst}")
-    same = sha == answers.asked("resumed", lambda: resumed("fsdp", shared))
+        worst = max(differences, key=differences.__getitem__)
+        right = differences[worst] <= 1
+        answers.give(
+            "equal",
+            f"yes ({differences[worst]:.2g})" if right else f"WRONG: {differences[worst]:.3g} in {worst}",
+        )
+    same = sha == answers.result_of("resumed", lambda: resumed("fsdp", shared))
     if rank == 0:
-        answers.give("resumed", "yes" if same else "WRONG: other bits")
+        answers.give("resumed", "yes" if same else "WRONG: different bits after a resume")
         shutil.rmtree(shared, ignore_errors=True)
 
 
@@ -168,9 +173,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", default=[""], help="prefixes of names")
     parser.add_argument("--timeout-s", type=float, default=600, help="time limit for one model in seconds")
-    parser.add_argument(
-        "--out", type=Path, help="file to which answers are appended: FILE.0 and so on, by rank"
-    )
+    parser.add_argument("--out", type=Path, help="prefix of the files for answers, FILE.0 and so on, by rank")
     arguments = parser.parse_args()
     names = [name for name in zoo_models.names() if name.startswith(tuple(arguments.only))]
     given: list[tuple[str, str]] = []

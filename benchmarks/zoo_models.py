@@ -1,6 +1,7 @@
-"""The models of benchmarks/zoo.py, by names such as tv:resnet18, and small random data for them.
+"""The models of benchmarks/zoo.py, with names such as tv:resnet18, and small random data for them.
 
-Forward passes are not random (no dropout, stochastic depth or masking), because ranks draw different numbers.
+Forward passes are deterministic (no dropout, stochastic depth or masking), because ranks draw different
+numbers.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 CLASSES, NUM_SAMPLES, GLOBAL_BATCH = 4, 16, 8
-# One small member of each family, and the size of its images if 64 pixels are too few.
+# A small model of each family, and its image size in pixels.
 TIMM = {
     "beit_base_patch16_224": 64,
     "halonet26t": 256,
@@ -114,7 +115,7 @@ _SOUND = {
     "apply_spec_augment": False,
     "num_labels": CLASSES,
 }
-# By the name of the architecture: its head, and its arguments in addition to _TINY.
+# By architecture: the head, and arguments in addition to _TINY.
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("CausalLM", {}),
     "gpt_neo": ("CausalLM", {"attention_types": [[["global", "local"], 1]], "window_size": 8}),
@@ -228,8 +229,8 @@ def _timms(name: str) -> nn.Module:
 def _hugging_faces(name: str) -> nn.Module:
     import transformers
 
-    head, told = TRANSFORMERS[name]
-    settings = {key: value for key, value in {**_TINY, **told}.items() if value is not None}
+    head, options = TRANSFORMERS[name]
+    settings = {key: value for key, value in {**_TINY, **options}.items() if value is not None}
     config = transformers.AutoConfig.for_model(name, **settings)
     for key, value in vars(config).items():
         if ("drop" in key or key == "mask_time_prob") and isinstance(value, float):
@@ -239,11 +240,10 @@ def _hugging_faces(name: str) -> nn.Module:
 
 
 class Samples(Dataset[Any]):
-    """Inputs and labels for the model of this name.
+    """Inputs and labels for the model `name`.
 
     Args:
-        micro_batches_of: orders the samples so that a single process gets the micro-batches of this number of
-            ranks; 1 keeps the order.
+        micro_batches_of: the number of ranks whose micro-batches a single process gets; 1 keeps the order.
     """
 
     num_classes = CLASSES
@@ -272,28 +272,28 @@ class Samples(Dataset[Any]):
         else:
             side = pixels(name)
             self.columns = (torch.randn(NUM_SAMPLES, 3, side, side, generator=generator), labels)
-        self.place = _places(micro_batches_of, seed)
+        self.sample_numbers = _sample_numbers(micro_batches_of, seed)
 
     def __len__(self) -> int:
         return NUM_SAMPLES
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        where = self.place[torch.tensor(indices)]
+        numbers = self.sample_numbers[torch.tensor(indices)]
         if isinstance(self.columns, dict):
-            return {key: values[where] for key, values in self.columns.items()}
-        return tuple(values[where] for values in self.columns)
+            return {key: values[numbers] for key, values in self.columns.items()}
+        return tuple(values[numbers] for values in self.columns)
 
     def __getitem__(self, index: int) -> Any:
-        raise AssertionError("read by the batch")
+        raise AssertionError("samples are read in batches")
 
 
-def _places(ranks: int, seed: int) -> Tensor:
-    """Return, for each index, the sample to use there.
+def _sample_numbers(ranks: int, seed: int) -> Tensor:
+    """Return the number of the sample for each index.
 
-    In the first epoch of a run with `seed`, micro-batch k of a single process then is that of rank k.
+    In the first epoch of a run with `seed`, micro-batch k of a single process equals that of rank k.
     """
     order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(seed))
-    of_ranks = order.reshape(-1, GLOBAL_BATCH // ranks, ranks).transpose(1, 2).flatten()
-    places = torch.empty_like(order)
-    places[order] = of_ranks
-    return places
+    by_rank = order.reshape(-1, GLOBAL_BATCH // ranks, ranks).transpose(1, 2).flatten()
+    numbers = torch.empty_like(order)
+    numbers[order] = by_rank
+    return numbers

@@ -1,5 +1,4 @@
-"""How many tests run side by side; and leak guards: a test that leaves a process or a network namespace behind
-fails, and what it left is ended."""
+"""Set the number of parallel tests, and fail tests that leave processes or network namespaces behind."""
 
 from __future__ import annotations
 
@@ -17,27 +16,27 @@ from pathlib import Path
 
 import pytest
 
-gc.disable()  # while all is imported: collections that find nothing are a quarter of it
-# To compile the tests and the project takes 2.5 s, and each process of a session would do it again.
+gc.disable()  # during imports, of whose time collections are a quarter
+# Compiling the tests and the project takes 2.5 s, and each process of a session would do it again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Several ranks share the cores of the machine, and a single process reduces in the same order as they do.
+# Ranks share the cores of the machine, and a single process must reduce in the same order as they do.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Of torch.compile the tests ask what it means, not how fast it is: vectors take half of its time.
+# Tests of torch.compile check results, not speed; vectorisation takes half of the compile time.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Inherited by all that the tests start, also through a parent that has died since.
+# Inherited by all processes that tests start, also if their parent has died.
 _MARK = f"RINGMASTER_TESTS_OF={os.getpid()}".encode()
 os.environ["RINGMASTER_TESTS_OF"] = str(os.getpid())
 _GRACE_S = 20.0
-QUICK = "not slow"  # what pyproject.toml's addopts give to -m
-# The settings composed by tests.runs, for all processes of the session.
+QUICK = "not slow"  # -m in the addopts of pyproject.toml
+# Cache of the settings composed by tests.runs, for all processes of the session.
 _SETTINGS = None
 if "RINGMASTER_TESTS_SETTINGS" not in os.environ:
     _SETTINGS = tempfile.TemporaryDirectory(prefix="ringmaster-tests-")
     os.environ["RINGMASTER_TESTS_SETTINGS"] = _SETTINGS.name
 
-# A shell starts what goes into the background deaf to Ctrl-C, and all that pytest starts would inherit it.
+# A shell starts background jobs with SIGINT ignored, and all processes of the tests would inherit this.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -47,21 +46,21 @@ def _pids() -> set[int]:
 
 
 def _processes(but: Set[int]) -> dict[int, str]:
-    """Command line by pid of what this session started, except multiprocessing's own two helpers and the ranks
-    that wait for the next test."""
+    """Return command lines by pid of the session's processes, except multiprocessing's own and idle ranks."""
     found = {}
     ranks = sys.modules.get("tests.ranks")
-    for pid in _pids() - but - (ranks.live_pids() if ranks else set()):
+    for pid in _pids() - but - (ranks.idle_pids() if ranks else set()):
         folder = Path("/proc", str(pid))
-        # A process may end at any moment while it is looked at.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the process may end at any moment
             if _MARK not in (folder / "environ").read_bytes().split(b"\0"):
                 continue
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             state, parent = fields[0], int(fields[1])
-            servant = "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
-            if state != "Z" and not (servant and parent == os.getpid()):
+            is_of_multiprocessing = (
+                "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+            )
+            if state != "Z" and not (is_of_multiprocessing and parent == os.getpid()):
                 found[pid] = command
     return found
 
@@ -73,8 +72,7 @@ def _namespaces() -> set[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A slow test that is named by its id runs, though no `-m ''` is given. A machine with a GPU tests what every
-    other tests, in as many ranks, and its GPU with `-m cuda`."""
+    """Run slow tests that are named by ID also without `-m ''`; use GPUs only with `-m cuda`."""
     if config.option.markexpr == QUICK and any("::" in name for name in config.args):
         config.option.markexpr = ""
     if "cuda" not in config.option.markexpr:
@@ -83,8 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Slow tests wait half their time, fast ones do not. Where a part is named all run in this process: to load
-    what tests need takes a worker longer than most of them."""
+    """Use two workers per core for slow tests, which wait half the time. If tests are named, use no workers, because
+    importing everything takes longer than most tests."""
     if config.args != config.getini("testpaths"):
         return 0
     cores = len(os.sched_getaffinity(0))
@@ -93,17 +91,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones first, or at the end some worker would be busy with them alone."""
+    """Run slow tests first, so that workers end at about the same time."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all loaded objects from garbage collection: torch alone takes 0.3 s each time."""
+    """Exclude loaded objects from garbage collection, which takes 0.3 s for torch alone."""
     gc.enable()
     gc.collect()
     gc.freeze()
-    # The interpreter means to end by taking all apart, and complains of what it cannot. Not before: pytest's end
-    # collects five times.
+    # Only at exit: without it the interpreter reports objects that it cannot free, and pytest collects five times.
     atexit.register(gc.unfreeze)
 
 
@@ -113,7 +110,7 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind() -> Iterator[None]:
+def _check_leftovers() -> Iterator[None]:
     pids, namespaces = _pids(), _namespaces()
     yield
     deadline = time.monotonic() + _GRACE_S

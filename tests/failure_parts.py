@@ -1,10 +1,10 @@
-"""Faults of a rank at a phase of a step, for any run: a task whose constructor arranges for one.
+"""Inject a failure into a run, on chosen ranks, in a chosen step and phase.
 
-    run(..., *fault("kill", rank=0, step=8, phase="optimizer"))
+    run(..., *inject("kill", rank=0, step=8, phase="optimizer"))
 
-`fault` returns the overrides. `data.task` is built on every rank before the data and the model, so that its
-constructor comes early enough: it replaces `Heartbeat.enter`, which every phase of a run goes through, in this
-process. The task itself is the one that the run would have without a fault.
+`inject` returns overrides of `data.task`. The task is built on every rank before the data and the model;
+building it replaces `Heartbeat.enter`, which is called in every phase of a run. The task is the same as
+without a failure.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ CLASSIFICATION = "trainer.tasks.Classification"
 
 
 class InjectedError(RuntimeError):
-    """Raised by a fault of the kind `raise`."""
+    """Raised by a failure of the kind `raise`."""
 
 
-def fault(
+def inject(
     kind: str,
     rank: int = 1,
     step: int = 10,
@@ -50,44 +50,44 @@ def fault(
     command: str = "",
     task: str = CLASSIFICATION,
 ) -> tuple[str, ...]:
-    """The overrides of a run in which this fault happens when `phase` first begins in or after `step`.
+    """Return overrides that inject a failure when `phase` is first entered in or after `step`.
 
     Args:
-        kind: of KINDS. nan: the model's next output is NaN, or its gradient; diverge: one bit of a parameter
-            flips; cut: a shell command cuts off the rank's host.
-        rank: and `count` - 1 more.
-        phase: of heartbeat.PHASES; all_reduce; or update: when the optimizer has stepped, before that is counted.
-        mark: a file that records the fault, which then happens once, however often the run starts again.
-        seconds: how long `slow` takes.
-        task: the class of the run's task.
+        kind: one of KINDS. nan, nan_gradient: the model's next output, or its gradient, is NaN; diverge: one
+        bit
+            of a parameter flips; cut: `command` disconnects the rank's host.
+        rank: the first of the `count` ranks that fail. phase: one of heartbeat.PHASES, all_reduce, or update
+        (the optimizer has updated, but the step is not counted). mark: a file that records the failure, so
+        that it isn't repeated after a restart. seconds: duration of `slow`. task: the class of the run's
+        task.
     """
     assert kind in KINDS
     facts: dict[str, Any] = {"kind": f"'{kind}'", "ranks": list(range(rank, rank + count)), "step": step}
     facts |= {"phase": phase, "seconds": seconds}
     facts |= {"mark": f"'{mark}'"} if mark is not None else {}
     facts |= {"command": f"'{command}'"} if command else {}
-    told = ",".join(f"{name}:{value}" for name, value in facts.items())
+    fields = ",".join(f"{name}:{value}" for name, value in facts.items())
     return (
-        "data.task._target_=tests.failure_parts.faulty",
-        f"+data.task.fault={{{told}}}",
+        "data.task._target_=tests.failure_parts.failing_task",
+        f"+data.task.failure={{{fields}}}",
         f"+data.task.of={task}",
     )
 
 
-def faulty(fault: Mapping[str, Any], of: str, **settings: Any) -> Any:
-    """The task `of`, made with `settings`, on a rank that perhaps gets the fault."""
-    mark = Path(fault["mark"]) if "mark" in fault else None
+def failing_task(failure: Mapping[str, Any], of: str, **settings: Any) -> Any:
+    """Build the task `of` with `settings`; arrange the failure if it is this rank's."""
+    mark = Path(failure["mark"]) if "mark" in failure else None
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank in fault["ranks"] and not (mark and mark.exists()):
-        _Fault(fault, mark).arrange()
+    if rank in failure["ranks"] and not (mark and mark.exists()):
+        _Failure(failure, mark).arrange()
     return get_class(of)(**settings)
 
 
-class _Fault:
-    """One that is to come in this process."""
+class _Failure:
+    """A failure that will happen in this process."""
 
     def __init__(self, facts: Mapping[str, Any], mark: Path | None) -> None:
-        self._facts, self._mark, self._is_due = facts, mark, True
+        self._facts, self._mark, self._is_pending = facts, mark, True
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._heartbeat: Heartbeat | None = None
 
@@ -97,30 +97,30 @@ class _Fault:
         def enter_phase(heartbeat: Heartbeat, phase: str, bucket: int = -1) -> None:
             self._heartbeat = heartbeat
             enter(heartbeat, phase, bucket)
-            self._at(phase, heartbeat.step)
+            self._fail_if_due(phase, heartbeat.step)
 
         Heartbeat.enter = enter_phase  # type: ignore[method-assign]
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
 
     def _after_update(self, *_: Any) -> None:
-        if self._heartbeat is not None:  # None: a trial of the optimizer in the set-up
-            self._at("update", self._heartbeat.step)
+        if self._heartbeat is not None:  # None: a trial step of the optimizer during set-up
+            self._fail_if_due("update", self._heartbeat.step)
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
 
-    def _at(self, phase: str, step: int) -> None:
-        if self._is_due and phase == self._facts["phase"] and step >= self._facts["step"]:
-            self._is_due = False
-            self._happen(f"{self._facts['kind']}, as asked for: step {step}, {phase}", step)
+    def _fail_if_due(self, phase: str, step: int) -> None:
+        if self._is_pending and phase == self._facts["phase"] and step >= self._facts["step"]:
+            self._is_pending = False
+            self._fail(f"{self._facts['kind']}, injected: step {step}, {phase}", step)
 
-    def _happen(self, words: str, step: int) -> None:
+    def _fail(self, words: str, step: int) -> None:
         if self._mark is not None:
             made = {"step": step, "pid": os.getpid(), "time": time.time()}
-            beside = self._mark.with_suffix(f".{os.getpid()}")  # several ranks may have the fault at once
-            beside.write_text(json.dumps(made))
-            beside.replace(self._mark)
+            unique = self._mark.with_suffix(f".{os.getpid()}")  # several ranks may fail at once
+            unique.write_text(json.dumps(made))
+            unique.replace(self._mark)
         match self._facts["kind"]:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -143,7 +143,7 @@ class _Fault:
                 self._poison_next_output(lambda output: output + (output - output.detach()).sqrt())
             case "diverge":
                 optimizer = self._optimizer and self._optimizer()
-                assert optimizer is not None, "there was no update before"
+                assert optimizer is not None, "no update has been made"
                 parameters = (to_local(each) for group in optimizer.param_groups for each in group["params"])
                 flip(next(each for each in parameters if each.numel()), 0, 20)
             case "cut":
@@ -158,7 +158,7 @@ class _Fault:
 
 
 def flip(tensor: Tensor, index: int, bit: int) -> None:
-    """Flip one bit of one element, in place; the bit is taken modulo the size of the dtype."""
+    """Flip one bit of one element in place; `bit` is taken modulo the size of the dtype in bits."""
     size = tensor.element_size()
     lanes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     bit %= 8 * size

@@ -1,4 +1,4 @@
-"""Launches by torchrun as in a drill, but forked: neither torchrun nor its ranks import anything."""
+"""Start torchrun and its ranks by forking, so that they do not import anything."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import drilled_run
+from benchmarks.drilled_run import Start
 from tests import hosts
 from tests.hosts import Host
 from tests.programs import Program, started, torchrun
 
 
 class Launcher:
-    """A program with the part of Popen that a drill uses."""
+    """A program with those methods of Popen that a drill uses."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -33,20 +34,20 @@ class Launcher:
 
 
 class Forked:
-    """In place of `drilled_run.torchrun` and `drilled_run.on`, with the same signatures."""
+    """Replaces `drilled_run.torchrun` and `drilled_run.on_hosts`, with the same signatures."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
         self._launchers: list[Launcher] = []
 
-    def torchrun(self, processes: int, *options: str) -> drilled_run.Start:
+    def torchrun(self, processes: int, *options: str) -> Start:
         def start(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
             command = [*torchrun(processes, "--max-restarts=1", *options), *overrides]
             return [self._start(command, environment, folder / "output")]
 
         return start
 
-    def on(self, members: Sequence[Host], per_host: int, *options: str, conf: str = "") -> drilled_run.Start:
+    def on_hosts(self, members: Sequence[Host], per_host: int, *options: str, conf: str = "") -> Start:
         def start(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
             for host in members:
                 host.link_up()
@@ -60,8 +61,8 @@ class Forked:
                     str(drilled_run.PROGRAM),
                     *overrides,
                 ]
-                told = {**environment, "GLOO_SOCKET_IFNAME": host.interface}
-                launchers.append(self._start(command, told, folder / f"output{index}", host))
+                variables = {**environment, "GLOO_SOCKET_IFNAME": host.interface}
+                launchers.append(self._start(command, variables, folder / f"output{index}", host))
             return launchers
 
         return start
@@ -74,5 +75,5 @@ class Forked:
         return self._launchers[-1]
 
     def ranks(self, mark: str) -> dict[int, int]:
-        """As `drilled_run.ranks_of`, which looks for an environment that forked processes do not show."""
+        """Replaces `drilled_run.ranks_of`, which cannot see the environment of forked processes."""
         return {pid: 0 for launcher in self._launchers for pid in launcher.ranks()}

@@ -1,6 +1,6 @@
-"""The modules that every rank has loaded at its start: imported once, by the fork server of tests.ranks.
+"""Import the modules that ranks need, once, in the fork server of tests.ranks.
 
-No tensor operation may run here: a thread it started (OpenMP, autograd) would not survive the fork.
+No tensor operation may run here, because its threads (OpenMP, autograd) would not survive the fork.
 """
 
 import atexit
@@ -8,7 +8,7 @@ import contextlib
 import gc
 import os
 
-gc.disable()  # collections that find nothing are a quarter of the time that imports take
+gc.disable()  # collections take a quarter of the time of imports
 
 import matplotlib.backends.backend_agg
 import matplotlib.pyplot
@@ -23,7 +23,7 @@ import torch.utils.serialization.config
 import torch.utils.tensorboard
 import torchvision
 
-with contextlib.suppress(Exception):  # the test that needs the broken module says so better
+with contextlib.suppress(Exception):  # the test that needs a broken module reports it better
     import models.mlp
     import models.vision
     import models.vit
@@ -44,9 +44,9 @@ with contextlib.suppress(Exception):  # the test that needs the broken module sa
     PIL.Image.preinit()
     tests.runs.settings()  # fills the caches of Hydra and of its parser
 
-# Half a million objects that no collection needs to look at again: each rank's first full one would take
-# 0.6 s, most of it for the pages that are copied because it counts in them.
+# Half a million objects that need no further collection: the first full one of each rank would take 0.6 s,
+# mostly for copying pages.
 gc.enable()
 gc.collect()
 gc.freeze()
-atexit.register(os._exit, 0)  # and the server need not destroy them at its end
+atexit.register(os._exit, 0)  # so that the server does not destroy them at exit

@@ -1,9 +1,8 @@
-"""Programs of this project as a user starts them, forked from a process that has loaded everything.
+"""Start programs as a user does, but forked from a process that has imported everything.
 
-`python train.py` takes 4 s to import what it needs on a slow core; forked it starts at once. The program
-has its own arguments, environment, directory, session, standard streams and exit code. It lacks the start and end
-of an interpreter; tests of these, and of torchrun itself, start a real one. Settings that any process of the
-session has composed it takes from there: Hydra is half the time of a short run.
+The imports of `python train.py` take 4 s on a slow core. A forked program has its own arguments, environment,
+directory, session, standard streams and exit code, but no interpreter start and exit; tests of these, and of
+torchrun itself, start a real one. Composed settings are cached for the session.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from tests.hosts import Host
-from tests.ranks import ROOT, enter_network, fork_server, place, rendezvous
+from tests.ranks import ROOT, enter_network, fork_server, rank_variables, rendezvous
 
-# Neither an option, nor one of Hydra's own settings, nor text that the environment or the moment decides.
+# Not an option, not one of Hydra's own settings, and without interpolation.
 _OVERRIDE = re.compile(r"(?!-|\W*hydra)[^$]+")
 
 
@@ -54,18 +53,18 @@ class Ended:
 
 
 class Program:
-    """A program that runs; `pid` also names its session and process group."""
+    """A running program; `pid` is also the ID of its session and process group."""
 
     def __init__(self, process: ForkServerProcess, streams: Path) -> None:
         assert process.pid is not None
         self.pid, self._process, self._streams = process.pid, process, streams
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
+        """Return the exit code, or None if the program is running."""
         return self._process.exitcode
 
     def join(self, timeout_s: float | None = None) -> int | None:
-        """The exit code, or None if it still runs after `timeout_s`."""
+        """Return the exit code, or None if the program is still running after `timeout_s`."""
         self._process.join(timeout_s)
         return self.poll()
 
@@ -74,7 +73,7 @@ class Program:
             os.kill(self.pid, number)
 
     def ranks(self) -> list[int]:
-        """The pids of a launcher's ranks that live, by rank: its forked children, not executed programs."""
+        """Return the pids of a launcher's live ranks, which are its forked children."""
         found = []
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{self.pid}/task").iterdir():
@@ -83,7 +82,7 @@ class Program:
 
     @property
     def stdout(self) -> str:
-        """Its output so far."""
+        """The output so far."""
         return (self._streams / "stdout").read_text(errors="replace")
 
     @property
@@ -91,11 +90,11 @@ class Program:
         return (self._streams / "stderr").read_text(errors="replace")
 
     def wait(self, timeout_s: float = 200.0) -> Ended:
-        """Wait for its end. Raises AssertionError with its output and stacks when it is not done in time."""
+        """Wait for the end. Raises AssertionError with output and stacks after a timeout."""
         if (code := self.join(timeout_s)) is None:
             self.send_signal(signal.SIGQUIT)
             self._process.join(2)
-            raise AssertionError(f"still runs after {timeout_s} s\n{self.stdout}{self.stderr}")
+            raise AssertionError(f"still running after {timeout_s} s\n{self.stdout}{self.stderr}")
         return Ended(code, self.stdout, self.stderr)
 
 
@@ -114,13 +113,12 @@ def started(
     output: Path | None = None,
     forks: bool = False,
 ) -> Iterator[Program]:
-    """Start `python ARGV` (a file, or -m and a module, then arguments); leaving kills it and its session.
+    """Start `python ARGV` (a file, or -m and a module, then arguments); kill its session at the end.
 
     Args:
-        env: added to this process's environment.
-        host: a `Host` is the network namespace it runs in.
-        output: a file to which both of its streams are appended.
-        forks: what it starts by `trainer.launch.new_process`, ranks of launch=local and trials of a sweep, it forks.
+        env: added to this process's environment. host: a `Host` is the network namespace it runs in. output:
+        a file to which both of its streams are appended. forks: what it starts by
+        `trainer.launch.new_process`, ranks of launch=local and trials of a sweep, it forks.
     """
     with tempfile.TemporaryDirectory(prefix="program-") as streams:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
@@ -135,7 +133,7 @@ def started(
             yield Program(process, Path(streams))
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # its loader's workers, too
+                os.killpg(process.pid, signal.SIGKILL)  # including data workers
             process.kill()
             process.join()
             process.close()
@@ -148,13 +146,13 @@ def finish(
     timeout_s: float = 200.0,
     forks: bool = False,
 ) -> Ended:
-    """Run `python ARGV` to its end, as `started`."""
+    """Run `python ARGV` to its end; see `started`."""
     with started(*argv, env=env, cwd=cwd, forks=forks) as program:
         return program.wait(timeout_s)
 
 
 def torchrun(ranks: int, *options: str) -> tuple[str, ...]:
-    """The command for train.py under torchrun, without overrides. Torchrun itself forks the ranks, too."""
+    """Return the command for train.py under a torchrun that forks its ranks, without overrides."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options)
     return (*launcher, "--run-path", "--start-method=fork", str(ROOT / "train.py"))
 
@@ -167,19 +165,19 @@ def started_ranks(
     cwd: Path = ROOT,
     forks: bool = False,
 ) -> Iterator[list[Program]]:
-    """Ranks, each a separate program in torchrun's environment, without a torchrun that watches them.
+    """Start ranks as separate programs in torchrun's environment, but without torchrun.
 
     Args:
-        where: the number of ranks on one host, or the host of each, as in `run_ranks`.
+        where: the number of ranks on one host, or the host of each rank, as in `run_ranks`.
     """
     hosts = [0] * where if isinstance(where, int) else list(where)
     with contextlib.ExitStack() as stack:
-        meeting = stack.enter_context(rendezvous(hosts[0]))
+        rendezvous_variables = stack.enter_context(rendezvous(hosts[0]))
         yield [
             stack.enter_context(
                 started(
                     *argv,
-                    env={**meeting, **place(rank, hosts), **(env or {})},
+                    env={**rendezvous_variables, **rank_variables(rank, hosts), **(env or {})},
                     cwd=cwd,
                     host=host,
                     forks=forks,
@@ -196,7 +194,7 @@ def finish_ranks(
     cwd: Path = ROOT,
     timeout_s: float = 200.0,
 ) -> list[Ended]:
-    """Run ranks to the end of each, as `started_ranks`."""
+    """Run ranks to their ends; see `started_ranks`."""
     with started_ranks(where, *argv, env=env, cwd=cwd) as programs:
         deadline = time.monotonic() + timeout_s
         return [program.wait(max(0.0, deadline - time.monotonic())) for program in programs]
@@ -217,12 +215,12 @@ def _main(
         with (streams / name).open(mode) as file:
             os.dup2(file.fileno(), number)
     if forks:
-        fork_what_starts()
+        fork_new_processes()
     _program(argv, environment, cwd)
 
 
-def fork_what_starts() -> None:
-    """From now on this process forks what `trainer.launch.new_process` would start as a new program."""
+def fork_new_processes() -> None:
+    """Make `trainer.launch.new_process` fork this process instead of executing programs."""
     from trainer.launch import new_process
 
     new_process.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _forked})  # type: ignore[assignment]
@@ -244,7 +242,7 @@ def _program(argv: Sequence[str], environment: Mapping[str, str], cwd: Path) -> 
         else:
             sys.argv, sys.path[0] = list(argv), str((cwd / argv[0]).resolve().parent)
             runpy.run_path(argv[0], run_name="__main__")
-    except KeyboardInterrupt:  # as Python ends on it
+    except KeyboardInterrupt:  # like Python
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -254,7 +252,7 @@ def _program(argv: Sequence[str], environment: Mapping[str, str], cwd: Path) -> 
 
 
 def _compose_once_in_a_session() -> None:
-    """Have train.py take its settings from `runs.settings`; Hydra's options, and what fails, stay Hydra's own."""
+    """Make train.py use `runs.settings`, except for Hydra's options and for errors."""
     from tests import runs
     from trainer import cli, config
 
@@ -274,13 +272,13 @@ def _compose_once_in_a_session() -> None:
 def _forked(
     command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int] = (), **popen: Any
 ) -> subprocess.Popen[Any]:
-    """subprocess.Popen of `python ...`, whose child goes on as a copy of this process instead of executing it."""
+    """Replace subprocess.Popen for `python ...`: the child continues as a copy of this process."""
     argv = [word for word in command[1:] if word != "-P"]
 
     def child() -> None:
         kept = {0, 1, 2, *pass_fds, resource_tracker.getfd()}
-        # Closed, among them the pipe on which Popen waits for the program. Their numbers stay taken: objects
-        # of the parent close them once more, when the garbage collector comes to them.
+        # Close all others, including the pipe on which Popen waits. Their numbers stay in use, because objects of
+        # the parent close them again when they are collected.
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
             if fd not in kept and fd != nothing:
@@ -289,12 +287,12 @@ def _forked(
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # Popen has restored the default action, which ends the process; a new interpreter ignores SIGPIPE.
+        # Popen has restored the default action; a new interpreter ignores SIGPIPE.
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         GlobalHydra.instance().clear()  # a sweep starts its trials from within Hydra
         gc.enable()
-        # torch replaces its thread pool at the first use after a fork, and autograd's threads, which all use
-        # it as they start, abort if one finds none meanwhile.
+        # torch replaces its thread pool at the first use after a fork, and autograd's threads abort if they start
+        # at that moment.
         torch.set_num_threads(torch.get_num_threads())
         code: object = 0
         try:
@@ -317,7 +315,7 @@ def _forked(
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this session when pytest ends in any way, without a thread that watches."""
+    """Make the kernel kill this session when pytest ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpgrp())

@@ -1,9 +1,8 @@
-"""Run a function in several real ranks, each a process forked from one that has loaded everything.
+"""Run a function on several real ranks, each a process forked from one that has imported everything.
 
-Importing torch and what else a run needs costs seconds, so the standard library's fork server imports it once
-per pytest session (tests/preload.py), from the moment when this file is imported. tests/programs.py starts
-whole programs in the same way. What a first run costs more than the next (pages to copy, threads and caches to
-make) is saved, too: a rank that is as good as new after a function takes the next one (tests/used_process.py).
+Imports take seconds, so a fork server imports once per pytest session (tests/preload.py), beginning when this
+file is imported. tests/programs.py starts programs in the same way. The first run in a process also takes
+longer than later ones, so a rank that a function has left clean is used again (tests/used_process.py).
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from tests.hosts import Host
 from tests.used_process import UsedProcess
 
 ROOT = Path(__file__).parents[1]
-_GRACE_S = 15.0  # how long the others may take to notice that a rank has failed
+_GRACE_S = 15.0  # time in which other ranks must notice a failed rank
 _CLONE_NEWNET = 0x40000000
-_MOST_LIVE = 4
+_MAX_IDLE = 4
 
 
 def fork_server() -> ForkServerContext:
-    """Start the server, unless it runs; it loads in the background, and the first rank waits for it."""
+    """Start the server if it isn't running; it imports in the background, and the first rank waits for it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
     with pytest.MonkeyPatch.context() as patch:
@@ -56,14 +55,14 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-if os.environ.get("RINGMASTER_TESTS_OF") == str(os.getpid()):  # pytest itself, not a rank that imports a test
+if os.environ.get("RINGMASTER_TESTS_OF") == str(os.getpid()):  # in pytest itself, not in a rank
     fork_server()
 
 
 class RankFailure(AssertionError):  # noqa: N818
-    """Some rank raised, died or hung.
+    """A rank raised an error, died or hung.
 
-    `reports` maps each such rank to its traceback or stack; `results` holds what the others returned.
+    `reports` contains the traceback or stack of each such rank; `results` contains the results of the others.
     """
 
     def __init__(self, reports: dict[int, str], results: dict[int, Any]) -> None:
@@ -73,7 +72,7 @@ class RankFailure(AssertionError):  # noqa: N818
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Rank:
-    """A process that calls one function after another, until this end of the pipe is closed."""
+    """A process that calls one function after another, until the pipe is closed."""
 
     process: BaseProcess
     pipe: Connection
@@ -82,15 +81,15 @@ class _Rank:
     @classmethod
     def fork(cls, host: int | Host) -> _Rank:
         context = fork_server()
-        ours, theirs = context.Pipe()
+        own_end, rank_end = context.Pipe()
         number, stacks = tempfile.mkstemp(prefix="rank-")
         os.close(number)
-        process = context.Process(target=_rank_main, args=(theirs, host, Path(stacks)))
+        process = context.Process(target=_rank_main, args=(rank_end, host, Path(stacks)))
         process.start()
-        theirs.close()
-        return cls(process, ours, Path(stacks))
+        rank_end.close()
+        return cls(process, own_end, Path(stacks))
 
-    def is_there(self) -> bool:
+    def is_usable(self) -> bool:
         return self.process.is_alive() and not self.pipe.poll()
 
     def end(self) -> None:
@@ -101,18 +100,18 @@ class _Rank:
         self.stacks.unlink(missing_ok=True)
 
 
-_live: list[_Rank] = []
+_idle: list[_Rank] = []
 
 
-def live_pids() -> set[int]:
-    """Of the ranks that wait for the next function."""
-    return {rank.process.pid for rank in _live if rank.process.pid is not None}
+def idle_pids() -> set[int]:
+    """Return the pids of ranks that wait for the next function."""
+    return {rank.process.pid for rank in _idle if rank.process.pid is not None}
 
 
 @atexit.register
-def _end_live() -> None:
-    while _live:
-        _live.pop().end()
+def _end_idle() -> None:
+    while _idle:
+        _idle.pop().end()
 
 
 def run_ranks(
@@ -126,49 +125,48 @@ def run_ranks(
     fresh: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` in `world_size` processes and return what they returned, by rank.
+    """Call `fn(*args, **kwargs)` in `world_size` processes, and return the results by rank.
 
-    `fn` and its arguments travel as pickles, so `fn` stands at the top level of a module; tensors come back
-    on the CPU. The environment is torchrun's. With `init` the default gloo group exists before `fn` and is
-    destroyed after it.
+    `fn` and its arguments must be picklable; tensors are returned on the CPU. The environment is torchrun's.
 
     Args:
-        timeout_s: for the call as a whole; a rank not done by then is killed and named with its stacks.
-        hosts: the host of each rank, in rank order: plain numbers only set LOCAL_RANK and its companions,
-            a `Host` moves the rank into that network namespace.
-        env: added to the environment of every rank.
-        fresh: in processes in which nothing has run: for what asks about the process itself.
+        timeout_s: for the whole call; ranks that have not finished are killed and reported with their stacks.
+        init: whether to create the default gloo group before `fn`, and destroy it after. hosts: the host of
+        each rank. A number only determines LOCAL_RANK and similar variables; a `Host` moves the
+            rank into its network namespace.
+        env: additional environment variables of all ranks.
+        fresh: whether to use new processes, for tests of the process itself.
 
     Raises:
-        RankFailure: a rank raised, died or hung.
+        RankFailure: a rank raised an error, died or hung.
     """
     hosts = list(hosts) if hosts is not None else [0] * world_size
-    assert len(hosts) == world_size, f"{len(hosts)} hosts named for {world_size} ranks"
+    assert len(hosts) == world_size, f"{len(hosts)} hosts for {world_size} ranks"
     call = pickle.dumps((fn, args, kwargs))
-    may_live = not fresh and env is None and all(isinstance(host, int) for host in hosts)
+    may_reuse = not fresh and env is None and all(isinstance(host, int) for host in hosts)
     with contextlib.ExitStack() as stack:
         shared = {**os.environ, **stack.enter_context(rendezvous(hosts[0])), **(env or {})}
         ranks = []
         for rank, host in enumerate(hosts):
-            while may_live and _live and not _live[0].is_there():
-                _live.pop(0).end()
-            ranks.append(_live.pop(0) if may_live and _live else _Rank.fork(host))
-            stack.callback(lambda mine=ranks[-1]: None if mine in _live else mine.end())
-            ranks[-1].pipe.send((call, init, timeout_s, {**shared, **place(rank, hosts)}))
+            while may_reuse and _idle and not _idle[0].is_usable():
+                _idle.pop(0).end()
+            ranks.append(_idle.pop(0) if may_reuse and _idle else _Rank.fork(host))
+            stack.callback(lambda rank=ranks[-1]: None if rank in _idle else rank.end())
+            ranks[-1].pipe.send((call, init, timeout_s, {**shared, **rank_variables(rank, hosts)}))
         results, reports, used = _collect([rank.pipe for rank in ranks], time.monotonic() + timeout_s)
-        if may_live and not reports and not used and len(results) == world_size:
-            _live[:0] = ranks[: max(0, _MOST_LIVE - len(_live))]
-        spoken = results.keys() | reports.keys()
-        for rank, mine in enumerate(ranks):
-            if mine in _live:
+        if may_reuse and not reports and not used and len(results) == world_size:
+            _idle[:0] = ranks[: max(0, _MAX_IDLE - len(_idle))]
+        answered = results.keys() | reports.keys()
+        for rank, used_rank in enumerate(ranks):
+            if used_rank in _idle:
                 continue
-            mine.pipe.close()
-            mine.process.join(_GRACE_S if rank in spoken else 0)
-            if mine.process.is_alive():
-                verb = "returned, but did not end" if rank in spoken else "did not finish"
-                reports[rank] = f"{verb}; {_stacks_of(mine.process.pid, mine.stacks)}"
-            elif mine.process.exitcode or reports.get(rank) == "":
-                reports[rank] = f"died with exit code {mine.process.exitcode}"
+            used_rank.pipe.close()
+            used_rank.process.join(_GRACE_S if rank in answered else 0)
+            if used_rank.process.is_alive():
+                verb = "returned, but did not end" if rank in answered else "did not finish"
+                reports[rank] = f"{verb}; {_stacks_of(used_rank.process.pid, used_rank.stacks)}"
+            elif used_rank.process.exitcode or reports.get(rank) == "":
+                reports[rank] = f"died with exit code {used_rank.process.exitcode}"
     if reports:
         raise RankFailure(reports, results)
     return [results[rank] for rank in range(world_size)]
@@ -177,8 +175,10 @@ def run_ranks(
 def _collect(
     pipes: list[Connection], deadline: float
 ) -> tuple[dict[int, Any], dict[int, str], dict[int, str]]:
-    """Results and reports until every rank has spoken, or the deadline, or the grace after a failure; and what
-    ranks are not as new for."""
+    """Wait for all ranks, until the deadline or a grace period after a failure.
+
+    Returns results, reports, and the reasons why ranks cannot be used again, by rank.
+    """
     results: dict[int, Any] = {}
     reports: dict[int, str] = {}
     used: dict[int, str] = {}
@@ -190,7 +190,7 @@ def _collect(
             try:
                 succeeded, payload, left = pipe.recv()
             except (EOFError, ConnectionResetError):
-                reports[rank] = ""  # it died without a word: its exit code is all there is
+                reports[rank] = ""  # it died; only its exit code is known
             else:
                 if left:
                     used[rank] = left
@@ -204,20 +204,20 @@ def _collect(
 
 
 def free_port() -> int:
-    """A free port of this host, below those that the kernel assigns, so that it stays free."""
+    """Return a free port of this host, outside the range that the kernel assigns, so that it stays free."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-    raise AssertionError("100 ports drawn by chance are all taken")
+    raise AssertionError("none of 100 random ports is free")
 
 
 @contextlib.contextmanager
 def rendezvous(first: int | Host) -> Iterator[dict[str, str]]:
-    """The variables by which ranks find each other."""
-    if isinstance(first, Host):  # a namespace has all ports to itself, so rank 0 may open a fixed one
+    """Yield the rendezvous variables of ranks."""
+    if isinstance(first, Host):  # all ports of a namespace are free, so rank 0 can use a fixed one
         yield {"MASTER_ADDR": first.address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": first.interface}
         return
-    # A store that listens already leaves no free port to race for; torchrun's agent does the same.
+    # A store that is already listening avoids races for a port; torchrun's agent does the same.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield {
         "MASTER_ADDR": "127.0.0.1",
@@ -227,8 +227,8 @@ def rendezvous(first: int | Host) -> Iterator[dict[str, str]]:
     }
 
 
-def place(rank: int, hosts: list[int | Host]) -> dict[str, str]:
-    """The variables that torchrun sets for a rank."""
+def rank_variables(rank: int, hosts: list[int | Host]) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank."""
     distinct = list(dict.fromkeys(hosts))
     return {
         "RANK": str(rank),
@@ -242,7 +242,7 @@ def place(rank: int, hosts: list[int | Host]) -> dict[str, str]:
 
 
 def _rank_main(pipe: Connection, host: int | Host, stacks: Path) -> None:
-    """Call what comes, until something fails or stays behind that the next function must not meet."""
+    """Call functions from the pipe, until one fails or leaves something behind."""
     with stacks.open("w") as stack_file:
         faulthandler.register(signal.SIGQUIT, file=stack_file, all_threads=True)
         torch.set_num_threads(1)
@@ -251,19 +251,19 @@ def _rank_main(pipe: Connection, host: int | Host, stacks: Path) -> None:
         with contextlib.suppress(EOFError, ConnectionResetError):  # the other end was closed
             while not left:
                 call, init, timeout_s, environment = pipe.recv()
-                # Should pytest itself be killed, nobody else would end this process.
+                # If pytest is killed, no other process ends this one.
                 faulthandler.dump_traceback_later(timeout_s + 2 * _GRACE_S, exit=True, file=stack_file)
                 os.environ.clear()
                 os.environ.update(environment)
                 try:
                     fn, args, kwargs = pickle.loads(call)
-                    process.lent()
+                    process.before_use()
                     result = _call(fn, args, kwargs, init)
                     del fn, args, kwargs
-                    left = process.returned()
+                    left = process.after_use()
                     pipe.send((True, result, left))
                 except BaseException:
-                    # No destroy_process_group here: it may wait for peers that wait for us.
+                    # No destroy_process_group, which may wait for ranks that wait for this one.
                     pipe.send((False, traceback.format_exc(), left := "an exception"))
                 faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(signal.SIGQUIT)
@@ -282,7 +282,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def enter_network(host: int | Host) -> None:
-    """Move this thread, still the only one, to a host (`os.setns` came with Python 3.12); not for a number."""
+    """Move this thread, the only one, into the namespace of a `Host` (`os.setns` requires Python 3.12)."""
     if isinstance(host, Host):
         libc = ctypes.CDLL(None, use_errno=True)
         with Path(host.namespace_path).open() as file:
@@ -291,7 +291,7 @@ def enter_network(host: int | Host) -> None:
 
 
 def _stacks_of(pid: int | None, file: Path) -> str:
-    """What the threads of a process that hangs are doing; it writes that itself when signalled."""
+    """Make a process that hangs write the stacks of its threads, and return them."""
     assert pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGQUIT)
@@ -299,4 +299,4 @@ def _stacks_of(pid: int | None, file: Path) -> str:
         time.sleep(0.05)
         if text := file.read_text():
             return f"it was in\n{text}"
-    return "it is stopped, so no stack"
+    return "no stacks, because it is stopped"

@@ -49,14 +49,14 @@ WRONG = {
 def failures_in_between(run_dir: str) -> list[str]:
     """Return the hashes of a run before and after runs that fail at each stage, and Python's output."""
     os.environ.clear()
-    told = [trainer.train([*TINY, f"run_dir={run_dir}/0"])["param_sha256"]]
+    results = [trainer.train([*TINY, f"run_dir={run_dir}/0"])["param_sha256"]]
     for number, wrong in enumerate(WRONG.values()):
         with pytest.raises((UserError, NonFiniteError)) as error:
             trainer.train([*TINY, wrong, "train.max_steps=40", f"run_dir={run_dir}/wrong-{number}"])
-        told.append("".join(traceback.format_exception(error.value)))
+        results.append("".join(traceback.format_exception(error.value)))
     with pytest.raises(UserError, match=r"already contains a run \(.*; set resume=auto to continue it"):
         trainer.train([*TINY, f"run_dir={run_dir}/0"], processes=1)
-    return [*told, trainer.train([*TINY, f"run_dir={run_dir}/1"], processes=1)["param_sha256"]]
+    return [*results, trainer.train([*TINY, f"run_dir={run_dir}/1"], processes=1)["param_sha256"]]
 
 
 @pytest.mark.slow
@@ -191,12 +191,12 @@ def ends_of_processes(run_dir: str) -> list[str]:
     os.environ.clear()
     os.chdir(run_dir)
     fork_what_starts()
-    told = []
+    results = []
     for kind, word in ((UserError, "train.global_batch_size=2001"), (NonFiniteError, "optim.lr=1e30")):
         with pytest.raises(kind) as error:
             trainer.train([*TINY, word, "train.max_steps=40"], processes=2)
-        told.append(str(error.value))
-    return told
+        results.append(str(error.value))
+    return results
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """The shell blocks of the pages are run, with steps cut. Each that cannot run here says what it needs.
 
-`<!-- needs: ... -->` before a block: cuda, slurm, net, hosts (several), packages (an extra that `dev` lacks), or
-time (minutes, even when cut). A run that only sets what conf/ has is composed, by tests/test_docs.py; it trains
-where README.md has it, or where a later command reads it.
+`<!-- needs: ... -->` before a block: cuda, slurm, net, hosts (several), packages (an extra that `dev` lacks),
+or time (minutes, even when cut). A run that only sets what conf/ has is composed, by tests/test_docs.py; it
+trains where README.md has it, or where a later command reads it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.failure_parts import fault
+from tests.failure_parts import inject
 from tests.forked import Forked
 from tests.hosts import hosts
 from tests.programs import started_ranks
@@ -19,7 +19,7 @@ QUICK = ("train.max_steps=11", "train.log_every_steps=10", "model.hidden=[32]")
 
 def test_torchrun_on_two_hosts_makes_one_run(tmp_path: Path) -> None:
     with hosts(2) as pair, contextlib.ExitStack() as stack:
-        start, environment = Forked(stack).on(pair, 2), {"OMP_NUM_THREADS": "1"}
+        start, environment = Forked(stack).on_hosts(pair, 2), {"OMP_NUM_THREADS": "1"}
         options = ["strategy=fsdp", "strategy.shard_group=host", f"run_dir={tmp_path}/run", *QUICK]
         launchers = start(options, environment, tmp_path)
         ended = [launcher.wait(200) for launcher in launchers]
@@ -48,7 +48,7 @@ def test_a_cut_link_is_named_on_both_sides_and_all_ranks_end(tmp_path: Path) -> 
     options = [*LONG, f"run_dir={run_dir}", f"distributed.timeout_s={TIMEOUT_S}"]
     with hosts(2) as (one, other):
         command = f"ip -n {other.switch} link set {other.port} down"
-        options += fault("cut", 2, 10, "backward", mark=run_dir / "fault.json", command=command)
+        options += inject("cut", 2, 10, "backward", mark=run_dir / "fault.json", command=command)
         with started_ranks([one, one, other, other], "train.py", *options) as ranks:
             deadline = time.monotonic() + 200
             while not (run_dir / "fault.json").exists():

@@ -1,9 +1,9 @@
-"""What a function has left behind in a rank that lives on: put back what can be, and tell what cannot.
+"""Find what a function has left behind in a rank, and restore what can be restored.
 
-A rank that takes the next function must be as good as one forked for it, or a test could pass by what another
-left. What a process sets in passing (environment, directory, generators, signal handlers, loggers, torch's
-settings) is put back. What has no way back ends the rank: a function or constant that a broken double replaced in
-a module or a class, a thread, a child, a process group, a device mesh, a limit.
+A rank that is used again must be as clean as a new one, or a test could pass because of another. Environment,
+directory, generators, signal handlers, loggers and torch's settings are restored. A rank ends if it cannot be
+restored: a replaced function or constant, a thread, a child, a process group, a device mesh or a limit is
+left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data._utils import signal_handling
 
-_OURS = ("trainer", "models", "tests", "hydra_plugins")
+_OWN_PACKAGES = ("trainer", "models", "tests", "hydra_plugins")
 _FUNCTIONS = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -44,16 +44,16 @@ _CONTAINERS = (tuple, dict, list, set)
 _OTHERS = (types.ModuleType, logging.Logger, property, int, float, str, Path, type(None))
 _VALUES = (*_FUNCTIONS, *_OTHERS, *_CONTAINERS)
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
-_HOOKS = ("excepthook", "unraisablehook")  # they are put back
-_GRACE_S = 1.0  # for threads and children that end at this moment
+_HOOKS = ("excepthook", "unraisablehook")  # these are restored
+_GRACE_S = 1.0  # for threads and children that are about to end
 
 
-def _is_ours(name: str) -> bool:
-    return name.partition(".")[0] in _OURS
+def _is_own(name: str) -> bool:
+    return name.partition(".")[0] in _OWN_PACKAGES
 
 
 class UsedProcess:
-    """Made while nothing has run; `lent` before each function, `returned` after it."""
+    """Created before the first function; call `before_use` and `after_use` around each function."""
 
     def __init__(self) -> None:
         self._names: dict[types.ModuleType | type, dict[str, Any]] = {}
@@ -62,46 +62,45 @@ class UsedProcess:
         self._streams = _open_streams()
         self._limits = [resource.getrlimit(limit) for limit in _LIMITS]
 
-    def lent(self) -> None:
-        """Take note of all functions, classes and constants that the project's modules have and use."""
-        with warnings.catch_warnings():  # some names of torch's are deprecated
+    def before_use(self) -> None:
+        """Record all functions, classes and constants that the project's modules define and use."""
+        with warnings.catch_warnings():  # some of torch's names are deprecated
             warnings.simplefilter("ignore")
-            self._note_all()
+            self._record_all()
 
-    def _note_all(self) -> None:
+    def _record_all(self) -> None:
         for name, module in list(sys.modules.items()):
-            if isinstance(module, types.ModuleType) and _is_ours(name) and module not in self._names:
-                self._note(module)
+            if isinstance(module, types.ModuleType) and _is_own(name) and module not in self._names:
+                self._record(module)
                 for used in list(vars(module).values()):
                     if isinstance(used, types.ModuleType) and used not in self._names:
-                        self._note(used)
+                        self._record(used)
 
-    def _note(self, module: types.ModuleType) -> None:
+    def _record(self, module: types.ModuleType) -> None:
         self._names[module] = _values(module)
         for value in list(vars(module).values()):
             if isinstance(value, type) and value not in self._names:
                 self._names[value] = _values(value)
 
-    def returned(self) -> str:
-        """Put back what can be; what cannot be, or an empty text where the next function may come."""
+    def after_use(self) -> str:
+        """Restore the process; return what cannot be restored, or "" if the process can be used again."""
         gc.collect()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = next(self._left(), "")
-        _put_back(self._state)
+            found = next(self._leftovers(), "")
+        _restore(self._state)
         return found
 
-    def _left(self) -> Iterator[str]:
+    def _leftovers(self) -> Iterator[str]:
         if dist.is_initialized():
             yield "a process group"
-        # DTensor's caches keep the mesh of the first tensors and give it to later ones that have an equal mesh,
-        # with the coordinate and the groups that this process had then.
+        # DTensor caches meshes, with the coordinate and groups that this process had, and would reuse them.
         if any(type(found) is DeviceMesh for found in gc.get_objects()):
             yield "a device mesh"
         if [resource.getrlimit(limit) for limit in _LIMITS] != self._limits:
             yield "a limit"
         if _open_streams() != self._streams:
-            yield "a stream that leads elsewhere"
+            yield "a redirected stream"
         for owner, names in self._names.items():
             values = _values(owner)
             for name in names.keys() | values.keys():
@@ -109,17 +108,17 @@ class UsedProcess:
                 loaded = old is None and isinstance(new, types.ModuleType)  # a part of a package
                 if loaded or old is new or not _differ(old, new):
                     continue
-                # torch replaces some of its own, as the step of an optimizer.
-                of_torch = old is None or _home(new).partition(".")[0] == "torch"
-                if _is_ours(_home(owner)) or _is_ours(_home(new)) or not of_torch:
+                # torch replaces some of its own functions, such as an optimizer's step.
+                of_torch = old is None or _module_of(new).partition(".")[0] == "torch"
+                if _is_own(_module_of(owner)) or _is_own(_module_of(new)) or not of_torch:
                     yield f"{owner.__name__}.{name}"
         for name in set(sys.modules) - self._modules:
             module = sys.modules[name]
             if getattr(module, "__spec__", None) is None:
                 yield f"the module {name}"
-            elif _is_ours(name) and not name.startswith("tests") and module not in self._names:
+            elif _is_own(name) and not name.startswith("tests") and module not in self._names:
                 for value in _values(module).values():
-                    if _home(value).startswith("tests."):
+                    if _module_of(value).startswith("tests."):
                         yield f"{name}.{value}"
         deadline = time.monotonic() + _GRACE_S
         while (left := [*_threads(), *_children()]) and time.monotonic() < deadline:
@@ -129,7 +128,7 @@ class UsedProcess:
 
 
 def _threads() -> list[threading.Thread]:
-    """All but the one of tqdm's, which stays for good."""
+    """Return all other threads, except tqdm's, which never ends."""
     return [thread for thread in threading.enumerate()[1:] if thread.name != "tqdm_monitor"]
 
 
@@ -141,14 +140,14 @@ def _children() -> list[str]:
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
-def _home(value: Any) -> str:
-    """The module that a value comes from."""
+def _module_of(value: Any) -> str:
+    """Return the name of the module that defines a value."""
     return value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""
 
 
 def _values(owner: types.ModuleType | type) -> dict[str, Any]:
-    """What a double may replace; for a module that is not the project's, only functions and classes."""
-    kinds = _VALUES if _is_ours(_home(owner)) else _FUNCTIONS
+    """Return values that tests may replace; for third-party modules, only functions and classes."""
+    kinds = _VALUES if _is_own(_module_of(owner)) else _FUNCTIONS
     return {
         name: (value, tuple(map(id, value.values() if isinstance(value, dict) else value)))
         if isinstance(value, dict | list | set)
@@ -159,7 +158,7 @@ def _values(owner: types.ModuleType | type) -> dict[str, Any]:
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Of two that are not the same object."""
+    """Return whether two distinct objects differ."""
     if isinstance(one, _FUNCTIONS) or isinstance(other, _FUNCTIONS) or type(one) is not type(other):
         return True
     if isinstance(one, tuple) and len(one) == len(other):
@@ -188,7 +187,7 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _put_back(state: dict[str, Any]) -> None:
+def _restore(state: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(state["environment"])
     os.chdir(state["directory"])
@@ -199,9 +198,9 @@ def _put_back(state: dict[str, Any]) -> None:
     signal.alarm(0)
     for number, handler in state["signals"].items():
         if signal.getsignal(number) != handler and handler is not None:
-            with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP have none
+            with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP have no handler
                 signal.signal(number, handler)
-    # Else the next loader would not set its handler, and would hear of a dead worker only after its timeout.
+    # Otherwise the next loader would not set its handler, and would notice a dead worker only after a timeout.
     signal_handling._SIGCHLD_handler_set = False
     signal.pthread_sigmask(signal.SIG_SETMASK, state["mask"])
     warnings.filters[:] = state["warnings"]  # type: ignore[index]
@@ -212,7 +211,7 @@ def _put_back(state: dict[str, Any]) -> None:
         logger.setLevel(level)
         logger.propagate, logger.disabled = propagate, disabled
         for name in [name for name in vars(logger) if callable(getattr(logging.Logger, name, None))]:
-            delattr(logger, name)  # a double's
+            delattr(logger, name)  # from a test
     logging.disable(logging.NOTSET)
     random.seed()
     np.random.set_state(state["numpy"])

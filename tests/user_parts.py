@@ -199,9 +199,9 @@ class SaysNoText(Classification):
 class Noted:
     """A logger without a base class that records each call."""
 
-    def __init__(self, run_dir: Path, word: str, **told: Any) -> None:
+    def __init__(self, run_dir: Path, word: str, **options: Any) -> None:
         self._file = (run_dir / "noted.jsonl").open("a")
-        self._note("begin", word, sorted(told))
+        self._note("begin", word, sorted(options))
 
     def _note(self, *call: object) -> None:
         print(json.dumps(call), file=self._file, flush=True)
@@ -235,7 +235,7 @@ class Away(Logger):
 class Deaf:
     """No logger."""
 
-    def __init__(self, **told: Any) -> None: ...
+    def __init__(self, **options: Any) -> None: ...
 
     def scalars(self, values: dict[str, float], step: int) -> None: ...
 

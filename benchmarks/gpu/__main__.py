@@ -1,22 +1,23 @@
-"""A GPU hour that wastes nothing: parts with an estimate and a bar, the most valuable first.
+"""Benchmarks for a limited time on a GPU: parts with estimated times and limits, the most valuable first.
 
     benchmarks/gpu.sh [--out DIR] --list | --budget SECONDS | NAME... | table
 
-    --list             print the parts, with their estimates on one H100, and what each must show
-    --budget SECONDS   run, in order, the parts whose results DIR doesn't contain yet, as long as they fit
+    --list             print the parts, with their estimated times on an H100, and what each must show
+    --budget SECONDS   run, in order, the parts that fit into the time and have no results in DIR yet
     NAME...            run these parts
-    table              print what DIR contains by now, and write it to DIR/gpu.json
+    table              print the results in DIR, and write them to DIR/gpu.json
 
-Each part runs in a process of its own, and writes DIR/NAME.json at once: the card, driver, versions, date,
-seconds, and a row for each measurement. So if a call may take ten minutes, repeat the same command:
+Each part runs in a separate process, and writes DIR/NAME.json at once: GPU, driver, versions, date, seconds,
+and a row for each measurement. If a command may take at most ten minutes, repeat the same command until all
+parts have run:
 
     benchmarks/gpu.sh --budget 560
 
-GPT-2 compared with nanoGPT then gets a call of its own. Compiled kernels are kept in --cache between calls.
-The exit status is 1 if a part failed or missed its bar. Move DIR/gpu.json to benchmarks/results under a name
-with the card and the date.
+The comparison of GPT-2 with nanoGPT then gets a whole command. Compiled kernels are kept in --cache. The exit
+status is 1 if a part failed or missed its limit. Move DIR/gpu.json to benchmarks/results, under a name with
+the GPU and the date.
 
-With --dry-run, all parts run at tiny sizes on a CPU, with gloo, so that a mistake is found before the hour.
+With --dry-run, all parts run with tiny sizes on a CPU, with gloo, to find mistakes before GPU time is spent.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main() -> int:
         print(listing(parts or PARTS))
         return 0
     if parts and not (day.dry or day.on_gpu):
-        print("torch sees no GPU here; try the parts with --dry-run", file=sys.stderr)
+        print("torch sees no GPU; use --dry-run to run tiny sizes on the CPU", file=sys.stderr)
         return 2
     if parts and not options.in_process:
         print(f"{listing(parts)}\n", flush=True)
@@ -70,13 +71,13 @@ def main() -> int:
             spent = time.monotonic() - begin
             if not day.dry and options.budget is not None and spent + part.seconds > options.budget:
                 print(
-                    f"{part.name}: left for the next call, {options.budget - spent:.0f} s remain\n",
+                    f"{part.name}: needs another call: {options.budget - spent:.0f} s are left of the budget\n",
                     flush=True,
                 )
-            elif day.dry or options.in_process:  # loading torch takes longer than tiny sizes
+            elif day.dry or options.in_process:  # loading torch takes longer than the part
                 status |= _measure(day, part)
             else:
-                status |= _in_process_of_its_own(day, part)
+                status |= _run_in_subprocess(day, part)
     if "table" in options.names:
         status |= _table(day)
     return status
@@ -87,13 +88,16 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu.sh", description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("names", nargs="*", type=_name, metavar="NAME", help="parts to run, or table")
-    add("--list", action="store_true", help="print the parts; with NAME or --budget: which of them")
-    add("--budget", type=float, metavar="SECONDS", help="run the parts that fit")
-    add("--out", type=Path, default=Path("gpu_day"), help="folder of the results (gpu_day)")
+    add("--list", action="store_true", help="print all parts, or those of NAME, --budget")
+    add("--budget", type=float, metavar="SECONDS", help="run the parts that fit into this time")
+    add("--out", type=Path, default=Path("gpu_day"), help="folder for results (gpu_day)")
     add(
-        "--cache", type=Path, default=Path.home() / ".cache/ringmaster-gpu", help="folder of compiled kernels"
+        "--cache",
+        type=Path,
+        default=Path.home() / ".cache/ringmaster-gpu",
+        help="folder for compiled kernels",
     )
-    add("--wheels", type=Path, metavar="DIR", help="wheels that this Python lacks, to install for this call")
+    add("--wheels", type=Path, metavar="DIR", help="folder of wheels to install for this call only")
     add("--dry-run", action="store_true", help="tiny sizes on a CPU")
     add("--in-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -110,7 +114,7 @@ def _name(text: str) -> str:
 
 def _shrink() -> None:
     torch.set_num_threads(1)
-    traced_only: Any = functools.partial(torch.compile, backend="eager")  # compilers take minutes
+    traced_only: Any = functools.partial(torch.compile, backend="eager")  # inductor takes minutes
     torch.compile = traced_only  # type: ignore[misc]
 
 
@@ -122,8 +126,8 @@ def _install(wheels: Path, site: str) -> None:
     sys.path.append(site)
 
 
-def _in_process_of_its_own(day: Day, part: Part) -> int:
-    """Run a part, for twice its estimate at most, so that one that hangs doesn't use up the hour."""
+def _run_in_subprocess(day: Day, part: Part) -> int:
+    """Run a part for at most twice its estimated time, so that a hang doesn't use up the GPU time."""
     command = [sys.executable, "-m", "benchmarks.gpu", part.name, "--out", str(day.out), "--in-process"]
     command += ["--dry-run"] * day.dry
     limit = ["timeout", "--kill-after=45", str(min(570, max(120, 2 * part.seconds)))]
@@ -136,7 +140,7 @@ def _measure(day: Day, part: Part) -> int:
     try:
         for row in part.measure(day):
             rows.append(row)
-            # At once, because a part may be interrupted; it has not passed then.
+            # At once, because the part may be interrupted. An interrupted part has not passed.
             _write(day, part, rows, time.perf_counter() - begin, complete=False)
     except Exception:
         rows.append(Row(part.name, None, ok=False, note=traceback.format_exc()))
@@ -168,7 +172,7 @@ def _read(day: Day, part: Part) -> dict[str, Any] | None:
 
 
 def _is_measured(day: Day, part: Part) -> bool:
-    """Whether the results contain this part, from this kind of run."""
+    """Return whether the results contain this part, measured on a GPU."""
     found = _read(day, part)
     return not day.dry and found is not None and not found["machine"]["dry"]
 
@@ -179,7 +183,7 @@ def _table(day: Day) -> int:
     (day.out / "gpu.json").write_text(json.dumps({"parts": found, "not_run": missing}, indent=1) + "\n")
     for part in found:
         facts = ", ".join(f"{key} {value}" for key, value in part["machine"].items())
-        mark = {None: "no bar here", True: "passed", False: "MISSED"}[part["passed"]]
+        mark = {None: "no limit", True: "passed", False: "MISSED"}[part["passed"]]
         print(f"{part['part']} ({part['bar']}): {mark}; {part['seconds']:.0f} s, {part['date']}, {facts}")
         print(table([Row(**row) for row in part["rows"]]), end="\n\n")
     print(f"not run: {', '.join(missing) or 'none'}")

@@ -1,4 +1,4 @@
-"""Saving GPT-2 and its AdamW from a GPU's memory, and loading it: the time training waits, and the total."""
+"""Measure how long training waits for a save of GPT-2 and AdamW from a GPU, and the time of a load."""
 
 import itertools
 import tempfile
@@ -18,7 +18,7 @@ def measure(day: Day) -> Iterator[Row]:
     )
     kinds = [("full", False), ("full", True), ("sharded", False), ("sharded", True)]
     for kind, in_background in day.size(kinds, kinds[::3]):
-        what = f"save {model}, {kind}{' async' * in_background}"
+        name = f"save {model}, {kind}{' async' * in_background}"
         with tempfile.TemporaryDirectory() as run_dir, contexts() as context:
             options = (*common, f"checkpoint={kind}", f"checkpoint.async={str(in_background).lower()}")
             options += (f"run_dir={run_dir}",)
@@ -33,8 +33,8 @@ def measure(day: Day) -> Iterator[Row]:
                 copied = _seconds(made.checkpointer.saving.wait_until_copied)
                 waited.append(called + copied)
                 written = _seconds(made.checkpointer.saving.wait)
-            note = f"the first {waited[0]:.2f} s; then {written:.2f} s more in the background" * in_background
-            yield Row(what, min(waited), "s waited for", note=note)
+            note = f"first save {waited[0]:.2f} s; another {written:.2f} s in the background" * in_background
+            yield Row(name, min(waited), "s of waiting", note=note)
             loaded = _seconds(lambda context=context, options=options: context(*options, "resume=auto"))
             yield Row(f"build and load {model}, {kind}", loaded, "s")
 

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Row:
-    """A measured value; `ok` is None without a limit, or if the limit does not apply to this machine."""
+    """A measured value; `bar` is its limit. `ok` is None if there is no limit on this machine."""
 
     what: str
     value: float | None
@@ -31,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Day:
-    """The options of a benchmark day; `dry` runs the same programs at tiny sizes on a CPU."""
+    """Options of the GPU benchmarks; `dry` runs the same code with tiny sizes on a CPU."""
 
     dry: bool
     out: Path
@@ -53,7 +53,7 @@ class Day:
             torch.cuda.synchronize()
 
     def rated(self, what: str, value: float, unit: str, least: float, note: str = "") -> Row:
-        """Return a row whose value should be at least `least`, except at tiny sizes on a CPU."""
+        """Return a row whose value must be at least `least` on a GPU."""
         return Row(what, value, unit, f">= {least:g}", value >= least if self.on_gpu else None, note)
 
 
@@ -70,7 +70,7 @@ def settings(*overrides: str) -> Any:
 
 @contextmanager
 def contexts() -> Iterator[Callable[..., Any]]:
-    """Return a function from overrides to a context that is ready to train; all share one process group."""
+    """Yield a function from overrides to a run that is ready to train; all runs share a process group."""
     from trainer.assemble import assemble
     from trainer.distributed.process_group import process_group
     from trainer.launch.signals import StopRequest
@@ -94,17 +94,17 @@ def contexts() -> Iterator[Callable[..., Any]]:
 
 
 def steps(context: Any) -> Iterator[None]:
-    """Run our own loop, epoch after epoch; yield after each step."""
+    """Run Ringmaster's training loop, and yield after each step."""
     from tests.runs import steps_of
 
     return steps_of(context)
 
 
 def in_turns(day: Day, ways: dict[str, Iterator[None]], turns: int, each: int) -> dict[str, list[float]]:
-    """Return the milliseconds per step of each variant and round, including the GPU; the order rotates."""
+    """Return ms per step, with the GPU's time, of each variant and round; the order of variants rotates."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
-        for _ in range(each):  # compiles, chooses algorithms, fills the allocator
+        for _ in range(each):  # warm-up: compilation, autotuning, memory allocation
             next(way)
     names = list(ways)
     for turn in range(turns):
@@ -118,31 +118,31 @@ def in_turns(day: Day, ways: dict[str, Iterator[None]], turns: int, each: int) -
     return found
 
 
-def ratio(ours: list[float], theirs: list[float]) -> float:
-    """Return the speed of this project's run relative to the other: the median over rounds."""
-    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+def ratio(ringmaster: list[float], other: list[float]) -> float:
+    """Return the speed of Ringmaster relative to the other variant: the median over rounds."""
+    return statistics.median(b / a for a, b in zip(ringmaster, other, strict=True))
 
 
 def quietly(action: Callable[[], _T]) -> _T:
-    """Run a command without its output; the end of the output is added to an exception."""
-    said = io.StringIO()
+    """Call a function without its output; if it raises, add the end of the output to the exception."""
+    output = io.StringIO()
     try:
-        with redirect_stdout(said):
+        with redirect_stdout(output):
             return action()
     except Exception as error:
-        error.add_note(said.getvalue()[-1500:])
+        error.add_note(output.getvalue()[-1500:])
         raise
 
 
 def machine(day: Day) -> dict[str, Any]:
-    """The card, its driver, and the versions on which results depend."""
+    """Return the GPU, its driver, and the versions on which results depend."""
     found = {"torch": torch.__version__, "python": platform.python_version(), "device": str(day.device)}
     if day.on_gpu:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        asked = subprocess.run(query, capture_output=True, text=True, check=False)
+        answer = subprocess.run(query, capture_output=True, text=True, check=False)
         found |= {"gpu": torch.cuda.get_device_name(), "gpus": str(torch.cuda.device_count())}
-        found |= {"driver": asked.stdout.split("\n")[0], "cuda": str(torch.version.cuda), "nccl": nccl}
+        found |= {"driver": answer.stdout.split("\n")[0], "cuda": str(torch.version.cuda), "nccl": nccl}
     return found | {"dry": day.dry}
 
 

@@ -1,4 +1,4 @@
-"""Failures of ranks that share a GPU and are connected by NCCL: see benchmarks.drill."""
+"""Failures of ranks that share a GPU and communicate with NCCL; see benchmarks.drill."""
 
 import contextlib
 import socket
@@ -21,13 +21,13 @@ def drill(day: Day) -> Iterator[Row]:
 
 
 def all_reduce(day: Day) -> Iterator[Row]:
-    """The survivor waits in the all-reduce of ring's first bucket."""
+    """Inject failures while the other rank waits in the all-reduce of the first bucket."""
     cases = [Case("ddp", "ring", kind, "all_reduce") for kind in ("kill", "hang")]
     return _drill(day, day.size(cases, cases[:1]), no_step_lost=True)
 
 
 def recorder(day: Day) -> Iterator[Row]:
-    """What torch's flight recorder and NCCL's RAS say of a rank that hangs."""
+    """Check what torch's flight recorder and NCCL's RAS report about a rank that hangs."""
     stop, answers = threading.Event(), [""]
     watcher = threading.Thread(target=_ask_ras, args=(stop, answers), daemon=True)
     watcher.start()
@@ -46,7 +46,7 @@ def recorder(day: Day) -> Iterator[Row]:
 
 
 def _ask_ras(stop: threading.Event, answers: list[str]) -> None:
-    """Keep the longest answer of NCCL's RAS thread on this host."""
+    """Query NCCL's RAS thread on this host, and keep the longest answer."""
     while not stop.wait(1.0):
         with contextlib.suppress(OSError), socket.create_connection(("localhost", _RAS_PORT), 1) as ras:
             ras.settimeout(3)
@@ -62,18 +62,18 @@ def _drill(day: Day, cases: Sequence[Case], no_step_lost: bool = False) -> Itera
     for strategy, comm in dict.fromkeys((case.strategy, case.comm) for case in cases):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            undisturbed = _attempt(Case(strategy, comm, "none"), folder / "none")
-            if undisturbed.sha256 is None:
-                note = undisturbed.outputs[0][-2000:]
-                yield Row(f"{strategy} {comm}, undisturbed", None, bar="trains", ok=False, note=note)
+            uninterrupted = _attempt(Case(strategy, comm, "none"), folder / "none")
+            if uninterrupted.sha256 is None:
+                note = uninterrupted.outputs[0][-2000:]
+                yield Row(f"{strategy} {comm}, uninterrupted", None, bar="trains", ok=False, note=note)
                 continue
             for case in (case for case in cases if (case.strategy, case.comm) == (strategy, comm)):
-                outcome = _attempt(case, folder / case.fault)
-                problems = outcome.problems(case, undisturbed.sha256, _TIMEOUT_S)
+                outcome = _attempt(case, folder / case.failure)
+                problems = outcome.problems(case, uninterrupted.sha256, _TIMEOUT_S)
                 if no_step_lost and outcome.lost != 0:
                     problems.append(f"{outcome.lost} steps lost")
-                what = f"{case.name}, {case.fault} in {case.phase}"
-                bar = "named, equal" + ", step saved" * no_step_lost
+                what = f"{case.name}, {case.failure} in {case.phase}"
+                bar = "reported, same model" + ", step saved" * no_step_lost
                 note = "; ".join(problems) or f"reported after {outcome.report_s or 0:.1f} s"
                 yield Row(what, outcome.end_s, "s to the end", bar, not problems, note)
 

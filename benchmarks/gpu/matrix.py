@@ -23,7 +23,7 @@ TINY = [("fsdp", "bf16", "gpt", "sharded", True)]  # the only format of fsdp
 def measure(day: Day, compiled: bool = False) -> Iterator[Row]:
     from trainer.run import run
 
-    # No graphs of resnet, which take minutes each and show nothing that gpt's do not.
+    # Compiling resnet takes minutes and tests nothing that gpt does not.
     models = ["gpt"] if compiled else list(MODELS)
     kinds = itertools.cycle(CHECKPOINTS)
     every = [
@@ -36,7 +36,7 @@ def measure(day: Day, compiled: bool = False) -> Iterator[Row]:
             *MODELS[model],
             *(*f"strategy={strategy}".split(), f"train.precision={precision}", f"checkpoint={kind}"),
             *("train.max_steps=4", "train.global_batch_size=8", "train.log_every_steps=2"),
-            "train.cudnn_benchmark=false",  # which would choose other algorithms in the resumed run
+            "train.cudnn_benchmark=false",  # autotuning could choose different algorithms in the resumed run
             *(f"checkpoint.async={str(in_background).lower()}", "checkpoint.every_steps=2"),
             *(f"train.compile={str(compiled).lower()}", "checkpoint.keep_last=2"),
             *(("strategy.unit_min_params=10000",) if strategy.startswith("fsdp") else ()),
@@ -58,6 +58,6 @@ def measure(day: Day, compiled: bool = False) -> Iterator[Row]:
                 continue
         same = result["param_sha256"] == resumed["param_sha256"]
         near = abs(result["train/loss"] - resumed["train/loss"]) <= 0.05 * abs(result["train/loss"])
-        bits = "same bits resumed" if same else "other bits resumed"
+        bits = "same bits after resume" if same else "different bits after resume"
         seconds = time.perf_counter() - begin
         yield Row(what, seconds, "s", "trains, resumes", same or (day.on_gpu and near), bits)

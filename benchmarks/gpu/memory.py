@@ -19,7 +19,7 @@ from benchmarks.gpu.day import Day, Row, contexts, steps
 from benchmarks.gpu.launched import train
 
 GPT = ("experiment=text_gpt", "model.size=gpt2", "data.dataset.block_size=1024", "train.global_batch_size=8")
-WAYS = {
+RUNS = {
     "gpt2 fp32": GPT,
     "gpt2 bf16": (*GPT, "train.precision=bf16"),
     "gpt2 bf16 checkpointing": (*GPT, "train.precision=bf16", "strategy.activation_checkpointing=true"),
@@ -44,14 +44,14 @@ TINY = {"gpt bf16": ("experiment=text_gpt", "train.global_batch_size=2", "train.
 
 
 def measure(day: Day) -> Iterator[Row]:
-    for name, overrides in day.size(WAYS, TINY).items():
+    for name, overrides in day.size(RUNS, TINY).items():
         overrides = (*overrides, "train.max_steps=1000", "train.log_every_steps=1000")
         yield _compared(name, _measured(day, overrides), overrides)
 
 
 def shards(day: Day) -> Iterator[Row]:
-    """Two ranks that share a GPU: the memory of one."""
-    ways = day.size({"gpt2 fsdp bf16": WAYS["gpt2 bf16"]}, {"gpt fsdp": TINY["gpt bf16"]})
+    """Compare the memory of one of two ranks that share a GPU."""
+    ways = day.size({"gpt2 fsdp bf16": RUNS["gpt2 bf16"]}, {"gpt fsdp": TINY["gpt bf16"]})
     for name, overrides in ways.items():
         overrides = (*overrides, "strategy=fsdp", *SHORT)
         with tempfile.TemporaryDirectory() as folder:
@@ -83,19 +83,19 @@ def _measured(day: Day, overrides: tuple[str, ...]) -> int | None:
 
 
 def _predicted(overrides: tuple[str, ...], world: int) -> tuple[int | None, str]:
-    """The command's prediction in bytes, or why there is none. Run here: loading torch again takes longer."""
+    """Return the prediction of planner.memory in bytes, or the reason why there is none."""
     if importlib.util.find_spec("planner.memory") is None:
-        return None, "planner.memory is not there"
+        return None, "planner.memory is not installed"
     strategy = () if any(each.startswith("strategy=") for each in overrides) else ("strategy=single",)
     command = ["planner.memory", *overrides, *strategy, "--json"]
     command += ["--world", str(world), "--per-host", str(world)]
-    said = io.StringIO()
-    with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(output):
         try:
             runpy.run_module("planner.memory", run_name="__main__")
         except SystemExit as end:
             if end.code:
                 return None, f"planner.memory ended with {end.code}"
-    found = json.loads(said.getvalue())
+    found = json.loads(output.getvalue())
     row = next((value for value in found.values() if "peak" in value), None)
-    return (None, f"planner.memory says no peak: {found}") if row is None else (int(row["peak"]), "")
+    return (None, f"planner.memory predicts no peak: {found}") if row is None else (int(row["peak"]), "")

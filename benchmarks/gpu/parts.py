@@ -1,4 +1,4 @@
-"""The parts of a GPU hour, the most valuable first, and the choice of those that fit into a budget."""
+"""The parts of the GPU benchmarks, the most valuable first, and the choice by a time budget."""
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,7 +9,7 @@ from benchmarks.gpu.day import Day, Row
 
 @dataclass(frozen=True)
 class Part:
-    """`seconds`: an estimate for one H100. `function`: MODULE.FUNCTION in benchmarks.gpu."""
+    """A benchmark: estimated `seconds` on an H100, and `function` as MODULE.FUNCTION in benchmarks.gpu."""
 
     name: str
     seconds: int
@@ -26,37 +26,47 @@ class Part:
 
 PARTS = (
     # NCCL between ranks that share the GPU
-    Part("allreduce", 60, "right sums, by NCCL's flag and by host IDs", "shared.allreduce"),
+    Part(
+        "allreduce",
+        60,
+        "sums are right, with ranks sharing a GPU by NCCL's flag and by host IDs",
+        "shared.allreduce",
+    ),
     Part("one_hash", 150, "train.exact: one hash over NCCL, on 1, 2 and 4 ranks", "shared.one_hash"),
-    Part("ranks", 200, "two ranks: nine ways to the same loss", "shared.ranks"),
-    Part("drill", 240, "killed, raised, hung, NaN: the rank named, the restart equal", "failures.drill"),
-    Part("all_reduce", 60, "failures in an all-reduce: ended in time, the step saved", "failures.all_reduce"),
-    Part("recorder", 30, "flight recorder and RAS: both ranks' files", "failures.recorder"),
-    Part("schedules", 120, "four ranks: five schedules and hybrid shards, native's loss", "shared.schedules"),
-    Part("moves", 90, "train.exact: one hash, resumed from ddp to fsdp to single", "shared.moves"),
+    Part("ranks", 200, "two ranks: the same loss with nine strategies and all-reduces", "shared.ranks"),
+    Part("drill", 240, "kill, exception, hang, NaN: rank reported, restarted run equal", "failures.drill"),
+    Part("all_reduce", 60, "failures in an all-reduce: run ends in time, step saved", "failures.all_reduce"),
+    Part("recorder", 30, "a hang: files of the flight recorder and an answer of RAS", "failures.recorder"),
+    Part(
+        "schedules",
+        120,
+        "four ranks: the same loss with five all-reduces and hybrid shards",
+        "shared.schedules",
+    ),
+    Part("moves", 90, "train.exact: one hash after resumes with ddp, fsdp and single", "shared.moves"),
     Part("races", 90, "TORCH_CUDA_SANITIZER reports nothing under ddp, ring and fsdp", "shared.races"),
     Part("sockets", 60, "train.exact: the same hash by host IDs and sockets", "shared.sockets"),
-    # Alone in a call of ten minutes
-    Part("gpt2", 540, "GPT-2 124M: 1.0 of nanoGPT's tokens/s or more", "gpt2"),
+    # Needs a whole call of ten minutes
+    Part("gpt2", 540, "GPT-2 124M: at least nanoGPT's tokens/s", "gpt2"),
     Part("shards", 40, "two ranks under fsdp: peak within 10 % of planner.memory", "memory.shards"),
-    Part("verify", 120, "train.verify_every: a flipped bit found; 2 % or less", "shared.verify"),
+    Part("verify", 120, "train.verify_every: a flipped bit found, cost at most 2 %", "shared.verify"),
     # One process
-    Part("challenge", 150, "train.exact: killed at random over NCCL, one hash", "shared.challenged"),
+    Part("challenge", 150, "train.exact: one hash after random kills, with NCCL", "shared.challenged"),
     Part("tests", 120, "all tests marked cuda pass", "tests"),
-    Part("matrix", 90, "strategies, precisions, checkpoints: same bits resumed", "matrix"),
-    Part("exact", 120, "train.exact: one hash, 1.15 of the time or less", "exact"),
-    Part("syncs", 60, "one unintended wait per step or less", "syncs"),
+    Part("matrix", 90, "strategies, precisions, checkpoints: resumed runs have the same bits", "matrix"),
+    Part("exact", 120, "train.exact: one hash, at most 1.15 times the time", "exact"),
+    Part("syncs", 60, "at most one unintended synchronisation per step", "syncs"),
     Part("memory", 90, "peaks within 10 % of planner.memory", "memory"),
-    Part("checkpoint", 60, "delay of a save, time of a load", "checkpoint"),
-    Part("packed", 45, "FlashAttention: 1.0 of the mask's speed or more", "packed"),
-    Part("resnet", 300, "ResNet-50: 0.97 of a bare loop or more", "resnet"),
+    Part("checkpoint", 60, "time that a save delays training, time of a load", "checkpoint"),
+    Part("packed", 45, "FlashAttention: at least as fast as a mask", "packed"),
+    Part("resnet", 300, "ResNet-50: at least 0.97 of a plain loop's images/s", "resnet"),
     Part("compiled", 300, "the matrix with train.compile=true", "compiled"),
     Part("sanitized", 150, "tests marked cuda: TORCH_CUDA_SANITIZER reports nothing", "tests.sanitized"),
 )
 
 
 def chosen(parts: Iterable[Part], budget_s: float) -> list[Part]:
-    """Return, in order, each part whose estimate fits into what the parts before it have left."""
+    """Return, in order, each part that fits into the time left by the parts before it."""
     found = []
     for part in parts:
         if part.seconds <= budget_s:

@@ -1,4 +1,4 @@
-"""NCCL between ranks that share a GPU: sums, losses, hashes, races."""
+"""NCCL between ranks that share a GPU: sums, losses, hashes and races."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.gpu.day import Day, Row
 from benchmarks.gpu.launched import CommandError, python, torchrun, train
-from tests.failure_parts import fault
+from tests.failure_parts import inject
 
 SCHEDULES = ("ring", "tree", "halving_doubling", "hierarchical", "master_worker")
 TWO_RANKS = (
@@ -26,15 +26,15 @@ EXACT = ("train.exact=8", "schedule=constant", "~schedule.final_fraction")
 
 
 def allreduce(day: Day) -> Iterator[Row]:
-    """The sums of every all-reduce, by NCCL's flag; of some, by host IDs, in bf16, and in segments."""
+    """Check the sums of all all-reduces with NCCL's flag; of some with host IDs, bf16 and segments."""
     rounds = ("--rounds", day.size("5", "1"), "--share-gpu")
-    ways: Sequence[tuple[str, Sequence[str], bool]] = (
+    variants: Sequence[tuple[str, Sequence[str], bool]] = (
         ("by the flag", day.size(["--sizes", "4K,4M,25M"], ["--sizes", "4K"]), False),
         ("by host IDs", ["--sizes", day.size("4K,4M", "4K"), "--algorithms", "native,ring"], True),
         ("bf16 sent", ["--sizes", "4K", "--wire-dtype", "bf16", "--algorithms", "ring,tree"], False),
         ("segments", ["--sizes", day.size("4M", "4K"), "--segment-mb", "2", "--algorithms", "ring"], False),
     )
-    for name, options, by_host in day.size(ways, ways[:2]):
+    for name, options, by_host in day.size(variants, variants[:2]):
         file = day.out / f"allreduce-{name.replace(' ', '_')}.json"
         file.unlink(missing_ok=True)
         script = ["benchmarks/allreduce.py"]
@@ -57,7 +57,7 @@ def schedules(day: Day) -> Iterator[Row]:
 
 
 def _losses(day: Day, num_ranks: int, ways: Sequence[str]) -> Iterator[Row]:
-    """Train in each way: all must have the loss of the first."""
+    """Train with each strategy and all-reduce; all must have the same loss."""
     first = None
     for way in ways:
         what = f"{num_ranks} ranks, {way}"
@@ -92,10 +92,10 @@ def sockets(day: Day) -> Iterator[Row]:
 
 
 def moves(day: Day) -> Iterator[Row]:
-    """A run that resumes under another strategy, twice, beside one that doesn't."""
+    """Compare a run that is resumed with two other strategies with an uninterrupted run."""
     steps = day.size(20, 4)
 
-    def moved(path: Path) -> str:
+    def resumed(path: Path) -> str:
         saves = f"checkpoint.every_steps={steps // 4} resume=auto"
         sharded = "checkpoint=sharded checkpoint.async=true"
         _hash(day, 2, f"strategy=ddp {sharded} {saves} train.max_steps={steps // 2}", path)
@@ -103,7 +103,7 @@ def moves(day: Day) -> Iterator[Row]:
         return _hash(day, 1, f"strategy=single {saves} train.max_steps={steps}", path)
 
     single = f"strategy=single train.max_steps={steps}"
-    return _one_hash({"single": lambda path: _hash(day, 1, single, path), "ddp, fsdp, single": moved})
+    return _one_hash({"single": lambda path: _hash(day, 1, single, path), "ddp, fsdp, single": resumed})
 
 
 def _hash(day: Day, num_ranks: int, words: str, run_dir: Path, by_host: bool = False) -> str:
@@ -126,7 +126,7 @@ def _one_hash(ways: Mapping[str, Callable[[Path], str]]) -> Iterator[Row]:
 
 
 def races(day: Day) -> Iterator[Row]:
-    """torch's sanitizer prints what a stream touches before another has written it, and raises."""
+    """Run with torch's sanitizer, which raises if streams access memory without waiting."""
     for way in day.size(("ddp comm=native", "ddp comm=ring", "fsdp"), ("ddp comm=ring",)):
         with tempfile.TemporaryDirectory() as folder:
             words = [*f"strategy={way}".split(), f"train.max_steps={day.size(5, 2)}"]
@@ -139,7 +139,7 @@ def races(day: Day) -> Iterator[Row]:
 
 
 def verify(day: Day) -> Iterator[Row]:
-    """A bit that flips on a rank is found by another rank, and what looking for it costs."""
+    """Check that a flipped bit is found by another rank, and measure the cost of verification."""
     from trainer.config.schema import TrainConfig
 
     if "verify_every" not in {field.name for field in dataclasses.fields(TrainConfig)}:
@@ -154,27 +154,27 @@ def verify(day: Day) -> Iterator[Row]:
                 found.append(train(day, 2, *words, run_dir=Path(folder, f"{every}-{turn}"))["ms_per_step"])
         cost = statistics.median(times["20"]) / statistics.median(times["null"])
         yield Row("verify every 20 steps", cost, "x", "<= 1.02", cost <= 1.02 if day.on_gpu else None)
-        flipped = fault("diverge", 1, steps // 2, task="trainer.tasks.LanguageModelling")
+        flipped = inject("diverge", 1, steps // 2, task="trainer.tasks.LanguageModelling")
         run_dir = Path(folder, "flipped")
         try:
             words = (*exact, "train.verify_every=1", f"train.max_steps={steps}", *flipped)
             train(day, 2, *words, run_dir=run_dir)
-            yield Row("a bit that flips", None, bar="found", ok=False, note="the run ended well")
+            yield Row("a flipped bit", None, bar="found", ok=False, note="the run ended without an error")
         except CommandError as error:
             failure = json.loads((run_dir / "failure.json").read_text())
             named = "suspect" in failure
-            yield Row("a bit that flips", None, bar="found", ok=named, note=str(failure if named else error))
+            yield Row("a flipped bit", None, bar="found", ok=named, note=str(failure if named else error))
 
 
 def challenged(day: Day) -> Iterator[Row]:
-    """Ranks that share the GPU and are killed at random."""
+    """Kill ranks that share the GPU at random moments."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["-m", "trainer.exact.challenge", "--seed=4", f"--folder={folder}"]
         words += ["--minutes", day.size("1", "0.01"), "--device", "cuda" if day.on_gpu else "cpu"]
         try:
-            said = python(day, words, timeout_s=400)
+            output = python(day, words, timeout_s=400)
         except CommandError as error:
             yield Row("challenge", None, bar="same bits", ok=False, note=str(error))
             return
-    legs = re.findall(r"^leg .*", said, re.M)
-    yield Row("challenge", len(legs), "legs", "same bits", "same bits" in said, legs[-1])
+    legs = re.findall(r"^leg .*", output, re.M)
+    yield Row("challenge", len(legs), "legs", "same bits", "same bits" in output, legs[-1])

@@ -1,4 +1,4 @@
-"""Count unintended waits for the GPU in a step without logging, by line."""
+"""Count unintended synchronisations with the GPU per step without logging, by source line."""
 
 import collections
 import itertools
@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.day import Day, Row, contexts, steps
-from benchmarks.gpu.resnet import OURS as RESNET
+from benchmarks.gpu.resnet import OVERRIDES as RESNET
 
 ROOT = Path(__file__).parents[2]
-WAYS = {
+RUNS = {
     "gpt bf16": ("experiment=text_gpt", "train.precision=bf16", "train.global_batch_size=8"),
     "gpt fp16": ("experiment=text_gpt", "train.precision=fp16", "train.global_batch_size=8"),
     "gpt fsdp bf16": ("experiment=text_gpt", "strategy=fsdp", "train.precision=bf16"),
@@ -27,34 +27,34 @@ WAYS = {
 
 def measure(day: Day) -> Iterator[Row]:
     count = day.size(10, 3)
-    ways = day.size(WAYS, {"gpt bf16": WAYS["gpt bf16"]})
+    ways = day.size(RUNS, {"gpt bf16": RUNS["gpt bf16"]})
     with contexts() as context:
         for name, overrides in ways.items():
             way = steps(context(*overrides, "train.log_every_steps=100000", "train.max_steps=100000"))
             for _ in itertools.islice(way, day.size(10, 2)):
                 pass
-            with waits(day) as seen:
+            with count_syncs(day) as seen:
                 for _ in itertools.islice(way, count):
                     pass
-            # A CPU has no queue to run dry; there only the counting is tested.
+            # On a CPU, only the counting is tested.
             lines = "; ".join(f"{line} x {times / count:g}" for line, times in seen.most_common(8))
-            a_step = sum(seen.values()) / count
-            ok = a_step <= 1 if day.on_gpu else None
-            yield Row(f"hidden waits a step, {name}", a_step, "", "<= 1", ok, lines)
+            per_step = sum(seen.values()) / count
+            ok = per_step <= 1 if day.on_gpu else None
+            yield Row(f"unintended synchronisations per step, {name}", per_step, "", "<= 1", ok, lines)
 
 
 @contextmanager
-def waits(day: Day) -> Iterator[collections.Counter[str]]:
-    """Counts torch's warnings by line of this project; on a CPU, calls that would wait on a GPU: `item()`."""
+def count_syncs(day: Day) -> Iterator[collections.Counter[str]]:
+    """Count torch's warnings by source line; on a CPU, calls of `item()`, which would synchronise."""
     seen: collections.Counter[str] = collections.Counter()
 
     def note() -> None:
-        ours = [
+        lines = [
             f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
             for frame in traceback.extract_stack(sys._getframe(2))
             if frame.filename.startswith(str(ROOT)) and "benchmarks" not in frame.filename
         ]
-        seen[" < ".join(ours[:-3:-1]) or "torch"] += 1
+        seen[" < ".join(lines[:-3:-1]) or "torch"] += 1
 
     class Items(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

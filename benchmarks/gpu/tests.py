@@ -13,12 +13,12 @@ def measure(day: Day) -> list[Row]:
 
 
 def sanitized(day: Day) -> list[Row]:
-    """The same while torch looks for a stream that has not waited for another."""
+    """Run the tests with torch's sanitizer, which finds missing waits between streams."""
     return _measure_with(day, "cuda-marked tests without a race", TORCH_CUDA_SANITIZER="1")
 
 
 def _measure_with(day: Day, what: str, **variables: str) -> list[Row]:
-    """`variables` are for the environment of the tests."""
+    """Run the tests with additional environment variables."""
     report = day.out / "tests.xml"
     where = day.size(["tests"], ["tests/gpu/test_cuda.py"])
     command = [

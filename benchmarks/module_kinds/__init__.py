@@ -5,7 +5,7 @@ from torch import nn
 from benchmarks.module_kinds import parameters, passes, state
 from benchmarks.module_kinds.base import KINDS
 
-__all__ = ["KINDS", "build", "parameters", "passes", "state"]  # the latter add their kinds to KINDS
+__all__ = ["KINDS", "build", "parameters", "passes", "state"]  # these modules add to KINDS
 
 
 def build(kind: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The base class of all kinds of modules."""
+"""Base class of the unusual modules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {}
 
 
 class Kind(nn.Module):
-    """Two layers, with an unusual feature between them on hidden states (B, 8)."""
+    """Two layers, and between them an unusual feature that gets hidden states (B, 8)."""
 
     def __init_subclass__(cls) -> None:
         KINDS[cls.__name__] = cls

@@ -111,7 +111,7 @@ class MaxNorm(Kind):
 
 
 class InList(Kind):
-    """No module lists its parameters."""
+    """Has parameters that are not registered with a module."""
 
     def make(self) -> None:
         self.layers = [nn.Linear(8, 8)]

@@ -1,4 +1,4 @@
-"""Modules with unusual passes: other paths, hooks, random numbers, recomputation, and return types."""
+"""Modules with unusual passes: control flow, hooks, random numbers, recomputation, return types."""
 
 import random
 from types import SimpleNamespace
@@ -110,7 +110,7 @@ class Attention(Kind):
 
 
 class GradientInForward(Kind):
-    """Computes a gradient in its forward pass, so training needs a second derivative."""
+    """Computes a gradient in its forward pass, so that training needs second derivatives."""
 
     def middle(self, x: Tensor) -> Tensor:
         with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Modules whose passes change state: buffers, counters, statistics, hidden states; and how they save it."""
+"""Modules whose forward passes change state: buffers, counters, statistics, hidden states."""
 
 import copy
 from typing import Any
@@ -137,7 +137,7 @@ class Gru(Rnn):
 
 
 class StatefulRnn(Rnn):
-    """Continues from the hidden state of the batch before."""
+    """Continues from the hidden state of the previous batch."""
 
     state: Tensor | None = None
 
@@ -163,7 +163,7 @@ class BatchNormUntracked(Kind):
 
 
 class FrozenBatchNorm(Kind):
-    """Its statistics are kept as they are."""
+    """Does not update its running statistics."""
 
     def make(self) -> None:
         self.layer = nn.BatchNorm1d(8)
@@ -190,7 +190,7 @@ def _rename_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 class Teacher(Kind):
-    """Follows the first layer slowly, in the forward pass."""
+    """Updates a moving average of its layer in the forward pass."""
 
     def make(self) -> None:
         super().make()

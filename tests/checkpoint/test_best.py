@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.failure_parts import InjectedError, fault
+from tests.failure_parts import InjectedError, inject
 from tests.ranks import run_ranks
 from tests.runs import train
 from trainer.checkpoint.evaluations import Evaluations, State
@@ -37,7 +37,7 @@ def _stopped_and_resumed(root: Path) -> None:
     words = (*RUN, f"run_dir={root / 'run'}", "resume=auto", "checkpoint.every_steps=4")
     for phase, step in (("evaluate", 4), ("forward", 6), ("checkpoint", 8)):
         with pytest.raises(InjectedError):
-            train(*words, "checkpoint.on_failure=true", *fault("raise", rank=0, step=step, phase=phase))
+            train(*words, "checkpoint.on_failure=true", *inject("raise", rank=0, step=step, phase=phase))
     train(*words)
     train(*words)
 
@@ -82,7 +82,7 @@ def _set_later(root: Path) -> list[str]:
     words = (*RUN, f"run_dir={root / 'run'}", "resume=auto")
     with pytest.raises(InjectedError):
         train(
-            *words, "checkpoint.keep_best=null", "checkpoint.every_steps=5", *fault("raise", rank=0, step=7)
+            *words, "checkpoint.keep_best=null", "checkpoint.every_steps=5", *inject("raise", rank=0, step=7)
         )
     train(*words)
     train(*words, "train.max_steps=12", f"checkpoint.remote=file://{root}/remote")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import tiny
-from tests.failure_parts import fault
+from tests.failure_parts import inject
 from tests.programs import finish_ranks, started_ranks
 from tests.ranks import run_ranks
 from tests.runs import settings
@@ -113,8 +113,8 @@ def test_a_failing_store_is_reported_once_retried_and_never_waited_for(
         _wait(lambda: _steps_there(tmp_path))
         remote.finish(10)
     assert sorted(tried) == ["a.txt", *5 * ["b.txt"]], "what has arrived is not put twice"
-    told = [record.message for record in caplog.records if "no space left" in record.message]
-    assert len(told) == 1 and "The newest checkpoint there is of step 0" in told[0]
+    messages = [record.message for record in caplog.records if "no space left" in record.message]
+    assert len(messages) == 1 and "The newest checkpoint there is of step 0" in messages[0]
     assert "accepts uploads again and contains step 10" in caplog.text
 
 
@@ -364,7 +364,7 @@ def test_a_run_whose_machine_is_lost_continues_elsewhere(
     """All ranks are killed and the run directory is deleted; the resumed run equals an uninterrupted one."""
     with _bucket(tmp_path, kind, monkeypatch) as address:
         remote = f"checkpoint.remote={address}"
-        slow = fault("slow", step=45, seconds=30)
+        slow = inject("slow", step=45, seconds=30)
         with started_ranks(2, *TRAIN, remote, *slow, f"run_dir={tmp_path / 'lost'}") as ranks:
             _wait(lambda: (Address(address) / "checkpoints/step_00000040/manifest.json").exists(), 60)
             for rank in ranks:

@@ -114,9 +114,9 @@ def test_a_part_of_the_files_can_be_verified_by_each_rank(tmp_path: Path) -> Non
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    told: list[str] = []
-    monkeypatch.setattr(store_module.log, "warning", lambda text, *args: told.append(text % args))
-    return told
+    messages: list[str] = []
+    monkeypatch.setattr(store_module.log, "warning", lambda text, *args: messages.append(text % args))
+    return messages
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_reported_once_and_retried(

@@ -101,7 +101,7 @@ def test_compressed_training_is_close_to_native() -> None:
             assert 0 < difference < 0.01 * distance, f"{algorithm}: {difference} off, {distance} trained"
 
 
-def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str, float]:
+def lose_a_peer(hosts: list[int], lost: int, how: str, reported: Path) -> tuple[str, float]:
     """Return the error of a backward pass after rank `lost` has left, and the seconds until it was raised.
 
     A rank that hangs does so until the other ranks have reported.
@@ -112,7 +112,7 @@ def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str,
     if dist.get_rank() == lost:
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        while len(list(told.iterdir())) < len(hosts) - 1:
+        while len(list(reported.iterdir())) < len(hosts) - 1:
             time.sleep(0.05)
         return "slept", 0.0
     began = time.monotonic()
@@ -122,7 +122,7 @@ def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str,
     except RuntimeError as error:
         return str(error), time.monotonic() - began
     finally:
-        (told / str(dist.get_rank())).touch()
+        (reported / str(dist.get_rank())).touch()
     return "no error", 0.0
 
 

@@ -75,11 +75,12 @@ def test_two_hosts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.
     assert all(0 < links[ends]["gbit_s"] < 0.4 for ends in ((0, 1), (1, 0)))
     assert all(0 < value < math.inf for link in links.values() for value in list(link.values())[2:])
 
-    asked = ["--hosts", "2", "--per-host", "2", "--from", str(file)]
-    assert plan.main(asked) == 0
+    options = ["--hosts", "2", "--per-host", "2", "--from", str(file)]
+    assert plan.main(options) == 0
     table = capsys.readouterr().out
     assert "measured by the preflight" in table and all(name in table for name in ALGORITHMS)
-    predicted = plan.parse([*asked, "--gbit", "0.001"]).world.all_reduces(25e6)  # over each link 1, 1.5, 2 N
+    # Over each link 1, 1.5, 2 N.
+    predicted = plan.parse([*options, "--gbit", "0.001"]).world.all_reduces(25e6)
     order = [name for name in predicted if name in ("hierarchical", "ring", "master_worker")]
     assert order == ["hierarchical", "ring", "master_worker"]
 
@@ -192,8 +193,8 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     ranks = finish_ranks([0, 0, 0], str(tmp_path / "hangs.py"))
     assert all(rank.code for rank in ranks)
-    told = "".join(rank.stderr for rank in ranks)
-    assert re.search(r"rank 1 \(host 0.* hangs in the set-up", told), told
+    stderr = "".join(rank.stderr for rank in ranks)
+    assert re.search(r"rank 1 \(host 0.* hangs in the set-up", stderr), stderr
 
 
 NO_SUCH_INTERFACE = """
@@ -210,7 +211,7 @@ def test_a_missing_interface_is_named_with_its_rank(tmp_path: Path) -> None:
     """And where gloo listens is said before anything fails."""
     (tmp_path / "lacks.py").write_text(NO_SUCH_INTERFACE)
     ranks = finish_ranks([0, 0], str(tmp_path / "lacks.py"))
-    told = "".join(rank.stderr for rank in ranks)
-    assert [rank.code for rank in ranks] == [2, 2], told
-    assert "gloo listens at 127.0.0.1; the interfaces are lo" in told
-    assert "rank 1: GLOO_SOCKET_IFNAME=nope0, but" in told and "hangs" not in told
+    stderr = "".join(rank.stderr for rank in ranks)
+    assert [rank.code for rank in ranks] == [2, 2], stderr
+    assert "gloo listens at 127.0.0.1; the interfaces are lo" in stderr
+    assert "rank 1: GLOO_SOCKET_IFNAME=nope0, but" in stderr and "hangs" not in stderr

@@ -173,9 +173,9 @@ def test_undeclared_division_by_rank_is_reported_before_the_first_step(tmp_path:
         run_ranks(
             train, 2, *words, by_index, f"data.num_workers={workers}", f"run_dir='{run_dir}'", init=False
         )
-        told = (run_dir / "train.log").read_text()
+        log = (run_dir / "train.log").read_text()
         assert (
-            told.count("reads a different sample 0 of the training data than rank 0. If the dataset div") == 1
+            log.count("reads a different sample 0 of the training data than rank 0. If the dataset div") == 1
         )
 
 
@@ -188,9 +188,9 @@ def test_leftover_samples_of_some_ranks_are_reported_once(tmp_path: Path) -> Non
     ]
     words += ["train.max_steps=9", "train.global_batch_size=8", "strategy=ddp", f"run_dir={tmp_path}"]
     run_ranks(train, 2, *words, init=False)
-    told = (tmp_path / "train.log").read_text()
-    assert told.count("the stream ended on") == 1
-    assert "epoch 0 ended after 32 samples, because the stream ended on rank 1. At least 4 more" in told
+    log = (tmp_path / "train.log").read_text()
+    assert log.count("the stream ended on") == 1
+    assert "epoch 0 ended after 32 samples, because the stream ended on rank 1. At least 4 more" in log
     too_large = (*words, "train.global_batch_size=64", f"run_dir={tmp_path / 'other'}")
     for (message,) in run_ranks(refusals, 2, too_large, init=False):
         assert "has less training data than one global batch of 64 samples on rank 1; lower" in message

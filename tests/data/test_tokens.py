@@ -103,10 +103,10 @@ def test_a_hugging_face_tokenizer_is_saved_with_its_tokens(tmp_path: Path, folde
         made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
         alphabet = []
     special = ["<end>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    told = trainers.BpeTrainer(
+    bpe_trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(["line 1 document 23456789 é"], told)
+    made.train_from_iterator(["line 1 document 23456789 é"], bpe_trainer)
     (tmp_path / "hf").mkdir()
     made.save(str(tmp_path / "hf" / "tokenizer.json"))
     arguments = [str(folder), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "hf")]

@@ -16,7 +16,7 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def told(action: object, kind: type[Exception] = UserError) -> str:
+def message_of(action: object, kind: type[Exception] = UserError) -> str:
     with pytest.raises(kind) as raised:
         action()  # type: ignore[operator]
     return str(raised.value)
@@ -31,18 +31,18 @@ def heard() -> dict[str, object]:
     files, here = Agreement(ranks, 60), f"rank {ranks.rank}"
     return {
         "one acts": on_main(lambda: here, ranks),
-        "one errs": told(lambda: on_main(lambda: fail(UserError(f"{here} errs")), ranks)),
+        "one errs": message_of(lambda: on_main(lambda: fail(UserError(f"{here} errs")), ranks)),
         "one acts on a file": files.on_main(lambda: here),
-        "one meets a full disk": told(
+        "one meets a full disk": message_of(
             lambda: files.on_main(lambda: fail(OSError(f"{here} is full"))), RetryableError
         ),
-        "one may not": told(lambda: files.on_main(lambda: fail(PermissionError(13, "no right")))),
+        "one may not": message_of(lambda: files.on_main(lambda: fail(PermissionError(13, "no right")))),
         "all act": files.everywhere(lambda: here),
-        "all err": told(lambda: files.everywhere(lambda: fail(UserError("the same")))),
-        "the last errs": told(
+        "all err": message_of(lambda: files.everywhere(lambda: fail(UserError("the same")))),
+        "the last errs": message_of(
             lambda: files.everywhere(lambda: ranks.rank == 1 and fail(KeyError("x"))), RetryableError
         ),
-        "differ": told(lambda: compare_across_ranks({"seed": ranks.rank}, ranks, "say seed=0")),
+        "differ": message_of(lambda: compare_across_ranks({"seed": ranks.rank}, ranks, "say seed=0")),
     }
 
 

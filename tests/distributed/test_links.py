@@ -39,9 +39,9 @@ def _told_by_the_links(interface: str) -> tuple[float, set[str], list[str]]:
     rank, warnings = int(os.environ["RANK"]), []
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-    told = settings("distributed.timeout_s=20").distributed
+    config = settings("distributed.timeout_s=20").distributed
     links.log.warning = lambda _, line: warnings.append(line)  # type: ignore[method-assign]
-    with process_group(told):
+    with process_group(config):
         total = torch.tensor([rank + 1.0])
         dist.all_reduce(total)
         ports = [socket.socket(fileno=os.dup(fd)) for fd in _sockets().values()]
@@ -49,7 +49,7 @@ def _told_by_the_links(interface: str) -> tuple[float, set[str], list[str]]:
         addresses = {port.getsockname()[0].removeprefix("::ffff:") for port in listening}
     os.environ["MASTER_PORT"] = "29501"  # the first store may still be open
     try:
-        with process_group(told, both_ways=True):
+        with process_group(config, both_ways=True):
             pass
     except RetryableError as fault:
         warnings.append(str(fault))
@@ -66,11 +66,11 @@ def test_a_host_that_others_cannot_reach_is_named_unless_gloo_needs_no_connectio
         subprocess.run([*inner, "address", "add", "192.0.2.1/24", "dev", "inner0"], check=True)
         subprocess.run([*inner, "link", "set", "inner0", "up"], check=True)
         found = run_ranks(_told_by_the_links, 2, "inner0", hosts=members, init=False)
-    (first, _, warned), (second, gloo_listens, told) = found
+    (first, _, warned), (second, gloo_listens, warnings) = found
     assert first == second == 3.0
     assert gloo_listens == {"192.0.2.1"}, "the address that is checked is gloo's"
     name = socket.gethostname()
     line = f"host 0 ({name}) cannot reach host 1 ({name}, 192.0.2.1:"
-    assert [words.startswith(line) for words in warned] == [True, True] and len(told) == 1
+    assert [words.startswith(line) for words in warned] == [True, True] and len(warnings) == 1
     assert all(words.splitlines()[0].endswith("network is unreachable") for words in warned)
-    assert "set GLOO_SOCKET_IFNAME on that host" in told[0] and told[0] == warned[1]
+    assert "set GLOO_SOCKET_IFNAME on that host" in warnings[0] and warnings[0] == warned[1]

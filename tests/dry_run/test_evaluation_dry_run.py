@@ -72,7 +72,7 @@ class Fails(Classification):
         return super().summarise(sums)
 
 
-def _told(run_dir: str, *words: str) -> str:
+def _message_of(run_dir: str, *words: str) -> str:
     """Return the message of a dry run about a mistake; "" if there is none and nothing has changed."""
     warnings = list[str]()
     tried.log.warning = lambda text, *parts: warnings.append(text % parts)  # type: ignore[method-assign]
@@ -89,8 +89,8 @@ def _told(run_dir: str, *words: str) -> str:
         return "".join(warnings)
 
 
-def _all_told(run_dir: str, *words: tuple[str, ...]) -> list[str]:
-    return [_told(run_dir, *each) for each in words]
+def _all_messages(run_dir: str, *words: tuple[str, ...]) -> list[str]:
+    return [_message_of(run_dir, *each) for each in words]
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_mistakes_are_found_before_the_first_step(tmp_path: Any) -> None:
         ("checkpoint.keep_best={metric: eval/f1, mode: max}",): r"metric=eval/f1 is not .* eval/loss",
         ("+data.dataset.readable=false", "train.eval_every_epochs=0"): r"",
     }
-    (found,) = run_ranks(_all_told, 1, str(tmp_path), *expected, init=False)
+    (found,) = run_ranks(_all_messages, 1, str(tmp_path), *expected, init=False)
     for words, message in zip(expected.values(), found, strict=True):
         assert re.search(words, message) if words else not message, message
 
@@ -121,22 +121,22 @@ def _generated(run_dir: str, strategy: str) -> list[Any]:
         ("+data.task.how=generate", f"strategy={strategy}"),
         "strategy.gather_for_evaluation=true",
     )
-    told = _told(run_dir, *words)
+    message = _message_of(run_dir, *words)
     with context_of(*PARTS, *words, *[gathers] * (strategy == "fsdp"), f"run_dir={run_dir}") as run:
         assert run.data.eval_loader is not None
         metrics = [evaluate(run.model_context, run.data.eval_loader).metrics for _ in range(2)]
         assert metrics[0] == metrics[1]
         assert strategy != "fsdp" or all(is_dtensor(parameter) for parameter in run.model.parameters())
-    return [told, metrics[0]["loss"]]
+    return [message, metrics[0]["loss"]]
 
 
 @pytest.mark.slow
 def test_a_model_generates_under_fsdp_if_it_is_gathered(tmp_path: Any) -> None:
     (alone,) = run_ranks(_generated, 1, str(tmp_path), "single", init=False)
-    for told, loss in run_ranks(_generated, 2, str(tmp_path), "fsdp", init=False):
+    for message, loss in run_ranks(_generated, 2, str(tmp_path), "fsdp", init=False):
         assert (
             "generate() or encode(). Outside forward(), they are sharded; set strategy.gather_for_evaluation=true"
-            in told
+            in message
         )
         assert loss == pytest.approx(alone[1], rel=1e-5)
     assert not alone[0]

@@ -67,8 +67,8 @@ def test_ranks_and_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> Non
         ): "train.exact is not supported with Adagrad and strategy=fsdp",
     }
     each = [(*MLP, f"run_dir={tmp_path}", *overrides) for overrides in expected]
-    told = run_ranks(refused_each, 3, *each, init=False)[0]
-    assert all(words in one for one, words in zip(told, expected.values(), strict=True)), told
+    messages = run_ranks(refused_each, 3, *each, init=False)[0]
+    assert all(words in one for one, words in zip(messages, expected.values(), strict=True)), messages
 
 
 def _with_other_threads(*overrides: str) -> str:
@@ -133,10 +133,10 @@ def test_a_gradient_beyond_the_range_ends_the_run_before_its_step(
 ) -> None:
     options = (f"strategy={strategy}", f"run_dir={tmp_path}", f"train.clip_grad_norm={clip}")
     for ends in run_ranks(_not_applied, 2, (1e7, math.nan, math.inf), *MLP, *options, init=False):
-        for words, (told, is_unchanged) in zip(
+        for words, (messages, is_unchanged) in zip(
             ("or beyond +-512", "is NaN or Inf", "is NaN or Inf"), ends, strict=True
         ):
-            assert words in told and is_unchanged
+            assert words in messages and is_unchanged
 
 
 def test_a_changed_environment_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -37,7 +37,7 @@ def test_groups_averages_frozen_parameters_and_checkpointed_activations_have_one
 
 @pytest.mark.slow
 def test_in_bf16_shards_have_one_hash_and_whole_models_another(tmp_path: Path) -> None:
-    """fsdp computes with parameters in bf16, and autocast casts them op by op: both are told at the start."""
+    """fsdp computes with parameters in bf16, and autocast casts them op by op: the start-up reports both."""
     one, two = _found(tmp_path, "train.precision=bf16")
     assert one == two
 
@@ -84,8 +84,8 @@ def test_losses_without_a_mean_over_chunks_are_refused(tmp_path: Path) -> None:
         (*FOLLOWING, "strategy=single", "train.exact=2", f"+model.how={how}", f"run_dir={tmp_path / how}")
         for how in expected
     ]
-    told = run_ranks(refused_each, 1, *each, init=False)[0]
-    assert all(words in one for one, words in zip(told, expected.values(), strict=True)), told
+    messages = run_ranks(refused_each, 1, *each, init=False)[0]
+    assert all(words in one for one, words in zip(messages, expected.values(), strict=True)), messages
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.failure_parts import fault
+from tests.failure_parts import inject
 from tests.programs import finish, finish_ranks, torchrun
-from tests.ranks import ROOT, RankFailure, place, run_ranks
+from tests.ranks import ROOT, RankFailure, rank_variables, run_ranks
 from tests.runs import context_of, train
 
 TINY = (
@@ -159,7 +159,8 @@ def test_an_unknown_setting_raises_before_torch_is_loaded() -> None:
 
 @pytest.mark.slow
 def test_a_sweep_inside_ranks_raises() -> None:
-    env = {**place(0, [0, 0]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # no rank connects there
+    # No rank connects to this address.
+    env = {**rank_variables(0, [0, 0]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     ended = finish("train.py", "-m", "optim.lr=0.1,0.2", env=env)
     assert (ended.code, ended.output.count("-m (multirun) inside ranks")) == (2, 1), ended
 
@@ -297,7 +298,7 @@ ENDS = {
 def test_all_ranks_exit_with_the_status_of_the_failure_and_report_its_rank(kind: str, tmp_path: Path) -> None:
     status, step, words = ENDS[kind]
     options = (f"distributed.timeout_s={PATIENCE_S}", f"run_dir={tmp_path}")
-    ranks = finish_ranks(3, "train.py", *TINY, *options, *fault(kind, step=3))
+    ranks = finish_ranks(3, "train.py", *TINY, *options, *inject(kind, step=3))
     assert [rank.code for rank in ranks] == [status] * 3, ranks
     failure = json.loads((tmp_path / "failure.json").read_text())
     known = None if kind == "nan_gradient" else 1  # gradients are already averaged
@@ -318,9 +319,9 @@ def test_an_exception_of_a_rank_is_written_for_torchrun(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(RuntimeError), exits.exits():
         raise RuntimeError("the answer was 41")
-    told = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert told["message"] == "RuntimeError: the answer was 41"
-    assert "tests/failures/test_ends.py" in told["extraInfo"]["py_callstack"]
+    child_error = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert child_error["message"] == "RuntimeError: the answer was 41"
+    assert "tests/failures/test_ends.py" in child_error["extraInfo"]["py_callstack"]
 
 
 def quiet(run_dir: Path, *overrides: str) -> None:
@@ -393,7 +394,7 @@ def test_a_rank_that_hangs_in_the_set_up_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slow_rank_is_reported_and_the_run_continues(tmp_path: Path) -> None:
-    slow = ("distributed.timeout_s=10", f"run_dir={tmp_path}", *fault("slow", step=4, seconds=3))
+    slow = ("distributed.timeout_s=10", f"run_dir={tmp_path}", *inject("slow", step=4, seconds=3))
     ranks = finish_ranks(2, "train.py", *TINY, *slow)
     assert [rank.code for rank in ranks] == [0, 0], ranks
     output = "".join(rank.output for rank in ranks)

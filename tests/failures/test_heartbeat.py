@@ -92,17 +92,17 @@ class Played(Heartbeat):
     def __init__(self, other: Heartbeat) -> None:
         self.__dict__.update(other.__dict__)
         self._other = other
-        self.told: list[tuple[int, str]] = []
+        self.phases: list[tuple[int, str]] = []
 
     def __del__(self) -> None:
         """Do nothing: the other heartbeat closes the memory."""
 
     def enter(self, phase: str, bucket: int = -1) -> None:
-        self.told.append((self.step, phase if bucket == -1 else f"{phase} {bucket}"))
+        self.phases.append((self.step, phase if bucket == -1 else f"{phase} {bucket}"))
         super().enter(phase, bucket)
 
 
-def told(run_dir: Path) -> list[tuple[int, str]]:
+def phases_of(run_dir: Path) -> list[tuple[int, str]]:
     from trainer.assemble import assemble
     from trainer.distributed.process_group import process_group
     from trainer.launch.signals import StopRequest
@@ -118,13 +118,13 @@ def told(run_dir: Path) -> list[tuple[int, str]]:
         context.checkpointer.saving.wait()
         context.strategy.close()
         context.report.run_log.close()
-    return played.told
+    return played.phases
 
 
 @pytest.mark.slow
 def test_a_run_records_its_phases(tmp_path: Path) -> None:
     """The phases are the same on all ranks, so that their number shows which rank is behind."""
-    first, second = run_ranks(told, 2, tmp_path, init=False)
+    first, second = run_ranks(phases_of, 2, tmp_path, init=False)
     assert [line for line in first if "reduce" not in line[1]] == [
         line for line in second if "reduce" not in line[1]
     ]

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed import HashStore
 
-from tests.failure_parts import fault
+from tests.failure_parts import inject
 from tests.guards.test_replica_check import QUICK
 from tests.ranks import RankFailure, free_port, run_ranks
 from tests.runs import train
@@ -96,7 +96,7 @@ def raised_on_rank_0(run_dir: Path, port: int) -> None:
         del os.environ[name]
     socket.gethostname = lambda: "far" if rank == "2" else "near"
     by_hand = (f"distributed.init_method=tcp://127.0.0.1:{port}", f"distributed.rank={rank}")
-    raises = (*fault("raise", rank=0, step=2), "distributed.timeout_s=5")
+    raises = (*inject("raise", rank=0, step=2), "distributed.timeout_s=5")
     train(*QUICK, *raises, *by_hand, "distributed.world_size=3", f"run_dir={run_dir}")
 
 
@@ -106,8 +106,8 @@ def test_the_rank_with_the_store_sends_a_last_report_before_it_exits(tmp_path: P
         run_ranks(raised_on_rank_0, 3, tmp_path, free_port(), init=False)
     assert "InjectedError" in failure.value.reports[0]
     assert [failure.value.reports[rank] for rank in (1, 2)] == ["died with exit code 1"] * 2
-    told = json.loads((tmp_path / "failure.json").read_text())
-    assert (told["kind"], told["rank"], told["phase"], told["step"]) == ("raised", 0, "forward", 2)
+    file = json.loads((tmp_path / "failure.json").read_text())
+    assert (file["kind"], file["rank"], file["phase"], file["step"]) == ("raised", 0, "forward", 2)
 
 
 def test_an_error_of_one_rank_loses_no_step_and_torchrun_shows_its_message(

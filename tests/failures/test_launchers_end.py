@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.failure_parts import fault
+from tests.failure_parts import inject
 from tests.programs import Ended, finish, started, torchrun
 from trainer.checkpoint.manifest import verify
 from trainer.errors import StoppedBySignal
@@ -72,7 +72,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(launcher: tuple[str, ...], 
 @pytest.mark.slow
 def test_ranks_that_cannot_save_end_too_when_their_launcher_is_killed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    killed_at_step_ten(run_dir, *LOCAL, *fault("hang"))
+    killed_at_step_ten(run_dir, *LOCAL, *inject("hang"))
     assert not list((run_dir / "checkpoints").glob("step_*"))
     assert "the launcher of this host died" in json.loads((run_dir / "failure.json").read_text())["message"]
 
@@ -84,8 +84,8 @@ def attempt(number: int, folder: Path, *argv: str) -> Ended:
     """Run the attempt with this number of a launch by torchrun, with the variables of a rank."""
     error_file = folder / f"attempt_{number}" / "0" / "error.json"
     error_file.parent.mkdir(parents=True, exist_ok=True)
-    told = {"TORCHELASTIC_ERROR_FILE": str(error_file), "TORCHELASTIC_RESTART_COUNT": str(number)}
-    return finish("train.py", *argv, env=told)
+    variables = {"TORCHELASTIC_ERROR_FILE": str(error_file), "TORCHELASTIC_RESTART_COUNT": str(number)}
+    return finish("train.py", *argv, env=variables)
 
 
 def test_an_error_that_a_restart_cannot_fix_is_raised_again_immediately(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_an_error_that_a_restart_cannot_fix_is_raised_again_immediately(tmp_path
 
 @pytest.mark.slow
 def test_an_error_that_a_restart_may_fix_is_retried(tmp_path: Path) -> None:
-    raises = fault("raise", rank=0, step=1)
+    raises = inject("raise", rank=0, step=1)
     assert attempt(0, tmp_path, *FOR_EVER, *raises, f"run_dir={tmp_path}/run").code == 1
     assert attempt(1, tmp_path, "--cfg", "job").code == 0
 

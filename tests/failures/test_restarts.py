@@ -25,20 +25,20 @@ def _saves_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the hash of the same run on two ranks that are not killed, without torchrun."""
-    run_dir = tmp_path_factory.mktemp("undisturbed")
+    run_dir = tmp_path_factory.mktemp("uninterrupted")
     ranks = finish_ranks(2, "train.py", *overrides(run_dir, STEPS, timeout_s=10.0))
     assert [rank.code for rank in ranks] == [0, 0], ranks
     return str(json.loads((run_dir / "result.json").read_text())["param_sha256"])
 
 
 def test_a_run_with_a_killed_rank_ends_with_the_same_model_and_complete_logs(
-    tmp_path: Path, forked: Forked, undisturbed: str
+    tmp_path: Path, forked: Forked, uninterrupted: str
 ) -> None:
     start = forked.torchrun(2, "--max-restarts=1")
     result, rows = run(start, tmp_path / "killed", [SAVED + 3], random.Random(), steps=STEPS)
-    assert result["param_sha256"] == undisturbed, rows
+    assert result["param_sha256"] == uninterrupted, rows
     assert problems_of_logs(tmp_path / "killed" / "run", STEPS) == []
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.failure_parts import fault
+from tests.failure_parts import inject
 from tests.failures.test_ends import TINY
 from tests.programs import Ended, finish_ranks
 from tests.ranks import run_ranks
@@ -46,12 +46,12 @@ MODELS = {1: ("model._target_=tests.user_parts.CountsPasses",), 2: ()}
 _hashes: dict[Any, str] = {}
 
 
-def undisturbed(world_size: int, folder: Path, *overrides: str) -> str:
+def uninterrupted(world_size: int, folder: Path, *overrides: str) -> str:
     if (world_size, overrides) not in _hashes:
-        ranks = start(world_size, folder / "undisturbed", *overrides)
-        stacks = [file.read_text() for file in (folder / "undisturbed" / "stacks").glob("*")]
+        ranks = start(world_size, folder / "uninterrupted", *overrides)
+        stacks = [file.read_text() for file in (folder / "uninterrupted" / "stacks").glob("*")]
         assert [rank.code for rank in ranks] == [0] * world_size, "\n".join([*map(str, ranks), *stacks])
-        _hashes[world_size, overrides] = hash_of(folder / "undisturbed")
+        _hashes[world_size, overrides] = hash_of(folder / "uninterrupted")
     return _hashes[world_size, overrides]
 
 
@@ -59,10 +59,10 @@ def undisturbed(world_size: int, folder: Path, *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("world_size", "how", "saver"),
     [
-        pytest.param(2, fault("kill", 0, 8, "optimizer"), 1, id="rank 0 before the update"),
-        pytest.param(2, fault("kill", 1, 8, "update"), 0, id="rank 1 within the update"),
-        pytest.param(1, fault("raise", 0, 8), 0, id="the only one raises"),
-        pytest.param(2, fault("stop", 1, 8), 0, id="rank 1 is stopped"),
+        pytest.param(2, inject("kill", 0, 8, "optimizer"), 1, id="rank 0 before the update"),
+        pytest.param(2, inject("kill", 1, 8, "update"), 0, id="rank 1 within the update"),
+        pytest.param(1, inject("raise", 0, 8), 0, id="the only one raises"),
+        pytest.param(2, inject("stop", 1, 8), 0, id="rank 1 is stopped"),
     ],
 )
 def test_no_step_is_lost(world_size: int, how: tuple[str, ...], saver: int, tmp_path: Path) -> None:
@@ -82,12 +82,12 @@ def test_no_step_is_lost(world_size: int, how: tuple[str, ...], saver: int, tmp_
     again = start(world_size, run_dir, *model)
     assert [rank.code for rank in again] == [0] * world_size, again
     assert f"{found[0]} at step" in again[0].output
-    assert hash_of(run_dir) == undisturbed(world_size, tmp_path, *model)
+    assert hash_of(run_dir) == uninterrupted(world_size, tmp_path, *model)
 
 
 @pytest.mark.slow
 def test_weights_that_a_forward_pass_changes_are_not_saved(tmp_path: Path) -> None:
-    start(2, tmp_path, "model._target_=tests.user_parts.Decays", *fault("kill", 1, 8, "backward"))
+    start(2, tmp_path, "model._target_=tests.user_parts.Decays", *inject("kill", 1, 8, "backward"))
     assert checkpoints(tmp_path) == []
     assert "no step was saved: a forward pass changes layers.0.weight" in message(tmp_path)
 
@@ -95,7 +95,7 @@ def test_weights_that_a_forward_pass_changes_are_not_saved(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch._C._distributed_c10d, "FlightRecorderHook"), reason="needs torch 2.14")
 def test_the_last_collectives_are_written_next_to_the_stacks(tmp_path: Path) -> None:
-    start(3, tmp_path, "comm=native", *fault("kill", 1, 8, "backward"), TORCH_FR_BUFFER_SIZE="50")
+    start(3, tmp_path, "comm=native", *inject("kill", 1, 8, "backward"), TORCH_FR_BUFFER_SIZE="50")
     for rank in (0, 2):  # either of them may write the report
         kept = json.loads((tmp_path / f"stacks/rank{rank}.collectives.json").read_text())["entries"]
         assert len(kept) > 8 and "reduce" in kept[-1]["profiling_name"], kept
@@ -107,18 +107,18 @@ def test_running_statistics_are_those_of_rank_0(rank: int, phase: str, tmp_path:
     """From step 7: rank 0 has finished the forward pass of step 8, or has died before it."""
     normed = ("model._target_=tests.user_parts.Normed",)
     run_dir = tmp_path / "run"
-    start(2, run_dir, *normed, *fault("kill", rank, 8, phase))
+    start(2, run_dir, *normed, *inject("kill", rank, 8, phase))
     again = start(2, run_dir, *normed)
     assert "resumed from" in again[0].output, message(run_dir)
-    assert hash_of(run_dir) == undisturbed(2, tmp_path, *normed)
+    assert hash_of(run_dir) == uninterrupted(2, tmp_path, *normed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("strategy=fsdp", *fault("kill", 1, 8)), "no step was saved: each rank has only a shard"),
-        (("checkpoint.on_failure=false", *fault("kill", 1, 8)), ""),
+        (("strategy=fsdp", *inject("kill", 1, 8)), "no step was saved: each rank has only a shard"),
+        (("checkpoint.on_failure=false", *inject("kill", 1, 8)), ""),
     ],
     ids=["shards", "off"],
 )
@@ -139,8 +139,8 @@ def on_a_full_disk(run_dir: Path) -> str:
         return write_text(*arguments)
 
     writing.write_text = full
-    with pytest.raises(RuntimeError, match="raise, as asked for"):
-        train(*RUN, f"run_dir={run_dir}", "checkpoint.every_steps=3", *fault("raise", 0, 8))
+    with pytest.raises(RuntimeError, match="raise, injected"):
+        train(*RUN, f"run_dir={run_dir}", "checkpoint.every_steps=3", *inject("raise", 0, 8))
     return message(run_dir)
 
 
@@ -224,10 +224,10 @@ def test_only_the_saving_host_saves() -> None:
     heartbeat.step = 9
     save, wait = SaveOnFailure(heartbeat, 2, {2: own}), lambda seconds: None  # type: ignore[dict-item]
     save.last_step = Kept()
-    asked = Failure((3,), "died", 1, "", saving_host=0)
-    assert save.lead(asked, wait) == "host 0 saves the last step" and not save.has_begun
-    assert save.lead(replace(asked, saving_host=None), wait) == ""
-    words = save.lead(replace(asked, saving_host=1), wait)
+    failure = Failure((3,), "died", 1, "", saving_host=0)
+    assert save.lead(failure, wait) == "host 0 saves the last step" and not save.has_begun
+    assert save.lead(replace(failure, saving_host=None), wait) == ""
+    words = save.lead(replace(failure, saving_host=1), wait)
     assert words.startswith("step 8 was saved by rank 2") and save.has_begun
 
 

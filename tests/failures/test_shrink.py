@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.failure_parts import fault
+from tests.failure_parts import inject
 from tests.failures.test_ends import TINY
 from tests.programs import Ended, Program, finish, finish_ranks, started
 from tests.runs import settings
@@ -70,8 +70,8 @@ def test_a_rank_that_dies_during_the_save_is_no_survivor(monkeypatch: pytest.Mon
     )
     ending.let_shrink(lambda: None, lambda num_ranks: None)
     ending.save.is_saved = True
-    goes_on: list[Failure] = []
-    monkeypatch.setattr(ending, "_let_survivors_continue", goes_on.append)
+    continued: list[Failure] = []
+    monkeypatch.setattr(ending, "_let_survivors_continue", continued.append)
 
     def save(report: Failure) -> Failure:
         seen[2] = rank(2, state="dead")
@@ -79,7 +79,7 @@ def test_a_rank_that_dies_during_the_save_is_no_survivor(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ending, "_with_save", save)
     ending.end(replace(died(3), survivors=(0, 1, 2)))
-    assert [report.survivors for report in goes_on] == [(0, 1)]
+    assert [report.survivors for report in continued] == [(0, 1)]
 
 
 def test_under_torchrun_a_whole_host_is_lost() -> None:
@@ -194,8 +194,8 @@ def launched(ranks: int, run_dir: Path, *overrides: str) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
     (ended,) = finish_ranks(1, "train.py", *EXACT, f"run_dir={run_dir}")
     assert ended.code == 0, ended
     return str(result(run_dir)["param_sha256"])
@@ -211,14 +211,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_the_survivors_end_with_the_same_bits(
-    how: tuple[str, int, int, str], comm: str, undisturbed: str, tmp_path: Path
+    how: tuple[str, int, int, str], comm: str, uninterrupted: str, tmp_path: Path
 ) -> None:
-    once = fault(*how, mark=tmp_path / "mark")  # not again on the new rank 0
+    once = inject(*how, mark=tmp_path / "mark")  # not again on the new rank 0
     ended = launched(3, tmp_path / "run", f"comm={comm}", *once)
     assert ended.code == 0, ended.output
     assert re.search(r"step \d+ was saved by rank \d.*; continuing without a restart on rank", ended.output)
     facts = result(tmp_path / "run")
-    assert (facts["world_size"], facts["param_sha256"]) == (2, undisturbed), ended.output
+    assert (facts["world_size"], facts["param_sha256"]) == (2, uninterrupted), ended.output
     assert not (tmp_path / "run" / "failure.json").exists()
     assert not saved_settings(tmp_path / "run").distributed.shrink  # an evaluation cannot continue
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()]
@@ -236,20 +236,20 @@ def kill_first_after(words: str, launcher: Program, run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_death_while_the_survivors_restart(undisturbed: str, tmp_path: Path) -> None:
+def test_a_second_death_while_the_survivors_restart(uninterrupted: str, tmp_path: Path) -> None:
     """The set-up is repeated again: the new rank 0 dies right after it has resumed."""
-    words = (*RUN, *EXACT, f"run_dir={tmp_path}", "launch=local", "launch.processes=4", *fault("kill", 3, 6))
+    words = (*RUN, *EXACT, f"run_dir={tmp_path}", "launch=local", "launch.processes=4", *inject("kill", 3, 6))
     with started("train.py", *words, forks=True) as launcher:
         kill_first_after("dry run of one step: ok", launcher, tmp_path)
         ended = launcher.wait()
     assert ended.code == 0, ended.output
-    assert result(tmp_path)["param_sha256"] == undisturbed
+    assert result(tmp_path)["param_sha256"] == uninterrupted
 
 
 @pytest.mark.slow
 def test_a_micro_batch_size_of_auto_is_found_again(tmp_path: Path) -> None:
     batch = ("train.exact=null", "train.global_batch_size=12", "train.micro_batch_size=auto")
-    ended = launched(3, tmp_path, *batch, *fault("kill", 2, 6))
+    ended = launched(3, tmp_path, *batch, *inject("kill", 2, 6))
     assert ended.code == 0, ended.output
     assert re.findall(r"auto: chose (.*) samples per rank", ended.output) == ["4 of 4", "6 of 6"]
     assert result(tmp_path)["world_size"] == 2
@@ -258,7 +258,7 @@ def test_a_micro_batch_size_of_auto_is_found_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_batch_that_does_not_divide_ends_the_run(tmp_path: Path) -> None:
     batch = ("train.exact=null", "train.global_batch_size=8")
-    ended = launched(4, tmp_path, *batch, *fault("kill", 3, 6))
+    ended = launched(4, tmp_path, *batch, *inject("kill", 3, 6))
     assert ended.code == 1
     assert (
         "the other ranks cannot continue: train.global_batch_size is 8, which is not divisible by the 3"

@@ -1,10 +1,10 @@
-"""A simulated accelerator: tensors say that they are on `sim:0`, and hold their values on the CPU.
+"""A simulated accelerator: tensors are on the device `sim:0`, with their values on the CPU.
 
-Each operation runs when it is called, but is ordered as on a GPU: a stream has computed what was queued on it, and
-what the events and streams that it waited for had; the host knows what it waited for. Who touches what another may
-not have written or read yet gets a `Race`, in that line, in each run alike: threads in place of streams would race
-at times only. A copy to the host is rubbish until the host has waited. What a stream that `hang`s is given is never
-computed. Not simulated: DDP's reducer and FSDP, which are C++ that wants memory, and kernels with bits of their own.
+Each operation runs when it is called, but is ordered as on a GPU, by streams, events and waits of the host.
+An access that may conflict with another stream raises `Race`, in each run alike, which threads instead of
+streams would not. A copy to the host contains garbage until the host has waited. Work on a stream after
+`hang` is never done. Not simulated: DDP's reducer and FSDP, which need real memory, and kernels with
+different bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh: the choice of parts, and every part at tiny sizes on the CPU, so that it works on a GPU."""
+"""benchmarks/gpu.sh: the choice of parts, and a dry run of every part with tiny sizes on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.__main__ import _in_process_of_its_own, _write
+from benchmarks.gpu.__main__ import _run_in_subprocess, _write
 from benchmarks.gpu.day import Day, Row
 from benchmarks.gpu.parts import PARTS, chosen
 
@@ -60,7 +60,7 @@ def test_an_interrupted_part_has_not_passed(tmp_path: Path, monkeypatch: pytest.
     part = next(part for part in PARTS if part.name == "packed")
     day = Day(dry=True, out=tmp_path)
     monkeypatch.chdir(ROOT)
-    assert _in_process_of_its_own(day, part) == 0
+    assert _run_in_subprocess(day, part) == 0
     found = json.loads((tmp_path / "packed.json").read_text())
     assert found["passed"] is not False and len(found["rows"]) == 3
     _write(day, part, [Row("one of three", 1.0, ok=True)], 1.0, complete=False)

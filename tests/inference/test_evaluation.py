@@ -123,19 +123,19 @@ def test_a_metric_object_of_a_task_counts_no_filler_batches(tmp_path: Any) -> No
 
 
 def _differing() -> tuple[dict[str, float], list[str]]:
-    rank, told = torch.distributed.get_rank(), list[str]()
-    heard: Any = SimpleNamespace(warning=lambda text, *parts: told.append(text % parts))
+    rank, warnings = torch.distributed.get_rank(), list[str]()
+    heard: Any = SimpleNamespace(warning=lambda text, *parts: warnings.append(text % parts))
     evaluation.log = heard
     here: Any = SimpleNamespace(world_size=2, is_main=rank == 0)
-    return _from_rank_0({"loss": math.nan, "seen": 19.0 - rank}, "Counts.summarise", here), told
+    return _from_rank_0({"loss": math.nan, "seen": 19.0 - rank}, "Counts.summarise", here), warnings
 
 
 def test_a_metric_that_differs_between_ranks_is_reported() -> None:
-    (metrics, told), (others, nothing) = run_ranks(_differing, 2)
+    (metrics, warnings), (others, nothing) = run_ranks(_differing, 2)
     assert metrics["seen"] == others["seen"] == 19 and nothing == []
     assert (
         "Counts.summarise differs between ranks, and rank 0's values are used: {'seen': [19.0, 18.0]}"
-        in told[0]
+        in warnings[0]
     )
 
 

@@ -75,12 +75,12 @@ def test_torchrun_and_the_run_understand_the_command_lines(monkeypatch: pytest.M
     of_train_job = TRAIN_JOB["spec"]["trainer"]
     for words in (shlex.split(line.rstrip(" &")), [*of_train_job["command"], *of_train_job["args"]]):
         assert words[0] == "torchrun"
-        told = parse_args(words[1:])
-        assert (told.nnodes, told.nproc_per_node, told.node_rank) == ("2", "4", 1)
-        assert (told.master_addr, told.master_port) == ("mine-node-0-0.mine", 29400)
-        assert told.shutdown_timeout < POD["terminationGracePeriodSeconds"]
-        assert told.training_script == "train.py"
-        config = settings(*(word.replace("$RUN", TOLD["RUN"]) for word in told.training_script_args))
+        options = parse_args(words[1:])
+        assert (options.nnodes, options.nproc_per_node, options.node_rank) == ("2", "4", 1)
+        assert (options.master_addr, options.master_port) == ("mine-node-0-0.mine", 29400)
+        assert options.shutdown_timeout < POD["terminationGracePeriodSeconds"]
+        assert options.training_script == "train.py"
+        config = settings(*(word.replace("$RUN", TOLD["RUN"]) for word in options.training_script_args))
         assert (config.strategy.name, config.resume) == ("fsdp", "auto")
 
 

@@ -63,21 +63,21 @@ PMI = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANK
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
 ALONE_IN_SRUN = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}
 
-Told = Callable[..., RankInfo]
+InfoOf = Callable[..., RankInfo]
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+def info_of(monkeypatch: pytest.MonkeyPatch) -> InfoOf:
     """Return the result of `rank_info` for exactly these variables, and these overrides."""
 
-    def told(variables: dict[str, str], *overrides: str) -> RankInfo:
+    def info_of(variables: dict[str, str], *overrides: str) -> RankInfo:
         for name in [name for name in os.environ if LAUNCHERS.match(name)]:
             monkeypatch.delenv(name)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         return rank_info(settings(*overrides).distributed if overrides else None)
 
-    return told
+    return info_of
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         (SRUN | PMI | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": "9"}, RankInfo(1, 4, 0, 2, None, "mpirun", "tcp://a:9")),
     ],
 )  # fmt: skip
-def test_the_variables_of_each_launcher(told: Told, variables: dict[str, str], expected: RankInfo) -> None:
-    assert told(variables) == expected
+def test_the_variables_of_each_launcher(
+    info_of: InfoOf, variables: dict[str, str], expected: RankInfo
+) -> None:
+    assert info_of(variables) == expected
 
 
 @pytest.mark.parametrize(("shell", "world_size"), [(["-i"], 1), (["-c", "read wait; true"], 4)])
-def test_an_interactive_shell_is_not_a_task(told: Told, shell: list[str], world_size: int) -> None:
+def test_an_interactive_shell_is_not_a_task(info_of: InfoOf, shell: list[str], world_size: int) -> None:
     """A program started in the shell of `srun -n4 --pty bash` is not a task either, unlike in a script."""
     terminal, its_end = pty.openpty()
     command = ["setsid", "--ctty", "bash", "--norc", *shell]
@@ -123,11 +125,11 @@ def test_an_interactive_shell_is_not_a_task(told: Told, shell: list[str], world_
         while Path(f"/proc/{process.pid}/cmdline").read_bytes()[:4] != b"bash":
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        while world_size == 1 and told(task).world_size > 1 and time.monotonic() < deadline:
+        while world_size == 1 and info_of(task).world_size > 1 and time.monotonic() < deadline:
             time.sleep(0.02)  # still starting
-        assert told(task).world_size == world_size
+        assert info_of(task).world_size == world_size
         if world_size == 1:
-            assert told(task | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}).under_torchrun
+            assert info_of(task | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}).under_torchrun
     finally:
         process.kill()
         process.wait()
@@ -135,11 +137,11 @@ def test_an_interactive_shell_is_not_a_task(told: Told, shell: list[str], world_
         os.close(its_end)
 
 
-def test_manual_start_by_settings(told: Told) -> None:
+def test_manual_start_by_settings(info_of: InfoOf) -> None:
     by_hand = ("distributed.init_method=file:///tmp/x", "distributed.rank=1", "distributed.world_size=2")
-    assert told({}, *by_hand) == RankInfo(1, 2, None, None, None, None, "file:///tmp/x")
-    assert told(ALONE_IN_SRUN, *by_hand) == RankInfo(1, 2, None, None, None, None, "file:///tmp/x")
-    assert told(SRUN, by_hand[0]) == RankInfo(2, 4, 1, None, 1, "srun", "file:///tmp/x")
+    assert info_of({}, *by_hand) == RankInfo(1, 2, None, None, None, None, "file:///tmp/x")
+    assert info_of(ALONE_IN_SRUN, *by_hand) == RankInfo(1, 2, None, None, None, None, "file:///tmp/x")
+    assert info_of(SRUN, by_hand[0]) == RankInfo(2, 4, 1, None, 1, "srun", "file:///tmp/x")
 
 
 @pytest.mark.parametrize(
@@ -160,15 +162,15 @@ def test_manual_start_by_settings(told: Told) -> None:
     ],
 )  # fmt: skip
 def test_contradictions_are_refused_by_name(
-    told: Told, variables: dict[str, str], overrides: tuple[str, ...], named: str
+    info_of: InfoOf, variables: dict[str, str], overrides: tuple[str, ...], named: str
 ) -> None:
     with pytest.raises(UserError, match=named):
-        told(variables, *overrides)
+        info_of(variables, *overrides)
 
 
-def test_publish_sets_the_variables_of_torchrun(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publish_sets_the_variables_of_torchrun(info_of: InfoOf, monkeypatch: pytest.MonkeyPatch) -> None:
     for variables in (SRUN, OPEN_MPI, PMI | {"MASTER_PORT": "9"}):
-        here = told(variables)
+        here = info_of(variables)
         monkeypatch.setattr(os, "environ", dict(os.environ))
         publish(here)
         again = rank_info()
@@ -201,9 +203,9 @@ def met(init_method: str, times: int = 1, patience_s: float = 30) -> tuple[int, 
         f"distributed.rank={rank}",
         "distributed.world_size=2",
     )
-    told = settings(*by_hand, f"distributed.timeout_s={patience_s}").distributed
+    config = settings(*by_hand, f"distributed.timeout_s={patience_s}").distributed
     for _ in range(times):  # a run must leave nothing that disturbs the next run
-        with process_group(told) as here:
+        with process_group(config) as here:
             total = [0, 0]
             dist.all_gather_object(total, here.rank + 1)
             assert total == [1, 2]
@@ -246,8 +248,8 @@ def test_a_rank_that_was_started_twice_is_named(tmp_path: Path, monkeypatch: pyt
 def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankInfo]:
     """Return rank 0 of 2, and the agent's store in which it waits for rank 1."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "2"}
-    for name, value in (told | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
     yield rank_info()
     del store

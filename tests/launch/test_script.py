@@ -60,7 +60,7 @@ def test_only_a_stop_after_a_step_is_requeued(
     script.write_text(capsys.readouterr().out)
     for name, body in {
         "srun": srun.replace("RUN", f"'{run_dir}'"),
-        "scontrol": f"echo $@ > '{tmp_path}/told'",
+        "scontrol": f"echo $@ > '{tmp_path}/arguments'",
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -69,7 +69,7 @@ def test_only_a_stop_after_a_step_is_requeued(
         ["bash", script], env=os.environ | path, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == int(srun.rpartition(" ")[2])
-    assert (tmp_path / "told").exists() == requeued
+    assert (tmp_path / "arguments").exists() == requeued
     no_step = ended.returncode == 75 and not requeued and "stop" not in srun
     assert (
         "not requeued: this attempt was stopped before it had completed a step" in ended.stdout
@@ -80,7 +80,7 @@ def test_a_job_survives_its_launcher_and_can_be_cancelled_while_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, body in {
-        "sbatch": f'echo "$@" > {tmp_path}/told; echo 13; sleep 0.5; cp {tmp_path}/failure.json {tmp_path}/run;'
+        "sbatch": f'echo "$@" > {tmp_path}/arguments; echo 13; sleep 0.5; cp {tmp_path}/failure.json {tmp_path}/run;'
         f" exit $(cat {tmp_path}/status)",
         "squeue": f'[[ "$*" = *"$(cat {tmp_path}/listed)" ]] && echo 12; true',
     }.items():
@@ -102,6 +102,6 @@ def test_a_job_survives_its_launcher_and_can_be_cancelled_while_queued(
     (tmp_path / "failure.json").write_text(json.dumps({"status": 75, "message": "stopped after step 3"}))
     status, said = launched("none", 1)  # by scancel, after the run has saved
     assert status == 75 and "job 13 ended with status 75: stopped after step 3" in said
-    assert "--dependency" not in (tmp_path / "told").read_text()
+    assert "--dependency" not in (tmp_path / "arguments").read_text()
     assert launched("--jobs=13", 0, "resume=auto")[0] == 0
-    assert "--dependency=afterany:13 --wait" in (tmp_path / "told").read_text()
+    assert "--dependency=afterany:13 --wait" in (tmp_path / "arguments").read_text()

@@ -63,8 +63,8 @@ def started_by(launcher: list[str], folder: Path, env: dict[str, str]) -> str:
     with contextlib.ExitStack() as stack:
         ranks = []
         for file in list(folder.iterdir()):
-            told = dict(entry.split("=", 1) for entry in file.read_text().split("\0") if entry)
-            ranks.append(stack.enter_context(started("train.py", *RUN, f"run_dir={folder}/run", env=told)))
+            env = dict(entry.split("=", 1) for entry in file.read_text().split("\0") if entry)
+            ranks.append(stack.enter_context(started("train.py", *RUN, f"run_dir={folder}/run", env=env)))
         ends = [rank.wait() for rank in ranks]
     assert [end.code for end in ends] == [0, 0], ends
     return sha(folder / "run")

@@ -30,17 +30,17 @@ def test_every_logger_gets_the_same_calls(tmp_path: Path) -> None:
     calls: list[list[Any]] = [json.loads(line) for line in (tmp_path / "noted.jsonl").open()]
     assert calls[0] == ["begin", "hear", ["first_step", "run_id", "settings"]], "once: on rank 0"
     assert calls[-1] == ["close"]
-    told: dict[str, dict[int, float]] = {}
+    logged: dict[str, dict[int, float]] = {}
     for _, values, step in (call for call in calls if call[0] == "scalars"):
         for name, value in values.items():
-            told.setdefault(name, {})[step] = value
+            logged.setdefault(name, {})[step] = value
     written = read_metrics(tmp_path)
     assert written.pop("weights_hash"), "not a curve"
-    assert told == written
+    assert logged == written
 
     page = EventAccumulator(str(tmp_path)).Reload()
     shown = set(page.Tags()["scalars"])
-    assert shown == {name for name, values in told.items() if any(values.values())}, "no curve of zeros"
+    assert shown == {name for name, values in logged.items() if any(values.values())}, "no curve of zeros"
     assert "train/loss" in shown and "usage/comm/overlapped_ms" not in shown
 
 
@@ -106,17 +106,17 @@ def test_the_tensorboard_command_shows_the_run_name() -> None:
 
 
 def test_wandb_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb, told = Mock(), list[Any]()
+    wandb, calls = Mock(), list[Any]()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for first_step, mode in (0, "online"), (4, "online"), (4, "offline"):
         logger = Wandb(tmp_path, "a run", first_step, {"strategy.name": "ddp"}, mode=mode)
-        told.append(wandb.init.call_args.kwargs)
-    assert [(one["id"], one["resume"]) for one in told] == [
+        calls.append(wandb.init.call_args.kwargs)
+    assert [(one["id"], one["resume"]) for one in calls] == [
         ("a run", None),
         ("a run", "allow"),
         ("a run", None),
     ]
-    assert (told[0]["name"], told[0]["config"]) == (tmp_path.name, {"strategy.name": "ddp"})
+    assert (calls[0]["name"], calls[0]["config"]) == (tmp_path.name, {"strategy.name": "ddp"})
     logger.scalars({"train/loss": 0.5}, 5)
     logger.text("config", "a < b", 5)
     logger.histogram("weights", torch.ones(2), torch.arange(3), 5)
@@ -141,5 +141,5 @@ def test_mlflow_has_every_curve_and_continues_after_a_resume(tmp_path: Path) -> 
     (experiment,) = [one for one in client.search_experiments() if one.name == "ringmaster"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["optim.lr"] == "0.1"
-    told = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
-    assert told == read_metrics(tmp_path)["train/loss"]
+    curve = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
+    assert curve == read_metrics(tmp_path)["train/loss"]

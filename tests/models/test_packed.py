@@ -92,8 +92,8 @@ def test_flash_attention_is_used_where_torchs_kernel_supports_it(monkeypatch: Mo
         whole, half = (torch.ones(1, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.float16))
     assert not takes_varlen(half, 64, 0.0), "no numbers to count documents in: their FLOPs are counted"
     monkeypatch.setattr("models.packed.Tensor", type(half))
-    asked = ((half, 64, 0.0), (whole, 64, 0.0), (half, 20, 0.0), (half, 64, 0.1))
-    assert [takes_varlen(*each) for each in asked] == [True, False, False, False]
+    inputs = ((half, 64, 0.0), (whole, 64, 0.0), (half, 20, 0.0), (half, 64, 0.1))
+    assert [takes_varlen(*each) for each in inputs] == [True, False, False, False]
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
     assert takes_varlen(whole, 64, 0.0)
 

@@ -47,7 +47,7 @@ def _by_accuracy(run_dir: Path) -> list[Any]:
     rises = ("schedule.metric=eval/accuracy", "+schedule.mode=max", "schedule.factor=0.5", "train.epochs=3")
     options = ("schedule=plateau", *rises, "schedule.patience=0", "model.hidden=[8]", "+schedule.threshold=9")
     train(*options, f"run_dir={run_dir / 'rises'}")
-    told = []
+    messages = []
     for metric in ("eval/miou", "eval/loss"):
         with pytest.raises(UserError) as error:
             train(
@@ -56,9 +56,9 @@ def _by_accuracy(run_dir: Path) -> list[Any]:
                 "+schedule.mode=max",
                 f"run_dir={run_dir / 'no'}",
             )
-        told.append(str(error.value))
+        messages.append(str(error.value))
     lines = (run_dir / "rises" / "metrics.jsonl").read_text().splitlines()
-    return [[json.loads(line)["train/lr"] for line in lines if "train/lr" in line][-1], *told]
+    return [[json.loads(line)["train/lr"] for line in lines if "train/lr" in line][-1], *messages]
 
 
 @pytest.mark.slow

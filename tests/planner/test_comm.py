@@ -248,8 +248,8 @@ def test_a_step_is_compute_plus_exposed_communication(tmp_path: Path) -> None:
 
 
 def test_a_plan_uses_the_measurements_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [*_on(64, 8), "--gbit", "100", "--latency-us", "10", *_LOCAL, "--train", str(_run_in(tmp_path))]
-    assert plan.main(asked) == 0
+    options = [*_on(64, 8), "--gbit", "100", "--latency-us", "10", *_LOCAL, "--train", str(_run_in(tmp_path))]
+    assert plan.main(options) == 0
     out = capsys.readouterr().out
     assert "comm=ring: step time 30.00 ms (25.00 ms computing), 3 buckets, 4 MB" in out
     assert all(name in out for name in ALGORITHMS) and "512 processes are" in out
@@ -261,5 +261,5 @@ def test_a_plan_uses_the_measurements_of_a_run(tmp_path: Path, capsys: pytest.Ca
         ({"comm": "hook"}, "comm=hook: expected one of ring"),
     ):
         with pytest.raises(SystemExit):
-            plan.main([*asked[:-1], str(_run_in(tmp_path, **changes))])
+            plan.main([*options[:-1], str(_run_in(tmp_path, **changes))])
         assert message in capsys.readouterr().err

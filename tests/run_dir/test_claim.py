@@ -173,15 +173,15 @@ def test_a_second_active_run_raises_and_a_dead_run_holds_no_lock(tmp_path: Path)
 def test_a_file_system_without_locks_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    warnings: list[str] = []
 
     def no_locks(*args: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
-    monkeypatch.setattr(run_dir_module.log, "warning", lambda text, *args: told.append(text % args))
+    monkeypatch.setattr(run_dir_module.log, "warning", lambda text, *args: warnings.append(text % args))
     assert claimed(tmp_path).path == tmp_path
-    assert told == [
+    assert warnings == [
         f"the file system of run_dir={tmp_path} does not support locks (No locks available), "
         "so a second run in the same directory would not be detected"
     ]

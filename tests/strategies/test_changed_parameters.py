@@ -94,7 +94,7 @@ def test_the_dry_run_after_a_resume_changes_no_weight(words: tuple[str, ...], tm
         assert whole == resumed
 
 
-def told(root: Path) -> list[str]:
+def error_messages(root: Path) -> list[str]:
     words = (*OWN, "strategy=fsdp")
     runs = enumerate(CASES)
     return refusals(*((*words, f"+model.how='{how}'", f"run_dir={root}/{number}") for number, how in runs))
@@ -102,7 +102,7 @@ def told(root: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_changes_that_would_be_lost_are_refused(tmp_path: Path) -> None:
-    for rank, messages in enumerate(run_ranks(told, 2, tmp_path, init=False)):
+    for rank, messages in enumerate(run_ranks(error_messages, 2, tmp_path, init=False)):
         for (how, name), message in zip(CASES.items(), messages, strict=True):
             expected = (
                 "accepted" if name is None else f"changes {name} (values or requires_grad) in a gathered copy"

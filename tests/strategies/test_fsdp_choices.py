@@ -130,10 +130,10 @@ def _with_other_weights() -> float:
     return float((model(torch.ones(1, 4)) - plain(torch.ones(1, 4))).abs().max())
 
 
-def _asked_of_torch() -> Counter[str]:
+def _calls_of_compile() -> Counter[str]:
     """Return the modules that train.compile compiles, and the error of a setting that needs a newer torch."""
-    asked = Counter[str]()
-    torch.compile = lambda forward, mode: asked.update([type(forward.__self__).__name__]) or forward  # type: ignore
+    compiled = Counter[str]()
+    torch.compile = lambda forward, mode: compiled.update([type(forward.__self__).__name__]) or forward  # type: ignore
     Fsdp(_config(), tiny.facts(), ComputeOptions(compile=True)).wrap(_model())
     if TORCH_2_14:
         del FSDPModule.set_reduce_scatter_unused_params
@@ -141,17 +141,17 @@ def _asked_of_torch() -> Counter[str]:
         plain_fsdp(_config(find_unused_parameters=True))
     mixed = plain_fsdp(_config(param_dtype="bf16", reduce_dtype="fp16"))._precision(nn.Linear(1, 1))
     assert (mixed.param_dtype, mixed.reduce_dtype) == (torch.bfloat16, torch.float16)
-    return asked
+    return compiled
 
 
 def _all() -> tuple[dict[str, tuple[float, float, int, int]], float, Counter[str]]:
-    return _differences(), _with_other_weights(), _asked_of_torch()
+    return _differences(), _with_other_weights(), _calls_of_compile()
 
 
 @pytest.mark.slow
 def test_every_choice_gives_the_same_gradients_as_the_plain_model() -> None:
-    differences, off, asked = run_ranks(_all, 4)[0]
-    assert asked == {"Block": 3}, "each unit is compiled"
+    differences, off, compiled = run_ranks(_all, 4)[0]
+    assert compiled == {"Block": 3}, "each unit is compiled"
     assert off < 1e-6, "a unit that was gathered ahead, and not called, keeps the weights of then"
     assert {name: differences[name][3] for name in GATHERS} == GATHERS
     for name, (far, norm_far, messages, _) in differences.items():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.failure_parts import fault
+from tests.failure_parts import inject
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import context_of, train, trained
 from trainer.errors import UserError
@@ -122,7 +122,7 @@ def test_evaluates_weights_and_their_ema(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_dead_worker_is_named(tmp_path: Path) -> None:
-    killed = fault("kill", rank=2, step=5)
+    killed = inject("kill", rank=2, step=5)
     with pytest.raises(RankFailure):
         run_ranks(train, 3, *COMMON, *CASES["sgd"], *PS, *killed, f"run_dir={tmp_path}", init=False)
     failure = json.loads((tmp_path / "failure.json").read_text())

@@ -120,8 +120,8 @@ def test_the_reason_of_a_failed_trial_is_in_its_failure_json(
     log: TrialLog, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last line of output may be about the save that follows an error. An old failure.json doesn't count."""
-    told = json.dumps({"status": 1, "message": "ValueError: boom"})
-    monkeypatch.setitem(BEFORE, "1", f"[ -e failure.json ] || echo '{told}' > failure.json")
+    failure = json.dumps({"status": 1, "message": "ValueError: boom"})
+    monkeypatch.setitem(BEFORE, "1", f"[ -e failure.json ] || echo '{failure}' > failure.json")
     monkeypatch.setitem(BEFORE, "5", "kill -9 $$")
     assert runner(log, 1, 5).run() == 1
     said = capsys.readouterr().out
@@ -272,7 +272,7 @@ def test_a_grid_has_hydras_syntax() -> None:
 def test_a_search_uses_the_results_in_the_trial_log(
     search: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is done is told to Optuna; what was stopped comes first; other values, or settings, count for nothing."""
+    """Finished trials are passed to Optuna, stopped ones come first, and other values or settings are ignored."""
     optuna = pytest.importorskip("optuna")
     space = parsed(
         "lr=tag(log,interval(0.001,1))", "depth=range(1,7,2)", "n=int(interval(1,4))", "a=[1],'x,y'"
@@ -292,13 +292,13 @@ def test_a_search_uses_the_results_in_the_trial_log(
         write_evaluations(tmp_path / trial.folder, 0.8, 0.7)
     other = TrialLog(tmp_path, ["seed=0", "train.max_steps=2"], "eval/loss").trial({"lr": "0.4", **rest})
     log.trials[("other",)] = other
-    told: list[tuple[float | None, dict[int, float], int]] = []
+    trials: list[tuple[float | None, dict[int, float], int]] = []
     add = optuna.Study.add_trial
     monkeypatch.setattr(
         optuna.Study,
         "add_trial",
         lambda study, trial: (
-            told.append((trial.value, trial.intermediate_values, len(trial.params))),
+            trials.append((trial.value, trial.intermediate_values, len(trial.params))),
             add(study, trial),
         ),
     )
@@ -307,7 +307,8 @@ def test_a_search_uses_the_results_in_the_trial_log(
     )  # of 5, four ran
     assert first == {"lr": "0.2", **rest}
     assert (
-        told == [(0.5, {}, 4), (None, {}, 4), (None, {}, 4), (None, {1: 0.8, 2: 0.7}, 3)] and second != first
+        trials == [(0.5, {}, 4), (None, {}, 4), (None, {}, 4), (None, {1: 0.8, 2: 0.7}, 3)]
+        and second != first
     )
     assert second["depth"] in ("1", "3", "5") and second["n"] in ("1", "2", "3", "4")
 
@@ -363,9 +364,9 @@ def test_tensorboard_gets_hparams_once_in_the_trials_folder(tmp_path: Path) -> N
         values = [value for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
         expected_tags = [metadata.EXPERIMENT_TAG, metadata.SESSION_START_INFO_TAG, "sweep/eval/loss"]
         assert [value.tag for value in values] == expected_tags
-        told = metadata.parse_session_start_info_plugin_data(values[1].metadata.plugin_data.content)
-        assert told.hparams["optim.clip"].string_value == expected
-        assert told.group_name == trial.folder
+        info = metadata.parse_session_start_info_plugin_data(values[1].metadata.plugin_data.content)
+        assert info.hparams["optim.clip"].string_value == expected
+        assert info.group_name == trial.folder
 
 
 def test_any_path_can_be_passed_on_the_command_line() -> None:

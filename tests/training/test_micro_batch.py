@@ -38,7 +38,7 @@ def ran(free: list[int], *overrides: str) -> dict[str, Any]:
     Returns the hash, the size in config.yaml, the log lines about sizes, and the number of sockets that the
     trials left open.
     """
-    told: list[str] = []
+    warnings: list[str] = []
     opened = 0
     find = story.with_micro_batch_size
 
@@ -50,7 +50,7 @@ def ran(free: list[int], *overrides: str) -> dict[str, Any]:
         return config
 
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     micro_batch.log.addHandler(handler)
     config = settings(*RUN, *overrides)
     most = (int(re.findall(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[0]) << 10) + free[
@@ -62,20 +62,20 @@ def ran(free: list[int], *overrides: str) -> dict[str, Any]:
         result = story.run(config)
     written = yaml.safe_load((Path(str(config.run_dir)) / "config.yaml").read_text())
     size = written["train"]["micro_batch_size"]
-    return {"hash": result["param_sha256"], "size": size, "told": told, "opened": opened}
+    return {"hash": result["param_sha256"], "size": size, "warnings": warnings, "opened": opened}
 
 
 @pytest.mark.slow
 def test_a_failing_size_is_halved_and_a_resume_keeps_the_result(tmp_path: Path) -> None:
     alone = "strategy=single"
     [found] = run_ranks(ran, 1, [LITTLE], alone, f"{SIZE}=auto", f"run_dir={tmp_path}/auto", init=False)
-    [words] = found["told"]
+    [words] = found["warnings"]
     assert "auto: chose 8 of 32 samples per rank; 32 failed on rank 0" in words and "16 failed" in words
     [given] = run_ranks(ran, 1, [LITTLE], alone, f"{SIZE}=8", f"run_dir={tmp_path}/given", init=False)
     assert found["size"] == 8 and given["hash"] == found["hash"], "the try leaves no trace in the run"
     again = (alone, f"{SIZE}=auto", "resume=auto", "train.max_steps=6", f"run_dir={tmp_path}/auto")
     [resumed] = run_ranks(ran, 1, [MUCH], *again, init=False)
-    assert resumed["size"] == 8 and not resumed["told"]
+    assert resumed["size"] == 8 and not resumed["warnings"]
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_all_ranks_use_the_smallest_size_that_fits(tmp_path: Path, strategy: str
     overrides = (f"strategy={strategy}",)
     found = run_ranks(ran, 2, free, *overrides, f"{SIZE}=auto", f"run_dir={tmp_path}/auto", init=False)
     given = run_ranks(ran, 2, free, *overrides, f"{SIZE}=8", f"run_dir={tmp_path}/given", init=False)
-    assert found[0]["size"] == 8 and "16 failed on rank" in found[0]["told"][0]
+    assert found[0]["size"] == 8 and "16 failed on rank" in found[0]["warnings"][0]
     assert found[0]["hash"] == given[0]["hash"]  # rank 0 has it
     assert [rank["opened"] for rank in found] == [0, 0], "each try ends its groups"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.failure_parts import fault
+from tests.failure_parts import inject
 from tests.programs import finish
 from tests.ranks import run_ranks
 from tests.runs import context_of, steps_of, train, whole_and_resumed
@@ -47,7 +47,7 @@ def test_alternating_updates_resume_exactly(way: str, tmp_path: Path) -> None:
 def test_a_killed_gan_run_ends_with_the_same_hash(tmp_path: Path) -> None:
     """In the middle of a step; the save that follows is a step of the critic."""
     gan = [word for word in GAN if "task._target_" not in word]
-    killed = fault("kill", 0, 8, "backward", mark=tmp_path / "mark", task="examples.recipes.gan.Turns")
+    killed = inject("kill", 0, 8, "backward", mark=tmp_path / "mark", task="examples.recipes.gan.Turns")
     hashes = []
     for name, saves in ("whole", "checkpoint.every_steps=100"), ("killed", "checkpoint.every_steps=5"):
         if name == "whole":
@@ -122,8 +122,8 @@ def followed(folder: Path, *overrides: str) -> list[Any]:
             off.append(max(float((to_local(a) - to_local(b)).abs().max()) for a, b in pairs))
         from trainer.report.run_hash import parameters_sha256
 
-        told = [context.task.begun, context.task.ended]  # type: ignore[attr-defined]
-        return [*told, min(off) > 0, first["param_sha256"] == parameters_sha256(model)]
+        calls = [context.task.begun, context.task.ended]  # type: ignore[attr-defined]
+        return [*calls, min(off) > 0, first["param_sha256"] == parameters_sha256(model)]
 
 
 @pytest.mark.slow
