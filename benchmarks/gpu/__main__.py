@@ -71,7 +71,7 @@ def main() -> int:
             spent = time.monotonic() - begin
             if not day.dry and options.budget is not None and spent + part.seconds > options.budget:
                 print(
-                    f"{part.name}: needs another call; {options.budget - spent:.0f} s of the budget are left\n",
+                    f"{part.name}: needs another call; {options.budget - spent:.0f} s of the budget left\n",
                     flush=True,
                 )
             elif day.dry or options.in_process:  # loading torch takes longer than the part
