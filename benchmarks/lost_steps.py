@@ -12,11 +12,11 @@ saved, the number of lost steps, and the number of runs that ended with the hash
 Restarts use the same number of ranks, because sums over fewer ranks round differently. The exit status is 1
 if anything is wrong.
 
-    python -m benchmarks.lost_steps --kinds kill,stop,update --failures 10 --worlds 2,4 python -m
-    benchmarks.lost_steps --kinds kill --strategies fsdp --worlds 4 python -m benchmarks.lost_steps --kinds
-    cut --strategies fsdp,ddp --worlds 4 --hosts 2 python -m benchmarks.lost_steps --soak 20 --seed 7     20
-    minutes with random strategies, sizes and failures python -m benchmarks.lost_steps --case 7012
-    repeat a random case, by its seed
+    python -m benchmarks.lost_steps --kinds kill,stop,update --failures 10 --worlds 2,4
+    python -m benchmarks.lost_steps --kinds kill --strategies fsdp --worlds 4
+    python -m benchmarks.lost_steps --kinds cut --strategies fsdp,ddp --worlds 4 --hosts 2
+    python -m benchmarks.lost_steps --soak 20 --seed 7     20 minutes of random strategies, sizes and failures
+    python -m benchmarks.lost_steps --case 7012            repeat a random case, by its seed
 
 Hosts are network namespaces, which requires root. Launchers and ranks are forked from a process that has
 imported everything, which needs only a fifth of the CPU time. To measure the time of a restart, use --launch

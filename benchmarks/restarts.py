@@ -189,8 +189,8 @@ def lose(
         (pair[1].kill_all if how == "kill" else pair[1].link_down)()
         return {"kill": "host 1 killed", "cut": "host 1 disconnected"}[how]
 
-    # By default, torchrun detects a lost host after 15 s and waits 30 s for its return. last_call_timeout
-    # must exceed the start-up time of the second host, or the first one would train alone.
+    # By default, torchrun detects a lost host after 15 s and waits 30 s for it. last_call_timeout must exceed
+    # the start-up time of the second host, or the first one would train alone.
     conf = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=4"
     start = on_hosts(pair, 2, f"--max-restarts={RESTARTS}", "--nnodes=1:2", conf=conf)
     return run(start, folder, [SAVED + 15], random.Random(0), steps=steps, timeout_s=6.0, kill=lose_host)

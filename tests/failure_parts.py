@@ -53,13 +53,13 @@ def inject(
     """Return overrides that inject a failure when `phase` is first entered in or after `step`.
 
     Args:
-        kind: one of KINDS. nan, nan_gradient: the model's next output, or its gradient, is NaN; diverge: one
-        bit
+        kind: one of KINDS. nan, nan_gradient: the model's next output, or its gradient, is NaN; diverge: a bit
             of a parameter flips; cut: `command` disconnects the rank's host.
-        rank: the first of the `count` ranks that fail. phase: one of heartbeat.PHASES, all_reduce, or update
-        (the optimizer has updated, but the step is not counted). mark: a file that records the failure, so
-        that it isn't repeated after a restart. seconds: duration of `slow`. task: the class of the run's
-        task.
+        rank: the first of the `count` ranks that fail.
+        phase: one of heartbeat.PHASES, all_reduce, or update (after the update, before the step is counted).
+        mark: a file that records the failure, so that it isn't repeated after a restart.
+        seconds: duration of `slow`.
+        task: the class of the run's task.
     """
     assert kind in KINDS
     facts: dict[str, Any] = {"kind": f"'{kind}'", "ranks": list(range(rank, rank + count)), "step": step}

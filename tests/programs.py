@@ -116,9 +116,10 @@ def started(
     """Start `python ARGV` (a file, or -m and a module, then arguments); kill its session at the end.
 
     Args:
-        env: added to this process's environment. host: a `Host` is the network namespace it runs in. output:
-        a file to which both of its streams are appended. forks: what it starts by
-        `trainer.launch.new_process`, ranks of launch=local and trials of a sweep, it forks.
+        env: additional environment variables.
+        host: the network namespace of the program, if it is a `Host`.
+        output: a file to which stdout and stderr are appended.
+        forks: whether the program forks ranks of launch=local and trials of sweeps instead of executing them.
     """
     with tempfile.TemporaryDirectory(prefix="program-") as streams:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}

@@ -131,9 +131,9 @@ def run_ranks(
 
     Args:
         timeout_s: for the whole call; ranks that have not finished are killed and reported with their stacks.
-        init: whether to create the default gloo group before `fn`, and destroy it after. hosts: the host of
-        each rank. A number only determines LOCAL_RANK and similar variables; a `Host` moves the
-            rank into its network namespace.
+        init: whether to create the default gloo group before `fn`, and destroy it after.
+        hosts: the host of each rank. A number only determines LOCAL_RANK and similar variables; a `Host` moves
+            the rank into its network namespace.
         env: additional environment variables of all ranks.
         fresh: whether to use new processes, for tests of the process itself.
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import trainer
-from tests.programs import fork_what_starts
+from tests.programs import fork_new_processes
 from tests.ranks import run_ranks
 from trainer.config.saved_run import saved_settings
 from trainer.data.digits import Digits
@@ -190,7 +190,7 @@ def ends_of_processes(run_dir: str) -> list[str]:
     """Return what a mistake that only ranks can find, and a NaN, raise here."""
     os.environ.clear()
     os.chdir(run_dir)
-    fork_what_starts()
+    fork_new_processes()
     results = []
     for kind, word in ((UserError, "train.global_batch_size=2001"), (NonFiniteError, "optim.lr=1e30")):
         with pytest.raises(kind) as error:
@@ -213,7 +213,7 @@ MINE = "dataset: {_target_: trainer.data.digits.Digits}\ntask: {_target_: traine
 def from_own_folders(folders: list[str], run_dir: str) -> list[Any]:
     """Return results with a data file of the user's, here and in launched processes, and an error."""
     os.environ.clear()
-    fork_what_starts()
+    fork_new_processes()
     words = [*TINY, "data=mine"]
     found = [
         trainer.train([*words, f"run_dir={run_dir}/{n}"], processes=n, config_dirs=folders)["world_size"]

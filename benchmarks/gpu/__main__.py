@@ -71,7 +71,7 @@ def main() -> int:
             spent = time.monotonic() - begin
             if not day.dry and options.budget is not None and spent + part.seconds > options.budget:
                 print(
-                    f"{part.name}: needs another call; {options.budget - spent:.0f} s of the budget left\n",
+                    f"{part.name}: postponed, {options.budget - spent:.0f} s of the budget are left\n",
                     flush=True,
                 )
             elif day.dry or options.in_process:  # loading torch takes longer than the part
@@ -88,7 +88,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu.sh", description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("names", nargs="*", type=_name, metavar="NAME", help="parts to run, or table")
-    add("--list", action="store_true", help="print all parts, or those of NAME, --budget")
+    add("--list", action="store_true", help="print the parts that would run")
     add("--budget", type=float, metavar="SECONDS", help="run the parts that fit into this time")
     add("--out", type=Path, default=Path("gpu_day"), help="folder for results (gpu_day)")
     add(
