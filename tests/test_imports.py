@@ -1,4 +1,4 @@
-"""Which room may import which: data flows one way, and so do the imports."""
+"""Check which part of trainer/ imports which: imports go only from higher to lower layers."""
 
 import ast
 import functools
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HOUSE = ROOT / "trainer"
+PACKAGE = ROOT / "trainer"
 
-# The rooms of trainer/ (its folders, and the files beside them), floor by floor from the ground up, each with
-# the rooms that it may use; all of them are on lower floors.
-FLOORS: tuple[dict[str, str], ...] = (
+# The parts of trainer/ (its folders, and the files next to them), in layers from bottom to top, each with the
+# parts that it may use, all of which are in lower layers.
+LAYERS: tuple[dict[str, str], ...] = (
     {
         "accelerator": "",
         "errors": "",
@@ -113,11 +113,11 @@ FLOORS: tuple[dict[str, str], ...] = (
         "tensors",
     },
 )
-COMMANDS = {HOUSE / f"{room}.py" for floor in FLOORS for room in floor if "/" in room}
-"""Programs that stand above the room of their folder, because nothing imports them."""
-EVERYWHERE = {"torch_private"}  # uses none itself
-MAY_USE = {room: set(used.split()) for floor in FLOORS for room, used in floor.items()}
-# Nothing else from outside the standard library: these are loaded before it is known whether torch is wanted.
+COMMANDS = {PACKAGE / f"{part}.py" for layer in LAYERS for part in layer if "/" in part}
+"""Programs in a higher layer than their folder, because no module imports them."""
+EVERYWHERE = {"torch_private"}  # imports no other part
+MAY_USE = {part: set(used.split()) for layer in LAYERS for part, used in layer.items()}
+# The only third-party packages that these parts may import.
 FROM_OUTSIDE = {
     "config": {"hydra", "omegaconf", "yaml"},
     "errors": set(),
@@ -125,7 +125,7 @@ FROM_OUTSIDE = {
     "comm": {"torch", "numpy", "matplotlib"},
     "models": {"torch", "torchvision"},
 }
-# These must not load torch by their imports; they import it where they use it.
+# These must not import torch when they are imported, only where they use it.
 WITHOUT_TORCH = [
     *(
         "config",
@@ -143,7 +143,7 @@ WITHOUT_TORCH = [
 
 @functools.cache
 def statements(file: Path) -> tuple[list[ast.stmt], list[ast.stmt]]:
-    """Imports and classes of `file` that are made when it is loaded, and all, those for annotations among them."""
+    """Return the statements of `file` that run when it is imported, and all its imports and classes."""
     top = ast.parse(file.read_text()).body
     inner, left = list[ast.stmt](), list[ast.AST](top)
     while left:
@@ -156,7 +156,7 @@ def statements(file: Path) -> tuple[list[ast.stmt], list[ast.stmt]]:
 
 @functools.cache
 def imports_of(file: Path, *, at_once: bool = False) -> tuple[str, ...]:
-    """The imports of `file` when it runs or, `at_once`, when it is loaded."""
+    """Return the names that `file` imports; with `at_once`, only those when it is imported itself."""
     return tuple(_imports(file, at_once))
 
 
@@ -165,24 +165,24 @@ def _imports(file: Path, at_once: bool) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: a relative import"
+            assert node.level == 0, f"{file}: relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def files_of(room: str) -> list[Path]:
-    at = ROOT / room if room == "models" else HOUSE / room
+def files_of(part: str) -> list[Path]:
+    at = ROOT / part if part == "models" else PACKAGE / part
     return sorted(set(at.rglob("*.py")) - COMMANDS) if at.is_dir() else [at.with_suffix(".py")]
 
 
-def rooms_in(folder: Path) -> dict[str, list[Path]]:
-    """Folders and files right under `folder`, by name, with all files in each."""
+def parts_in(folder: Path) -> dict[str, list[Path]]:
+    """Return the folders and files directly in `folder`, by name, with all files in each."""
     found = {path.stem: [path] for path in folder.glob("*.py") if not path.stem.startswith("__")}
     inner = (path.parent for path in folder.glob("*/__init__.py"))
     return found | {path.name: sorted(set(path.rglob("*.py")) - COMMANDS) for path in inner}
 
 
 def file_of(name: str) -> Path | None:
-    """The file of the longest part of a dotted name that is a module of trainer."""
+    """Return the file of the longest prefix of a dotted name that is a module of trainer."""
     while name.startswith("trainer"):
         at = ROOT / name.replace(".", "/")
         for path in (at.with_suffix(".py"), at / "__init__.py"):
@@ -193,85 +193,87 @@ def file_of(name: str) -> Path | None:
 
 
 def test_every_folder_has_a_layer() -> None:
-    rooms = {room for room in MAY_USE if "/" not in room}
-    assert set(rooms_in(HOUSE)) == rooms | EVERYWHERE, "a room of trainer/ needs its line in FLOORS"
+    parts = {part for part in MAY_USE if "/" not in part}
+    assert set(parts_in(PACKAGE)) == parts | EVERYWHERE, "add each part of trainer/ to LAYERS"
 
 
 def test_no_layer_uses_a_higher_one() -> None:
     below: set[str] = set()
-    for floor in FLOORS:
-        for room, used in floor.items():
-            assert set(used.split()) <= below, f"{room} may use {used}, but some of it is not below it"
-        below |= floor.keys()
+    for layer in LAYERS:
+        for part, used in layer.items():
+            assert set(used.split()) <= below, f"{part} may use {used}, which must be in lower layers"
+        below |= layer.keys()
 
 
-@pytest.mark.parametrize("room", sorted(MAY_USE))
-def test_imports_follow_the_layers(room: str) -> None:
-    allowed = MAY_USE[room] | {room} | EVERYWHERE
-    for file in files_of(room):
+@pytest.mark.parametrize("part", sorted(MAY_USE))
+def test_imports_follow_the_layers(part: str) -> None:
+    allowed = MAY_USE[part] | {part} | EVERYWHERE
+    for file in files_of(part):
         used = {name.split(".")[1] for name in imports_of(file) if name.startswith("trainer.")}
         assert used <= allowed, f"{file.relative_to(ROOT)} imports {sorted(used - allowed)}"
 
 
 def test_trainer_runs_without_the_planner() -> None:
-    for file in HOUSE.rglob("*.py"):
+    for file in PACKAGE.rglob("*.py"):
         assert not any(name.split(".")[0] == "planner" for name in imports_of(file)), file
 
 
-@pytest.mark.parametrize("folder", sorted(p.parent for p in HOUSE.rglob("__init__.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "folder", sorted(p.parent for p in PACKAGE.rglob("__init__.py")), ids=lambda p: p.name
+)
 def test_no_import_cycle_within_a_folder(folder: Path) -> None:
-    """Also between its folders and the files beside them; graphlib raises CycleError."""
-    rooms = rooms_in(folder)
-    home = {file: name for name, files in rooms.items() for file in files}
+    """Also between its folders and the files next to them; graphlib raises CycleError."""
+    parts = parts_in(folder)
+    home = {file: name for name, files in parts.items() for file in files}
     uses = {
         name: {home[at] for file in files for used in imports_of(file) if (at := file_of(used)) in home}
         - {name}
-        for name, files in rooms.items()
+        for name, files in parts.items()
     }
     list(TopologicalSorter(uses).static_order())
 
 
-@pytest.mark.parametrize("room", sorted(FROM_OUTSIDE))
-def test_folders_import_only_allowed_packages(room: str) -> None:
-    for file in files_of(room):
+@pytest.mark.parametrize("part", sorted(FROM_OUTSIDE))
+def test_folders_import_only_allowed_packages(part: str) -> None:
+    for file in files_of(part):
         used = (
             {name.split(".")[0] for name in imports_of(file)}
             - {"trainer", "models"}
             - set(sys.stdlib_module_names)
         )
-        assert used <= FROM_OUTSIDE[room], (
-            f"{file.relative_to(ROOT)} imports {sorted(used - FROM_OUTSIDE[room])}"
+        assert used <= FROM_OUTSIDE[part], (
+            f"{file.relative_to(ROOT)} imports {sorted(used - FROM_OUTSIDE[part])}"
         )
 
 
-@pytest.mark.parametrize("room", WITHOUT_TORCH)
-def test_modules_used_before_torch_do_not_import_it(room: str) -> None:
-    at = HOUSE / room
+@pytest.mark.parametrize("part", WITHOUT_TORCH)
+def test_modules_used_before_torch_do_not_import_it(part: str) -> None:
+    at = PACKAGE / part
     seen, left = set[Path](), sorted(at.rglob("*.py")) if at.is_dir() else [at]
     while left:
         file = left.pop()
         seen.add(file)
         for name in imports_of(file, at_once=True):
-            assert name.split(".")[0] not in ("torch", "torchvision"), f"{room}: {file} imports {name}"
+            assert name.split(".")[0] not in ("torch", "torchvision"), f"{part}: {file} imports {name}"
             found = file_of(name)
             around = [] if found is None else [found, *(up / "__init__.py" for up in found.parents)]
-            left += [path for path in around if path.is_relative_to(HOUSE) and path not in seen]
+            left += [path for path in around if path.is_relative_to(PACKAGE) and path not in seen]
         left = [path for path in left if path.exists()]
 
 
 def test_the_core_stays_small() -> None:
-    story = ("cli", "run", "loop", "step", "update", "forward_backward", "context", "strategies/base")
-    lines = {name: len((HOUSE / f"{name}.py").read_text().splitlines()) for name in story}
+    core = ("cli", "run", "loop", "step", "update", "forward_backward", "context", "strategies/base")
+    lines = {name: len((PACKAGE / f"{name}.py").read_text().splitlines()) for name in core}
     assert sum(lines.values()) <= 1400, lines
     assert lines["step"] <= 120
     for name, most in (("run", 40), ("loop", 15), ("step", 15), ("update", 10)):
-        used = {file_of(of) for of in imports_of(HOUSE / f"{name}.py")} - {None}
+        used = {file_of(of) for of in imports_of(PACKAGE / f"{name}.py")} - {None}
         assert len(used) <= most, f"{name}.py imports {len(used)} modules"
 
 
 def test_no_strategy_imports_another_strategy() -> None:
     shared = {"base", "ddp_comm", "meta_init", "placement", "sharding", "units"}
-    for file in sorted((HOUSE / "strategies").rglob("*.py")):
+    for file in sorted((PACKAGE / "strategies").rglob("*.py")):
         used = {name.split(".")[2] for name in imports_of(file) if name.startswith("trainer.strategies.")}
         assert file.name == "build.py" or used <= shared, file
 
@@ -279,7 +281,7 @@ def test_no_strategy_imports_another_strategy() -> None:
 def test_class_names_are_unique() -> None:
     names = Counter(
         node.name
-        for file in HOUSE.rglob("*.py")
+        for file in PACKAGE.rglob("*.py")
         for node in statements(file)[1]
         if isinstance(node, ast.ClassDef)
     )
