@@ -1,11 +1,11 @@
-"""Measure the step time of ResNet-18 under DDP between hosts on slow links, for each all-reduce.
+"""Measure the step time of ResNet-18 with DDP between hosts with slow links, for several all-reduces.
 
     python -m benchmarks.ddp_overlap [--hosts 2] [--per-host 4] [--rate 1gbit] [--batch 4] [--steps 4]
 
-Hosts are network namespaces, so this needs root. The variants run in rotation, a few steps each, several
-times; a ratio is the median over rounds of a variant's time divided by the time of plain DDP in the same
-round. `one bucket` puts all gradients into one bucket, which is complete only after the backward pass, so
-nothing overlaps. `alone` is the step without an all-reduce.
+Hosts are network namespaces, so this requires root. The variants run in rotation, a few steps each, several
+times. A ratio is the median over rounds of a variant's time divided by that of torch's DDP in the same round.
+`one bucket` has a single bucket, which is complete only after the backward pass, so that nothing overlaps.
+`no all-reduce` is the step without communication.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from tests.ranks import run_ranks
 from trainer.comm.ddp_hook import CommHook, attach
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain DDP": {},
-    "alone": {},
+    "torch's DDP": {},
+    "no all-reduce": {},
     "native": {"algorithm": "native"},
     "ring": {"algorithm": "ring"},
     "hierarchical": {"algorithm": "hierarchical"},
@@ -41,36 +41,39 @@ class Variant:
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     hook: CommHook | None
-    alone: bool
+    skips_all_reduce: bool
 
     def seconds(self, steps: int, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         """Return the mean time of a step on the slowest rank."""
         dist.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(steps):
-            with self.model.no_sync() if self.alone else nullcontext():
+            with self.model.no_sync() if self.skips_all_reduce else nullcontext():
                 nn.functional.cross_entropy(self.model(batch[0]), batch[1]).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        slowest = torch.tensor([(time.perf_counter() - began) / steps])
+        slowest = torch.tensor([(time.perf_counter() - start) / steps])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest)
 
 
-def make(name: str, hosts: list[int]) -> Variant:
+def create(name: str, hosts: list[int]) -> Variant:
     torch.manual_seed(0)
     options = dict(VARIANTS[name])
     cap = options.pop("bucket_cap_mb", 25)
     model = DistributedDataParallel(resnet18(num_classes=10), bucket_cap_mb=cap, gradient_as_bucket_view=True)
     hook = attach(model, **options, hosts=hosts, timeout_s=120) if options else None
     return Variant(
-        model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True), hook, name == "alone"
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True),
+        hook,
+        name == "no all-reduce",
     )
 
 
 def measure(hosts: list[int], batch_size: int, steps: int, turns: int) -> dict[str, dict[str, float]]:
-    """Return milliseconds per step, ratio to plain DDP, and milliseconds of communication, by variant."""
-    variants = {name: make(name, hosts) for name in VARIANTS}
+    """Return ms per step, ratio to torch's DDP, and ms of communication, by variant."""
+    variants = {name: create(name, hosts) for name in VARIANTS}
     batch = torch.randn(batch_size, 3, 32, 32), torch.randint(0, 10, (batch_size,))
     for variant in variants.values():
         variant.seconds(2, batch)  # DDP rebuilds its buckets after the first step
@@ -82,7 +85,7 @@ def measure(hosts: list[int], batch_size: int, steps: int, turns: int) -> dict[s
             times[name].append(variant.seconds(steps, batch))
     found = {}
     for name, variant in variants.items():
-        ratios = [own / plain for own, plain in zip(times[name], times["plain DDP"], strict=True)]
+        ratios = [own / torchs for own, torchs in zip(times[name], times["torch's DDP"], strict=True)]
         found[name] = {"ms": 1e3 * statistics.median(times[name]), "ratio": statistics.median(ratios)}
         if variant.hook is not None:
             found[name] |= variant.hook.timeline.metrics()
@@ -98,16 +101,16 @@ def main() -> None:
     parser.add_argument("--per-host", type=int, default=4)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--batch", type=int, default=4, help="images per rank (4)")
-    parser.add_argument("--steps", type=int, default=4, help="per turn (4)")
+    parser.add_argument("--steps", type=int, default=4, help="number of steps per turn (4)")
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
     indices = [rank // args.per_host for rank in range(args.hosts * args.per_host)]
     work = (indices, args.batch, args.steps, args.turns)
-    with network(args.hosts, args.rate) as places:
-        at = [places[index] for index in indices]
-        found = run_ranks(measure, len(indices), *work, hosts=at, timeout_s=1200)[0]
-    print(f"ResNet-18 at {args.hosts} x {args.per_host} ranks, {args.batch} images each, links {args.rate}")
-    print(f"{'':26} {'ms/step':>8} {'x plain':>8} {'comm ms':>8} {'overlapped':>10} {'exposed':>8}")
+    with network(args.hosts, args.rate) as members:
+        rank_hosts = [members[index] for index in indices]
+        found = run_ranks(measure, len(indices), *work, hosts=rank_hosts, timeout_s=1200)[0]
+    print(f"ResNet-18 on {args.hosts} x {args.per_host} ranks, {args.batch} images each, links {args.rate}")
+    print(f"{'':26} {'ms/step':>8} {'x torch':>8} {'comm ms':>8} {'overlapped':>10} {'exposed':>8}")
     for name, row in found.items():
         comm = [
             f"{row.get(f'usage/comm/{key}_ms', float('nan')):8.1f}"
