@@ -1,4 +1,4 @@
-"""Whole runs of the trainer in a test: composed as by train.py, in ranks of tests.ranks."""
+"""Runs of the trainer in tests, with settings composed as in train.py, on ranks of tests.ranks."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
-    """`composed`, in a fifth of its time: most overrides are composed once in a session; the values at the end
-    are then set as Hydra sets them."""
+    """Return `composed(*overrides)` in a fifth of its time: most overrides are composed once per session, and
+    the values at the end are set as Hydra sets them."""
     # Hydra takes these first, at any position.
     groups = [word for word in overrides if (CONF / word.partition("=")[0]).is_dir()]
     others = [word for word in overrides if word not in groups]
@@ -60,7 +60,7 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 
 
 def settings(*overrides: str) -> config.Config:
-    """As composed from `overrides`; what differs in run_dir and resume alone is composed once in a session."""
+    """Return the settings for `overrides`; compose once per session if only run_dir and resume differ."""
     own = {word.partition("=")[0]: word.partition("=")[2] for word in overrides if _PLACE.fullmatch(word)}
     common = tuple(word for word in overrides if not _PLACE.fullmatch(word))
     found = _once_in_a_session(repr(common), lambda: config.load(_composed(common)))
@@ -69,7 +69,7 @@ def settings(*overrides: str) -> config.Config:
 
 
 def _once_in_a_session(name: str, make: Callable[[], _T]) -> _T:
-    """The result of one process, for all; ranks that ask at the same moment wait for the first."""
+    """Return the result of `make`, called once per session; concurrent calls wait for the first."""
     folder = Path(os.environ.get("RINGMASTER_TESTS_SETTINGS", os.devnull))
     if not folder.is_dir():
         return make()
@@ -84,7 +84,7 @@ def _once_in_a_session(name: str, make: Callable[[], _T]) -> _T:
 
 
 def train(*overrides: str) -> dict[str, Any]:
-    """Run in this process, which may be a rank; return what result.json holds."""
+    """Run in this process, which may be a rank, and return the contents of result.json."""
     from trainer.run import run  # only here: composing settings does not need it
 
     torch.set_num_threads(1)
@@ -92,7 +92,7 @@ def train(*overrides: str) -> dict[str, Any]:
 
 
 def whole_and_resumed(folder: Path, at: int, *overrides: str) -> list[Any]:
-    """The hash of a run, and the numbers that it logged after step `at`, where it saves; and of one resumed there."""
+    """Return the hash, and the metrics after step `at`, of a run that saves there and of a run resumed there."""
     found = []
     for name, resume in ("whole", "null"), ("resumed", f"{folder}/whole/checkpoints/step_{at:08d}"):
         place = f"run_dir={folder}/{name}"
@@ -106,14 +106,14 @@ def whole_and_resumed(folder: Path, at: int, *overrides: str) -> list[Any]:
 
 @contextmanager
 def context_of(*overrides: str) -> Iterator[Run]:
-    """The parts of a run, assembled in this process and released at the end."""
+    """Assemble a run in this process, and release it at the end."""
     with job_as(settings(*overrides)) as context:
         yield context
 
 
 @contextmanager
 def job_as(config: config.Config) -> Iterator[Run]:
-    """`job_of` with settings that are composed already."""
+    """Assemble a run from composed settings."""
     from trainer.assemble import assemble
     from trainer.distributed.process_group import watched_process_group
     from trainer.launch.signals import StopRequest
@@ -132,7 +132,7 @@ def job_as(config: config.Config) -> Iterator[Run]:
 
 
 def steps_of(run: Run) -> Iterator[None]:
-    """The steps of the loop without what comes between them, to the end of the run; yields after each."""
+    """Make the steps of a run without evaluations, logs and saves, and yield after each."""
     from trainer.dry_run.step import dry_run
     from trainer.loop import is_over, make_step, open_epoch
 
@@ -150,7 +150,7 @@ def steps_of(run: Run) -> Iterator[None]:
 
 
 def trained(*overrides: str) -> dict[str, Tensor]:
-    """Run up to the last step and return this rank's own view of the whole model, parameters and buffers."""
+    """Train to the last step, and return this rank's full parameters and buffers."""
     from trainer.loop import fit
 
     with context_of(*overrides) as context:

@@ -43,7 +43,7 @@ PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield the variables by which srun and sbatch find it; skips the test if SLURM cannot run."""
+    """Yield the variables with which srun and sbatch find it; skip the test if SLURM cannot run."""
     missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: apt-get install slurm-wlm munge")

@@ -1,4 +1,4 @@
-"""Comparing runs by their files, written here by hand."""
+"""Comparison of runs, whose files the tests write."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(
     evaluations: Mapping[int, float] | None = None,
     **result: Any,
 ) -> str:
-    """A run of log windows of ten steps; its loss is off by `gap` from step 30 on."""
+    """Write a run that logs every ten steps, with a loss that differs by `gap` from step 30 on."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(settings(*overrides)))
     metrics = METRICS | {"train/loss": 0.5 + gap, "samples_per_second": 64e3 / ms}
@@ -91,7 +91,7 @@ def test_a_difference_within_the_spread_is_not_reported(tmp_path: Path) -> None:
 
 
 def test_few_windows_give_no_ratio(tmp_path: Path) -> None:
-    """Of six, the first is warm-up."""
+    """The first of six windows is warm-up."""
     said = compare(read_runs([write(tmp_path / "a"), write(tmp_path / "b", ms=2.0, windows=5)]))
     assert "speed: not compared, because fewer than 5 log windows follow the first one in b;" in said
     assert "as fast" not in said

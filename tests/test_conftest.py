@@ -1,4 +1,4 @@
-"""What a test leaves behind is seen."""
+"""Detection of processes that a test leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md do what they say; versions agree."""
+"""The examples in CONTRIBUTING.md work, and versions agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLES = {match[1]: match[2] for match in _BLOCK.finditer((ROOT / "CONTRIBUTIN
 
 
 def names(example: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What the example defines."""
+    """Return the names that the example defines."""
     found = dict(known or {"__name__": "example"})
     exec(compile(EXAMPLES[example], example, "exec"), found)
     return found

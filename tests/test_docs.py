@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, commands exist and compose, and the settings page is made from conf/."""
+"""The pages: links work, commands exist and compose, and generated pages are up to date."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SHELL = [block for block in _blocks("bash") if block.skip is None and "examples"
 
 
 def _commands(block: Block) -> Iterator[list[str]]:
-    """Each command of a block, in words."""
+    """Yield the words of each command in a block."""
     text = re.sub(r"\$\([^)]*\)", "HOST", block.text.replace("\\\n", " "))
     for line in text.splitlines():
         words: list[str] = []
@@ -104,7 +104,7 @@ def test_the_help_fits_a_screen_and_names_pages() -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub generates for headings."""
     found = set[str]()
     for heading in re.findall(r"^#+ (.*)$", _BLOCK.sub("", page.read_text()), re.M):
         plain = _LINK.sub("", heading) if "](" in heading else heading
@@ -143,8 +143,8 @@ RESULT = re.compile(r"\[([^\]]*)\]\((\S*benchmarks/results/\w+\.json)\)")
 
 
 def _covered(text: str, at: int) -> str:
-    """What a link to a result at `at` speaks for: its row, without the first cell; its item or paragraph; or, if
-    its paragraph begins with "Recorded", the table or block before that."""
+    """Return the text that a link to a result at `at` covers: its table row without the first cell, its list
+    item or paragraph, or, if the paragraph begins with "Recorded", the table or block before it."""
     begin, end = text.rfind("\n\n", 0, at) + 2, text.find("\n\n", at)
     passage, before = text[begin:end], text[:begin].rstrip()
     line = text[text.rfind("\n", 0, at) + 1 : text.find("\n", at)]
@@ -164,7 +164,7 @@ def _numbers(text: str) -> list[str]:
 
 
 def test_numbers_equal_the_results_of_benchmarks() -> None:
-    """What a link to a result speaks for has no number that the result lacks, rounded; the link has its date."""
+    """Each number that a link to a result covers is in the result, rounded; the link has the date."""
     linked = 0
     for page in PAGES:
         text = page.read_text()
@@ -183,7 +183,7 @@ def test_numbers_equal_the_results_of_benchmarks() -> None:
 
 @functools.cache
 def texts_in_code() -> list[tuple[str, str]]:
-    """Each text in the code but docstrings, and where; of an f-string what is between its values."""
+    """Return all strings in the code except docstrings, with their locations; f-strings without values."""
     found = []
     for file in [*(ROOT / "trainer").rglob("*.py"), *(ROOT / "planner").rglob("*.py")]:
         tree = ast.parse(file.read_text())
@@ -195,7 +195,7 @@ def texts_in_code() -> list[tuple[str, str]]:
 
 
 def test_troubleshooting_entries_match_the_errors_that_link_to_them() -> None:
-    """Before torch's own, their headings, between the dots, are in the code."""
+    """The headings before the section on torch, split at dots, are in the code."""
     page = (ROOT / troubleshooting.PAGE).read_text()
     anchored = dict(re.findall(r'^<a id="(.+)"></a>\n\n### `(.+)`$', page, re.M))
     assert anchored == troubleshooting.ENTRIES
@@ -313,7 +313,7 @@ def _source(folder: Path) -> str:
 
 
 def _overrides(words: list[str]) -> list[str] | None:
-    """The settings that a command line sets; of a sweep those of one trial."""
+    """Return the settings of a command line, or those of one trial of a sweep."""
     if "train.py" in words:
         return _first_trial([word for word in words[words.index("train.py") :] if _sets(word)])
     if "-m" in words and words[words.index("-m") + 1].startswith(("trainer", "planner", "benchmarks")):
@@ -348,7 +348,7 @@ SLOW = _composed(SHELL) - QUICK
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the settings that the tutorial has you write."""
+    """Return a folder with the settings from the tutorial."""
     folder = tmp_path_factory.mktemp("conf")
     for block in _blocks("yaml"):
         name = re.match(r"# conf/(\S+)\n", block.text)

@@ -1,4 +1,4 @@
-"""The shell blocks of the pages are run, with steps cut. Each that cannot run here says what it needs.
+"""Run the shell blocks of the pages, with fewer steps. Blocks with special requirements state them.
 
 `<!-- needs: ... -->` before a block: cuda, slurm, net, hosts (several), packages (an extra that `dev` lacks),
 or time (minutes, even when cut). A run that only sets what conf/ has is composed, by tests/test_docs.py; it
@@ -29,7 +29,7 @@ _SMALL_GPT = ("model.width=32", "model.depth=1", "data.dataset.block_size=32")
 
 
 def _own_files(page: Path) -> dict[str, str]:
-    """The files that the tutorial and then `page` have the reader write; the blocks of a page add up to one file."""
+    """Return the files that the tutorial and then `page` tell the reader to write."""
     files: dict[str, str] = {}
     for source in (TUTORIAL, page):
         written: dict[str, str] = {}
@@ -42,7 +42,7 @@ def _own_files(page: Path) -> dict[str, str]:
 
 
 def _cut(words: list[str]) -> list[str]:
-    """The arguments of `python`, so that little is left to do."""
+    """Return the arguments of `python`, shortened to few steps."""
     for pattern, less in _LESS.items():
         words = [re.sub(pattern, less, word) for word in words]
     if words[0] == "torchrun":
@@ -73,18 +73,18 @@ _SESSION = Block(TUTORIAL, 1, "bash", "".join(block.text for block in SHELL if b
 
 
 def _only_sets(words: list[str]) -> bool:
-    """Whether composing shows what may be wrong."""
+    """Return whether composing the settings is a sufficient test."""
     own = any("=mine." in word for word in words)  # a class in the reader's own file
     return "train.py" in words and not own and not {"--help", "--cfg"} & {*words}
 
 
 def _makes(words: list[str]) -> set[str]:
-    """The directory of its run or sweep."""
+    """Return the directory of its run or sweep."""
     return {word.partition("=")[2] for word in words if word.startswith(("run_dir=", "hydra.sweep.dir="))}
 
 
 def _runs() -> dict[Block, list[list[str]]]:
-    """The commands of each block that are run: not twice, except for what makes a run that others read."""
+    """Return the commands of each block that are run: each once, unless it creates a run that others read."""
     found: dict[Block, list[list[str]]] = {}
     done: list[list[str]] = []
     for block in [*(block for block in SHELL if block.needs is None and block.page != TUTORIAL), _SESSION]:
@@ -120,7 +120,7 @@ def test_a_block_runs(block: Block, tmp_path: Path) -> None:
 
 
 def _run_to_look_at(text: str) -> list[str]:
-    """A run for a block that reads runs/mine."""
+    """Create a run for a block that reads runs/mine."""
     text_model = re.search("trainer.sample|to hf", text)
     kind = ["experiment=text_gpt", *_SMALL_GPT] if text_model else re.findall(r"model=vit", text)[:1]
     best = "checkpoint.keep_best={metric: eval/loss, mode: min}"
@@ -130,7 +130,7 @@ def _run_to_look_at(text: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("service", ["SKYPILOT", "DSTACK"])
 def test_the_command_for_a_cloud_runs(service: str, tmp_path: Path) -> None:
-    """With the variables of the service for one node; without its GPUs and its bucket."""
+    """Uses the service's variables for one node, without GPUs and bucket."""
     (text,) = (b.text for b in _blocks("yaml") if b.page.name == "clouds.md" and service in b.text)
     command = re.sub(r"\$\([^)]*\)", "127.0.0.1", text[text.index("torchrun ") :].partition("\nresources")[0])
     command = command.replace("\\\n", " ")

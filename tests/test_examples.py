@@ -1,4 +1,4 @@
-"""The projects of examples/: the commands of their READMEs are run, most with steps cut."""
+"""Run the commands in the READMEs of examples/, most of them with fewer steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHORT = ("train.max_steps=2", "train.global_batch_size=8", "schedule.warmup_step
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The arguments of `python`, for each command of the page; with steps cut, unless a bound is known."""
+    """Return the arguments of `python` for each command of the page, with fewer steps if possible."""
     cut = () if page.parent.name in AT_LEAST else SHORT
     for block in re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.M | re.S):
         for line in re.split(r"\n|&&", block):

@@ -1,4 +1,4 @@
-"""A model that is built on the meta device and filled later has the values of one that was built for real."""
+"""A model that is built on the meta device and filled later has the values of one that is built directly."""
 
 import resource
 from functools import partial
@@ -21,7 +21,7 @@ from trainer.strategies.meta_init import InitialModel, constructed, named_tensor
 
 
 class Everything(nn.Module):
-    """Old constructors, real data, views, ties, and tensors that are not buffers."""
+    """Has old constructors, real data, views, tied weights, and tensors that are not buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Everything(nn.Module):
 
 
 class View(nn.Module):
-    """Holds a view, as Swin's blocks hold one of their position table."""
+    """Has a view as attribute, as Swin's blocks have one of their position table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_models_that_cannot_be_built_on_meta_have_a_reason(build: type[nn.Module
 
 
 def _values(model: InitialModel) -> list[tuple[str, Tensor]]:
-    """All tensors, filled as by a strategy: parts, and the whole last."""
+    """Return all tensors, filled as by a strategy: first parts, then the whole model."""
     for part in reversed(list(model.module.children())):
         model.fill(part)
     model.fill(model.module)
@@ -145,7 +145,7 @@ def _extended() -> list[tuple[str, Tensor]]:
 
 
 def test_additions_to_a_model_have_the_same_values_on_every_rank() -> None:
-    """Also where these depend on the model's, as the norms of weights in DoRA."""
+    """Also if they depend on the model's values, such as the weight norms of DoRA."""
     (alone,) = run_ranks(_extended, 1, init=False)
     for rank in run_ranks(_extended, 2):
         assert [name for name, _ in rank] == [name for name, _ in alone]
@@ -196,7 +196,7 @@ def _layers(depth: int) -> nn.Module:
 
 
 def _memory_to_start() -> float:
-    """By how many MB the peak grows to build and shard a model, once a small one has loaded all code."""
+    """Return the peak memory in MB to build and shard a model, after a small model has loaded all code."""
     for depth in (1, DEPTH):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         model = constructed(partial(_layers, depth), 0, tiny.facts())

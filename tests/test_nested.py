@@ -19,7 +19,7 @@ class Pair(NamedTuple):
 
 
 class Output(OrderedDict[str, Any]):
-    """As in transformers: a dict whose constructor takes other arguments."""
+    """A dict whose constructor has other arguments, as in transformers."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(values)
@@ -36,7 +36,7 @@ class Sample:
 
 
 class Graph:
-    """Moves itself."""
+    """Has its own `to`."""
 
     def __init__(self, nodes: Tensor) -> None:
         self.nodes = nodes

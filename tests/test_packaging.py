@@ -1,4 +1,4 @@
-"""What pyproject.toml promises: the extras that messages name, and the system."""
+"""The extras that messages name, and the supported systems."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ except UserError as error:
 
 @pytest.mark.slow
 def test_a_mac_trains_in_one_process(tmp_path: Path) -> None:
-    """An imitation: without what its kernel and its Python lack."""
+    """Simulated by removing what its kernel and its Python lack."""
     pipe = {"stdout": subprocess.PIPE, "text": True, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
     runs = []
     for name, program in {"linux": TRAIN, "mac": MAC + TRAIN + OF_TWO}.items():

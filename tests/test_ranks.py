@@ -1,4 +1,4 @@
-"""The ranks of all other tests: real processes, named when they fail."""
+"""tests.ranks: real processes, reported if they fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.checkpoint import store
 
 
 def _leave(what: str) -> int:
-    """What a double or a run may leave behind."""
+    """Leave behind what a test or a run may leave behind."""
     match what:
         case "a method":
             store.Store.commit = lambda *args: None  # type: ignore[assignment, method-assign, return-value]

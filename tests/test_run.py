@@ -1,4 +1,4 @@
-"""The results of a run: its directory, metrics and TensorBoard page; and a user's own parts in it."""
+"""Results of a run: directory, metrics and TensorBoard page; and runs with users' own classes."""
 
 import gc
 import json
@@ -108,7 +108,7 @@ def test_max_steps_ends_the_run_and_its_schedule(tmp_path: Path) -> None:
 
 
 def eager_and_compiled(run_dir: Path, strategy: str) -> list[tuple[float, int]]:
-    """The loss, and the number of graphs that a backend got, without and with train.compile."""
+    """Return the loss and the number of compiled graphs, without and with train.compile."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -182,7 +182,7 @@ def _workers_after(run_dir: Path) -> int:
 
 @pytest.mark.slow
 def test_data_workers_end_with_the_run_without_garbage_collection(tmp_path: Path) -> None:
-    """In which each of them would take 5 s."""
+    """A garbage collection would take 5 s per worker."""
     assert run_ranks(_workers_after, 1, tmp_path, init=False, fresh=True) == [0]
 
 

@@ -1,4 +1,4 @@
-"""The site: it is built of the pages, and each of its links, anchors and pictures is there."""
+"""The site is built from the pages, and its links, anchors and images exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SITE = ROOT / "build/site"
 
 
 class Page(HTMLParser):
-    """The ids of a page, and what it links to or shows."""
+    """The IDs, links and images of a page."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()

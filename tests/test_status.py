@@ -1,4 +1,4 @@
-"""The states of runs, from files written here by hand and from processes that live, are suspended, or were killed."""
+"""The states of runs, from files that the tests write and from running, suspended and killed processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(folder: Path, name: str, **values: Any) -> None:
 
 
 def begin(folder: Path, pid: int = 0, host: str = "", silent_s: float = 0.0, step: int = 40) -> Path:
-    """A run that has logged up to `step` of 100; by a process of this host, or one of another host."""
+    """Write a run that has logged up to `step` of 100, in a process on this host or on another."""
     folder.mkdir(parents=True)
     best = {"metric": "eval/accuracy", "mode": "max"}
     write(folder, "run.json", run_id="a" * 16, first_step=0, total_steps=100, best=best)

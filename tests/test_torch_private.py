@@ -1,4 +1,4 @@
-"""torch's private names: in one file, found at the start, and a missing one is named."""
+"""torch's private names are in one file and checked at start, and a missing one is reported."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ FILES = [file for folder in ("trainer", "planner") for file in sorted((ROOT / fo
 
 
 def private_uses(file: Path) -> set[str]:
-    """Private modules and attributes of torch that are imported or reached by a dotted name."""
+    """Return torch's private modules and attributes that are imported or used by a dotted name."""
     found = set[str]()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":

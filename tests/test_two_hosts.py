@@ -1,4 +1,4 @@
-"""Two hosts, each a network namespace: the command of the README, and a host that is lost."""
+"""Two hosts, which are network namespaces: the command from the README, and a lost host."""
 
 import contextlib
 import json

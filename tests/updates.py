@@ -1,4 +1,4 @@
-"""Updates of a state, without a run around it."""
+"""Updates of a state without a run."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from trainer.update import apply_update
 
 
 def run_of(state: TrainState, device: str = "cpu") -> Any:
-    """What `apply_update` uses of a run of one process."""
+    """Return the parts of a one-process run that `apply_update` uses."""
     there = torch.device(device)
     ranks: Any = SimpleNamespace(
         rank=0, world_size=1, is_main=True, device=there, describe=lambda rank: "here"

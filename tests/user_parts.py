@@ -20,7 +20,7 @@ from trainer.tasks import Classification, Evaluation, Shown
 
 
 class Stripes(Dataset[tuple[Tensor, Tensor]]):
-    """Sample k is a row of noise with the mean of its class; read one by one, no attributes for `auto`."""
+    """Sample k is noise with the mean of its class. Has no `__getitems__` and no attributes for `auto`."""
 
     def __init__(self, split: str, num_samples: int = 128) -> None:
         generator = torch.Generator().manual_seed({"train": 1, "eval": 2}[split])
@@ -35,7 +35,7 @@ class Stripes(Dataset[tuple[Tensor, Tensor]]):
 
 
 class NanAt(Stripes):
-    """The training data has NaN in one sample."""
+    """Has NaN in one training sample."""
 
     def __init__(self, split: str, index: int) -> None:
         super().__init__(split)
@@ -44,7 +44,7 @@ class NanAt(Stripes):
 
 
 class StuckAt(Stripes):
-    """At sample `index` of the training data the process that reads it, loops or is killed."""
+    """Makes the process that reads training sample `index` loop or kill itself."""
 
     def __init__(self, split: str, index: int, how: str) -> None:
         super().__init__(split)
@@ -57,7 +57,7 @@ class StuckAt(Stripes):
 
 
 class StuckWhenMade(Stripes):
-    """On rank 1, in its constructor: after the ranks have connected, before the first step."""
+    """Blocks in its constructor on rank 1, after the ranks have connected."""
 
     def __init__(self, split: str) -> None:
         super().__init__(split)
@@ -75,7 +75,7 @@ class Tiny(nn.Module):
 
 
 class Normed(Tiny):
-    """With running statistics, which each rank computes from its own data."""
+    """Has running statistics, which each rank computes from its own data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Normed(Tiny):
 
 
 class CountsPasses(Tiny):
-    """In its extra state; a step depends on it."""
+    """Counts its passes in its extra state, on which a step depends."""
 
     passes = 0
 
@@ -99,7 +99,7 @@ class CountsPasses(Tiny):
 
 
 class Decays(Tiny):
-    """Its forward pass changes a weight."""
+    """Changes a weight in its forward pass."""
 
     def forward(self, rows: Tensor) -> Tensor:
         self.layers[0].weight.data.mul_(0.99)
@@ -107,7 +107,7 @@ class Decays(Tiny):
 
 
 class Unsaveable(Tiny):
-    """With a buffer that no checkpoint can hold or restore."""
+    """Has a buffer that checkpoints do not support."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Unsaveable(Tiny):
 
 
 class HalfFrozen(nn.Module):
-    """Digits; a frozen layer, running statistics, and a head that every second pass uses without a call."""
+    """A model for digits: a frozen layer, running statistics, a head that every second pass does not call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class HalfFrozen(nn.Module):
 
 
 class NanInItsLastRow(nn.Module):
-    """Digits; the third loss after the dry run is finite, and its gradient is not, in one row: the slope of sqrt at 0, times 0."""
+    """A model for digits whose third loss after the dry run is finite, with a NaN in the gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,8 +147,8 @@ class NanInItsLastRow(nn.Module):
 
 
 class FailsAt(Classification):
-    """At the given call of `loss` on the given rank after the dry run's, and the next ones if `times` says so: a
-    loss of that value, or one with only a NaN or huge gradient, a signal to itself, a loop, an exit."""
+    """Fails in the given call of `loss` after the dry run, on the given rank, `times` times: by the value or
+    only the gradient of the loss, a signal, a loop or an exit."""
 
     def __init__(self, rank: int, call: int, how: str, times: int = 1) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class FailsAt(Classification):
 
 
 def _act(how: str) -> str:
-    """Do what `how` says, if it is more than a number."""
+    """Execute the action `how`, unless it is a number."""
     if how.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, how))
     if how == "exit":
@@ -181,7 +181,7 @@ def _act(how: str) -> str:
 
 
 class LeavesAThread(Classification):
-    """One that is never ended, and no daemon."""
+    """Starts a thread that never ends and is not a daemon."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class LeavesAThread(Classification):
 
 
 class SaysNoText(Classification):
-    """Half a surrogate pair, as a broken tokenizer may make one."""
+    """Logs half a surrogate pair, which a broken tokenizer may produce."""
 
     def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
         logging.getLogger("trainer").info("said \ud800")
@@ -226,14 +226,14 @@ class Noted:
 
 
 class Away(Logger):
-    """One with a server that does not answer."""
+    """A logger whose server does not answer."""
 
     def close(self) -> None:
         raise ConnectionError("no route")
 
 
 class Deaf:
-    """No logger."""
+    """Not a logger."""
 
     def __init__(self, **options: Any) -> None: ...
 
@@ -241,7 +241,7 @@ class Deaf:
 
 
 class Scratch(nn.Sequential):
-    """A linear model that also takes 64 MiB a sample."""
+    """A linear model that also uses 64 MiB per sample."""
 
     def __init__(self) -> None:
         super().__init__(nn.Flatten(), nn.Linear(64, 10))

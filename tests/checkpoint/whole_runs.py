@@ -70,8 +70,8 @@ def run(
 ) -> dict[str, Any]:
     """Train to the end, saving there and at the steps of ``save_at``, or when the settings say.
 
-    Returns all that the run was at its beginning and at its end (tensors whole), its result, and the samples
-    of each micro-batch that this rank trained on, ``named``.
+    Returns the state at the start and at the end (with full tensors), the result, and the value of ``named``
+    for each micro-batch of this rank.
     """
     config = runs.settings(*overrides, f"run_dir={run_dir}", f"resume={resume}")
     run_dir.mkdir(parents=True, exist_ok=True)

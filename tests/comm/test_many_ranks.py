@@ -1,4 +1,4 @@
-"""An all-reduce between as many ranks as a large host has ends, and each rank has the sum.
+"""An all-reduce between 32 ranks, as many as on a large host, ends with the right sum on each rank.
 
 The unread data between two ranks must not grow with the number of ranks, because a socket has limited room.
 """

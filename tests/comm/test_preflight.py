@@ -1,4 +1,4 @@
-"""The preflight on real processes and hosts: it passes if all is well, and names each fault."""
+"""The preflight on real processes and hosts: it passes on working hosts, and names each defect."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_every_pair_of_hosts_is_measured_once_in_few_rounds(num_hosts: int) -> N
 
 
 def _judged(speeds: dict[tuple[int, int], float], *argv: str) -> bool:
-    """What the preflight concludes from links with these speeds, of hosts with one rank each."""
+    """Return the preflight's conclusion about links with these speeds, with one rank per host."""
     num_hosts = 1 + max(source for source, _ in speeds)
     ranks = Ranks(0, 0, num_hosts, 1, tuple(range(num_hosts)), torch.device("cpu"), "gloo")
     reports: list[preflight.RankReport] = [
@@ -155,7 +155,7 @@ def test_a_link_that_loses_packets_one_way_is_named_before_gloo_uses_it() -> Non
 
 
 def _zeros_from(operation: str, *argv: str) -> tuple[int, str]:
-    """A double of torch.distributed in which one operation gives zeros on rank 1."""
+    """Return a stand-in for torch.distributed in which one operation returns zeros on rank 1."""
     right: Any = getattr(dist, operation)
 
     def broken(got: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +208,7 @@ sys.exit(preflight.main([]))
 
 @pytest.mark.slow
 def test_a_missing_interface_is_named_with_its_rank(tmp_path: Path) -> None:
-    """And where gloo listens is said before anything fails."""
+    """The address at which gloo listens is printed before the error."""
     (tmp_path / "lacks.py").write_text(NO_SUCH_INTERFACE)
     ranks = finish_ranks([0, 0], str(tmp_path / "lacks.py"))
     stderr = "".join(rank.stderr for rank in ranks)

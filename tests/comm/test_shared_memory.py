@@ -13,7 +13,7 @@ from trainer.comm.algorithms.all_reduce import ring
 from trainer.comm.shared_memory import SharedMemory, rows_of_host
 
 
-def _meet(absent: int) -> str:
+def _connect(absent: int) -> str:
     """Return the error message of the other rank if rank `absent` does not connect."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
@@ -31,7 +31,7 @@ def _meet(absent: int) -> str:
 
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_connect_is_named(absent: int) -> None:
-    said = run_ranks(_meet, 2, absent)
+    said = run_ranks(_connect, 2, absent)
     # The connection is refused or reset, or the pipe is broken.
     expected = f"lost the connection to rank {absent}" if absent else "rank 0 did not answer within 0.3 s"
     assert said[1 - absent].startswith(expected)

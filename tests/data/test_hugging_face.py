@@ -59,7 +59,7 @@ def test_rows_are_read_once_in_the_same_order_after_a_resume(
 
 
 def tokenize(row: dict[str, Any]) -> dict[str, Any]:
-    """Row n has n tokens and an end token."""
+    """Return n tokens and an end token for row n."""
     number = int(row["row"][0])
     return {"input_ids": [number] * (number % 5) + [99], "name": str(number)}
 

@@ -46,7 +46,7 @@ class KeepsGenerator(Dataset[float]):
         return self.rng.normal() + float(torch.rand((), generator=self.shared))
 
 
-class Told(Dataset[int]):
+class EpochNumbers(Dataset[int]):
     """Each sample is the number of the epoch that was set."""
 
     epoch = -1
@@ -63,8 +63,8 @@ class Told(Dataset[int]):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_set_epoch_is_called_also_in_persistent_workers(workers: int) -> None:
-    mixed = Mixture("train", [lambda split: Told(), lambda split: Subset(Told(), range(8))])
-    for dataset in (Told(), Subset(Told(), range(8)), mixed):
+    mixed = Mixture("train", [lambda split: EpochNumbers(), lambda split: Subset(EpochNumbers(), range(8))])
+    for dataset in (EpochNumbers(), Subset(EpochNumbers(), range(8)), mixed):
         loader = train_loader(dataset, 4, num_workers=workers)
         for epoch in (3, 4):
             assert torch.cat(list(loader.epoch(epoch))).unique().tolist() == [epoch]
@@ -136,7 +136,7 @@ def test_reading_does_not_change_the_processs_generators(dataset: Any) -> None:
 
 
 @contextmanager
-def what_is_told() -> Iterator[None]:
+def warnings_on_stderr() -> Iterator[None]:
     """Write warnings to stderr, also in data workers."""
     with os.fdopen(os.dup(2), "w") as stream:  # which data workers inherit
         handler = logging.StreamHandler(stream)
@@ -153,7 +153,7 @@ def test_a_dataset_that_draws_from_its_own_generator_is_named_once(
 ) -> None:
     for draws in (True, False):
         loader = train_loader(KeepsGenerator(draws), 8, num_workers=workers)
-        with what_is_told():
+        with warnings_on_stderr():
             for number in range(2):
                 list(loader.epoch(number))
         named = "sample 0 of KeepsGenerator differs when it is read twice with the same random numbers"
@@ -347,7 +347,7 @@ def _once_workers_live(count: int, action: Callable[[], object]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _told_of_a_worker(report: Path, is_killed: bool) -> None:
+def _worker_message(report: Path, is_killed: bool) -> None:
     batches = train_loader(Stuck(), 8, num_workers=1, timeout_s=60 if is_killed else 1).epoch(0)
     if is_killed:
         _once_workers_live(1, lambda: os.kill(active_children()[0].pid, signal.SIGKILL))
@@ -370,7 +370,7 @@ def _told_of_a_worker(report: Path, is_killed: bool) -> None:
 )
 def test_dead_and_stuck_workers_are_reported(tmp_path: Path, is_killed: bool, words: str) -> None:
     with pytest.raises(RankFailure, match="exit code 7"):
-        run_ranks(_told_of_a_worker, 1, tmp_path / "report", is_killed, init=False)
+        run_ranks(_worker_message, 1, tmp_path / "report", is_killed, init=False)
     assert re.search(words, (tmp_path / "report").read_text())
 
 

@@ -93,7 +93,7 @@ def test_reading_again_without_state_is_logged(caplog: pytest.LogCaptureFixture)
 
 
 def test_each_shard_is_read_by_one_rank() -> None:
-    """Sample i is number i // 4 of shard i % 4: here again i. The shortest shard ends the epoch for all."""
+    """Sample i is element i // 4 of shard i % 4. The shortest shard ends the epoch on all ranks."""
     for stream, num_steps in ((Stateful, 6), (Uneven, 3)):
         whole = read(train_loader(stream(), 8, sharded=True))
         assert numbers_of(torch.cat(whole)) == list(range(8 * num_steps))
@@ -142,7 +142,7 @@ class Shorter(ByRank):
 
 
 class PartByRank(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The same data, read by index."""
+    """The data of `ByRank`, read by index."""
 
     num_classes = 4
 

@@ -49,7 +49,7 @@ def test_mnist(tmp_path: Path) -> None:
 
 
 def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data as in torchvision's class: channels last, and labels in a list."""
+    """The data has torchvision's layout: channels last, and labels in a list."""
     images = np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), dtype=np.uint8)
     source = SimpleNamespace(data=images, targets=list(range(8)), classes=list("abcdefghij"))
     monkeypatch.setattr(vision.datasets, "CIFAR10", lambda folder, train: source)

@@ -14,9 +14,8 @@ def _resident() -> int:
 
 
 def _kept() -> int:
-    """Bytes that stay resident after 64 blocks of 2 MiB are freed, each before one of 256 KiB that lives on.
-
-    The ones that live on are too large for the gaps that a process's start leaves, so they do lie between.
+    """Return the bytes that stay resident after 64 blocks of 2 MiB are freed. A block of 256 KiB, too large
+    for the gaps of a new process, stays allocated after each of them.
     """
     before = _resident()
     blocks, living = [], []

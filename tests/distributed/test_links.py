@@ -34,8 +34,8 @@ def test_the_reason_why_an_address_cannot_be_reached(monkeypatch: pytest.MonkeyP
     assert reason.startswith("connected, but no data arrived for 0.1 s")
 
 
-def _told_by_the_links(interface: str) -> tuple[float, set[str], list[str]]:
-    """The sum of ranks + 1, where gloo listens, and what a second start says, which needs both directions."""
+def _messages_about_links(interface: str) -> tuple[float, set[str], list[str]]:
+    """Return the sum of ranks + 1, gloo's address, and the messages if both directions are needed."""
     rank, warnings = int(os.environ["RANK"]), []
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -65,7 +65,7 @@ def test_a_host_that_others_cannot_reach_is_named_unless_gloo_needs_no_connectio
         subprocess.run([*inner, "link", "add", "inner0", "type", "bridge"], check=True)
         subprocess.run([*inner, "address", "add", "192.0.2.1/24", "dev", "inner0"], check=True)
         subprocess.run([*inner, "link", "set", "inner0", "up"], check=True)
-        found = run_ranks(_told_by_the_links, 2, "inner0", hosts=members, init=False)
+        found = run_ranks(_messages_about_links, 2, "inner0", hosts=members, init=False)
     (first, _, warned), (second, gloo_listens, warnings) = found
     assert first == second == 3.0
     assert gloo_listens == {"192.0.2.1"}, "the address that is checked is gloo's"

@@ -1,4 +1,4 @@
-"""Runs in which a rank flips a bit: in an activation, a gradient, a weight, an integer sum or a message on the wire."""
+"""Runs in which a rank flips a bit of an activation, a gradient, a weight, an integer sum or a message."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ BITS = {  # of fp32, of int64
 
 @dataclass
 class Flip:
-    """The flips of one rank.
+    """Bit flips on one rank.
 
     Args:
         kind: one of KINDS.
         bit: one of BITS.
-        rank: the rank whose device computes wrongly.
-        every: the mean number of opportunities per flip; 1: it always flips.
-        at: only the opportunity of this number, counted from 1, instead.
+        rank: the rank whose device produces wrong results.
+        every: the mean number of values per flip; 1: every value is flipped.
+        at: if set, flip only the value with this number, counted from 1.
     """
 
     kind: str
@@ -102,7 +102,7 @@ def flipping(flip: Flip) -> Iterator[None]:
         setattr(owner, name, wrapped)
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        """Of the last layer, in training."""
+        """Flip bits of the last layer in training."""
         is_last = isinstance(module, nn.Linear) and module.out_features == 10 and torch.is_grad_enabled()
         if not is_last or not output.requires_grad or not flip.due():
             return None
@@ -143,7 +143,7 @@ def flipping(flip: Flip) -> Iterator[None]:
 
 @dataclass
 class Found:
-    """What a run has found: the ranks named, and what failure.json would contain; [] and {} if nothing."""
+    """The result of a run: reported ranks and contents of failure.json; [] and {} if no error was found."""
 
     flips: int
     ranks: list[int]
@@ -153,7 +153,7 @@ class Found:
 
 
 def found_each(*cases: tuple[Flip, tuple[str, ...]]) -> list[Found]:
-    """Train once for each case, in this rank."""
+    """Train once for each case, on this rank."""
     from trainer.errors import RunEndError
 
     results = []
@@ -176,7 +176,7 @@ def found_each(*cases: tuple[Flip, tuple[str, ...]]) -> list[Found]:
 
 
 class FlippingMLP(MLP):
-    """Rank `rank` flips a bit of its logits in the training pass number `at`, once per `marker`."""
+    """Flips a bit of its logits on rank `rank` in training pass `at`, once per `marker`."""
 
     def __init__(self, marker: str, at: int, rank: int = 1, **options: Any) -> None:
         super().__init__(**options)

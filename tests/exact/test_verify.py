@@ -1,4 +1,4 @@
-"""train.verify_every finds the rank whose device computes wrongly, and the run continues from a verified step."""
+"""train.verify_every finds the rank whose device produces wrong results; the run resumes at a verified step."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ SHORT = (
 
 
 def found(folder: Path, world: int, *cases: tuple[Flip, str], **options: Any) -> list[Found]:
-    """Return what runs of `world` ranks have found, each with a flip and a strategy."""
+    """Return the results of runs on `world` ranks, each with a flip and a strategy."""
     each = [
         (flip, (*SHORT, f"train.exact={world}", f"strategy={strategy}", f"run_dir={folder}/{number}"))
         for number, (flip, strategy) in enumerate(cases)
@@ -38,7 +38,7 @@ def found(folder: Path, world: int, *cases: tuple[Flip, str], **options: Any) ->
 
 
 def test_a_wrong_rank_is_named(tmp_path: Path) -> None:
-    """By the majority of three ranks; its error occurs in each pass, so that it agrees with itself."""
+    """Three ranks decide by majority, although the error repeats in each pass of the wrong rank."""
     always = [
         (Flip("gradient", "mantissa", rank=2), "ddp"),
         (Flip("sum", "sign", rank=0), "fsdp"),
@@ -134,7 +134,7 @@ LOCAL = ("launch=local", "launch.processes=2")
 
 
 def clean_hash(tmp_path: Path) -> str:
-    """The hash of the run in which no bit is flipped, on one rank."""
+    """Return the hash of a run on one rank without flips."""
     words = (*WORDS, "train.verify_every=null", "strategy=single", f"+model.marker={tmp_path}/none")
     if not (tmp_path / "clean").exists():
         assert finish("train.py", *words, f"run_dir={tmp_path}/clean").code == 0
@@ -147,7 +147,7 @@ def hash_of(run_dir: Path) -> str:
 
 @pytest.mark.slow
 def test_a_restart_continues_from_the_verified_step(tmp_path: Path) -> None:
-    """It takes the checkpoint of step 10 and not of step 14; also a resume on another disk."""
+    """The run resumes from step 10 instead of step 14, also from another disk."""
     flips = (
         *WORDS,
         *LOCAL,
@@ -184,7 +184,7 @@ def test_launchers_restart_the_run(tmp_path: Path) -> None:
 
 
 def test_the_newest_verified_checkpoint_is_kept(tmp_path: Path) -> None:
-    """And those that were set aside are neither listed nor deleted."""
+    """Checkpoints after a verified step that later resumes skip are neither listed nor deleted."""
     store = Store(tmp_path / "checkpoints", "run")
     for step, verified in ((10, 10), (12, 10), (14, 10), (16, 10)):
         directory = store.new_directory(step)

@@ -42,15 +42,15 @@ _READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzer
 
 
 class Race(AssertionError):  # noqa: N818
-    """Something is read or written before another stream is known to have written or read it."""
+    """Memory was read or written before another stream was known to have written or read it."""
 
 
 class Hangs(AssertionError):  # noqa: N818
-    """The host waits for what is never computed."""
+    """The host waits for work that is never done."""
 
 
 class Stream:
-    """`clock`: how many operations of each stream are done when what is queued last here is."""
+    """A stream; `clock` is the number of operations of each stream that are done after its last one."""
 
     def __init__(self, device: Any = None, name: str = "") -> None:
         assert not IS_MPS, "its only stream is there"
@@ -96,7 +96,7 @@ class Event:
 
 
 class Memory:
-    """Who wrote a storage last, and who has read it since."""
+    """The last write to a storage, and the reads since then."""
 
     def __init__(self, owner: Stream) -> None:
         self.owner, self.kept_for = owner, {owner.name}
@@ -114,14 +114,14 @@ class Memory:
         self.writer, self.written, self.read, self.line = name, clock[name], Counter(), line()
 
     def __del__(self) -> None:
-        """It is given out again in the order of the stream that it was made on."""
+        """Return the memory to the stream on which it was allocated."""
         for name, at in {**self.read, self.writer: self.written}.items():
             if name not in self.kept_for and max(self.owner.clock[name], SIM.host[name]) < at:
                 SIM.faults.append(f"freed while {name} may still use it, which {self.line} wrote")
 
 
 class Simulator:
-    """The device: what was launched, read and waited for, by the run's phase and the line of the project."""
+    """The device: records launches, reads and waits by phase of the run and source line."""
 
     def __init__(self) -> None:
         self.streams: dict[str, Stream] = {}
@@ -176,7 +176,7 @@ MAIN, COMM = Stream(name="main"), Stream(name="comm")
 
 
 def line() -> str:
-    """The innermost line of the project that is being executed."""
+    """Return the innermost source line of the project on the stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if (file := frame.f_code.co_filename).startswith(_ROOT) and file != __file__:
@@ -218,7 +218,7 @@ class Sim(torch.Tensor):
 
 
 class Factories(TorchDispatchMode):
-    """What makes tensors on the device has none among its arguments."""
+    """Handles functions that create tensors on the device, which have no tensor arguments."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(func, args, kwargs or {})
@@ -311,7 +311,7 @@ class SimFuture:
 
 
 class Reducer(nn.Module):
-    """In place of DistributedDataParallel: one bucket, which is reduced when the last gradient is there."""
+    """Replaces DistributedDataParallel: one bucket, which is reduced after the last gradient."""
 
     def __init__(self, module: nn.Module, **_: Any) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class Reducer(nn.Module):
 
 @contextlib.contextmanager
 def simulated(as_mps: bool = False) -> Iterator[Simulator]:
-    """In a process of its own: torch keeps the device, and this what it patches, for good."""
+    """Simulate the device. Call in a separate process, because torch cannot unregister it."""
     global IS_MPS
     IS_MPS, accelerator.MPS = as_mps, "sim" if as_mps else "mps"
     backend_registration._setup_privateuseone_for_python_backend("sim")

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: nothing waits, and hooks, copies and checkpoints are right."""
+"""Tests that need a GPU: synchronisation, communication hooks, copies and checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LONG = 400_000_000  # cycles: about 200 ms
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """One rank with NCCL, as in a run."""
+    """Create the process group of a run: one rank with NCCL."""
     torch.cuda.set_device(GPU)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=GPU)
     yield
@@ -47,7 +47,7 @@ def group() -> Iterator[None]:
 
 
 def host_seconds(action: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of the host for `action` while the GPU is busy, and of the GPU for its work."""
+    """Return the time of the host for `action` while the GPU is busy, and the time of the GPU."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     torch.cuda._sleep(_LONG)
@@ -96,7 +96,7 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 @pytest.mark.parametrize("algorithm", ["native", *ALGORITHMS, "hook"])
 def test_no_hook_changes_the_gradients_of_a_single_rank(algorithm: str, wire: str) -> None:
-    """One process with a real DDP, which a run of one process does not use."""
+    """Use DDP in one process, which a normal run does not."""
     x = torch.randn(64, 256, device=GPU)
     right = gradients(network(), x)
     model = DistributedDataParallel(network(), device_ids=[0], bucket_cap_mb=0.5)
@@ -140,7 +140,7 @@ def test_the_reducer_and_the_timer_do_not_wait() -> None:
 
 
 class OnTwo(nn.Module):
-    """Its first layer is on the GPU, its second on the CPU, unless it is `whole`."""
+    """Has its first layer on the GPU and its second on the CPU, unless it is `whole`."""
 
     def __init__(self, whole: bool, **_: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run's preparations for a GPU, as far as they can be seen without one."""
+"""Preparations of a run for a GPU, as far as they can be tested without one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def switches() -> Iterator[None]:
-    """Restores torch's values."""
+    """Restore torch's flags."""
     cudnn, products = torch.backends.cudnn, torch.get_float32_matmul_precision()
     before = cudnn.allow_tf32, cudnn.benchmark
     yield
@@ -148,7 +148,7 @@ def test_a_saving_thread_uses_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def copied(module: nn.Module, factor: float) -> nn.Module:
-    """`module` as DataParallel copies it to a GPU: with plain tensors for parameters, here with other values."""
+    """Return `module` as a DataParallel replica, with plain tensors as parameters, and with other values."""
     modules = list(module.modules())
     copies = {one: one._replicate_for_data_parallel() for one in modules}
     for one, copy in copies.items():
@@ -226,7 +226,7 @@ def test_features_of_each_device_type(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def join(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """Joins the group as rank 1 of a host whose rank 0 has GPU-0, and returns what it is bound to."""
+    """Join the group as rank 1 of a host whose rank 0 has GPU-0; return the device to which it is bound."""
     bound: list[object] = []
 
     def init(*_: object, device_id: object, timeout: timedelta, **__: object) -> None:
@@ -249,7 +249,7 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[int, int], None]]:
-    """Sets NCCL's version; the variables that a run sets are gone afterwards, and no MPS runs."""
+    """Set NCCL's version, without MPS; remove the variables that a run sets."""
     for name in [name for name in os.environ if name.startswith("NCCL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))

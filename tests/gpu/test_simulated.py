@@ -1,4 +1,4 @@
-"""A run on a simulated accelerator: what a step launches, that nobody touches anything too early, or waits for nothing."""
+"""A run on a simulated accelerator: the kernels of a step, races between streams, and unneeded waits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUIET = (
 
 
 def on_the_simulator(fn: Callable[..., Any], *args: Any, ranks: int = 1) -> list[Any]:
-    """`fn` in processes of its own, which share a GPU."""
+    """Run `fn` in separate processes that share a GPU."""
     return run_ranks(_within, ranks, fn, args, init=False, fresh=True)
 
 
@@ -60,7 +60,7 @@ def _within(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def counted(way: Iterator[None], steps: int = 2) -> dict[str, Any]:
-    """What each of the next steps launches, by phase, and the lines that wait and read."""
+    """Return the launches of the next steps by phase, and the source lines that wait and read."""
     next(way)  # the first makes the optimizer's state
     SIM.clear()
     for _ in itertools.islice(way, steps):
@@ -75,7 +75,7 @@ def counted(way: Iterator[None], steps: int = 2) -> dict[str, Any]:
 
 
 def plain_loop(run: Any) -> Iterator[None]:
-    """The same model, task and optimizer in the loop that torch's tutorials have."""
+    """Train the same model, task and optimizer in the loop of torch's tutorials."""
     for batch in run.data.train_loader.epoch(0):
         run.task.loss(run.model, run.data.to_device(batch)).backward()
         run.state.optimizer.step()
@@ -143,7 +143,7 @@ def steps_of_two(folder: Path, comm: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("comm", ["comm=native", "comm=ring"])
 def test_ranks_wait_only_for_the_step_vote_and_the_norm(comm: str, tmp_path: Path) -> None:
-    """By DDP's hooks, and by the executor on a stream beside the backward pass."""
+    """With DDP's hooks, and with the executor on a separate stream."""
     found = on_the_simulator(steps_of_two, tmp_path, comm, ranks=2)
     right = run_ranks(steps_of_two, 2, tmp_path / "cpu", comm, init=False)[0]["weights"]
     for each in found:
@@ -157,8 +157,8 @@ def test_ranks_wait_only_for_the_step_vote_and_the_norm(comm: str, tmp_path: Pat
         assert all(map(torch.equal, each["weights"], right))
 
 
-def saved_at_a_fault(folder: Path, when: str) -> tuple[str, bool]:
-    """What a save at a fault says, in a step for whose gradients the GPU waits, and whether it is of step 3."""
+def saved_on_failure(folder: Path, when: str) -> tuple[str, bool]:
+    """Return the message of a save on failure while the GPU waits for gradients, and whether it is of step 3."""
     said = []
     failure_snapshot._UPDATE_S = 0.2
     with context_of(*QUIET, f"run_dir={folder}") as run:
@@ -208,7 +208,7 @@ def saved_at_a_fault(folder: Path, when: str) -> tuple[str, bool]:
     ],
 )
 def test_a_save_on_failure_excludes_a_queued_update(when: str, words: str, tmp_path: Path) -> None:
-    ((said, is_whole),) = on_the_simulator(saved_at_a_fault, tmp_path, when)
+    ((said, is_whole),) = on_the_simulator(saved_on_failure, tmp_path, when)
     assert said.endswith(words), said
     assert is_whole == (when == "the gradients never come")
 
@@ -228,7 +228,7 @@ class NanOnce(Stripes):
 
 
 def steps_without_nan(folder: Path) -> dict[str, list[torch.Tensor]]:
-    """Weights and averages after a run in which a NaN ended the run, or its step was skipped."""
+    """Return weights and averages after a run that a NaN ended, or that skipped the step."""
     found = {}
     for name, overrides in {"ends": (), "skips": ("train.skip_nonfinite=1", "ema.decay=0.9")}.items():
         data = "data.dataset._target_=tests.gpu.test_simulated.NanOnce"
@@ -250,7 +250,7 @@ def steps_without_nan(folder: Path) -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.slow
 def test_a_nan_reaches_neither_weights_nor_the_ema(tmp_path: Path) -> None:
-    """The update is queued before the host knows the norm, except where steps may be skipped."""
+    """The update is queued before the host knows the norm, unless steps may be skipped."""
     (found,) = on_the_simulator(steps_without_nan, tmp_path)
     right = run_ranks(steps_without_nan, 1, tmp_path / "cpu", init=False)[0]
     for name, tensors in found.items():
@@ -263,7 +263,7 @@ NORMED += ("~model.input_shape", "~model.num_classes", "~model.hidden")
 
 
 def saves(folder: Path) -> list[bytes]:
-    """Running statistics are copied at once, on the stream that changes them next; weights before the next update."""
+    """Return when saves copy: running statistics at once, weights before the next update."""
     use = accelerator.use
 
     def late(device: torch.device) -> None:
@@ -289,7 +289,7 @@ def test_an_async_save_copies_the_state_of_its_step(tmp_path: Path) -> None:
 
 
 def readings(folder: Path) -> dict[str, Any]:
-    """How often the host reads, and launches a tensor of the state; and what is launched."""
+    """Return how often the host reads, how often it launches work on the state, and the launches."""
     found = {}
     with context_of(*QUIET, "train.eval_every_epochs=1", "optim=adamw", f"run_dir={folder}") as run:
         next(steps_of(run))
@@ -343,7 +343,7 @@ def test_values_between_steps_need_few_syncs(tmp_path: Path) -> None:
 
 
 class Doubles(Stripes):
-    """What NumPy gives: float64, which the device lacks. For each sample two targets, or probabilities of classes."""
+    """Samples in NumPy's float64, which the device lacks, with two targets or class probabilities."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.rows[index].double(), nn.functional.one_hot(self.labels[index], 2).double()
@@ -366,7 +366,7 @@ ON_A_MAC: dict[str, tuple[str, ...]] = {
 
 
 def trained_on_a_mac(folder: Path) -> dict[str, list[str]]:
-    """For each task, the hash of a run, and of one that resumes half way."""
+    """Return for each task the hash of a run, and of a run that is resumed half-way."""
     hashes = {}
     for task, overrides in ON_A_MAC.items():
         found = []
@@ -382,7 +382,7 @@ def trained_on_a_mac(folder: Path) -> dict[str, list[str]]:
 
 
 def test_a_run_on_mps_trains_saves_and_resumes(tmp_path: Path) -> None:
-    """As far as an imitation shows it: without float64, collectives, and streams to wait for."""
+    """On a simulated device, which has no float64, collectives and streams."""
     (found,) = on_the_simulator(trained_on_a_mac, tmp_path)
     for whole, half, resumed in found.values():
         assert whole == resumed != half, found

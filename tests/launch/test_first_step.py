@@ -24,10 +24,7 @@ DDP = ("strategy=ddp", "launch=local", "launch.processes=1", "comm.timeline=fals
 
 @pytest.mark.slow
 def test_a_run_loads_only_modules_that_it_needs(tmp_path: Path) -> None:
-    """A launcher and its rank, under ddp, which loads what a single process does, too.
-
-    The interpreters print each module that they import; those of the other tests have loaded all before.
-    """
+    """Uses a launcher and one rank with DDP, in real interpreters that print each module that they import."""
     done = subprocess.run(
         [sys.executable, "train.py", *DDP, "train.max_steps=1", f"run_dir={tmp_path}/run"],
         cwd=ROOT,

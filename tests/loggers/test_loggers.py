@@ -90,7 +90,7 @@ def test_an_invalid_logger_ends_every_rank(tmp_path: Path) -> None:
 
 
 def test_invalid_text_is_escaped_in_every_logger(tmp_path: Path) -> None:
-    """Half a surrogate pair, which no file of UTF-8 holds."""
+    """Half a surrogate pair cannot be encoded in UTF-8."""
     task = "data.task._target_=tests.user_parts.SaysNoText"
     run_ranks(train, 1, *SHORT, "strategy=single", task, f"run_dir={tmp_path}", init=False)
     exit_report.write_logs(Failure((0,), "raised", 1, "at caf\udce9.py:1", {}), tmp_path, {})

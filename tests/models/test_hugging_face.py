@@ -1,4 +1,4 @@
-"""Models with Hugging Face's interface, built from YAML, under each strategy: a simulated and a real model."""
+"""Models with Hugging Face's interface, built from YAML, with each strategy: a stand-in and a real model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ class Output:
 
 
 class Played(nn.Module):
-    """Takes input_ids (B, T) and labels (B, T) or None; like the original, it shifts labels and ties its head."""
+    """A stand-in: input_ids (B, T) and labels (B, T) or None; shifts labels and ties its head."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()

@@ -217,7 +217,7 @@ def test_formulas_and_servers_are_printed(capsys: pytest.CaptureFixture[str]) ->
 
 
 def _run_in(folder: Path, **changes: Any) -> Path:
-    """Three buckets of 1, 2 and 1 MB; at 1 GB/s to add and 1 to copy, a ring of 2 moves 1 MB in 1 ms."""
+    """Write a run with buckets of 1, 2, 1 MB; at 1 GB/s for adds and copies, a ring of 2 moves 1 MB in 1 ms."""
     buckets = [(1_000_000, 10.0), (2_000_000, 2.0), (1_000_000, 0.0)]
     timeline = {
         "device": "cuda",

@@ -1,4 +1,4 @@
-"""trainer.diff: the cause planted in one of two runs is named, at the first try."""
+"""trainer.diff names the cause that was injected into one of two runs."""
 
 import re
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ CAUSES = {
 
 
 def made(folder: Path, changes: Sequence[tuple[str, str]], *overrides: str, steps: int = 10) -> Path:
-    """Train in `folder`, with the user's code in it."""
+    """Train in `folder`, which contains the user's code."""
     code = CODE
     for old, new in changes:
         assert old in code
@@ -84,7 +84,7 @@ def made(folder: Path, changes: Sequence[tuple[str, str]], *overrides: str, step
 
 
 def compared(one: Path, other: Path, *options: str) -> tuple[int, str]:
-    """The exit status and the output of the command."""
+    """Return the exit status and the output of the command."""
     argv = (str(one), str(other), "--folders", str(one.parent), str(other.parent), *options)
     ended = finish("-m", "trainer.diff", *argv, forks=True)
     assert ended.code in (0, 1), ended.output
@@ -151,7 +151,7 @@ def test_changes_since_the_runs_are_reported(good: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_fsdp_and_ddp_are_equal_within_a_tolerance(tmp_path: Path) -> None:
-    """A cause is found behind the differences of rounding, which are not reported."""
+    """A cause is found among differences by rounding, which are not reported."""
     two = ("launch=local", "launch.processes=2", "distributed.device=cpu", "train.micro_batch_size=4")
     fsdp = ("strategy=fsdp", "strategy.unit_min_params=1")
     ddp = made(tmp_path / "ddp", [], *two, "strategy=ddp")
@@ -162,7 +162,7 @@ def test_fsdp_and_ddp_are_equal_within_a_tolerance(tmp_path: Path) -> None:
 
 
 def test_units_in_the_last_place() -> None:
-    """Of an element, but near 0 of the tensor; NaN equals NaN; of two types, the less precise one counts."""
+    """Units are those of the element, or of the tensor near 0, in the less precise dtype; NaN equals NaN."""
     one = torch.tensor([1.0, 4.0, 1e-9, torch.nan, 2.0])
     other = torch.tensor([1.0 + 2**-23, 4.0, 2e-9, torch.nan, torch.inf])
     apart, _ = units(one, other)

@@ -1,4 +1,4 @@
-"""What runs record, and trainer.replay: a step made again has the bits of the run, and its NaN is found."""
+"""The records of runs, and trainer.replay: a repeated step has the bits of the run, and its NaN is found."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ BAD = int(torch.randperm(128, generator=torch.Generator().manual_seed(0))[(BAD_S
 
 
 class Huge(Stripes):
-    """One sample, which comes in step `BAD_STEP`, has a huge negative value."""
+    """Has a huge negative value in a sample of step `BAD_STEP`."""
 
     def __init__(self, split: str) -> None:
         super().__init__(split)
@@ -84,13 +84,13 @@ BACKWARD = (*BAD_DATA, f"model._target_={HERE}.Edged")
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """A hash of each file of a run outside replay/."""
+    """Return a hash of each file of a run outside replay/."""
     files = (path for path in folder.rglob("*") if path.is_file() and "replay" not in path.parts)
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def made(run_dir: Path, *overrides: str) -> str:
-    """Train; return how it ended."""
+    """Train, and return the result or the error."""
     try:
         return str(train(*SMALL, f"run_dir={run_dir}", *overrides)["param_sha256"])
     except NonFiniteError as error:
@@ -116,7 +116,7 @@ def rows_of(run_dir: Path, step: int, name: str) -> list[list[str]]:
 
 
 def test_each_step_is_recorded_and_the_log_is_the_mean_of_the_records(tmp_path: Path) -> None:
-    """Also after a resume, which repeats steps; a record that was cut off is replaced."""
+    """Also after a resume, which repeats steps; a truncated record is replaced."""
     run_ranks(made, 1, tmp_path, "strategy=single", "train.skip_steps=[[9,10]]", init=False)
     with (tmp_path / FILE).open("ab") as file:
         file.write(b"cut")
@@ -196,7 +196,7 @@ MANY += ("train.eval_every_steps=3", "train.clip_grad_norm=0.5")
     ids=["many", "fp16", "ddp"],
 )
 def test_a_replay_is_bit_identical_to_the_run(ranks: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
-    """Over the end of an epoch, evaluations that lower the learning rate, batch norm; with other threads."""
+    """With the end of an epoch, evaluations that lower the learning rate, batch norm, other threads."""
     shown_well = run_ranks(made_and_shown, ranks, tmp_path, 19, *overrides, init=False)
     assert shown_well == [True] * ranks
     assert report_of(tmp_path, 19)["summary"]["record"] == "equal, bit for bit, in steps 17 to 19"

@@ -81,7 +81,7 @@ def ratio_of_sgd(run_dir: Path) -> tuple[float, float]:
 
 
 def test_update_to_weight_uses_the_norm_of_the_update(tmp_path: Path) -> None:
-    """A model whose first layer has 19,200 weights, more than the sample size."""
+    """The first layer has 19,200 weights, more than the sample size."""
     ((logged, expected),) = run_ranks(ratio_of_sgd, 1, tmp_path, init=False)
     assert logged == pytest.approx(expected, rel=0.1)
     assert logged > 0
@@ -103,7 +103,7 @@ def test_histograms_of_non_finite_or_missing_values() -> None:
 
 
 def of_two_micro_batches() -> dict[str, float]:
-    """Text of which most tokens on rank 1 are padding."""
+    """Return metrics for text whose tokens on rank 1 are mostly padding."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     meter = Meter(Ranks(rank, rank, world, world, (0,) * world, torch.device("cpu"), "gloo"))
     smoothed = Classification(label_smoothing=0.5)

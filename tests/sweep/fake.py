@@ -56,7 +56,7 @@ main()
 
 
 class Sweep:
-    """The sweeps of one test; by default in its folder `sweep`."""
+    """Sweeps of a test, by default in its folder `sweep`."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path, self.folder = tmp_path, tmp_path / "sweep"
@@ -85,7 +85,7 @@ class Sweep:
             return program.wait()
 
     def starts(self) -> dict[str, list[dict[str, Any]]]:
-        """The command line of each start of a trial, by its folder."""
+        """Return the command line of each start of a trial, by folder."""
         return {
             folder.name: [json.loads(file.read_text()) for file in sorted(folder.glob("start-*"))]
             for folder in sorted(self.folder.iterdir())

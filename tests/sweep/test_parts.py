@@ -1,4 +1,4 @@
-"""The parts of a sweep, each alone: device slots, search spaces, the trial log, TensorBoard's HParams."""
+"""Unit tests of sweeps: device slots, search spaces, the trial log, TensorBoard's HParams."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ GRID = SweepConfig(search="grid", trials=None, metric="eval/loss", mode="min", c
 RANDOM = dataclasses.replace(GRID, search="random", trials=4)
 
 
-def rooms(concurrent: str, gpus: list[str], *trials: list[str]) -> list[list[str] | None]:
-    """The GPUs of trials with these overrides, started one after another while all run on."""
+def gpus_of_trials(concurrent: str, gpus: list[str], *trials: list[str]) -> list[list[str] | None]:
+    """Return the GPUs of trials with these overrides, which are started one after another and keep running."""
     found: list[list[str] | None] = []
     for overrides in trials:
         found.append(
@@ -56,12 +56,12 @@ def rooms(concurrent: str, gpus: list[str], *trials: list[str]) -> list[list[str
 
 def test_trials_get_separate_gpus_or_the_configured_concurrency() -> None:
     one, two = list[str](), ["launch=local", "launch.processes=2"]
-    assert rooms("auto", ["0", "1", "5", "7"], two, two, two) == [["0", "1"], ["5", "7"], None]
-    assert rooms("auto", ["0", "1", "5"], two, two, one) == [["0", "1"], None, ["5"]]
-    assert rooms("3", ["0", "1"], one, one, one, one) == [["0"], ["1"], ["0"], None]
-    assert rooms("auto", [], one, one) == [[], None]
-    assert rooms("2", [], one, one, one) == [[], [], None]
-    assert rooms("auto", [], *[["launch=slurm"]] * 17) == [*[[]] * 16, None]
+    assert gpus_of_trials("auto", ["0", "1", "5", "7"], two, two, two) == [["0", "1"], ["5", "7"], None]
+    assert gpus_of_trials("auto", ["0", "1", "5"], two, two, one) == [["0", "1"], None, ["5"]]
+    assert gpus_of_trials("3", ["0", "1"], one, one, one, one) == [["0"], ["1"], ["0"], None]
+    assert gpus_of_trials("auto", [], one, one) == [[], None]
+    assert gpus_of_trials("2", [], one, one, one) == [[], [], None]
+    assert gpus_of_trials("auto", [], *[["launch=slurm"]] * 17) == [*[[]] * 16, None]
 
 
 # What the trials of `log` do before they end.
@@ -70,7 +70,7 @@ BEFORE: dict[str, str] = {}
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialLog:
-    """Of trials whose process says why, and where that is explained, and ends: with optim.lr=N by status N."""
+    """Yield the log of trials that print an error message; a trial with optim.lr=N ends with status N."""
 
     def start(argv: list[str], *, stdout: IO[bytes], **_: object) -> subprocess.Popen[bytes]:
         given = dict(word.partition("=")[::2] for word in argv)
@@ -173,7 +173,7 @@ def test_an_invalid_trial_is_skipped_until_its_folder_is_deleted(
 
 
 def test_an_error_in_all_trials_ends_the_sweep(log: TrialLog) -> None:
-    """It is one of a swept value as long as all have that value. Once it is corrected, all are tried again."""
+    """The swept value is wrong in all trials; once it is corrected, all trials run again."""
     same = [({"optim.lr": "2", "train.epochs": str(number)}, settings()) for number in range(4)]
     other = [({"optim.lr": lr, "train.epochs": "4"}, settings()) for lr in ("02", "002")]
     for _ in range(2):
@@ -216,7 +216,7 @@ def test_contradictory_combinations_are_skipped_and_named(capsys: pytest.Capture
 
 
 def write_evaluations(folder: Path, *losses: float) -> None:
-    """The files of a run with an evaluation every ten steps."""
+    """Write the files of a run with an evaluation every ten steps."""
     folder.mkdir(parents=True, exist_ok=True)
     values = [loss if math.isfinite(loss) else None for loss in losses]
     rows = [{"step": 10 * number, "eval/loss": loss} for number, loss in enumerate(values, 1)]
@@ -225,7 +225,7 @@ def write_evaluations(folder: Path, *losses: float) -> None:
 
 @pytest.mark.parametrize(("pruning", "pruned_at"), [("median", 20), ("asha", 10)])
 def test_a_trial_is_pruned_by_other_trials_evaluations(pruning: str, pruned_at: int, tmp_path: Path) -> None:
-    """Of an earlier start too, after as many evaluations; for both modes. Other settings count for nothing."""
+    """Also by trials of an earlier start, in both modes; trials with other settings are ignored."""
     pytest.importorskip("optuna")
     for mode, sign in (("min", 1), ("max", -1)):
         folder, wanted = tmp_path / mode, dataclasses.replace(GRID, pruning=pruning, mode=mode)

@@ -56,7 +56,7 @@ def test_a_grid_runs_in_separate_launches_and_a_second_call_skips_it(sweep: Swee
 
 @pytest.mark.slow
 def test_a_stop_saves_every_running_trial(sweep: Sweep) -> None:
-    """The guard of tests.conftest fails this one if a trial outlives the sweep."""
+    """The guard in tests.conftest fails this test if a trial outlives the sweep."""
     command, acts = ["optim.lr=0.1,0.2,0.3", "hydra.sweeper.concurrent=2"], ["wait", "done"]
     by_lr = {f"optim.lr=0.{n}": acts for n in (1, 2)}
     with sweep.started(*command, acts=by_lr) as program:
@@ -106,7 +106,7 @@ def test_refuses(sweep: Sweep, override: str, words: str) -> None:
 
 @pytest.mark.slow
 def test_settings_that_only_some_choices_have_and_params_from_a_file(sweep: Sweep) -> None:
-    """adamw has no momentum, and is tried once without it; the command line counts more than the file."""
+    """adamw has no momentum, so it is tried once; the command line takes precedence over the file."""
     (sweep.tmp_path / "experiment").mkdir()
     params = {"optim": "sgd,adamw", "optim.momentum": "0.8,0.9", "train.max_steps": 5}
     hydra = {"mode": "MULTIRUN", "sweeper": {"params": params}}
@@ -140,7 +140,7 @@ def test_a_pruned_trial_saves_and_is_not_resumed(sweep: Sweep) -> None:
 
 @pytest.mark.slow
 def test_a_killed_search_can_be_continued(sweep: Sweep) -> None:
-    """TPE's; a random one differs in what it suggests alone. A trial that outlives the sweep fails this test, too."""
+    """Uses TPE. A trial that outlives the sweep fails this test."""
     pytest.importorskip("optuna")
     command = ["optim.lr=tag(log,interval(0.001,1))", "train.max_steps=range(3,9,3)", "model.hidden=[8],[16]"]
     command += ["hydra.sweeper.search=tpe", "hydra.sweeper.trials=5"]

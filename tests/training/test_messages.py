@@ -1,4 +1,4 @@
-"""What a run says of its data, and of errors of torch whose cause is known."""
+"""Messages of a run about its data, and about known errors of torch."""
 
 import re
 from collections.abc import Callable
@@ -66,7 +66,7 @@ STREAM = (
 
 
 def test_a_stream_logs_samples_instead_of_epochs(tmp_path: Path) -> None:
-    """The first step, also after a resume, has a line without these, since it is no mean."""
+    """The line of the first step, also after a resume, has no means."""
     run_ranks(train, 1, *STREAM, "train.max_steps=4", f"run_dir={tmp_path}", init=False)
     run_ranks(train, 1, *STREAM, "resume=auto", f"run_dir={tmp_path}", init=False)
     said = (tmp_path / "train.log").read_text()

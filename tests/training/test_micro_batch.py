@@ -33,7 +33,7 @@ def num_sockets() -> int:
 
 
 def ran(free: list[int], *overrides: str) -> dict[str, Any]:
-    """Train where each rank may take `free` bytes.
+    """Train with `free` bytes of memory on each rank.
 
     Returns the hash, the size in config.yaml, the log lines about sizes, and the number of sockets that the
     trials left open.

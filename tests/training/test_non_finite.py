@@ -104,7 +104,7 @@ def test_no_rank_updates_with_a_non_finite_gradient(
 
 
 def checked(gradients: list[Tensor], **options: Any) -> nn.Module:
-    """A step of these, which is made or skipped."""
+    """Make or skip a step with these gradients."""
     model = nn.ParameterList([torch.zeros_like(gradient.to_dense()) for gradient in gradients])
     for parameter, gradient in zip(model, gradients, strict=True):
         parameter.grad = gradient

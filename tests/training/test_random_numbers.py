@@ -1,4 +1,4 @@
-"""What a run draws follows from its seed, the step and the micro-batch: not from ranks, resumes or evaluation."""
+"""Random numbers depend on seed, step and micro-batch, but not on ranks, resumes or evaluations."""
 
 import dataclasses
 import random
@@ -26,7 +26,7 @@ def _draw() -> Draws:
 
 
 class _Drawing:
-    """A task whose loss and evaluation draw from each generator."""
+    """A task whose loss and evaluation use each generator."""
 
     def __init__(self, task: Any) -> None:
         self._task, self.trained, self.evaluated = task, list[Draws](), list[Draws]()
@@ -44,7 +44,7 @@ class _Drawing:
 
 
 def _drawn(run_dir: Path, *overrides: str) -> tuple[list[Draws], list[Draws]]:
-    """What this rank's micro-batches drew, and its evaluations."""
+    """Return the random numbers of this rank's micro-batches and evaluations."""
     with runs.context_of(*SETTINGS, f"run_dir={run_dir}", *overrides) as context:
         task = _Drawing(context.task)
         fit(dataclasses.replace(context, task=task))

@@ -1,4 +1,4 @@
-"""A resumed run on two ranks has all bits, and logs all numbers, of one that was never stopped."""
+"""A resumed run on two ranks has the bits and the metrics of an uninterrupted run."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""checkpoint.every_minutes: the clock of rank 0 alone asks, and all ranks save after the same step."""
+"""checkpoint.every_minutes: only the clock of rank 0 counts, and all ranks save after the same step."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from tests.ranks import run_ranks
 from trainer.step_vote import AfterStep, Agreed, StepVote
 
 
-def _asked_by_the_clock(run_dir: Path) -> list[Agreed]:
+def _saved_by_the_clock(run_dir: Path) -> list[Agreed]:
     state, ranks = tiny.train_state(), tiny.facts()
     checkpointer = tiny.checkpointer(run_dir, state=state, every_minutes=5.0)
     agreement, found = StepVote(ranks), []
@@ -23,7 +23,7 @@ def _asked_by_the_clock(run_dir: Path) -> list[Agreed]:
 
 
 def test_all_ranks_save_when_every_minutes_has_passed_on_rank_0(tmp_path: Path) -> None:
-    first, second = run_ranks(_asked_by_the_clock, 2, tmp_path)
+    first, second = run_ranks(_saved_by_the_clock, 2, tmp_path)
     none, save = Agreed(2.0, AfterStep.CONTINUE, True), Agreed(2.0, AfterStep.SAVE, True)
     assert first == second == [none, save, none, save]
     steps = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))

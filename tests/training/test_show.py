@@ -1,4 +1,4 @@
-"""What a task shows: as often as the settings say, and of the moving averages, if there are any."""
+"""A task shows samples as often as configured, from the averaged weights if there are any."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from trainer.tasks import Classification, Evaluation, Shown
 
 
 class Shows(Classification):
-    """Notes the sum of the first weight at each time."""
+    """Records the sum of the first weight at each call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""train.skip_nonfinite: steps that are not finite are left out by all ranks alike, and leave no trace."""
+"""train.skip_nonfinite: all ranks skip non-finite steps, which do not change any state."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ TOGETHER = {
 
 
 def everything(context: Any) -> dict[str, Tensor]:
-    """This rank's parameters, buffers, averages and optimizer state, copied."""
+    """Return copies of this rank's parameters, buffers, averages and optimizer state."""
     state, found = context.state, dict(context.state.model.state_dict())
     found |= {f"ema.{name}": value for name, value in state.average.named_parameters()}
     found |= {f"optim.{name}": value for name, value in state.replicated()}
@@ -49,7 +49,7 @@ def everything(context: Any) -> dict[str, Tensor]:
 
 
 def fitted(run_dir: Path, *overrides: str) -> dict[str, Any]:
-    """A run to its end: its state after each update or skip, and the result."""
+    """Train to the end; return the state after each update or skip, and the result."""
     after: list[dict[str, Tensor]] = []
     with context_of(*FAILS, *overrides, f"run_dir={run_dir}") as context:
         count_update = context.state.count_update
@@ -100,7 +100,7 @@ def test_all_ranks_skip_a_non_finite_step(
 
 
 def too_many(root: Path) -> list[str]:
-    """What ends a run whose third and fourth losses are NaN, and one resumed after the third."""
+    """Return the errors of a run whose third and fourth losses are NaN, and of one resumed after the third."""
     words, found = ("strategy=single", "+data.task.rank=0", "+data.task.times=2"), []
     resumed = ("data.task.call=1", f"resume={root / 'whole' / 'checkpoints' / 'step_00000003'}")
     for name, own in (("whole", ()), ("resumed", resumed)):
@@ -132,14 +132,14 @@ def buffers(run_dir: Path, *overrides: str) -> tuple[int, bool]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_a_skipped_step_does_not_change_running_statistics(strategy: str, tmp_path: Path) -> None:
-    """A NaN sample comes once in an epoch of eight steps; it would stay in the running means."""
+    """A NaN sample occurs once per epoch of eight steps, and would stay in the running means."""
     world_size = 1 + (strategy != "single")
     words = (f"strategy={strategy}", "train.max_steps=8")
     assert run_ranks(buffers, world_size, tmp_path, *words, init=False) == [(1, True)] * world_size
 
 
 def read_past(root: Path, *words: str) -> list[bool]:
-    """Whether runs that skip step 3, straight and after a resume, end like one whose third update is suppressed."""
+    """Return whether runs that skip step 3, uninterrupted and resumed, equal a run without the third update."""
     words = (*words, SOUND, "+data.task.rank=0")
     with context_of(*FAILS, *words, f"run_dir={root / 'by_hand'}") as context:
         optimizer, state = context.state.optimizer, context.state

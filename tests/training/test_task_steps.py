@@ -45,7 +45,7 @@ def test_alternating_updates_resume_exactly(way: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_gan_run_ends_with_the_same_hash(tmp_path: Path) -> None:
-    """In the middle of a step; the save that follows is a step of the critic."""
+    """It is killed in the middle of a step; the next save is in a step of the critic."""
     gan = [word for word in GAN if "task._target_" not in word]
     killed = inject("kill", 0, 8, "backward", mark=tmp_path / "mark", task="examples.recipes.gan.Turns")
     hashes = []
