@@ -17,5 +17,5 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forked]:
         launches = Forked(stack)
         monkeypatch.setattr(drilled_run, "ranks_of", launches.ranks)
         monkeypatch.setattr(restarts, "_rank", lambda pid: f"of pid {pid}")
-        monkeypatch.setattr(restarts, "on", launches.on)
+        monkeypatch.setattr(restarts, "on_hosts", launches.on_hosts)
         yield launches
