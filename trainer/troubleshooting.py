@@ -40,7 +40,7 @@ ENTRIES = {
     "other-model": "the checkpoint is from a different model",
     "other-optimizer": "the checkpoint is from a different optimizer",
     "not-intact": "none of the ... checkpoints in ... is intact",
-    "not-shared": "... is run_dir on a file system that all hosts share?",
+    "not-shared": "... set run_dir to a directory on a file system that all hosts share",
     "memory": "out of memory",
     "gloo-address": "Gloo connectFullMesh failed with ... remote=[127.0.0.1]",
     "gloo-interface": "GLOO_SOCKET_IFNAME=..., but its host ... has no interface ...",

@@ -47,7 +47,7 @@ BEFORE = {
     model("OneWay"): r"the model, a \w*OneWay, defines get_extra_state but not set_extra_state",
     model("Keeps"): "model._extra_state.seen cannot be saved, because it is a set",
 }
-MADE = r"has changed since before the first step, .*: {}; create buffers in __init__"
+MADE = r"has changed, so a resume .*: {}; create buffers in __init__"
 AFTER = {
     model("Late", grows="false", persistent="true"): MADE.format("unexpected model.cache"),
     model("Late", grows="true", persistent="true"): MADE.format(

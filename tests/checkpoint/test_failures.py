@@ -121,8 +121,8 @@ def test_resume_auto_logs_skipped_checkpoints_and_changed_settings(tmp_path: Pat
     assert "skipping step_00000003" in text and "no manifest.json" in text
     assert "skipping step_00000002" in text and f"sha256 of {TENSORS}" in text
     assert "resumed from" in text and "step_00000001 at step 1" in text
-    assert "optim.lr was 0.1 in the checkpoint, is 0.5 now" in text
-    assert "new was no setting in the checkpoint, is 1 now" in text
+    assert "optim.lr was 0.1 in the checkpoint, and is 0.5 now" in text
+    assert "new was not set in the checkpoint, and is 1 now" in text
     # A run without a seed continues with the one that it drew.
     first = tmp_path / "checkpoints" / "step_00000001"
     for resume, seed in (("auto", 0), (str(first), 0), (str(tmp_path / "none"), None)):
@@ -140,7 +140,7 @@ def _all_damaged(run_dir: Path) -> None:
         tiny.restore(tiny.checkpointer(run_dir), state, "auto")
     (run_dir / "away").mkdir()
     (run_dir / "away" / "checkpoints").symlink_to(run_dir / "not mounted")
-    with pytest.raises(UserError, match="is a file or a broken link: is its disk mounted"):
+    with pytest.raises(UserError, match="is a file or a broken link; check that its disk is mounted"):
         tiny.checkpointer(run_dir / "away").open("auto")
 
 
@@ -215,4 +215,4 @@ def _save_on_separate_disks(root: Path) -> str:
 def test_ranks_without_a_shared_disk_are_refused_before_the_first_step(tmp_path: Path) -> None:
     first, second = run_ranks(_save_on_separate_disks, 2, tmp_path)
     assert first == second
-    assert first.startswith("rank 1: ") and "is run_dir on a file system that all hosts share?" in first
+    assert first.startswith("rank 1: ") and "set run_dir to a directory on a file system that all hosts" in first

@@ -99,7 +99,7 @@ def test_different_or_missing_initial_weights_are_refused(tmp_path: Path) -> Non
         f"model.init_from={tmp_path}/base.pt has other values"
     )
     assert left_out.format("layers.0.bias") in changed
-    assert f"model.init_from={tmp_path}/base.pt does not exist; set its current path. A new run" in missing
+    assert f"model.init_from={tmp_path}/base.pt does not exist; set the current path. A new run" in missing
     assert left_out.format("layers.0.weight, layers.0.bias") in own
     assert (
         "excludes from checkpoints the frozen parameters that model.init_from loads, but this model has none"
@@ -122,4 +122,4 @@ def test_a_frozen_parameter_that_changes_must_be_saved(tmp_path: Path) -> None:
     begun(tmp_path)
     drifts = (f"model._target_={__name__}.Drifts", "strategy=single", f"run_dir={tmp_path / 'run'}")
     ((said,),) = run_ranks(refusals, 1, (*words(tmp_path), *drifts), init=False)
-    assert "no longer have their values in model.init_from: layers.0.bias; set" in said
+    assert "no longer have the values in model.init_from: layers.0.bias; set" in said

@@ -107,7 +107,7 @@ def test_a_run_starts_from_a_hugging_face_folder(
         with caplog.at_level(logging.WARNING):
             tiny.load_weights(ours, tmp_path / folder)
         assert _logits(ours).equal(_logits(theirs))
-    assert "left as initialised" not in caplog.text, "the head of GPT-2 is tied, and is not in their file"
+    assert "left as initialized" not in caplog.text, "the head of GPT-2 is tied, and is not in their file"
     theirs.base_model.save_pretrained(tmp_path / "without_head")
     ours = KINDS[kind]()
     tiny.load_weights(ours, tmp_path / "without_head")

@@ -80,7 +80,8 @@ def test_what_is_not_finite_is_not_saved(tmp_path: Path, sharded: bool, async_: 
     for (what, _), message in zip(POISONS, ranks[0], strict=True):
         on = 1 if sharded and "first" in what else 0
         assert message.startswith(
-            f"{what} contains NaN or Inf after step 2 on rank {on} (host 0), so no checkpoint of it was saved"
+            f"{what} contains NaN or Inf after step 2 on rank {on} (host 0), so no checkpoint of this step "
+            "was saved"
         ), message
         assert [path.name for path in (tmp_path / what / "checkpoints").glob("step*")] == ["step_00000001"]
 

@@ -114,7 +114,7 @@ def test_a_failing_store_is_reported_once_retried_and_never_waited_for(
         remote.finish(10)
     assert sorted(tried) == ["a.txt", *5 * ["b.txt"]], "what has arrived is not put twice"
     messages = [record.message for record in caplog.records if "no space left" in record.message]
-    assert len(messages) == 1 and "The newest checkpoint there is of step 0" in messages[0]
+    assert len(messages) == 1 and "The newest uploaded checkpoint is that of step 0" in messages[0]
     assert "accepts uploads again and contains step 10" in caplog.text
 
 

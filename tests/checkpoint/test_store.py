@@ -93,7 +93,7 @@ def test_refuses_to_commit_missing_files(tmp_path: Path) -> None:
     store = Store(tmp_path, "mine")
     directory = store.new_directory(1)
     digest = write_text(directory / "a.txt", "a")
-    with pytest.raises(UserError, match="is run_dir on a file system that all hosts share"):
+    with pytest.raises(UserError, match="set run_dir to a directory on a file system that all hosts share"):
         store.commit(1, "sharded", {"a.txt": digest, "from_another_host": digest}, "")
 
 

@@ -147,7 +147,7 @@ def test_refuses_files_without_a_state_dict(tmp_path: Path) -> None:
         tiny.load_weights(tiny.Net(), tmp_path / "foreign.pt")
 
 
-def test_init_ignore_leaves_modules_as_initialised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_init_ignore_leaves_modules_as_initialized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     theirs, ours = _nets()
     theirs.second = nn.Linear(7, 10)
     torch.save(theirs.state_dict(), tmp_path / "w.pt")
@@ -159,13 +159,13 @@ def test_init_ignore_leaves_modules_as_initialised(tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.INFO):
         tiny.load_weights(ours, tmp_path / "w.pt", ["second"])
     assert (
-        "8 of the model's 10 tensors; left as initialised: second.bias, second.weight; not used"
+        "8 of the model's 10 tensors; left as initialized: second.bias, second.weight; not used"
         in caplog.text
     )
     assert torch.equal(ours.second.weight, before)
     assert torch.equal(ours.first.weight, theirs.first.weight)
     (line,) = caplog.records
-    assert line.levelname == "INFO" and "left as initialised: second.bias, second.weight" in line.message
+    assert line.levelname == "INFO" and "left as initialized: second.bias, second.weight" in line.message
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn, torch.complex64])

@@ -22,12 +22,12 @@ from trainer.files.untrusted import first_five, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, or 2 if a checkpoint is damaged or an argument wrong."""
+    """Run the command; return exit status 0, or 2 if a checkpoint is damaged or an argument is wrong."""
     parser = argparse.ArgumentParser(prog="python -m trainer.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help in (
         ("show", "print and verify a checkpoint, or every checkpoint of a run"),
-        ("verify", "compare every file with its sha256; the exit status is 0 if all are intact"),
+        ("verify", "check every file against its sha256; the exit status is 0 if all are intact"),
         ("convert", "export the weights of a checkpoint, or of the newest one of a run, for other programs"),
     ):
         command = commands.add_parser(name, help=help)
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "convert":
             source = _newest(chosen.directory)
             convert(source, chosen.out, chosen.to, chosen.ema, DTYPES.get(chosen.dtype))
-            print(f"{printable(chosen.out)} written from {printable(source)}")
+            print(f"exported {printable(source)} to {printable(chosen.out)}")
             return 0
         reports = [
             _report(path, chosen.command == "show", is_listed=path != chosen.directory)
@@ -67,7 +67,7 @@ def _checkpoints(directory: Location) -> Iterator[Location]:
         return
     if not (directories := _listing(directory).directories()):
         raise UserError(
-            f"{printable(directory)} is not a checkpoint (it has no {MANIFEST}) and contains none"
+            f"{printable(directory)} is not a checkpoint (it has no {MANIFEST}) and contains no checkpoints"
         )
     yield from directories
 
@@ -91,7 +91,7 @@ def _report(directory: Location, in_full: bool, is_listed: bool) -> bool:
         source = verified(directory)
     except (UserError, RetryableError) as error:
         if is_listed and isinstance(directory, Address) and not (directory / MANIFEST).exists():
-            print(f"{printable(directory)}: incomplete: a copy or deletion is in progress or was interrupted")
+            print(f"{printable(directory)}: incomplete: an upload or deletion is running or was interrupted")
             return True
         print(
             f"{printable(directory)}: "

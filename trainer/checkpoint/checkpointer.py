@@ -1,4 +1,4 @@
-"""Save and resume a run as a collective of all ranks."""
+"""Save and restore a run, in collectives of all ranks."""
 
 import logging
 import secrets
@@ -44,13 +44,13 @@ class Checkpointer:
 
     Attributes:
         saving: the last save, which may still be in progress.
-        restored_metrics: the metrics of the state that ``bind`` restored; {} if it was not evaluated.
-        unsaved: fingerprints of attributes that checkpoints do not contain; each save contains these
+        restored_metrics: the metrics of the state that ``bind`` restored; {} if that state was not evaluated.
+        unsaved: fingerprints of attributes that checkpoints do not contain; each save records the
             fingerprints.
-        verified_step: the last step that `train.verify_every` has verified; each save contains it.
-        restored_verified: the last verified step as saved in the checkpoint that ``bind`` restored, or else
-            its step.
-        restored_unsaved: these fingerprints as saved in the checkpoint that ``bind`` restored.
+        verified_step: the last step that `train.verify_every` has verified; each save records it.
+        restored_verified: the last verified step that the restored checkpoint records; its own step if it
+            records none or is from another run directory.
+        restored_unsaved: the fingerprints that the restored checkpoint records.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Checkpointer:
         self._origin = State("", 0)  # the state that the run resumed from, if any
         self.start: str | None = None  # the checkpoint that the run resumed from, if it is not in run_dir
         self._saved: set[State] = set()  # states with a checkpoint of this run, for keep_best
-        self._last_save_s = time.monotonic()  # of the last save, or of the start
+        self._last_save_s = time.monotonic()  # the time of the last save, or of the start
         self.saving = Saving()
         self.restored_metrics: Mapping[str, float] = {}
         self.unsaved: Mapping[str, Any] = {}
@@ -110,7 +110,8 @@ class Checkpointer:
             resume: None; "auto" for the newest intact checkpoint in run_dir; or the path of a checkpoint.
 
         Raises:
-            UserError: on every rank, if the checkpoint is missing, damaged, or from a run on other data.
+            UserError: on every rank, if the checkpoint is missing, damaged, or from a run with different
+                data.
         """
         self._agreement.on_main(self._store.recover)
         if resume is None:
@@ -130,9 +131,9 @@ class Checkpointer:
         """Prepare to save ``state``, and restore the opened checkpoint, if any, into it.
 
         Args:
-            exact: the plain values to save that determine the result of train.exact bit for bit.
-            frozen: the `frozen_digests` of the model. With checkpoint.frozen=false, these parameters are not
-                saved.
+            exact: the `exact_facts` of a run with train.exact, to be saved.
+            frozen: the `frozen_digests` of the model. With checkpoint.frozen=false, the parameters in it are
+                not saved.
 
         Returns:
             The data position of each rank in the opened checkpoint; [] without a checkpoint.
@@ -148,7 +149,7 @@ class Checkpointer:
         self._planner = Planner(self._savable, self._settings.format, self._ranks)
         self._facts |= {"exact": exact, LEFT_OUT: dict(left_out)}
         self._facts |= {MODEL_CONFIG: self._savable.model_config, ADAPTERS: self._savable.adapters}
-        self._branch, before, self._saved = self._agreement.on_main(lambda: self._before(self._opened))
+        self._branch, before, self._saved = self._agreement.on_main(lambda: self._new_branch(self._opened))
         if self._opened is None:
             return []
         data_states = restore(state, self._opened, frozen, self._agreement)
@@ -171,7 +172,7 @@ class Checkpointer:
             self.start = str(self._opened.directory.resolve())
         return data_states
 
-    def _before(self, source: OpenCheckpoint | None) -> tuple[str, Evaluations, set[State]]:
+    def _new_branch(self, source: OpenCheckpoint | None) -> tuple[str, Evaluations, set[State]]:
         """Return the name of a new branch, the evaluations before it, and the states that this run saved."""
         run_dir, saved = self._store.root.parent, set[State]()
         evaluations = Evaluations(run_dir)
@@ -185,7 +186,7 @@ class Checkpointer:
         return secrets.token_hex(4), evaluations, saved
 
     def check(self, state: TrainState, changed: Sequence[str] = ()) -> None:
-        """Check, after the dry run, that a save could be resumed (a collective).
+        """Check, after the dry run, that the run could resume from its checkpoints (a collective).
 
         Args:
             changed: parameters that the dry run changed on this rank. After a resume, they are read from the
@@ -207,7 +208,7 @@ class Checkpointer:
             if self._settings.format == "sharded" and not root.is_dir():
                 raise UserError(
                     f"{root} does not exist on this host, but each rank writes its shards of a checkpoint "
-                    "there: is run_dir on a file system that all hosts share?"
+                    "there; set run_dir to a directory on a file system that all hosts share"
                 )
             self._savable.to_save(state)
             if self._ranks.is_main and source is not None:  # must precede the branch's first checkpoint
@@ -222,15 +223,15 @@ class Checkpointer:
         self._remote.follow()
 
     def refuse_left_out(self, names: Collection[str]) -> None:
-        """Raise UserError if checkpoints do not contain one of these now trainable parameters."""
+        """Raise UserError if checkpoints lack any of the parameters ``names``, which are now trainable."""
         if not_saved := sorted(self._facts[LEFT_OUT].keys() & names):
             raise UserError(
-                f"checkpoint.frozen=false does not save {first_five(not_saved)}, frozen at the start but "
-                "trainable now; set checkpoint.frozen=true"
+                f"checkpoint.frozen=false does not save {first_five(not_saved)}, because these parameters "
+                "were frozen at the start, but they are trainable now; set checkpoint.frozen=true"
             )
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:
-        """Return whether the settings ask for a checkpoint after this step or at this end of an epoch."""
+        """Return whether the settings ask for a checkpoint after this step, or at the end of this epoch."""
         every_steps, every_epochs = self._settings.every_steps, self._settings.every_epochs
         if every_steps is not None and progress.step % every_steps == 0:
             return True
@@ -262,7 +263,7 @@ class Checkpointer:
         return best is not None and self._evaluations.best(state, best, [*self._saved, state]) == state
 
     def best_so_far(self, step: int) -> tuple[str, float, int] | None:
-        """Return the decisive metric, its best value up to ``step``, and the step of that value, if any."""
+        """Return the metric that defines the best state, its best value so far, and its step."""
         best = self._settings.best
         state = self._evaluations.best(State(self._branch, step), best)
         return None if state is None else (best.metric, self._evaluations.of(state)[best.metric], state.step)
@@ -277,9 +278,9 @@ class Checkpointer:
         """Save ``state`` (a collective).
 
         With ``checkpoint.async``, return immediately: ``state`` is copied to host memory during the next
-        forward pass, and written while training continues. Call ``wait_until_copied()`` of the returned
-        object before changing ``state``. Its ``wait()``, which the next save also calls, raises the errors of
-        the save. Older checkpoints are deleted in the background.
+        forward pass, and written while training continues. Call the returned object's ``wait_until_copied()``
+        before changing ``state``. Its ``wait()``, which the next save also calls, raises the errors of the
+        save. Older checkpoints are deleted in the background.
 
         Args:
             data_state: the position in this rank's data, as plain values and tensors, if it must be saved.
@@ -352,7 +353,7 @@ class Checkpointer:
     def _newest_step(self) -> int | None:
         """Return the step of the newest checkpoint in run_dir that led to the current state, if there is one.
 
-        Checkpoints that were saved after the one that the run resumed from did not.
+        Checkpoints saved later than the one from which the run resumed do not count.
         """
         own = (manifest.state for manifest in self._store.own().values())
         return next((each.step for each in own if each.branch == self._branch or each == self._origin), None)
@@ -399,9 +400,9 @@ class Checkpointer:
         return True
 
     def set_aside(self, after: int, why: str) -> None:
-        """Record that no resume may use the checkpoints of this run after a step; called on every rank.
+        """Record on every rank that resume=auto must skip the checkpoints of this run after step ``after``.
 
-        If the disk fails, a warning is logged, because `why` must still reach the user.
+        If the disk fails, log a warning instead of raising an error, because `why` must still reach the user.
         """
         if not self._ranks.is_main:
             return

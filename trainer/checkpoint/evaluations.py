@@ -1,9 +1,9 @@
 """The metrics of each evaluation of a run, with its branch, in evaluations.jsonl.
 
-Each start of a run creates a new branch, which begins at the state that it resumed from. Two branches may
-reach the same step with different weights, for instance after a resume from an older checkpoint with another
-learning rate. Therefore a state is identified by its branch and step, here and in the manifest of a
-checkpoint, and only evaluations of the current state's ancestors count.
+Each start of a run creates a new branch, which begins at the state from which the run resumed. Two branches
+may reach the same step with different weights, for instance after a resume from an older checkpoint with
+another learning rate. Therefore a state is identified by its branch and step, here and in the manifest of a
+checkpoint, and only evaluations of the current state's ancestors count when the best state is chosen.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Evaluations:
 
     @staticmethod
     def read(run_dir: Location) -> "Evaluations":
-        """Return the evaluations of the run in `run_dir`, a directory or an address, if there are any."""
+        """Return the evaluations of the run in `run_dir`, a directory or an address; empty if it has none."""
         evaluations = Evaluations(Path())
         origins, metrics = {}, {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), (run_dir / FILE).open("rb") as file:

@@ -23,7 +23,7 @@ from trainer.model.plain_names import model_state
 log = logging.getLogger(__name__)
 
 _AVERAGE = "ema.weights."
-_MAY_DIFFER = ("run_dir", "resume", "checkpoint.remote")  # prefixes; changes are not logged
+_MAY_DIFFER = ("run_dir", "resume", "checkpoint.remote")  # prefixes of settings whose changes are not logged
 
 
 def candidates(
@@ -31,7 +31,7 @@ def candidates(
 ) -> list[Location]:
     """Return the checkpoints that `which` can refer to, in the order in which to try them.
 
-    This includes those at `checkpoint.remote`, because the disk of the run may have been lost.
+    Checkpoints at `checkpoint.remote` are included, because the disk of the run may have been lost.
     """
     listing: Listing[Any] = Listing(run_dir / "checkpoints", run_id)
     remote = settings.remote if isinstance(run_dir, Path) else None
@@ -53,9 +53,7 @@ def candidates(
         return chosen
     if which == "newest":
         if not (listed := listing.checkpoints() or all_checkpoints(listing, remote)):
-            raise UserError(
-                f"{run_dir} has no checkpoint: {run_dir / 'checkpoints'} contains none of this run"
-            )
+            raise UserError(f"{run_dir} has no checkpoint of its run in {run_dir / 'checkpoints'}")
         return [each.path for each in listed]
     below = run_dir / "checkpoints" / which
     named = below if below.is_dir() else location(which)
@@ -75,7 +73,8 @@ def read_model(
 
     Args:
         run_id: the run whose checkpoints `newest` and `best` refer to; None for all runs.
-        which: newest (intact), best (by the metric of `settings`), or a path.
+        which: "newest" for the newest intact checkpoint, "best" for the best by the metric of `settings`, or
+            a path.
 
     Raises:
         UserError: on every rank, if the checkpoint is missing, damaged or from a different model.
@@ -143,7 +142,7 @@ def _usable(own: Listing[Path], remote: str | None) -> list[Location]:
     if not found and aside.start is not None:
         raise UserError(
             f"resume=auto: all checkpoints in {own.root} were set aside, because {printable(aside.why)}; "
-            f"repeat with resume={printable(aside.start)}, from which the run started"
+            f"set resume={printable(aside.start)}, the checkpoint from which the run started"
         )
     return [each.path for each in found]
 
@@ -171,11 +170,11 @@ def check_data(source: OpenCheckpoint, now: int | None) -> None:
 
 
 def log_changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Log the settings that have changed since the checkpoint, except those that only one strategy has."""
+    """Log the settings that have changed since the checkpoint, except those that one strategy lacks."""
     for key in sorted(key for key in then.keys() | now.keys() if not key.startswith(_MAY_DIFFER)):
-        was, is_now = (printable(repr(each[key])) if key in each else "no setting" for each in (then, now))
-        if was != is_now and not (key.startswith("strategy.") and "no setting" in (was, is_now)):
-            log.info("  %s was %s in the checkpoint, is %s now", printable(key), was, is_now)
+        was, is_now = (printable(repr(each[key])) if key in each else "not set" for each in (then, now))
+        if was != is_now and not (key.startswith("strategy.") and "not set" in (was, is_now)):
+            log.info("  %s was %s in the checkpoint, and is %s now", printable(key), was, is_now)
 
 
 def saved_settings_of(

@@ -16,7 +16,7 @@ from trainer.checkpoint.tree import is_extra_state
 from trainer.tensors.local_shard import is_dtensor, is_sharded, num_rows, rows_of_shard, to_local
 
 _MODEL = "model."
-# In addition to those of safetensors. safetensors has no names for these, so they are stored as bytes.
+# safetensors has no names for these dtypes, so tensors of these dtypes are stored as bytes.
 _OTHER_DTYPES = (
     "complex32",
     "complex64",
@@ -65,7 +65,7 @@ class IndexEntry:
 
 
 Index = Mapping[str, IndexEntry]
-"""The entries by the name of a tensor in the state."""
+"""The entry of each tensor, by its name in the state."""
 
 
 class WrittenChunks(Sequence[Chunk]):
@@ -95,7 +95,7 @@ class WrittenChunks(Sequence[Chunk]):
 
 
 def index_from_json(saved: Mapping[str, Any]) -> dict[str, IndexEntry]:
-    """Return the index that `Plan.index` saved."""
+    """Return the index that was saved as `Plan.index`."""
     groups, num_writers = saved["groups"], saved["num_writers"]
     index = {}
     for name, (dtype, shape, group, written_as) in saved["tensors"].items():
@@ -118,7 +118,7 @@ def index_of_version_4(tensors: Mapping[str, Any]) -> dict[str, IndexEntry]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of which rank writes which part of a save.
+    """The assignment of the parts of a save to the ranks that write them.
 
     Saves with the same tensors reuse the plan: for the 40,000 tensors of 10,000 parameters, planning takes as
     long as the rest of a save.
@@ -128,8 +128,8 @@ class Plan:
         num_writers: the number of ranks that write files.
         writers: the ranks that write each tensor, in the order of its rows. The names are in the order of
             writing.
-        aliases: other names of tensors in ``writers``, such as those of tied weights, mapped to the name
-            there.
+        aliases: other names of tensors in ``writers``, such as those of tied weights, mapped to the name in
+            ``writers``.
         index: the location of each tensor, as JSON for state.json; only in rank 0's plan.
     """
 
@@ -191,20 +191,21 @@ def plan_save(
     written_by: Mapping[str, int] | None = None,
     alike: bool = True,
 ) -> Plan:
-    """Decide which rank writes which of the live ``tensors``; all ranks reach the same decision.
+    """Decide which rank writes each of ``tensors``; all ranks reach the same decision.
 
     Args:
         format: "full" if rank 0 has every tensor in full and writes it; "sharded" if each rank writes its
-            shards, and the rank with the least to write writes a replicated tensor.
+            shards. Each replicated tensor is then written by the rank that has the fewest bytes to write so
+            far.
         written_by: the rank that must write a tensor, by the tensor's name.
-        alike: whether all ranks have tensors of the same names and sizes, except for ``written_by``. If not,
-            rank 0 writes all tensors that are not sharded.
+        alike: whether all ranks have tensors of the same names and sizes, except those in ``written_by``. If
+            not, rank 0 writes all tensors that are not sharded.
     """
     aliases = aliases_in(tensors)
     writers: dict[str, list[int]] = {}
     num_writers = world_size if format == "sharded" else 1
     plan = Plan(format, num_writers, writers, aliases)
-    bytes_per_rank = [(0, rank) for rank in range(num_writers if alike else 1)]  # a heap, of plain tensors
+    bytes_per_rank = [(0, rank) for rank in range(num_writers if alike else 1)]  # a heap, for plain tensors
     bytes_per_copy: dict[int, int] = {}  # of sharded tensors, by the first rank that has a shard of the copy
     for name in _in_order(tensors, aliases):
         tensor, num_bytes = tensors[name], tensors[name].numel() * tensors[name].itemsize

@@ -1,4 +1,4 @@
-"""List the checkpoints of a run in a directory or at an address, and choose those to keep or resume from."""
+"""List the checkpoints of a run in a directory or at an address, and choose which to keep or to use."""
 
 import contextlib
 import json
@@ -26,12 +26,12 @@ SET_ASIDE = "set_aside.json"
 
 @dataclass(frozen=True)
 class SetAside:
-    """The checkpoints that no resume may use, because a device may have computed them wrongly.
+    """Checkpoints to skip unless named by their path, because a faulty device may have produced them.
 
-    They stay on disk, and `resume=PATH` can still use them.
+    They stay on disk.
 
     Attributes:
-        after: the last step to use of each branch of the run.
+        after: the last usable step of each branch of the run.
         why: what was wrong.
         start: the checkpoint of another run directory from which the run started, if any.
     """
@@ -82,7 +82,7 @@ class Listing(Generic[P]):
 
     @property
     def aside(self) -> SetAside:
-        """The checkpoints of the run directory that no resume may use."""
+        """The checkpoints of the run directory to skip unless named by their path."""
         return SetAside.read(self.root.parent)
 
     def forget(self, path: P) -> None:
@@ -100,7 +100,7 @@ class Listing(Generic[P]):
             if not self.root.is_dir():
                 if isinstance(self.root, Path) and os.path.lexists(self.root):
                     raise UserError(
-                        f"{printable(self.root)} is a file or a broken link: is its disk mounted?"
+                        f"{printable(self.root)} is a file or a broken link; check that its disk is mounted"
                     )
                 return []
             entries = [
@@ -114,7 +114,7 @@ class Listing(Generic[P]):
         return [entry for _, _, entry in sorted(entries, key=lambda each: each[:2])]
 
     def checkpoints(self) -> list[ListedCheckpoint[P]]:
-        """Return the checkpoints of this run and all damaged checkpoints, which may be its own, newest first.
+        """Return the checkpoints of this run, and all damaged ones, which may be of this run, newest first.
 
         Checkpoints in `aside` are omitted. The others are sorted by the time of the save, not by step: after
         a run was resumed from step 5, its earlier step 10 is older than its new step 6.

@@ -1,4 +1,4 @@
-"""Write and verify files by the hashes of their blocks, and the manifest that lists the files."""
+"""Write files, verify them by the hashes of their blocks, and write and read their manifest."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ def write_hashed(path: Path, pieces: Iterable[Any]) -> FileDigest:
     """Write a new file, compute its digest at the same time, and fsync the file.
 
     Args:
-        pieces: contiguous buffers, such as bytes, which must not change before this returns.
+        pieces: contiguous buffers, such as bytes, which must not change before the function returns.
     """
     num_bytes, hashes = 0, list[Future[str]]()
     syncing: Future[None] | None = None
@@ -92,7 +92,7 @@ def _sha256(parts: list[memoryview]) -> str:
 
 
 def check_blocks(file: PlainFile, digest: FileDigest, blocks: Sequence[int]) -> None:
-    """Compare the blocks of ``file`` with the given numbers to ``digest``."""
+    """Check the blocks of ``file`` with the numbers ``blocks`` against ``digest``."""
 
     def is_intact(number: int) -> bool:
         sha, begin = hashlib.sha256(), number * BLOCK_BYTES
@@ -116,7 +116,7 @@ def write_text(path: Path, text: str) -> FileDigest:
 
 
 def fsync_directory(path: Path) -> None:
-    """Flush the directory entries of ``path`` to disk. An fsync of a file in it does not do that."""
+    """Flush the directory entries of ``path`` to disk, which an fsync of a file in it does not do."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -162,7 +162,8 @@ class Manifest:
 def manifest_text(manifest: Manifest) -> str:
     """Return ``manifest`` as JSON that ends with the sha256 of the text before it.
 
-    The JSON is not indented, which would take ten times as long: the manifest of 1 TB contains 60,000 hashes.
+    The JSON is not indented, which would take ten times as long: the manifest of a 1 TB checkpoint contains
+    60,000 hashes.
     """
     # dataclasses.asdict would copy each hash and take ten times as long.
     content = {**vars(manifest), "files": {name: vars(digest) for name, digest in manifest.files.items()}}

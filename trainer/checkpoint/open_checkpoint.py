@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 STATE = "state.json"
 # Keys of the facts, which are the contents of that file without its index of tensors:
 MODEL_CONFIG = "model_config"  # the config.json of a Hugging Face model
-ADAPTERS = "adapters"  # PEFT's configuration, and the names of adapters here by their names in PEFT's files
+ADAPTERS = "adapters"  # PEFT's configuration, and the names of adapters in the model by PEFT's names
 DATA_STATES = "places"  # the data position of each rank
 LEFT_OUT = "left_out"  # the sha256 of parameters that the checkpoint does not contain, by name
 COMPACT_INDEX = 5  # the first format version whose index does not list chunks

@@ -25,7 +25,7 @@ class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
     """A file that is open for reading; as a context manager, it closes the file.
 
     Attributes:
-        size: in bytes, when it was opened.
+        size: the number of bytes when the file was opened.
         chunk_bytes: the fastest read size for long files, chosen to fit the cache of a core.
 
     Raises:
@@ -116,7 +116,7 @@ class RemoteFile(PlainFile):
         try:
             return self._address.read(begin, min(end, self.size)) if begin < self.size else b""
         except FileNotFoundError as error:
-            raise UserError(f"{printable(self.path)} was deleted while it was read") from error
+            raise UserError(f"{printable(self.path)} was deleted while it was being read") from error
 
     def part(self, begin: int, end: int) -> Tensor:
         """Read the bytes [begin, end) and return them as uint8."""

@@ -1,9 +1,9 @@
 """Upload checkpoints, in a thread of rank 0, to an address that survives the loss of the machine.
 
 The address contains the files of a run directory: config.yaml, metrics.jsonl, evaluations.jsonl, result.json,
-run.json, and checkpoints/step_N. run.json contains the id of the run and the launch that owns the address,
-which is the one that started last. The manifest of a checkpoint is uploaded after its other files, and a
-folder without a manifest is not a checkpoint.
+run.json, and checkpoints/step_N. run.json contains the id of the run, and the launch that owns the address:
+the launch that started last. The manifest of a checkpoint is uploaded after its other files, and a folder
+without a manifest is not a checkpoint.
 
 Before each file, the launch checks that it still owns run.json, so a launch that was wrongly considered dead
 stops uploading when another one has resumed its run. An upload in progress may still arrive hours later, so
@@ -56,7 +56,7 @@ class NoRemote:
     copying: Path | None = None
 
     def follow(self, step: int = 0) -> None:
-        """Upload the checkpoint of `step`, which is complete in the run directory, or other changed files."""
+        """Upload changed files, including the checkpoint of `step` if given, which is complete on disk."""
 
     def metrics(self) -> dict[str, float]:
         """Return by how many steps the address is behind the run directory, for the log."""
@@ -70,7 +70,7 @@ class NoRemote:
 
 
 class Remote(NoRemote):
-    """Uploads the newest checkpoint, in a thread that never delays training."""
+    """Uploads the newest and the best checkpoint, in a thread that never delays training."""
 
     def __init__(
         self, address: Address, local: Listing[Path], settings: CheckpointConfig, evaluations: Evaluations
@@ -82,7 +82,7 @@ class Remote(NoRemote):
         self._number = 0  # of this launch of the run, counted from 1; 0 until it is known
         self._changed = threading.Condition()
         self._requested = self._done = 0  # number of calls of `follow`, and how many of them are complete
-        self._newest_step = self._safe_step = 0  # of the newest checkpoint on disk, and at the address
+        self._newest_step = self._safe_step = 0  # the newest on disk, and the newest at the address
         self._longest_pause_s = _LONGEST_PAUSE_S
         self._problem: str | None = None  # why the last attempt failed
         self._thread: threading.Thread | None = None
@@ -151,8 +151,8 @@ class Remote(NoRemote):
         problem = str(error) if is_explained else f"{type(error).__name__}: {reason(error)}"
         if self._problem is None:
             log.warning(
-                "checkpoint.remote: %s; the upload is retried, and training continues. The newest checkpoint "
-                "there is of step %d",
+                "checkpoint.remote: %s; training continues, and the upload will be retried. The newest "
+                "uploaded checkpoint is that of step %d",
                 problem,
                 self._safe_step,
             )
@@ -180,7 +180,7 @@ class Remote(NoRemote):
             if newest is None:
                 return
             self._safe_step = self._upload_checkpoint(newest).step
-            # The best may have been saved while an older one was uploaded, or before there was an address.
+            # The best checkpoint may have been saved during an upload, or before checkpoint.remote was set.
             if (keep_best := self._settings.keep_best) is not None:
                 for best in best_of(self._local.own(), keep_best, self._evaluations)[:1]:
                     self.copying = best
@@ -221,7 +221,7 @@ class Remote(NoRemote):
                 directory.remove()
 
     def _upload_checkpoint(self, path: Path) -> Manifest:
-        """Upload the checkpoint at `path`, unless it is uploaded already; return its manifest."""
+        """Upload the checkpoint at `path`, unless it has already been uploaded; return its manifest."""
         manifest = read_manifest(path)
         self._newest_step = self._newest_step or manifest.step  # saved before this launch
         folder = self._free_folder(manifest)
@@ -252,7 +252,8 @@ class Remote(NoRemote):
         arrived = folder.sizes()
         for name, size in sizes.items():
             if arrived.get(name) != size:
-                raise UserError(f"{folder / name} has {arrived.get(name)} of {size} bytes after the upload")
+                num_bytes = arrived.get(name, 0)
+                raise UserError(f"{folder / name} has {num_bytes} of {size} bytes after the upload")
 
     def _free_folder(self, manifest: Manifest) -> Address | None:
         """Return an unused folder for a checkpoint, or None if the checkpoint has already been uploaded."""

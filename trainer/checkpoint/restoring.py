@@ -150,7 +150,7 @@ def model_targets(own: Mapping[str, Any], shapes: Shapes, left_out: Collection[s
 def saved_state(
     plain: Mapping[str, Any], targets: Mapping[str, Tensor], trainable: TrainableParameters
 ) -> dict[str, Any]:
-    """Combine ``plain`` and the filled ``targets`` to the state for ``TrainState.load_state_dict``."""
+    """Combine ``plain`` and the filled ``targets`` into the state for ``TrainState.load_state_dict``."""
     states = plain["optimizer"]["state"]
     own_states = {name: states[name] for name in states if not trainable.is_elsewhere(name)}
     buffers = {name: value for name, value in plain["buffers"].items() if f"buffers.{name}" in targets}
@@ -161,8 +161,9 @@ def saved_state(
 
 
 def parameter_of(name: str, shape: torch.Size, trainable: TrainableParameters) -> str:
-    """Return the parameter to which the optimizer's tensor ``name`` belongs, perhaps in nested state; "" if
-    none.
+    """Return the name of the parameter to which the optimizer's tensor ``name`` belongs; "" if none.
+
+    The tensor may be nested in the parameter's state.
 
     Raises:
         UserError: if the parameter is sharded and updated in shards, and the tensor has a different shape.
@@ -201,9 +202,9 @@ def check_left_out(source: OpenCheckpoint, frozen: Mapping[str, str]) -> None:
     if different:
         raise UserError(
             f"{source.directory} does not contain {first_five(different)}, because its run had "
-            f"checkpoint.frozen=false, and {source.initial_weights} has other values for them now or is not "
-            "read; set model.init_from to the unchanged weights, and model.freeze and checkpoint.frozen as "
-            "in that run"
+            f"checkpoint.frozen=false, and {source.initial_weights} has different values for them now or is "
+            "not used by this run; set model.init_from to the unchanged weights, and model.freeze and "
+            "checkpoint.frozen as in that run"
         )
 
 
@@ -240,7 +241,7 @@ def _matching(tensors: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor
 
 
 def _separate_buffers(model: nn.Module, source: OpenCheckpoint) -> None:
-    """Give buffers separate memory that share it with another tensor, but were saved with other values."""
+    """Give a buffer its own memory if it shares memory with a tensor that was saved with other values."""
     modules, buffers = dict(named_modules(model)), dict(named_buffers(model))
     prefixes = ("model.", "buffers.")
     saved = {name.partition(".")[2]: name for name in source.shapes if name.startswith(prefixes)}

@@ -1,4 +1,4 @@
-"""Read and write safetensors files: 8 bytes of length, a JSON header, and the bytes of the tensors.
+"""Read and write safetensors files: the length of the header (8 bytes), a JSON header, and the tensors.
 
 Files are written tensor by tensor and read in byte ranges. The format, which cannot contain code, is
 documented at https://github.com/huggingface/safetensors.
@@ -70,7 +70,7 @@ def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, 
 def write_file(path: Path, tensors: Sequence[ToStore]) -> FileDigest:
     """Write a new file, fsync it and return its digest.
 
-    Sort tensors by descending element size, because readers that map the file rely on alignment.
+    Pass the tensors in order of descending element size: readers that map the file rely on alignment.
     """
     parts = (as_bytes(each.tensor.to("cpu", each.dtype)) for each in tensors if each.tensor.numel())
     return write_hashed(path, itertools.chain([_header_of(tensors)], parts))

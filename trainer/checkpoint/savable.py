@@ -1,4 +1,4 @@
-"""Check that a resume can load what a run saves, by comparing each save with the state as built."""
+"""Check that a resume can load what a run saves, by comparing each save with the initial state."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +25,7 @@ class Savable:
         left_out: the names of frozen parameters that are not saved.
 
     Attributes:
-        not_finite: the names of tensors that contain NaN or Inf from the start, as masks do.
+        not_finite: the names of tensors that contain NaN or Inf from the start, such as masks.
             `Checkpointer.bind` adds those of other ranks.
         model_config: the config.json of a Hugging Face model; None for other models.
         adapters: the `adapters_of` the model.
@@ -40,7 +40,7 @@ class Savable:
         self._left_out_bits = bit_sums(left_out_tensors.items())
         tensors, _ = take_apart(tree)
         own = {f"model.{name}": value for name, value in tree["model"].items() if isinstance(value, Tensor)}
-        for name, tensor in {**tensors, **own}.items():  # `own` has subclasses that `take_apart` divides
+        for name, tensor in {**tensors, **own}.items():  # `own` has the subclasses that `take_apart` splits
             if (problem := unsavable(to_local(tensor))) is not None:
                 raise UserError(f"{name} cannot be saved, because it {problem}")
         _check_model(state.model)
@@ -55,7 +55,7 @@ class Savable:
     def to_save(
         self, state: TrainState, kept: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the live tensors of ``state`` by their names in a checkpoint, and the rest of it for JSON.
+        """Return the tensors of ``state``, by their names in a checkpoint, and the rest of it for JSON.
 
         Args:
             kept: values to save in place of the model's own, by their names in the model's state.
@@ -67,14 +67,14 @@ class Savable:
         replaced = [name for name, parameter in self._parameters.items() if now.get(name) is not parameter]
         if replaced:
             raise UserError(
-                f"parameters of the model were replaced after the first step: {first_five(replaced)}. The "
-                "optimizer still updates the old ones. Create parameters in __init__ only, and change their "
+                f"parameters were replaced after the model was built: {first_five(replaced)}. The optimizer "
+                "still updates the old parameters. Create parameters in __init__ only, and change their "
                 "values in place under torch.no_grad()"
             )
         tree, left_out_tensors = self._split(state)
         if changed := changed_bits(self._left_out_bits, left_out_tensors.items()):
             raise UserError(
-                f"frozen parameters no longer have their values in model.init_from: {first_five(changed)}; "
+                f"frozen parameters no longer have the values in model.init_from: {first_five(changed)}; "
                 "set checkpoint.frozen=true to save them"
             )
         if kept is not None:
@@ -84,7 +84,7 @@ class Savable:
         compare_shapes(
             _of_model(tensors),
             self._shapes,
-            "the model's state has changed since before the first step, so a resume could not load it",
+            "the layout of the model's state has changed, so a resume could not load it",
             ("now", "before"),
             "; create buffers in __init__ with their final size, or use persistent=False if they need not be "
             "saved",
@@ -121,7 +121,7 @@ def refuse_not_finite(not_finite: Sequence[Sequence[str]], step: int, descriptio
             shown = first_few((name.removeprefix("model.") for name in names), 1)
             raise NonFiniteError(
                 f"{shown} contains NaN or Inf after step {step} on {descriptions[rank]}, so no checkpoint "
-                "of it was saved. Lower optim.lr, or set train.clip_grad_norm; the same run_dir with "
+                "of this step was saved. Lower optim.lr, or set train.clip_grad_norm; the same run_dir with "
                 "resume=auto continues from the previous checkpoint",
                 ranks=(rank,),
             )
@@ -134,7 +134,7 @@ def unsavable(tensor: Tensor) -> str | None:
     if tensor.is_meta or tensor.is_nested or type(tensor) not in (Tensor, nn.Parameter):
         return f"is on the meta device, nested or a {type(tensor).__name__}; use a plain tensor with values"
     if tensor.dtype not in DTYPES.values():
-        return f"is {tensor.dtype}, which checkpoints do not support; store its bytes, view(torch.uint8)"
+        return f"is {tensor.dtype}, which checkpoints do not support; store its bytes: .view(torch.uint8)"
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return "is expanded, and torch cannot fill tensors whose elements share memory; add .clone()"
     return None
@@ -143,8 +143,8 @@ def unsavable(tensor: Tensor) -> str | None:
 def _config_of(model: nn.Module) -> dict[str, Any] | None:
     """Return the config.json of a transformers model; None for other models.
 
-    Models that wrap a transformers model or contain adapters are other models: `from_pretrained` would not
-    recognize the names of their weights.
+    Models that wrap a transformers model or contain adapters count as other models: `from_pretrained` would
+    not recognize the names of their weights.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(type(model), "base_model_prefix") or not hasattr(config, "to_json_string"):
@@ -200,7 +200,7 @@ def compare_shapes(
     sides: tuple[str, str] = ("saved", "here"),
     way_out: str = "",
 ) -> None:
-    """Raise UserError unless names, shapes and dtypes are equal. The message has up to five differences.
+    """Raise UserError unless names, shapes and dtypes are equal. The message lists up to five of each kind.
 
     Args:
         sides: the labels of ``saved`` and ``wanted`` in the message.

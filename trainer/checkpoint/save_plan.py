@@ -28,7 +28,7 @@ class SaveReport(NamedTuple):
 
 
 class Draft:
-    """The contents of a save: those of this rank, to which rank 0 adds the reports of the other ranks.
+    """What this rank has to save; rank 0 adds what the other ranks report.
 
     Attributes:
         tensors: by their names in the checkpoint. Tensors of other ranks are on the meta device.

@@ -4,7 +4,7 @@ A checkpoint is ``root/step_00000100/``. Its files are written to ``root/.tmp_st
 The manifest, with the size of each file and the sha256 of its blocks, is written last. Then the directory is
 renamed, and its parent is fsynced. If the process is killed at any point, all complete checkpoints remain.
 Checkpoints are never replaced: if a step is saved twice, for example after a resume from an older checkpoint,
-the second one is ``step_00000100-2``, until the first is deleted.
+the second checkpoint is ``step_00000100-2`` if the first still exists.
 """
 
 import logging
@@ -43,9 +43,9 @@ def seal(temporary: Path, manifest: Manifest) -> None:
     if present != set(manifest.files):
         missing, unexpected = sorted(set(manifest.files) - present), sorted(present - set(manifest.files))
         raise UserError(
-            f"{temporary} lacks {first_few(missing) or 'no file'} and contains "
-            f"{first_few(unexpected) or 'no file'} that the manifest does not list: is run_dir on a file "
-            "system that all hosts share?"
+            f"{temporary} lacks {first_few(missing) or 'no file'}, and contains "
+            f"{first_few(unexpected) or 'no file'} in addition to those in the manifest; set run_dir to a "
+            "directory on a file system that all hosts share"
         )
     fsync_directory(temporary)
     write_text(temporary / MANIFEST, manifest_text(manifest))
@@ -81,8 +81,8 @@ class Store(Listing[Path]):
         """Create an empty temporary directory for the files of ``step``, and return its path."""
         self.root.mkdir(parents=True, exist_ok=True)
         self.recover()
-        # Not the time of `commit`, because a save on failure may overtake a save in progress. Even if the
-        # clock was set back, the newest checkpoint must have the latest time.
+        # The time of the start, not of `commit`, because a save on failure may overtake a save in progress.
+        # Even if the clock was set back, the newest checkpoint must have the latest time.
         last = max([self.saved_after, *map(self._saved_at, self.directories())])
         self._started_at = max(time.time(), last + 1e-3)
         self._temporary = unused_path(self.root / f"{_TEMPORARY}step_{step:08d}")
@@ -129,7 +129,7 @@ class Store(Listing[Path]):
         except OSError as error:  # immutable, busy, or open elsewhere on NFS
             if path not in self._warned:
                 self._warned.add(path)
-                log.warning("failed to delete %s, retrying at each save: %s", path, error)
+                log.warning("failed to delete %s; each save will retry: %s", path, error)
 
     @at_disk()
     def prune(self, settings: CheckpointConfig, evaluations: Evaluations, spared: Path | None = None) -> None:

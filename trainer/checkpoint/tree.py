@@ -47,7 +47,7 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):  # a named tuple would lose its names
         items = [_take_apart(item, f"{prefix}.{i}", tensors) for i, item in enumerate(tree)]
         return items if isinstance(tree, list) else {"$tuple": items}
-    if isinstance(tree, Mapping) and not isinstance(tree, defaultdict):  # it would lose its default
+    if isinstance(tree, Mapping) and not isinstance(tree, defaultdict):  # it would lose its default_factory
         is_counter = isinstance(tree, Counter)
         if not is_counter and all(isinstance(key, str) and not key.startswith("$") for key in tree):
             return {key: _take_apart(value, f"{prefix}.{key}", tensors) for key, value in tree.items()}
@@ -110,9 +110,7 @@ def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _class_of(full_name: str) -> Any:
-    """Return the tensor subclass of that name, which must have been imported: names in a file are not
-    trusted.
-    """
+    """Return the imported tensor subclass with this name; import nothing, because files are not trusted."""
     kinds: list[type] = [Tensor]
     for kind in kinds:  # grows during the loop
         if torch.typename(kind) == full_name and hasattr(kind, "__tensor_unflatten__"):

@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 # Name parts that DistributedDataParallel, torch.compile, activation checkpointing, FSDP 1 and PEFT insert.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"}
 
-Plain = tuple[str, ...]  # the parts of a name without wrappers' parts
+Plain = tuple[str, ...]  # the parts of a name, without those that wrappers insert
 
 
 class _Renaming(NamedTuple):
-    """A rule: replace the prefix `saved` of a name in the file by `own` to get the name in the model."""
+    """A rule: replace the prefix `saved` of a name in the file with `own` to get the name in the model."""
 
     saved: Plain
     own: Plain
@@ -62,9 +62,9 @@ def weights_for(
         freeze: the patterns of model.freeze.
 
     Raises:
-        UserError: if the file cannot be read, no names or several prefixes match, shapes or kinds of dtype
-            differ, the file has different values for tied weights, or a frozen parameter would keep its
-            random initial values.
+        UserError: if the file cannot be read, no names match, several prefixes match equally well, shapes or
+            kinds of dtype differ, the file has different values for tied weights, or a frozen parameter would
+            keep its random initial values.
     """
     path, ignore = location(path), [ignore] if isinstance(ignore, str) else ignore
     state = model.state_dict(keep_vars=True).items()
@@ -90,7 +90,7 @@ def weights_for(
     for names, label in (
         (".".join(renaming.saved), ", from names under "),
         (".".join(renaming.own), ", into its "),
-        (first_five(missing), "; left as initialised: "),
+        (first_five(missing), "; left as initialized: "),
         (first_five(sorted(unused)), "; not used: "),
     ):
         summary += label + names if names else ""
@@ -193,7 +193,7 @@ def _refuse_different(path: Location, pairs: Mapping[str, tuple[Tensor, Tensor]]
         modules = first_five(sorted({name.rpartition(".")[0] or name for name in different}))
         raise UserError(
             f"model.init_from={path} is from a different model: {tensors}; set "
-            f"model.init_ignore=[{modules}] to leave these as initialised, as for a new number of classes"
+            f"model.init_ignore=[{modules}] to leave these as initialized, as for a new number of classes"
         )
 
 
@@ -237,7 +237,7 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
 def _read(path: Location) -> dict[str, Any]:
     if not path.exists():
         raise UserError(
-            f"model.init_from={printable(path)} does not exist; set its current path. A new run needs it, "
+            f"model.init_from={printable(path)} does not exist; set the current path. A new run needs it, "
             "and so does a resumed run whose checkpoints lack frozen parameters (checkpoint.frozen=false)"
         )
     try:

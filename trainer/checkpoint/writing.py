@@ -149,8 +149,8 @@ def host_stager(
 class Saving:
     """A save in progress.
 
-    The thread is a daemon, so that the process can end at once if training fails. The next start then removes
-    the temporary directory.
+    The thread is a daemon, so that the process can end at once if training fails. The next start of the run
+    then removes the temporary directory.
 
     Args:
         write: called in a thread; None if nothing remains to be done.
