@@ -85,7 +85,7 @@ def _run(
         claimed, seed, previous_size = on_main(lambda: _claim(config, resources), ranks)
         run_dir = claimed.path
         config = dataclasses.replace(config, run_dir=str(run_dir), seed=seed)
-        watch.ending.writes_to(run_dir, refusals=not claimed.used)
+        watch.ending.writes_to(run_dir, orderly=not claimed.used)
         with messages(ranks, run_dir) as open_log:
             config = with_micro_batch_size(config, previous_size, ranks)
             take_over = partial(_take_over, config, run_dir, open_log)

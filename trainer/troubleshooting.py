@@ -48,7 +48,7 @@ ENTRIES = {
     # Failures of a rank, after the messages that it may have printed.
     "died": "rank ... died of ...",
     "hangs": "rank ... hangs in ...",
-    "stopped": "rank ... is stopped (SIGSTOP, or a debugger) in ...",
+    "stopped": "rank ... has been stopped (by SIGSTOP or a debugger) ...",
 }
 _SHARED_MEMORY = (
     "/dev/shm, through which data workers return batches, may be full (df -h /dev/shm); increase it for a "

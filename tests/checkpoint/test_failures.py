@@ -215,4 +215,6 @@ def _save_on_separate_disks(root: Path) -> str:
 def test_ranks_without_a_shared_disk_are_refused_before_the_first_step(tmp_path: Path) -> None:
     first, second = run_ranks(_save_on_separate_disks, 2, tmp_path)
     assert first == second
-    assert first.startswith("rank 1: ") and "set run_dir to a directory on a file system that all hosts" in first
+    assert (
+        first.startswith("rank 1: ") and "set run_dir to a directory on a file system that all hosts" in first
+    )

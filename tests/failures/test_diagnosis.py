@@ -34,7 +34,7 @@ CASES = {
     "killed, the others cut off by it": (
         four({1: {"state": "dead", "ended_s": 2.4, "death": "died of SIGKILL"}}, **SYMPTOM),
         True,
-        (1, "died", "rank 1 (host 0, node0, pid 101) died of SIGKILL, in forward of step 7"),
+        (1, "died", "rank 1 (host 0, node0, pid 101) died of SIGKILL, in the forward pass of step 7"),
     ),
     "killed, and its parent asked first": (
         four({1: {"state": "dead", "ended_s": 0.1}}, **WAITING),
@@ -44,17 +44,17 @@ CASES = {
     "raised": (
         four({2: {"status": 1, "error": "ValueError: boom", "where": "mine.py:3 in f", "ended_s": 0.2}}),
         False,
-        (2, "raised", "failed in forward of step 7, at mine.py:3 in f: ValueError: boom"),
+        (2, "raised", "failed in the forward pass of step 7, at mine.py:3 in f: ValueError: boom"),
     ),
     "stopped, behind": (
         four({3: {"state": "stopped", "silent_s": 10.1, "asleep_s": 10.1}}, **silent(WAITING, 10.0)),
         False,
-        (3, "stopped", "is stopped (SIGSTOP, or a debugger) in forward of step 7, for 10.1 s"),
+        (3, "stopped", "has been stopped (by SIGSTOP or a debugger) for 10.1 s, in the forward pass of step 7"),
     ),
     "an endless loop": (
         four({0: {"silent_s": 10.1, "where": "mine.py:9 in f"}}, **silent(WAITING, 10.0)),
         False,
-        (0, "hangs", "hangs in forward of step 7 for 10.1 s, at mine.py:9 in f"),
+        (0, "hangs", "hangs in the forward pass of step 7, without progress for 10.1 s, at mine.py:9 in f"),
     ),
     "an endless loop in C": (
         four({2: {**silent(WAITING, 10.2), "asleep_s": 10.2}}, **silent(WAITING, 10.1)),
@@ -67,32 +67,32 @@ CASES = {
             **silent(WAITING, 10.1),
         ),
         False,
-        (1, "hangs", "hangs in data of step 7 for 10.2 s; its data worker 9 reads 77"),
+        (1, "hangs", "hangs in the data loading of step 7, without progress for 10.2 s; its data worker 9 reads 77"),
     ),
     "all in one phase, and one does not wait": (
         four({2: silent(WAITING, 10.2)}, **silent({**WAITING, "waits": True}, 10.1)),
         False,
-        (2, "hangs", "hangs in backward"),
+        (2, "hangs", "hangs in the backward pass"),
     ),
     "one that waits in vain is not the one": (
         four({2: silent(WAITING, 10.2)}, **SYMPTOM),
         True,
-        (2, "hangs", "hangs in backward"),
+        (2, "hangs", "hangs in the backward pass"),
     ),
     "in the set-up, for which the others have waited": (
         four({1: {**SET_UP, "where": "mine.py:3 in f"}}, **SET_UP, waits=True, waited_s=8.5),
         False,
-        (1, "hangs", "hangs in the set-up before the first step for 10.2 s, at mine.py:3 in f"),
+        (1, "hangs", "hangs in the set-up before the first step, without progress for 10.2 s, at mine.py:3 in f"),
     ),
     "a cut link": (
         four({2: {"heard_s": 10.3}, 3: {"heard_s": 10.3}}, **silent(WAITING, 10.1)),
         False,
-        (2, "lost", "host 1 (node1) with rank 2, rank 3: no report for 10.3 s, down or disconnected"),
+        (2, "lost", "host 1 (node1) with rank 2, rank 3: down or disconnected, no report for 10.3 s"),
     ),
     "a disk that takes longer than that": (
         four({2: {"phase": "checkpoint", "patience_s": 60.0, "silent_s": 60.1}}, phase="checkpoint", silent_s=60.1),
         False,
-        (2, "hangs", "hangs in the checkpoint (waiting for the disk) of step 7 for 60.1 s"),
+        (2, "hangs", "hangs in the checkpointing of step 7 (waiting for the disk), without progress for 60.1 s"),
     ),
     "stopped while it waits for the disk": (
         four(
@@ -100,7 +100,7 @@ CASES = {
             phase="checkpoint", silent_s=10.1,
         ),
         False,
-        (0, "stopped", "in the checkpoint (waiting for the disk) of step 7, for 10.1 s"),
+        (0, "stopped", "for 10.1 s, in the checkpointing of step 7 (waiting for the disk)"),
     ),
     "a network that breaks while all are well": (
         four({}, **SYMPTOM),

@@ -289,7 +289,7 @@ def test_a_non_finite_loss_stops_all_ranks_before_the_update(tmp_path: Path) -> 
 ENDS = {
     "nan": (3, 3, "the loss of step 3 is NaN or Inf on rank 1 (host 0"),
     "nan_gradient": (3, 3, "is NaN or Inf in step 3 on some rank"),
-    "raise": (1, 3, "failed in forward of step 3, at tests/failure_parts.py"),
+    "raise": (1, 3, "failed in the forward pass of step 3, at tests/failure_parts.py"),
 }
 
 
@@ -399,6 +399,6 @@ def test_a_slow_rank_is_reported_and_the_run_continues(tmp_path: Path) -> None:
     assert [rank.code for rank in ranks] == [0, 0], ranks
     output = "".join(rank.output for rank in ranks)
     assert re.search(
-        r"rank 1 \(.*\) has been in forward of step 4 for [\d.]+ s.*; the other ranks are waiting for it",
+        r"rank 1 \(.*\) has been in the forward pass of step 4 for [\d.]+ s.*; the other ranks are waiting for it",
         output,
     )

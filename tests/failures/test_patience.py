@@ -49,4 +49,4 @@ def test_a_slow_disk_is_reported_and_a_slow_end_is_no_failure(tmp_path: Path) ->
     )
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 4
     assert not (tmp_path / "run" / "failure.json").exists()
-    assert "has been in the checkpoint (waiting for the disk) of step 3 for" in said
+    assert "has been in the checkpointing of step 3 (waiting for the disk) for" in said

@@ -1,4 +1,4 @@
-"""Diagnose which rank failed first, from observations of every rank, without a clock or other processes."""
+"""Diagnose which rank failed first, as a pure function of observations of every rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,8 +7,8 @@ from trainer.failures.heartbeat import PHASES
 
 UNHEARD_S = 2.0  # a host without a report for this long is lost or disconnected
 ASLEEP_S = 3.0  # a watch that has not run for this long is blocked, because its process holds the GIL
-_MOST = 0.8  # fraction of timeout_s; stacks show who waits from a tenth of it on
-_FAR = 10  # batches of an evaluation; see _stuck
+_MOST = 0.8  # the fraction of timeout_s for which a rank must have waited; see _stuck
+_FAR = 10  # batches by which another rank must be ahead of a stuck rank in an evaluation
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Observed:
         bucket: the last bucket sent in this phase, if any.
         heard_s: the age of the observation: 0 on this host, otherwise the age of the host's last report.
         silent_s: time since its last progress.
-        asleep_s: time since its own watch was awake.
+        asleep_s: time since the rank's own watch was last awake.
         state: running | stopped (by SIGSTOP or a debugger) | dead.
         ended_s: time since it died or recorded its end.
         death: how it died, if observed.
@@ -35,7 +35,7 @@ class Observed:
         waits: whether its stack shows that it waits in communication.
         waited_s: how long its stacks have shown this at the same location.
         worker: a description of its data worker, if that is stuck.
-        patience_s: while it waits for the disk, how long it may do so.
+        patience_s: the longest time for which it may wait for the disk; 0 if it is not waiting for the disk.
         finished: the last step whose state is complete in its memory; 0 if unknown.
     """
 
@@ -83,15 +83,17 @@ class Observed:
 
     @property
     def doing(self) -> str:
-        phase = PHASES[self.phase]
+        text = PHASES[self.phase]
+        if self.phase != "end":
+            text += f" of step {self.step}" if self.step else " before the first step"
         if self.bucket is not None:
-            phase += f" (bucket {self.bucket} sent)"
+            text += f" (bucket {self.bucket} sent)"
         if self.patience_s:
-            phase += " (waiting for the disk)"
-        return f"{phase} of step {self.step}" if self.step else f"{phase} before the first step"
+            text += " (waiting for the disk)"
+        return text
 
     def is_late(self, timeout_s: float) -> bool:
-        """Return whether the rank has been silent for longer than it may, also if it waits for the disk."""
+        """Return whether the rank has been silent for longer than allowed, which is more during disk waits."""
         waits_for_disk = (
             self.patience_s and self.state == "running" and self.asleep_s + self.heard_s < ASLEEP_S
         )
@@ -164,10 +166,10 @@ def _first_that_ended(ranks: Sequence[Observed]) -> Failure | None:
 def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
     """Return whether a rank has been silent, and has kept the other ranks waiting, for `timeout_s`.
 
-    Silence alone is not a failure: a phase such as the set-up or a save may take long on all ranks, and
-    slightly longer on one. The rank that is behind all others waits for none of them. If no rank is behind,
-    all ranks must be silent. Before the second step, torch may compile on all ranks for that long, so a rank
-    must also have waited at the same location for most of that time.
+    Silence alone is not a failure: a phase such as the set-up or a save may take a long time on all ranks,
+    and slightly longer on one. The rank that is behind all others waits for none of them. If no rank is
+    behind, all ranks must be silent. Before the second step, torch may compile on all ranks for that long, so
+    a rank must also have waited at the same location for most of that time.
     """
     alive = [rank for rank in ranks if rank.status is None or rank.symptom]
     if len(alive) < 2:
@@ -178,7 +180,7 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
     if ahead := [rank for rank in alive if _progress(rank) > _progress(last)]:
         if any(rank.silent_s + rank.heard_s >= timeout_s for rank in ahead):
             return True
-        # Ranks don't wait for each other during an evaluation, which may take long.
+        # Ranks don't wait for each other during an evaluation, which may take a long time.
         return last.phase == "evaluate" and any(rank.position > last.position + _FAR for rank in ahead)
     unheard = any(rank.heard_s >= timeout_s for rank in alive)
     waits = any(rank.waited_s >= _MOST * timeout_s for rank in alive)  # for a rank that compiles or hangs
@@ -192,9 +194,9 @@ def _first_that_waits(ranks: Sequence[Observed]) -> Failure:
         return _lost(unheard)
     if stopped := [rank for rank in silent if rank.state == "stopped"]:
         first = min(stopped, key=_progress)
-        message = f"is stopped (SIGSTOP, or a debugger) in {first.doing}"
-        return _failure(first, "stopped", f"{message}, for {first.silent_s:.1f} s")
-    quiet = [rank for rank in silent if not rank.symptom]  # the others have reported a communication error
+        message = f"has been stopped (by SIGSTOP or a debugger) for {first.silent_s:.1f} s"
+        return _failure(first, "stopped", f"{message}, in {first.doing}")
+    quiet = [rank for rank in silent if not rank.symptom]  # the other ranks reported a communication error
     if quiet:
         behind = _first_of(quiet)
         if len(behind) == 1:
@@ -238,7 +240,7 @@ def _progress(rank: Observed) -> tuple[int, int]:
 
 def _hangs(rank: Observed) -> Failure:
     at = f", at {rank.where}" if rank.where else ""
-    message = f"hangs in {rank.doing} for {rank.silent_s + rank.heard_s:.1f} s{at}"
+    message = f"hangs in {rank.doing}, without progress for {rank.silent_s + rank.heard_s:.1f} s{at}"
     if rank.asleep_s >= ASLEEP_S:
         message += "; it holds the interpreter lock (GIL)"
     if rank.worker:
@@ -253,7 +255,7 @@ def _lost(unheard: Sequence[Observed]) -> Failure:
     names = ", ".join(f"rank {rank.rank}" for rank in unheard)
     age = max(rank.heard_s for rank in unheard)
     message = (
-        f"{host_names} with {names}: no report for {age:.1f} s, down or disconnected; "
+        f"{host_names} with {names}: down or disconnected, no report for {age:.1f} s; "
         f"rank {first.rank} was last reported in {first.doing}"
     )
     return Failure(tuple(rank.rank for rank in unheard), "lost", 1, message, _facts(first))

@@ -22,7 +22,7 @@ from trainer.failures.neighbour import Neighbour, RankIdentity
 from trainer.failures.save_on_failure import SaveOnFailure, find_survivors, saving_host
 from trainer.files import failure_file
 
-_DEAD_S = 5.0  # time for the other ranks of this host to die, before the survivors continue
+_DEAD_S = 5.0  # time for the other ranks on this host to die, before the survivors continue
 ALONE_S = 5.0  # time for the ranks to end by themselves after an orderly end, or the death of the launcher
 
 
@@ -51,7 +51,7 @@ class Ending:
         self._own, self._timeout_s = members[rank], timeout_s
         self.run_dir: Path | None = None
         self._written_to: Path | None = None
-        self._refusals = True
+        self._writes_orderly = True
         self._parent, self._orphan_since = os.getppid(), 0.0
         others = [member for member in members if member.rank not in here]
         first = [Observed(each.rank, each.host, each.hostname, each.pid, position=-1) for each in others]
@@ -59,15 +59,15 @@ class Ending:
         self.save = SaveOnFailure(heartbeat, rank, here)
         self.survivors: tuple[int, ...] = ()
         self._cut: Callable[[], None] | None = None
-        self._check_shares: Callable[[int], object] = lambda num_ranks: None
+        self._check_batch_sizes: Callable[[int], object] = lambda num_ranks: None
 
-    def writes_to(self, run_dir: Path, refusals: bool = True) -> None:
+    def writes_to(self, run_dir: Path, orderly: bool = True) -> None:
         """Set the directory of failure.json and stacks/.
 
         Args:
-            refusals: whether to write failure.json also for orderly ends.
+            orderly: whether to also write failure.json for errors that all ranks raise (`RunEndError`).
         """
-        self.run_dir, self._refusals = run_dir, refusals
+        self.run_dir, self._writes_orderly = run_dir, orderly
 
     def let_shrink(self, cut: Callable[[], None], check_batch_sizes: Callable[[int], object]) -> None:
         """Allow survivors to continue without the failed ranks (distributed.shrink).
@@ -76,11 +76,11 @@ class Ending:
             cut: ends all waits of this process for other ranks.
             check_batch_sizes: raises UserError if a batch can't be divided among this number of ranks.
         """
-        self._cut, self._check_shares = cut, check_batch_sizes
+        self._cut, self._check_batch_sizes = cut, check_batch_sizes
 
     def send_last_report(self) -> None:
-        """Send a last report to the other hosts, because no rank of this host can report later."""
-        self._heartbeat.tick()  # so that no other rank of this host takes over in the meantime
+        """Send a last report to the other hosts, because no rank on this host can report later."""
+        self._heartbeat.tick()  # so that no other rank on this host takes over in the meantime
         self.reports.close(self._observe())
 
     def _observe(self) -> list[Observed]:
@@ -116,7 +116,7 @@ class Ending:
         return culprit.state != "dead" and (culprit.ended_s or 0.0) < ALONE_S
 
     def end(self, failure: Failure) -> None:
-        """Save, print and write the failure, kill the ranks of this host that cannot exit, and exit."""
+        """Save, print and write the failure, kill the ranks on this host that cannot exit, and exit."""
         began = time.time()
         if failure.kind != "orderly" or failure.status == RetryableError.exit_code:
             failure = self._with_save(failure)
@@ -152,8 +152,9 @@ class Ending:
                     os.kill(neighbour.member.pid, signal.SIGKILL)
 
     def _let_survivors_continue(self, failure: Failure) -> None:
-        shown = ", ".join(map(str, failure.survivors))
-        failure = failure.followed_by(f"continuing without a restart on rank {shown}")
+        noun = "rank" if len(failure.survivors) == 1 else "ranks"
+        shown = f"{noun} {', '.join(map(str, failure.survivors))}"
+        failure = failure.followed_by(f"continuing without a restart on {shown}")
         _with_deadline(self._write, failure, False)
         exit_report.print_line(f"\n{failure.message}")
         self._kill_stuck(failure)
@@ -167,7 +168,7 @@ class Ending:
         # When a rank dies, torchrun kills its other ranks on the host.
         ranks = find_survivors(everyone, failure, by_host=self._own.error_file is not None)
         try:
-            self._check_shares(len(ranks) or 1)
+            self._check_batch_sizes(len(ranks) or 1)
         except UserError as error:
             return replace(failure, survivors=()).followed_by(f"the other ranks cannot continue: {error}")
         return replace(failure, survivors=ranks)
@@ -213,13 +214,13 @@ class Ending:
 
     def _record(self, failure: Failure) -> None:
         """Write failure.json, unless the failure is an orderly end and `writes_to` has excluded those."""
-        run_dir = self.run_dir if self._refusals or failure.kind != "orderly" else None
+        run_dir = self.run_dir if self._writes_orderly or failure.kind != "orderly" else None
         facts = {"status": failure.status, **failure.facts, "message": failure.message, "kind": failure.kind}
         if run_dir is not None and failure_file.write(run_dir, facts | {"attempt": self._attempt}):
             self._written_to = run_dir
 
     def exit_when_orphaned(self) -> None:
-        """Exit if the launcher died and the stop that this requested takes too long."""
+        """Exit if the launcher died, and the stop that its death requested takes too long."""
         if os.getppid() == self._parent:
             return
         now = time.monotonic()
@@ -246,7 +247,7 @@ class Ending:
         self._record(Failure(ranks or (self._rank,), "orderly", status, message, facts))
 
     def print_at_exit(self) -> None:
-        """Print the failure after the traceback, because no other rank of this host can print it."""
+        """Print the failure after the traceback, because no other rank on this host can print it."""
         own = replace(self._here[self._rank].observe(), symptom=False)
         failure = diagnose([own], self._timeout_s, pressing=False)
         if failure is None:

@@ -1,8 +1,8 @@
-"""The state of a process in memory that other processes of its host can read, even if it is stuck or dead.
+"""A process's state in memory that other processes on its host can read, even if it is stuck or dead.
 
 A rank records the phases that it enters, and its data workers record the samples that they read. Recording
 needs no lock, and no system call other than reading the clock. Times are in nanoseconds of CLOCK_MONOTONIC,
-which all processes of a host share.
+which all processes on a host share.
 """
 
 import contextlib
@@ -19,26 +19,26 @@ from trainer.failures.processes import nameless_file, path_of_fd
 
 PHASES = {  # name -> its description in messages
     "set_up": "the set-up",
-    "data": "data",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
+    "data": "the data loading",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer update",
     "evaluate": "the evaluation",
-    "checkpoint": "the checkpoint",
-    "log": "the log",
-    "end": "the end",
+    "checkpoint": "the checkpointing",
+    "log": "the logging",
+    "end": "the work at the end of the run",
     "save_on_failure": "the save on failure",
 }
 ALL_REDUCE = "all_reduce"  # of one bucket, during the backward pass
 
-MAX_WORKERS = 255  # the number of data workers of a rank that can have a record
+MAX_WORKERS = 255  # the largest number of data workers of a rank that can have a record
 _PAUSE_NS = 2_000_000_000  # a process without a tick for longer was suspended or blocked
 _NONE = -1
 _NAMES = list(PHASES)
 
 
 class Beat(ctypes.Structure):
-    """One record of integers.
+    """The record of a rank or a data worker, as integers.
 
     Attributes:
         position: the number of phases entered so far. All ranks enter the same phases in the same order, so
@@ -157,7 +157,7 @@ class Heartbeat:
             self._own = Beat()
 
     def beat(self) -> None:
-        """Record progress within a phase that may take long, such as a part of a file that is written."""
+        """Record progress within a phase that may take a long time, such as each part of a file written."""
         self._own.progress_ns = time.monotonic_ns()
 
     def disk_may_take(self, seconds: float) -> None:
@@ -202,7 +202,7 @@ class Records:
 
     @classmethod
     def of(cls, pid: int, fd: int) -> "Records":
-        """Open the records of another process of this host.
+        """Open the records of another process on this host.
 
         Raises:
             OSError: the process has ended, or belongs to another host, container or user.

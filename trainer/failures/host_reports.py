@@ -1,6 +1,6 @@
 """Exchange reports about ranks between hosts through the store, and agree on one failure.
 
-A separate thread does this, because a call of a store whose host is unreachable may block for minutes.
+A separate thread does this, because a call to a store on an unreachable host may block for minutes.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ _FAILURE, _NEWS, _ENDS = "failure", "news", "ends"
 class HostReports:
     """The exchange of reports between this host and the others.
 
-    While all is well, a host reads one counter per second and rarely reports. A failure, a failed end or the
-    suspicion of a host increases the counter. Then all hosts report often ("eagerly"), and hosts with a
-    suspicion read the reports of all others in one call.
+    While all is well, a host reads one counter per second and rarely reports. A host increases the counter
+    when it declares a failure, ends with a failure or suspects a rank. Then all hosts report often
+    ("eagerly"), and hosts that suspect a rank read the reports of all other hosts in one call.
 
     Args:
         connect: opens a separate connection to the store, with the keys of this attempt.
@@ -145,7 +145,7 @@ class HostReports:
                 count += 1
                 now = time.monotonic()
                 if (own := self._own) and (self._eager or now < self._asked_until or now >= next_report):
-                    # The pid distinguishes reports of different ranks of this host.
+                    # The pid distinguishes reports of different ranks on this host.
                     store.set(f"report/{self._host}", _report(f"{os.getpid()}/{count}", own))  # type: ignore[arg-type]  # its stub lacks bytes
                     next_report = now + _HEALTHY_EVERY_S
                 self._exchange_failures(store)

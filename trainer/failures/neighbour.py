@@ -1,4 +1,4 @@
-"""Observe a rank of this host from outside, even after its death."""
+"""Observe a rank on this host from outside, even after its death."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from trainer.failures import processes, stacks
 from trainer.failures.diagnosis import Observed
 from trainer.failures.heartbeat import Beat, Heartbeat, Records
 
-TICK_S = 0.2  # the longest interval between two looks of a rank's watch
+TICK_S = 0.2  # the longest interval between two checks by a rank's watch
 _MAY_READ = ("data", "evaluate", "set_up")  # phases in which a rank waits for its data workers
 _MAY_WRITE = ("checkpoint", "end")  # phases in which a rank waits for the disk; other writes are asynchronous
 
@@ -33,7 +33,7 @@ class RankIdentity:
     attempt: int  # the number of restarts, from its launcher
     address: str | None = None  # the address of its host on the route to the store
     error_file: str | None = None  # the file in which torchrun expects its error
-    rendezvous_port: int = 0  # the port of the rendezvous of survivors if this is the lowest
+    rendezvous_port: int = 0  # the port for the rendezvous of survivors, if this is the lowest survivor
 
 
 def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> 
 
 
 class Neighbour:
-    """The memory and the process of a rank of this host, perhaps of this rank.
+    """A rank on this host (possibly this rank), observed through its shared memory and its process.
 
     Raises:
         OSError: the process has ended, or belongs to another container or user.
@@ -88,8 +88,8 @@ class Neighbour:
         """Return an observation of the rank.
 
         Args:
-            since_ns: the time at which all ranks of this host were awake again after a suspension. No silence
-                counts from an earlier time.
+            since_ns: the time at which all ranks on this host were awake again after a suspension. Silence
+                before that time does not count.
         """
         beat, note, now = self.records.main(), self.records.notes(), time.monotonic_ns()
         member, frames = self.member, None
@@ -160,7 +160,8 @@ class Neighbour:
         return f"{state}, at {where}" if where else state
 
     def end_workers(self, idle: bool) -> None:
-        """Kill the data workers that are in the middle of a batch after a failure, with `idle` all workers.
+        """After a failure, kill the data workers that are in the middle of a batch, or with `idle` all of
+        them.
 
         Otherwise, this process would wait at its exit for workers that may never end, even after a SIGTERM.
         In a process that continues, the garbage collector would wait 5 s for each worker.
@@ -182,7 +183,7 @@ def take_stacks(neighbours: Iterable[Neighbour], fresh_s: float) -> bool:
     wanted = []
     for neighbour in neighbours:
         position = neighbour.records.main().position
-        # Frames also age within a phase, because a phase such as the set-up may take long.
+        # Frames also age within a phase, because a phase such as the set-up may take a long time.
         is_fresh = time.monotonic() - neighbour.frames_at_s < fresh_s
         is_current = is_fresh and neighbour.frames is not None and neighbour.frames[0] == position
         if not is_current and neighbour.died_at_ns is None and neighbour.observe().state == "running":

@@ -1,4 +1,4 @@
-"""The state of other processes of this host: running, stopped, or dead and how they died."""
+"""The state of other processes on this host: running, stopped, or dead and how they died."""
 
 import contextlib
 import os
@@ -71,7 +71,7 @@ def path_of_fd(pid: int, fd: int) -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the process state on (on macOS, the state and the parent)."""
+    """Return the fields of /proc/PID/stat, from the process state on; on macOS, the state and the parent."""
     if sys.platform != "linux":
         ps = ["ps", "-o", "state=", "-o", "ppid=", "-p", str(pid)]
         state, *more = subprocess.run(ps, capture_output=True, text=True).stdout.split() or [""]

@@ -1,7 +1,7 @@
-"""Save the last finished step after a failure, and choose the ranks that save and the survivors.
+"""Save the last finished step after a failure, and choose which ranks save and which ones continue.
 
 Collectives are no longer possible. The leader of a host notes which rank must save, and that rank answers in
-its own notes. If it dies, too, the next rank of the host saves.
+its own notes. If that rank dies as well, the next rank on the host saves.
 """
 
 import threading
@@ -41,7 +41,7 @@ class LastStep(Protocol):
 
 
 def savers(ranks: Sequence[Observed], blamed: Sequence[int], own: int | None = None) -> list[Observed]:
-    """Return the ranks that can save: the largest step first, then rank 0's host, then the lowest rank.
+    """Return the ranks that can save, sorted by latest step, then rank 0's host first, then by rank.
 
     A rank that hangs without an exception may still be able to save. No rank finishes a step before all ranks
     have contributed their gradients, so ranks are at most one step apart.
@@ -66,12 +66,12 @@ def saving_host(ranks: Sequence[Observed], blamed: Sequence[int]) -> int | None:
 def find_survivors(ranks: Sequence[Observed], failure: Failure, by_host: bool) -> tuple[int, ...]:
     """Return the ranks that can continue without the failed ranks and other unusable ranks.
 
-    There are none after an exception of user code or an exit, which may occur again, during the set-up, or at
-    the end. In a partitioned network, each side considers the other lost. Then only the larger side
-    continues, or of two halves the one with rank 0.
+    No rank can continue during the set-up, at the end of the run, or after an exception or exit of user code,
+    which could occur again. In a partitioned network, each side considers the other lost. Then only the
+    larger side continues; of two equal sides, the one with rank 0.
 
     Args:
-        by_host: whether the launcher of a host kills its other ranks when one dies.
+        by_host: whether the launcher on a host kills the host's other ranks when one rank dies.
     """
     gone = [rank for rank in ranks if rank.rank in failure.ranks or not is_usable(rank)]
     hosts = {rank.host for rank in gone} if by_host else set()
@@ -94,7 +94,7 @@ class SaveOnFailure:
     Attributes:
         last_step: the state to save; None until a single rank can save it.
         why_not: a short reason why no rank can save it.
-        is_saved: whether a rank of this host has saved the step, or another host saves it.
+        is_saved: whether a rank on this host has saved the step, or another host saves it.
     """
 
     def __init__(self, heartbeat: Heartbeat, rank: int, here: Mapping[int, Neighbour]) -> None:
@@ -132,7 +132,7 @@ class SaveOnFailure:
             self.is_saved = True
             return f"host {failure.saving_host} saves the last step"
         until = time.monotonic() + SAVE_S
-        # Each rank of this host has the state: if a rank dies or cannot save, the next rank saves.
+        # Each rank on this host has the state: if a rank dies or cannot save, the next rank saves.
         here, first_outcome = [neighbour.observe() for neighbour in self._here.values()], ""
         for saver in [rank for rank in savers(here, failure.ranks, self._rank) if rank.finished]:
             outcome, self.is_saved = self._save_on(saver.rank, until, wait)

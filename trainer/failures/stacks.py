@@ -53,10 +53,10 @@ class Stacks:
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
 
     def open(self, crashes: bool) -> None:
-        """Start to answer.
+        """Start answering requests for stacks.
 
         Args:
-            crashes: whether to write stacks of fatal errors here instead of to stderr.
+            crashes: whether to write stacks of fatal errors to this memory instead of to stderr.
         """
         self._crashes = crashes and not faulthandler.is_enabled()
         if self._crashes:
@@ -88,13 +88,13 @@ class Stacks:
 
 
 class StackReader:
-    """Read access to the `Stacks` of another process of this host, or of this process."""
+    """Read access to the `Stacks` of another process on this host, or of this process."""
 
     def __init__(self, pid: int, fd: int) -> None:
         self._fd = os.open(path_of_fd(pid, fd), os.O_RDONLY)
 
     def read(self, begin: int | None = None) -> str:
-        """Return up to 1 MiB of text from byte `begin` on, or with None the last MiB."""
+        """Return up to 1 MiB of text, starting at byte `begin`, or the last MiB if that is None."""
         begin = max(0, self.size() - _MOST_BYTES) if begin is None else begin
         return os.pread(self._fd, _MOST_BYTES, begin).decode(errors="replace")
 
@@ -165,7 +165,7 @@ def frames_of_exception(error: BaseException) -> list[Frame]:
 
 
 def where(frames: Sequence[Frame]) -> str | None:
-    """Return the location of the innermost frame of user code, or else of the trainer, or else any."""
+    """Return the location of the innermost frame of user code, else of the trainer, else of any code."""
     users = [frame for frame in frames if not _is_library(frame[0]) and not frame[0].startswith(_ROOT)]
     ours = [frame for frame in frames if frame[0].startswith(_ROOT)]
     # Skip train.py, a test or another caller of the trainer, whose frames are the outermost.
@@ -181,7 +181,7 @@ def where(frames: Sequence[Frame]) -> str | None:
 
 
 def waits(frames: Sequence[Frame]) -> bool:
-    """Return whether the innermost frame that matters is in code that waits for other ranks."""
+    """Return whether the innermost relevant frame is in code that waits for other ranks."""
     for file, _, _ in frames:
         is_other_library = (
             _is_library(file) and "torch" not in Path(file).parts and not file.startswith(_ROOT)

@@ -1,6 +1,6 @@
 """A thread that reads heartbeats, reports the rank that failed first, and ends the ranks that wait for it.
 
-Each rank has a watch. The lowest rank of a host whose watch is awake leads: only the leader makes the
+Each rank has a watch. On each host, the lowest rank whose watch is awake leads: only this leader makes the
 diagnosis, informs other hosts and prints, and then the other ranks exit. All waits for the store, a rank or a
 disk have short deadlines.
 """
@@ -23,7 +23,7 @@ from trainer.failures.neighbour import TICK_S, Neighbour, RankIdentity, take_sta
 from trainer.failures.save_on_failure import SAVE_S
 
 _SUSPICIOUS_S = 1.0  # minimum time without progress before the reports of other hosts are read
-_SUSPICIOUS = 1 / 20  # the same as a fraction of timeout_s: half of the silence that is reported as slow
+_SUSPICIOUS = 1 / 20  # the same, as a fraction of timeout_s: half of the silence that is reported as slow
 _SETTLE_S = 2.0  # time after a suspension for all ranks to wake up
 _GRACE_S = 2.2  # time after a communication error for the reports of other ranks to arrive
 _FRESH_S = 2.0  # minimum time for which a stack counts as current
@@ -84,7 +84,7 @@ class Watch:
         """Record that this rank has finished, so that other ranks do not report it as dead."""
         self._heartbeat.note(status=0, at_ns=time.monotonic_ns())
         self._stop_looking()
-        # Only the last rank of a host sees that all ranks have ended; no other rank can report after it.
+        # Only the last rank on a host sees that all ranks have ended; no other rank can report after it.
         is_last = all(neighbour.observe().status == 0 for neighbour in self._here.values())
         if is_last:
             self.ending.send_last_report()
@@ -151,7 +151,8 @@ class Watch:
             try:
                 self._look()
             except Exception as error:  # a bug in the watch must not end a healthy run
-                exit_report.print_line(f"[rank {self._rank}] the watch failed, and will retry: {error!r}")
+                line = f"[rank {self._rank}] the check for failed ranks raised an error and is repeated"
+                exit_report.print_line(f"{line}: {error!r}")
                 time.sleep(ALONE_S)
             if self.ending.survivors:
                 self._closed.set()
@@ -193,7 +194,7 @@ class Watch:
             reports.suspicion = None
 
     def _observe(self) -> list[Observed]:
-        """Observe the ranks of this host. The time during which all of them were suspended doesn't count."""
+        """Observe the ranks on this host. The time during which all of them were suspended doesn't count."""
         alive = [each.records for each in self._here.values() if each.died_at_ns is None]
         since_ns = min((own.main().resumed_ns for own in alive if "status" not in own.notes()), default=0)
         return [neighbour.observe(since_ns) for neighbour in self._here.values()]
@@ -224,7 +225,7 @@ class Watch:
             self.ending.reports.suspicion = None
 
     def _leads(self) -> bool:
-        """Return whether this is the lowest rank of the host that is awake and has not ended."""
+        """Return whether this is the lowest rank on the host that is awake and has not ended."""
         for rank, neighbour in sorted(self._here.items()):
             if rank == self._rank:
                 return True
