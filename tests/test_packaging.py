@@ -81,4 +81,4 @@ def test_a_mac_trains_in_one_process(tmp_path: Path) -> None:
     linux, mac = (run.communicate(timeout=200)[0].splitlines() for run in runs)
     hashes = [line for line in linux + mac if line.startswith("hash ")]
     assert len(hashes) == 4 and len({*hashes}) == 1
-    assert mac[-1] == "on macOS, a run has a single process, but this run has 2; start one process"
+    assert mac[-1] == "on macOS, a run can have only one process, but this run has 2; start only one"

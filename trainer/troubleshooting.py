@@ -17,7 +17,7 @@ ENTRIES = {
     "auto": "... is auto, but ... has no ...",
     "comm-needs-ddp": "comm=... needs strategy=ddp, but strategy=...",
     "warmup": "schedule.warmup_steps=..., but this run ends after ... steps",
-    "sweep-in-ranks": "-m (multirun) inside ... starts every trial on every rank",
+    "sweep-in-ranks": "-m (multirun) under ... would start every trial on every rank",
     "one-process": "strategy=... runs in one process, not in ...",
     "gpus-of-a-host": "local rank ... has no GPU of its own: this host has ...",
     "no-gpu": "distributed.device=..., but torch sees no GPU here",

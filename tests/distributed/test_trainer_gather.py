@@ -120,5 +120,5 @@ def refused(run_dir: Path) -> list[str]:
 def test_settings_that_would_change_the_loss_raise_one_line(tmp_path: Path) -> None:
     parts, exact, evaluated = run_ranks(refused, 1, tmp_path, init=False)[0]
     assert "has 4 micro-batches on each rank" in parts and "train.exact=4 computes" in exact
-    assert "return the embeddings from the task's rows" in evaluated
+    assert "return the embeddings from Task.rows" in evaluated
     assert all(line.startswith("trainer.gather: ") and "\n" not in line for line in (parts, exact, evaluated))

@@ -156,8 +156,11 @@ def test_a_changed_environment_is_reported_once(caplog: pytest.LogCaptureFixture
     assert elsewhere is not None and elsewhere["since"] == 7
     assert wider is not None and wider["since"] == 9
     assert exact_facts(None, here, saved, 9) is None
-    assert ["the CPU was an abacus, is " in record.getMessage() for record in caplog.records] == [True, False]
-    assert "train.exact was 8, is 4" in caplog.records[1].getMessage()
+    assert ["the CPU was an abacus, and is " in record.getMessage() for record in caplog.records] == [
+        True,
+        False,
+    ]
+    assert "train.exact was 8, and is now 4" in caplog.records[1].getMessage()
 
 
 STREAM = ("data.dataset._target_=tests.data.streams.Stateful", "+data.dataset.num_samples=77")

@@ -290,7 +290,7 @@ def test_units_of_any_model() -> None:
     expected += ["cannot shard 0.weight, 0.bias: it does not support parameters of a torch.jit.script module"]
     expected += ["0.weight and 1.weight share memory, but "]
     expected += ["(return self.blocks[0](x) @ self.embed[0].weight) uses a parameter of a unit"]
-    expected += ["uses embed.0.weight by a reference kept in a list"]
+    expected += ["uses embed.0.weight through a reference kept in a list"]
     expected += ["(return self.last(self.first(x) * self.scale)) mixes dtypes: "]
     for message, words in zip(messages, expected, strict=True):
         assert words in message

@@ -105,7 +105,7 @@ def test_ranks_that_use_different_parameters_are_refused_by_name(tmp_path: Path)
     runs.append((*PARTS, "strategy=fsdp", *slopes))
     words = [*expected.values(), "a second backward pass went through a unit"]
     words.append("UserError: strategy=fsdp: the loss uses parameters outside the model's forward pass")
-    words.append("differentiates by tensors on which the outputs do not depend, such as model.parameters()")
+    words.append("differentiates with respect to tensors on which the outputs do not depend, such as")
     for messages in run_ranks(refusals, 2, *runs, init=False):
         for message, expectation in zip(messages, words, strict=True):
             assert expectation in message, message

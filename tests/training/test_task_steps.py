@@ -40,7 +40,7 @@ def test_alternating_updates_resume_exactly(way: str, tmp_path: Path) -> None:
     for whole, resumed in run_ranks(whole_and_resumed, world, tmp_path, 5, *words, init=False):
         assert whole == resumed
     said = (tmp_path / "whole" / "train.log").read_text()
-    assert "WARNING" not in said and "checkpoints do not contain it" not in said
+    assert "WARNING" not in said and "checkpoints do not contain them" not in said
 
 
 @pytest.mark.slow

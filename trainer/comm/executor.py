@@ -1,7 +1,8 @@
 """Run a schedule on tensors, with gloo on CPUs and NCCL on GPUs, through the same calls.
 
-Messages are P2POps of `batch_isend_irecv`. On a GPU, only the current stream waits for them, so everything is
-queued and the CPU continues. On CPUs, the calling thread waits.
+Segments, visits and sweeps are those of algorithms/pipeline.py. Messages are P2POps of `batch_isend_irecv`.
+On a GPU, only the current stream waits for them, so everything is queued and the CPU continues. On CPUs, the
+calling thread waits.
 
 There are no deadlocks. All ranks process the buckets in the same order and the visits of a bucket in the same
 order, and at each visit first the receives, then the sends. A message that is sent at one visit is received

@@ -67,11 +67,11 @@ def main(argv: list[str] | None = None) -> int:
 def _conclude(ranks: Ranks, reports: list[RankReport], options: argparse.Namespace) -> bool:
     """Print the table and write the file on rank 0; return whether all checks passed."""
     links = sorted((link for report in reports for link in report.links), key=lambda link: link["gbit_s"])
-    faults = [
-        f"{ranks.describe(rank)} on {report.host_name}: {operation}: {fault}"
+    problems = [
+        f"{ranks.describe(rank)} on {report.host_name}: {operation}: {problem}"
         for rank, report in enumerate(reports)
-        for operation, (fault, _) in report.operations.items()
-        if fault
+        for operation, (problem, _) in report.operations.items()
+        if problem
     ]
     between = [link for link in links if link["source"] != link["target"]]
     # Take the median of each host's fastest link (its last, since links are sorted), because one slow host
@@ -83,22 +83,22 @@ def _conclude(ranks: Ranks, reports: list[RankReport], options: argparse.Namespa
         ends = [f"host {link[end]} ({reports[ranks.hosts.index(link[end])].host_name})" for end in _ENDS]
         speed = f"{' -> '.join(ends)}: {link['gbit_s']:.3g} Gbit/s is less than"
         if link["gbit_s"] < options.min_gbit:
-            faults.append(f"{speed} --min-gbit {options.min_gbit:g}")
+            problems.append(f"{speed} --min-gbit {options.min_gbit:g}")
         elif link["gbit_s"] < _SLOW * typical:
             warnings.append(f"WARNING: {speed} a tenth of the median of all hosts, {typical:.3g} Gbit/s")
-    verdict = ["FAILED", *few_lines(faults)] if faults else [_PASSED]
-    print("\n".join([_table(ranks, reports, links), "", *few_lines(warnings), *verdict]), flush=True)
+    conclusion = ["FAILED", *few_lines(problems)] if problems else [_PASSED]
+    print("\n".join([_table(ranks, reports, links), "", *few_lines(warnings), *conclusion]), flush=True)
     if options.json is not None:
-        _write(options.json, ranks, links, reports[0].costs, passed=not faults)
-    return not faults
+        _write(options.json, ranks, links, reports[0].costs, passed=not problems)
+    return not problems
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m trainer.comm.preflight", description=__doc__)
     parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
-    parser.add_argument("--timeout-s", type=float, default=20.0, help="the longest wait for one answer (20)")
+    parser.add_argument("--timeout-s", type=float, default=20.0, help="seconds to wait for each answer (20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, for planner.comm")
-    slower = "fail if a link between hosts is slower, in Gbit/s"
+    slower = "fail if a link between hosts is slower than this, in Gbit/s (0)"
     parser.add_argument("--min-gbit", type=float, default=0.0, help=slower)
     options = parser.parse_args(argv)
     if not 0 <= options.min_gbit < float("inf"):
@@ -120,7 +120,7 @@ def _report(ranks: Ranks, timeout_s: float) -> RankReport:
     """Run all checks (a collective)."""
     # The default group waits an hour longer than timeout_s, so that the watch reports a hang first. Before
     # step 1, the watch can't tell which rank is behind unless the other ranks fail. So gloo's operations fail
-    # in time. After each NCCL operation, all ranks wait for each other by gloo, which fails in time, too.
+    # after timeout_s, and after each NCCL operation, all ranks wait for each other through gloo.
     control = gloo_group(timeout_s, in_time=True)
     groups = {"cpu": control}
     me = GroupRank(ranks.rank, ranks.world_size, ranks.device, groups.get(ranks.device.type), control)
@@ -130,17 +130,17 @@ def _report(ranks: Ranks, timeout_s: float) -> RankReport:
         group = replace(me, device=device, group=groups.get(device.type))
         for name in OPERATIONS if ranks.world_size > 1 else OPERATIONS[1:]:  # isend needs another rank
             ranks.heartbeat.enter("set_up")  # so that a rank that hangs in an operation is behind the others
-            if ranks.is_main:  # if all hang in one, nothing else tells in which
+            if ranks.is_main:  # if all ranks hang, only this line shows where
                 print(f"preflight: {name} ({device.type})", file=sys.stderr, flush=True)
             try:
-                fault = check(name, group)
+                problem = check(name, group)
                 began = time.perf_counter()
                 check(name, group)
                 took_s = time.perf_counter() - began
                 group.barrier()
             except RuntimeError as error:
                 raise RuntimeError(f"{name}: {first_line(error)}") from error
-            operations[f"{name} ({device.type})"] = fault, took_s * 1e3
+            operations[f"{name} ({device.type})"] = problem, took_s * 1e3
     within = [(host, host) for host, here in enumerate(ranks_by_host) if len(here) > 1]
     if ranks.is_main:
         print(f"preflight: links ({ranks.device.type})", file=sys.stderr, flush=True)
@@ -167,9 +167,9 @@ def _table(ranks: Ranks, reports: list[RankReport], links: list[dict[str, float]
     ]
     operations = []
     for name in reports[0].operations:
-        faulty = [rank for rank, report in enumerate(reports) if report.operations[name][0]]
+        failed = [rank for rank, report in enumerate(reports) if report.operations[name][0]]
         slowest_ms = max(report.operations[name][1] for report in reports)
-        operations.append(f"{name:<24}{slowest_ms:>9.2f}  {f'FAIL on ranks {faulty}' if faulty else 'pass'}")
+        operations.append(f"{name:<24}{slowest_ms:>9.2f}  {f'FAIL on ranks {failed}' if failed else 'pass'}")
     rows = []
     for link in links:
         ends = f"{link['source']} -> {link['target']}"

@@ -14,10 +14,10 @@ from trainer.accelerator import is_accelerator
 from trainer.distributed.collectives import all_gather_single, reduce_scatter_single
 
 _LENGTH = 1031  # elements: more than one packet; a prime number
-_BLOCK_BYTES = 1 << 20  # of a message of a stream
+_BLOCK_BYTES = 1 << 20  # the size of each message when throughput is measured
 _TURN_S = 0.1
 _TURNS = 3
-_SHORT = 100  # messages of 8 bytes
+_SHORT = 100  # number of 8-byte messages when latency is measured
 # Segments, and fp32 elements of one: more than a cache holds. On a GPU a launch takes as long as 1 MiB.
 _SEGMENTS, _GPU_SEGMENTS = (64, 1 << 18), (16, 1 << 24)
 
@@ -48,7 +48,7 @@ class GroupRank:
         accelerator.synchronize(self.device)
 
     def barrier(self) -> None:
-        """Wait for all ranks through gloo, which fails in time. A wait in NCCL may take an hour."""
+        """Wait for all ranks through gloo, which fails after the timeout; NCCL may wait for an hour."""
         dist.barrier(self.control)
 
 
@@ -130,7 +130,7 @@ def rounds(num_hosts: int) -> Iterator[list[tuple[int, int]]]:
 def measure_links(
     me: GroupRank, pairs: Iterable[tuple[int, int]], ranks_by_host: Sequence[Sequence[int]]
 ) -> list[dict[str, float]]:
-    """Measure links in both directions between the first ranks of two hosts, or between two ranks of a host.
+    """Measure links in both directions between the first ranks of two hosts, or between two ranks on a host.
 
     This is a collective of all ranks. The pairs are measured at the same time, so no host may be in two
     pairs. Each rank returns the links that start at it.
@@ -182,7 +182,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
 
 
 def measure_costs(me: GroupRank) -> dict[str, float]:
-    """Return the CPU time per byte while all ranks work, and the number of processors of the host.
+    """Return the CPU time per byte while all ranks work, and the number of processors on the host.
 
     On a GPU, this measures wall time. On a CPU, it measures CPU time, which other programs hardly change.
     """

@@ -1,4 +1,4 @@
-"""Messages between processes of one host through shared memory; see docs/shared-memory.md.
+"""Messages between processes on one host through shared memory; see docs/shared-memory.md.
 
 Each rank has slots of memory, which its peers have mapped. To send a chunk, a rank copies it to the next slot
 and sends the slot's offset to its peers over a socket; they read the chunk from there and acknowledge it. The
@@ -196,7 +196,7 @@ class SharedMemory:
 
 
 class HostRows:
-    """An all-gather of one row from each rank of a host: `send` returns at once, `receive` waits.
+    """An all-gather of one row from each rank on a host: `send` returns at once, `receive` waits.
 
     Each rank sends its row to all others, without a thread. Between two ranks, this takes a tenth of the CPU
     time of gloo's all-reduce.

@@ -132,7 +132,7 @@ class Timeline:
         self.is_complete = True
         self._passes, self._recent = PassSum(), PassSum()  # in the run; since the last call of metrics
         self._waits: torch.Tensor | None = None  # (rank, bucket): seconds from ready to end, at that call
-        self._times_last: Counter[int] = Counter()  # calls of metrics that found each rank to be last
+        self._times_last: Counter[int] = Counter()  # by rank, the calls of metrics in which it was last
 
     def arrive(self, index: int, num_bytes: int, is_last: bool) -> BucketRecord:
         """Record that a bucket is ready; the caller sets the other times of the returned record."""

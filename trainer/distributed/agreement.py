@@ -63,7 +63,8 @@ def on_main(action: Callable[[], _T], ranks: Ranks) -> _T:
     """Call `action` on rank 0, and return its result on every rank (a collective).
 
     Raises:
-        UserError, RetryableError: on every rank, if `action` raised it. Rank 0 alone raises other errors.
+        UserError, RetryableError: on every rank, if `action` raised it. Other errors are raised on rank 0
+            only.
     """
     return Agreement(ranks)._from_main(action, (UserError, RetryableError))
 
@@ -75,12 +76,12 @@ class Agreement:
 
     Args:
         ranks: None in a process without other ranks.
-        timeout_s: the timeout of a separate gloo group, which is required in a thread; None uses the default
-            group.
+        timeout_s: the timeout of a separate gloo group, which calls from a thread require; None uses the
+            default group.
         in_time: whether operations of that group fail after `timeout_s` (see `gloo_group`).
 
     Raises:
-        UserError: from each method, if a person must change something (see `kind_of`).
+        UserError: from each method, if the user must change something (see `kind_of`).
         RetryableError: from each method, for any other error, such as that of a disk or a store.
     """
 

@@ -18,8 +18,8 @@ from trainer.tensors.bits import bytes_of
 
 Rows = dict[str, Tensor]
 IN_EVALUATION = (
-    "the samples in an evaluation batch depend on the number of ranks; return the embeddings from the task's "
-    "rows, and compare them in summarise_rows"
+    "the samples in an evaluation batch depend on the number of ranks; return the embeddings from Task.rows, "
+    "and compare them in Task.summarise_rows"
 )
 _SAME_LAYOUT = (
     "rows must have the same names, shapes and dtypes in every batch; pad them to one size "

@@ -1,8 +1,8 @@
 """Several ranks on one GPU (`distributed.ranks_per_gpu`), to try a run before its GPUs are available.
 
 Since version 2.30, NCCL permits it with NCCL_MULTI_RANK_GPU_ENABLE=1, and the ranks of a host communicate as
-on separate GPUs. Older versions reject two ranks only if their hosts are the same, too. There, each rank gets
-a NCCL_HOSTID of its own, and all ranks communicate through sockets, as if each had its own host.
+on separate GPUs. Older versions reject two ranks that have the same GPU and the same host. With them, each
+rank gets its own NCCL_HOSTID, and all ranks communicate through sockets, as if each had its own host.
 """
 
 import math
@@ -18,7 +18,7 @@ _MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
 
 
 def count_per_gpu(setting: int | str, num_gpus: int, local_world_size: int, num_hosts: int) -> int:
-    """Return the number of consecutive local ranks that use the same GPU, which all ranks must agree on."""
+    """Return the number of consecutive local ranks that use the same GPU; it is the same on all ranks."""
     if setting != "auto":
         return int(setting)
     if num_hosts > 1:

@@ -28,7 +28,7 @@ Endpoint = tuple[str, int, str]
 
 # Each connection is answered with 8 KiB: if the hosts disagree about the MTU, only small packets arrive.
 _ANSWER_BYTES = 8192
-_MOST_S = 5.0  # for a connection: enough for TCP to resend two lost packets
+_MOST_S = 5.0  # the limit for a connection: enough for TCP to resend two lost packets
 _MOST_THREADS = 128
 
 
@@ -42,8 +42,8 @@ def check_links(
 ) -> None:
     """Raise RetryableError if a host can't connect to another host (a collective of all ranks, in `store`).
 
-    gloo connects two hosts from the one with the higher address. If only the other direction fails, that is
-    an error with `both_ways`, and otherwise a warning.
+    gloo opens the connection between two hosts from the host with the higher address. If only the other
+    direction fails, that is an error with `both_ways`, and otherwise a warning.
 
     Raises:
         RetryableError: on all ranks, with one line for each direction that fails between two hosts.

@@ -57,7 +57,7 @@ def watched_process_group(
     and delay the exception.
 
     Args:
-        is_stopped: whether a signal requested a stop before this call.
+        is_stopped: returns whether a signal has already requested a stop.
         here: the rank info to use instead of the launcher's.
         check_batch_sizes: raises UserError if the batch can't be divided among a number of ranks. The run
             then ends instead of continuing without the lost ranks.
@@ -77,7 +77,7 @@ def watched_process_group(
     is_first, here = here is None, here or rank_info(settings)
     if here.world_size > 1 and sys.platform != "linux":
         raise UserError(
-            f"on macOS, a run has a single process, but this run has {here.world_size}; start one process"
+            f"on macOS, a run can have only one process, but this run has {here.world_size}; start only one"
         )
     heartbeat, stacks, listener = Heartbeat(), Stacks(), None
     identity = introduction(here.rank, heartbeat, stacks)
@@ -188,7 +188,7 @@ def _is_communication_error(error: BaseException) -> bool:
 def _device(
     settings: DistributedConfig, local_rank: int, local_world_size: int, num_hosts: int, here: RankInfo
 ) -> tuple[torch.device, int]:
-    """Return the device of this process, and the number of ranks that use the same one."""
+    """Return the device of this process, and the number of ranks that share it."""
     wanted = settings.device
     kind, num_gpus = accelerator.found(wanted)
     if wanted in ("cpu", "auto") and num_gpus == 0:
@@ -203,7 +203,7 @@ def _device(
     if num_gpus == 1 and not has_launcher_on_host(here):
         return torch.device(kind, 0), per_gpu  # srun --gpus-per-task shows each process only its own GPU
     raise UserError(
-        f"local rank {local_rank} has no GPU of its own: this host has {num_gpus}, and "
+        f"local rank {local_rank} has no GPU of its own: this host has {num_gpus} GPU(s), and "
         f"distributed.ranks_per_gpu={per_gpu}; start with --nproc_per_node={num_gpus * per_gpu} or "
         "less, let ranks share a GPU with distributed.ranks_per_gpu=auto, or use distributed.device=cpu"
     )

@@ -36,10 +36,10 @@ def join(
 
     Args:
         introduction: plain values that this rank sends to the other ranks.
-        is_stopped: returns whether a signal had requested a stop before this call.
+        is_stopped: returns whether a signal has already requested a stop.
 
     Returns:
-        The store of the run, the index of each rank's host, and each rank's introduction. Ranks of one host
+        The store of the run, the index of each rank's host, and each rank's introduction. Ranks on one host
         see each other's processes and can share memory.
 
     Raises:
@@ -111,8 +111,8 @@ def _join(
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
-                f"the port of {here.init_method} is already in use on this host, perhaps by another run; set "
-                "another port in MASTER_PORT or distributed.init_method"
+                f"the port of {_store_address(here)} is already in use on this host, perhaps by another run; "
+                "set another port in MASTER_PORT or distributed.init_method"
             ) from error
         raise RetryableError(
             f"rank {here.rank} waited {shown} for rank 0 to open {_store_address(here)}; check that rank 0 "
@@ -120,7 +120,7 @@ def _join(
         ) from error
     store = _store_of_attempt(store, here, timeout, done)
     if store.check([f"arrived/{here.rank}"]):
-        raise UserError(f"rank {here.rank} was started twice at {here.init_method}; start each rank once")
+        raise UserError(f"rank {here.rank} was started twice at {_store_address(here)}; start each rank once")
     host = socket.gethostname() if here.host is None else here.host
     own = f"{host} {surroundings()}", dict(introduction)
     try:

@@ -3,8 +3,8 @@
 A rank that waits for a dead rank gets an error from gloo. A rank that waits for a survivor with such an error
 would wait forever. Therefore, each survivor cuts the connections of its groups, which ends all waits. The run
 then starts again, as after a restart with fewer ranks, from the checkpoint that a survivor has saved. The
-lowest survivor serves the store, at a port that each rank has opened at the start, because the previous store
-may have died with rank 0.
+lowest surviving rank serves a new store, because the previous one may have died with rank 0. For this, each
+rank has opened a port at the start.
 """
 
 import contextlib

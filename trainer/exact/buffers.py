@@ -13,7 +13,7 @@ from trainer.model.plain_names import buffer_locations, named_buffers
 from trainer.tensors.bits import same_bits
 from trainer.torch_private import version_of
 
-_BLOCK = 1 << 12  # elements to average at once, because each takes about 50 times its memory
+_BLOCK = 1 << 12  # elements to average at once; averaging takes 50 times the memory of an element
 
 
 class ChunkBuffers:

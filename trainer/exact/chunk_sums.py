@@ -1,4 +1,4 @@
-"""Sums of gradients as integers, whose bits do not depend on the order and grouping of additions.
+"""Sums of gradients in integers, so that the bits do not depend on the order and grouping of additions.
 
 A chunk is a fixed part of the global batch. Its gradient is truncated to multiples of 2**-50, so that the
 chunks of all ranks can be added as int64 by any all-reduce or reduce-scatter. Gradients with NaN, Inf or

@@ -1,4 +1,4 @@
-"""Sums of losses, metrics, buffers and squared norms as integers, so that the order does not matter.
+"""Sums of losses, metrics, buffers and squared norms in integers, so that the order does not matter.
 
 `trainer.exact.chunk_sums` represents each number of a gradient by one integer. The numbers here are fewer and
 may have any magnitude, so each is split into digits in base 2**32, and the digits are added as int64. Sums of

@@ -68,7 +68,7 @@ def exact_facts(
     if not differ:
         return facts | {"since": saved["since"]}
     if ranks.is_main:
-        changes = "; ".join(printable(f"{n} was {before.get(n)}, is {now.get(n)}") for n in differ)
+        changes = "; ".join(printable(f"{n} was {before.get(n)}, and is now {now.get(n)}") for n in differ)
         log.warning(
             "train.exact: from step %d on, bits may differ from an uninterrupted run: %s", step, changes
         )

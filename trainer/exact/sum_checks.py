@@ -1,8 +1,8 @@
 """Checks of the sums of `train.exact`, for `train.verify_every`.
 
-Integers are added without rounding. So the gradient of a chunk, as it entered the sums, is their difference
-before and after. And the sum of all that ranks send equals the sum of what each rank receives, modulo 2**64,
-whatever the order of additions.
+Integers are added without rounding. So the difference between the sums after and before a chunk is its
+gradient, as it was added. And modulo 2**64, the elements that a rank receives have the same sum as the
+elements that all ranks have sent to it, whatever the order of additions.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -47,7 +47,7 @@ NO_CHECKS = SumChecks()
 class LinearChecks(SumChecks):
     """Hashes the gradient of one of this rank's chunks, and compares what ranks send and receive.
 
-    Nothing here waits for the device.
+    No method waits for the device.
 
     Attributes:
         observed: the chunk to hash, counted from 0 on this rank; None for none.
@@ -97,10 +97,10 @@ class LinearChecks(SumChecks):
         self._received.append(sums.sum())
 
     def balance(self) -> Tensor:
-        """Return this rank's summand (ranks,) of a sum, which is 0 for each rank that received right sums.
+        """Return a tensor (ranks,), whose sum over ranks is 0 for each rank that received the right sums.
 
         An element is the sum of what was sent to a rank minus the sum of what that rank has received. An even
-        number of flips of the highest bit in one step cancel.
+        number of flips of the highest bit in one step is not detected.
         """
         balance = torch.zeros(self._world_size, dtype=torch.int64, device=self._device)
         for sums in self._sent:

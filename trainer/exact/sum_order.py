@@ -23,7 +23,7 @@ class SumOrder:
     num_chunks = 1  # per step, over all ranks
     limit = math.inf  # gradients with larger numbers become NaN
     sums: ChunkSums | None = None  # the sums of this rank's gradients; None if autograd adds them
-    checks: SumChecks = NO_CHECKS  # get what enters and leaves the sums
+    checks: SumChecks = NO_CHECKS  # observe what is added to the sums, sent and received
 
     def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
         """Return the sum of `numbers`, of equal shapes, in a form that can be added further."""

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def burn_in(config: Config, minutes: float) -> int:
-    """Compare the ranks for some minutes, and return the number of chunks that they computed (a collective).
+    """Compare the ranks for `minutes`, and return the number of chunks that they computed (a collective).
 
     Raises:
         UserError: there is only one rank.

@@ -93,7 +93,7 @@ class Observed:
         return text
 
     def is_late(self, timeout_s: float) -> bool:
-        """Return whether the rank has been silent for longer than allowed, which is more during disk waits."""
+        """Return whether the rank has been silent for too long; a wait for the disk may be longer."""
         waits_for_disk = (
             self.patience_s and self.state == "running" and self.asleep_s + self.heard_s < ASLEEP_S
         )

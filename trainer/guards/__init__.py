@@ -1,1 +1,1 @@
-"""Checks for wrong results, made at evaluations and saves, and copies of the state for failures."""
+"""Checks for wrong results, and a snapshot of the state to save after a failure."""

@@ -41,13 +41,13 @@ class BufferCheck:
 
     def __init__(self, model: nn.Module, ranks: Ranks, is_exact: bool) -> None:
         self._ranks, self._is_exact = ranks, is_exact
-        places = buffer_locations(model) if ranks.world_size > 1 or is_exact else {}
-        self._places = {name: place for name, place in places.items() if not isinstance(place[0], _NORMS)}
+        locations = buffer_locations(model) if ranks.world_size > 1 or is_exact else {}
+        self._locations = {name: at for name, at in locations.items() if not isinstance(at[0], _NORMS)}
         self._warned: set[str] = set()
 
     def hashes(self) -> Tensor:
         """Wait for the device; return the hash of each buffer and its complement, int64 (2, buffers)."""
-        by_name = bit_hashes((name, getattr(*place)) for name, place in self._places.items())
+        by_name = bit_hashes((name, getattr(*at)) for name, at in self._locations.items())
         hashes = torch.tensor([*by_name.values()], dtype=torch.int64)
         return torch.stack([hashes, ~hashes])
 
@@ -61,15 +61,15 @@ class BufferCheck:
         Raises:
             UserError: on every rank, if a buffer of integers differs in an exact step.
         """
-        if not self._places:
+        if not self._locations:
             return
-        least = torch.full((2, len(self._places)), torch.iinfo(torch.int64).min)
+        least = torch.full((2, len(self._locations)), torch.iinfo(torch.int64).min)
         most = torch.stack([least, *passes]).amax(0).to(self._ranks.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         differs = (most[0] != ~most[1]).tolist()  # the largest complement belongs to the smallest hash
-        different = [name for name, is_different in zip(self._places, differs, strict=True) if is_different]
+        different = [name for name, is_other in zip(self._locations, differs, strict=True) if is_other]
         for name in different if self._is_exact else ():
-            if not (buffer := getattr(*self._places[name])).is_floating_point():
+            if not (buffer := getattr(*self._locations[name])).is_floating_point():
                 raise UserError(
                     f"train.exact: the passes of a step write different values to {name}, a buffer of "
                     f"{buffer.dtype}, and integers cannot be averaged; set train.exact=null"

@@ -29,11 +29,11 @@ class Snapshot:
     """The interface of `FailureSnapshot`, for runs that do not save on failure."""
 
     def note_changed_weights(self, names: Sequence[str]) -> None:
-        """Set the parameters that a forward pass changes, according to the dry run; they have no copy."""
+        """Set the parameters that a forward pass changes, as the dry run has found; they are not copied."""
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
-        """Return a context for the update of `step`; open until the progress has counted the step."""
+        """Return a context for the update of `step`; close it after the progress has counted the step."""
         yield
 
     @contextmanager
@@ -47,7 +47,7 @@ class Snapshot:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Return a context for any other change of the state that a checkpoint contains."""
+        """Return a context for any other change to the state that a checkpoint contains."""
         yield
 
 

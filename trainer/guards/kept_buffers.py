@@ -52,7 +52,8 @@ class KeptBuffers:
         for name, version in self._versions.items():
             if version_of(live[name]) == version and not same_bits(live[name], self._copies[name]):
                 raise UserError(
-                    f"the buffer {name} was changed without an update of its version counter, as by numpy()"
+                    f"the buffer {name} was changed without an update of its version counter, for example "
+                    "through numpy()"
                 )
         return self._copies
 

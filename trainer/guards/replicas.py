@@ -1,8 +1,8 @@
 """Compare the parameters and optimizer state of replicas by hash.
 
-Because gradients are averaged, a rank whose memory or arithmetic failed once would continue with other
-parameters than its replicas. Nobody would notice: losses differ between ranks anyway, and a checkpoint
-contains the values of one rank.
+Because gradients are averaged, a rank whose memory or arithmetic failed once would continue with parameters
+that differ from those of its replicas. Nobody would notice: losses differ between ranks anyway, and a
+checkpoint contains the values of one rank.
 
 Buffers are compared in buffers.py, which only warns, because running statistics depend on each rank's data by
 design, and evaluations and saves use those of rank 0.
@@ -31,7 +31,7 @@ class ReplicaCheck:
     """Compares the replicas of each group every few steps and before each save.
 
     A check reads each parameter and each tensor of the optimizer once, on its device, and gathers 8 bytes
-    from each rank. Only if these differ, hashes of single tensors are gathered.
+    from each rank. Hashes of single tensors are gathered only if these differ.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ReplicaCheck:
         equal_at = "" if self._checked_at is None else f" (they were equal at step {self._checked_at})"
         return ReplicasDifferError(
             f"replicas differ after step {step}{equal_at}: {'; '.join(differences)}. "
-            "Nothing has been saved since; the same run_dir with resume=auto continues from the last "
+            "This state has not been saved; the same run_dir with resume=auto continues from the last "
             "checkpoint. Possible causes are code that treats ranks differently, such as a call of "
             "model.module that bypasses DDP or an update in a hook, and faulty memory or a faulty processor. "
             "To train on different types of processors together, set train.check_replicas_every=null",

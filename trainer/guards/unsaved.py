@@ -32,8 +32,8 @@ _NOT_TRAVERSED = sys.stdlib_module_names | {"torch", "numpy", "trainer"}  # logg
 _MAX_ELEMENTS = 10_000  # for larger containers, only the length is compared
 _MAX_HASHED = 2**20  # elements; larger tensors are sampled evenly, with at least half as many elements
 _WAY_OUT = (
-    "Make it a buffer of the model (register_buffer), or define get_extra_state and set_extra_state in its "
-    "module; an optimizer should keep it in its state, or as numbers and small tensors in attributes"
+    "Make them buffers of the model (register_buffer), or define get_extra_state and set_extra_state in "
+    "their module; an optimizer should keep them in its state, or as numbers and small tensors in attributes"
 )
 
 Fingerprint = tuple[int, int]
@@ -78,8 +78,9 @@ class UnsavedState:
         self._before = dict(self._attributes())
         if lost := [name for name, then in saved.items() if self._before.get(name) != tuple(then)]:
             log.warning(
-                "%s had a different value when the checkpoint was saved, and checkpoints do not contain it: "
-                "if a step depends on its value, this run will differ from an uninterrupted one. %s",
+                "attributes had different values when the checkpoint was saved, and checkpoints do not "
+                "contain them: %s. If a step depends on them, this run will differ from an uninterrupted "
+                "one. %s",
                 first_few(lost),
                 _WAY_OUT,
             )
@@ -110,8 +111,8 @@ class UnsavedState:
         self._warned.update(changed)
         if changed:
             log.warning(
-                "%s changes during training, but checkpoints do not contain it: if a step depends on its "
-                "value, a resumed run will differ from an uninterrupted one. %s",
+                "attributes change during training, but checkpoints do not contain them: %s. If a step "
+                "depends on them, a resumed run will differ from an uninterrupted one. %s",
                 first_few(changed),
                 _WAY_OUT,
             )
@@ -155,8 +156,7 @@ def fingerprint(value: Any, known: Collection[int]) -> Fingerprint | None:
 
 
 class _Fingerprinter(pickle.Pickler):
-    """Serializes containers, modules, optimizers and users' objects to a stream that is hashed and never
-    loaded.
+    """Serializes containers, modules, optimizers and users' objects to a stream that is only hashed.
 
     A tensor is reduced to its shape and a checksum (for a DTensor, of the local shard). Classes, functions
     and objects of libraries are reduced to the name of their type.

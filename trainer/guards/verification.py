@@ -1,8 +1,8 @@
-"""Find a device that computes wrongly: another rank recomputes a chunk, and the bits must be equal.
+"""Find a device that produces wrong results: another rank recomputes a chunk, and the bits must match.
 
-Gradients are added over ranks, so a device that silently computes wrongly spoils every replica in the same
-way. With `train.exact`, any rank computes the bits of any chunk, so two ranks can be compared without a
-threshold, also if the device repeats its error.
+Gradients are added over ranks, so silent errors of one device spoil every replica in the same way. With
+`train.exact`, any rank computes the bits of any chunk, so two ranks can be compared without a threshold, even
+if the device repeats its error.
 """
 
 import pickle
@@ -51,7 +51,7 @@ class Verification:
 
         Args:
             micro_batches: of this rank, on the CPU.
-            num_labels: returns the number of labels that count in all chunks of the step.
+            num_labels: returns the number of labels in all chunks of the step, except ignored ones.
         """
 
     def check(self, step: int) -> None:
@@ -80,7 +80,7 @@ class GradientVerification(Verification):
     Args:
         every: steps between recomputations.
         chunks: the numbers of the chunks of each rank.
-        count: returns the number of labels that count in a batch.
+        count: returns the number of labels in a batch, except ignored ones.
         verified_step: see `Verification`.
         set_aside: called on every rank with `verified_step` and a reason before the error: no resume may use
             a checkpoint of a later step.
@@ -257,11 +257,11 @@ class GradientVerification(Verification):
         if len(wrong) < len(balances):
             why = f"{self._named(wrong)} received a wrong sum of the gradients of step {step}"
             if self._strategy.gradients_differ:  # no other rank receives this sum
-                why += "; the cause may also be a rank that sent its part"
+                why += "; the cause may also be a rank that sent a part of it"
         else:
             why = (
-                f"all ranks received a wrong sum of the gradients of step {step}, so that a message was "
-                "changed, or a rank added wrongly, before the sum was complete"
+                f"all ranks received a wrong sum of the gradients of step {step}, so a message was corrupted "
+                "or a rank made an error before the sum was complete"
             )
             wrong = []
         raise self._error(step, why, wrong)
@@ -304,11 +304,11 @@ class GradientVerification(Verification):
 
     @property
     def way_out(self) -> str:
-        """What follows the error, for its message."""
+        """The end of the message: what to do."""
         return (
-            "No rank made the update. The same run_dir with resume=auto continues from the newest checkpoint "
-            f"up to step {self.verified_step}, the last verified step; failure.json contains the options "
-            "that exclude the host"
+            "No rank applied the update. The same run_dir with resume=auto continues from the newest "
+            f"checkpoint up to step {self.verified_step}, the last verified step; failure.json contains the "
+            "options that exclude the host"
         )
 
 
@@ -338,19 +338,19 @@ class ShardCheck:
         return self._changed.sum().view(1)
 
     def changed(self) -> list[int]:
-        """Return the numbers of these parameters."""
+        """Return the indices of the parameters that have changed."""
         return [number for number, has_changed in enumerate(self._changed.tolist()) if has_changed]
 
     @contextmanager
     def may_change(self) -> Iterator[None]:
-        """Enclose a change of the weights by user code."""
+        """Return a context within which user code may change the weights."""
         self._compare()
         yield
         self.note()
 
 
 def offsets(hosts: Sequence[int]) -> list[int]:
-    """Return the distances between ranks and their partners, on other hosts as far as possible."""
+    """Return the rank offsets between partners for which most partners are on different hosts."""
     crossing = {
         offset: sum(host != hosts[(rank + offset) % len(hosts)] for rank, host in enumerate(hosts))
         for offset in range(1, len(hosts))

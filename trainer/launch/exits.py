@@ -68,8 +68,8 @@ def _exit_without(running: Sequence[threading.Thread], error: BaseException | No
         sys.excepthook(type(error), error, error.__traceback__)
     names = " and ".join(f"thread {thread.name}" for thread in running)
     print(
-        f"[rank {rank_from_environment()}] {names} is still running and ends with the program; join it "
-        "earlier, for example in a logger's close(), or start it with daemon=True",
+        f"[rank {rank_from_environment()}] the program ends without waiting for {names}; join threads "
+        "earlier, for example in a logger's close(), or start them with daemon=True",
         file=sys.stderr,
     )
     atexit._run_exitfuncs()
@@ -134,9 +134,9 @@ def refuse_sweep_in_ranks() -> None:
     """Raise UserError if this process is one of several ranks, because each rank would run every trial."""
     if rank_info().among_ranks:
         raise UserError(
-            f"-m (multirun) inside {rank_info().launcher or 'ranks'} starts every trial on every rank; sweep "
-            "outside, where each trial is its own launch: python train.py -m optim.lr=0.1,0.01 "
-            "launch=local launch.processes=2"
+            f"-m (multirun) under {rank_info().launcher or 'a multi-process launch'} would start every trial "
+            "on every rank; run the sweep in one process, which launches each trial separately: python "
+            "train.py -m optim.lr=0.1,0.01 launch=local launch.processes=2"
         )
 
 

@@ -19,7 +19,7 @@ from trainer.files.writing import new_run_dir
 from trainer.launch import new_process
 from trainer.launch.signals import stop_signals_to
 
-# srun ends the other tasks this long after the first has ended: a rank that hangs would keep the job.
+# srun ends the other tasks this long after the first has ended, so that a hanging rank cannot keep the job.
 _LAST_TASK_S = 120
 _NO_STEP = (
     "not requeued: this attempt was stopped before it had completed a step; set a higher launch.time, "
@@ -114,7 +114,7 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bo
         "requeue": settings.requeue or None,
         **(settings.parameters or {}),
     }
-    told = {name: value for name, value in asked.items() if value is not None and value is not False}
+    options = {name: value for name, value in asked.items() if value is not None and value is not False}
     logs = f"--unbuffered --open-mode=append --output={shlex.quote(str(folder / '%j_%t.out'))}"
     waits = "--wait=0 --kill-on-bad-exit=0" if shrinks else f"--wait={_LAST_TASK_S}"
     newest = f"ls -td {shlex.quote(str(folder.parent / 'checkpoints'))}/step_* 2>/dev/null | head -n 1"
@@ -133,14 +133,14 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bo
             "#!/bin/bash",
             *(
                 f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
-                for name, value in told.items()
+                for name, value in options.items()
             ),
             *settings.setup,
             *(
                 f"export {name}={shlex.quote(value)}"
                 for name, value in new_process.variables_for_ranks("slurm").items()
             ),
-            *(["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"] if "cpus-per-task" in told else []),
+            *(["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"] if "cpus-per-task" in options else []),
             *([f"before=$({newest})"] if settings.requeue else []),
             f"srun {waits} {logs} {command} ${{SLURM_RESTART_COUNT:+resume=auto}}",
             "status=$?",

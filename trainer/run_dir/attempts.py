@@ -57,14 +57,14 @@ def record_attempt(
 
 
 def read_attempts(run_dir: Path) -> list[RunAttempt]:
-    """Return the attempts of a run, the first one first; [] without the file, or if it is damaged."""
+    """Return the attempts of a run, oldest first; [] if the file is missing or damaged."""
     with contextlib.suppress(OSError, UserError, KeyError, TypeError):
         return [RunAttempt(**each) for each in load_json(run_dir / FILE)["attempts"]]
     return []
 
 
 def attempt_of(run_dir: Path, step: int) -> RunAttempt | None:
-    """Return the last attempt that made `step`; None if it is unknown."""
+    """Return the last attempt that ran `step`; None if it is unknown."""
     made_by = [each for each in read_attempts(run_dir) if each.first_step < step]
     return made_by[-1] if made_by else None
 

@@ -11,7 +11,7 @@ _RECORD = np.dtype([("step", "<u4"), ("grad_norm", "<f4"), ("loss", "<f8")])
 
 
 class StepRecord(NamedTuple):
-    """The numbers of a step, the same on all ranks, with the bits of the run."""
+    """The exact numbers that a run computed in a step; they are the same on all ranks."""
 
     step: int
     grad_norm: float
@@ -39,7 +39,7 @@ class StepsFile:
 
 
 def read_steps(run_dir: Path) -> dict[int, StepRecord]:
-    """Return the records of a run by step, in ascending order, or {} if it has no file; it may be running.
+    """Return the records of a run, perhaps in progress, by step in ascending order; {} if it has no file.
 
     The last steps before a failure are missing, because records are written at log steps and saves.
     """

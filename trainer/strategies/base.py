@@ -39,7 +39,7 @@ class ComputeOptions:
 
 
 class Report(Protocol):
-    """The report of a strategy on its communication; empty by default."""
+    """A strategy's report on its communication; empty by default."""
 
     def metrics(self) -> dict[str, float]:
         """Return the measurements since the last call, for the log (a collective)."""
@@ -188,7 +188,7 @@ class Strategy:
         return nullcontext()
 
     def weights_changed(self, model: nn.Module) -> None:
-        """Adapt after the values of parameters have changed other than by a step (a collective)."""
+        """Called after parameters were changed by anything other than a step (a collective)."""
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         """Return the groups of ranks on which the tensors of `replicated` have the same bits; [] if none."""
@@ -204,7 +204,7 @@ class Strategy:
 
     @contextmanager
     def explaining(self, phase: Phase) -> Iterator[None]:
-        """Replace an error of torch by a UserError if `explain` recognizes it."""
+        """Replace an error raised by torch with a UserError if `explain` recognizes it."""
         try:
             yield
         except (RuntimeError, AttributeError, TypeError) as error:
@@ -213,7 +213,7 @@ class Strategy:
             raise
 
     def explain(self, error: Exception, phase: Phase) -> UserError | None:
-        """Return a UserError with the cause and the fix of an error of torch; None if it is unknown."""
+        """Return a UserError that explains an error raised by torch and how to fix it; None if unknown."""
         return None
 
     def close(self) -> None:
@@ -221,7 +221,7 @@ class Strategy:
 
 
 def grad_scaler(strategy: Strategy) -> torch.amp.GradScaler:
-    """Return a scaler that keeps small gradients from underflow in fp16, and does nothing in other dtypes."""
+    """Return a scaler that prevents underflow of gradients in fp16, and does nothing in other dtypes."""
     device, enabled = strategy.device, strategy.compute.precision == "fp16"
     if not strategy.gradients_differ:
         return torch.amp.GradScaler(device.type, enabled=enabled)

@@ -12,12 +12,12 @@ from trainer.strategies.base import ComputeOptions, Strategy
 
 _SAME_ENVIRONMENT = (
     "train.exact needs the same environment on every rank: the machine type, and torch's build and flags. "
-    "Use the same everywhere, or set train.exact=null"
+    "Start all ranks in the same environment, or set train.exact=null"
 )
 
 
 def build_strategy(config: Config, ranks: Ranks) -> Strategy:
-    """Set torch's flags by `config.train`, and return the strategy that `config.strategy` chooses.
+    """Set torch's flags from `config.train`, and return the strategy that `config.strategy` chooses.
 
     Raises:
         UserError: the strategy can't use this many processes, or this machine does not support an option.
@@ -47,7 +47,7 @@ def _check_chunks(num_chunks: int, strategy: str, num_replicas: int) -> None:
     if strategy == "fsdp" and num_chunks % num_replicas:
         raise UserError(
             f"train.exact={num_chunks} is not divisible by the {num_replicas} ranks, but strategy=fsdp needs "
-            f"the same number of chunks on each; set train.exact={above}, or use strategy=ddp"
+            f"the same number of chunks on each rank; set train.exact={above}, or use strategy=ddp"
         )
 
 

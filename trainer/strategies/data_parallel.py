@@ -25,8 +25,8 @@ class DataParallel(Strategy):
             self.devices = [torch.device(kind, index) for index in range(count)]
         if len(self.devices) > 1:
             self.notes.append(
-                f"dp: outputs are gathered on {self.devices[0]}, which needs more memory than the other "
-                f"{len(self.devices) - 1}, and the model is copied to these in every step; ddp avoids both"
+                f"dp: {self.devices[0]} gathers all outputs, which takes additional memory, and copies the "
+                f"model to the other {len(self.devices) - 1} GPUs in every step; strategy=ddp avoids both"
             )
         else:
             self.notes.append(f"dp: nn.DataParallel needs at least two GPUs; this run uses only {device}")

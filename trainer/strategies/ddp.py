@@ -121,9 +121,9 @@ class Ddp(Strategy):
         if names := [name for name, parameter in model.named_parameters() if parameter in sparse]:
             raise UserError(
                 f"comm={self.comm.algorithm} supports only dense gradients, but those of "
-                f"{first_few(names, 3)} are sparse; build the embedding with sparse=False, or let DDP and "
-                "gloo add them, in fp32 and without train.exact: comm=native "
-                f"comm.timeline=false{'' if self._sums_sparse else ' distributed.backend=gloo'}"
+                f"{first_few(names, 3)} are sparse; build the embedding with sparse=False, or set "
+                f"comm=native comm.timeline=false{'' if self._sums_sparse else ' distributed.backend=gloo'}, "
+                "with which DDP adds sparse gradients (in fp32 and without train.exact)"
             )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -134,7 +134,7 @@ class Ddp(Strategy):
         if isinstance(wrapper, DistributedDataParallel) and hasattr(wrapper.module, name):
             used = f"model.{name}"
         elif isinstance(error, TypeError) and f"'{DistributedDataParallel.__name__}'" in str(error):
-            used = "model[...], len(model) or the like"  # the wrapper is not a container
+            used = "model[...], len(model) or similar"  # the wrapper is not a container
         else:
             return None
         return UserError(

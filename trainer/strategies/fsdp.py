@@ -204,7 +204,7 @@ class Fsdp(Strategy):
 class UsedParameters:
     """Finds the parameters that no rank used in a step, to which torch gives gradients of zeros.
 
-    Unlike under ddp, an update with zeros would apply weight decay and momentum to them.
+    An update with zeros would apply weight decay and momentum to them. Under ddp, they have no gradient.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

@@ -163,7 +163,7 @@ def _alive() -> dict[int, Tensor]:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, buffers, and the tensors in other attributes, also in nested lists and dicts."""
+    """Yield parameters, buffers, and tensors in other attributes, including nested lists and dicts."""
     for prefix, part in module.named_modules():
         others = {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
         for key, value in (own_tensors(part) | others).items():
@@ -172,7 +172,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def replace(module: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Replace the first tensor of each pair by the second, in place for all references if possible."""
+    """Replace the first tensor of each pair with the second, in place for all references if possible."""
     others: dict[int, tuple[Tensor, Tensor]] = {}
     for old, real in pairs:
         new = _like(old, real)

@@ -76,7 +76,7 @@ class ParameterServer(Strategy):
         for parameter in [p for p in state.optimizer.state if isinstance(p, Tensor) and p not in own]:
             del state.optimizer.state[parameter]
         if len(self.servers) > 1 and has_user_part(state.optimizer):
-            self.notes.append("parameter_server: a server's optimizer gets only its parameters' gradients")
+            self.notes.append("parameter_server: a server's optimizer updates only the server's parameters")
 
     def share_buffers(self, model: nn.Module) -> None:
         broadcast_buffers(model, self.workers[0])  # servers make no forward pass

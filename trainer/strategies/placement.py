@@ -1,4 +1,4 @@
-"""Check and change where and how the parameters of a model are in memory."""
+"""Check and change where and how the parameters of a model are stored in memory."""
 
 import itertools
 from collections import defaultdict
@@ -53,7 +53,7 @@ def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
 
 
 def unused_parameters(unused: Sequence[str]) -> str:
-    """Return the end of an error message about unused parameters; [] if their names are unknown."""
+    """Return the end of an error message about `unused` parameters ([] if their names are unknown)."""
     return (
         f"{first_few(unused, 3) if unused else 'all parameters'}, but DDP waits for the gradient of every "
         "parameter; set strategy.find_unused_parameters=true, remove unused parameters from the model, or "

@@ -59,16 +59,17 @@ def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
 
 def _refuse_stale(name: str, parameter: Tensor) -> None:
     raise UserError(
-        f"strategy=fsdp: the forward pass uses {name} by a reference kept in a list, a dict or a function, "
-        "which sharding cannot update; read it from its module where it is used, or use strategy=ddp"
+        f"strategy=fsdp: the forward pass uses {name} through a reference kept in a list, a dict or a "
+        "function, which sharding cannot update; read it from its module where it is used, or use "
+        "strategy=ddp"
     )
 
 
 class StaleReferenceCheck:
     """Raises an error if the model uses parameters that sharding has replaced.
 
-    Code may refer to a parameter not by a module's attribute, but by a list or a closure, for example. It
-    would always compute with the initial value, and the optimizer would not get the gradient.
+    Code may keep a reference to a parameter in a list or a closure, for example. The code would always
+    compute with the initial value, and the optimizer would not get the gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,7 +100,7 @@ def holders_of(model: nn.Module) -> dict[object, set[nn.Module]]:
 
 
 def is_self_contained(module: nn.Module, holders: dict[object, set[nn.Module]]) -> bool:
-    """Return whether `module` shares no parameter with modules outside, as fully_shard requires."""
+    """Return whether `module` shares no parameter with modules outside it, as fully_shard requires."""
     within = set(module.modules())
     parts = (part for part in within - {module} if any(True for _ in part.parameters()))
     return all(holders[each] <= within for each in (*module.parameters(), *parts))
@@ -176,8 +177,9 @@ def explained(error: Exception, phase: str, param_dtype: torch.dtype) -> UserErr
         )
     if "appears to not have been used in the graph" in message:
         return UserError(
-            f"strategy=fsdp: {_user_line(error)} differentiates by tensors on which the outputs do not "
-            "depend, such as model.parameters(), which are shards outside a forward pass; use strategy=ddp"
+            f"strategy=fsdp: {_user_line(error)} differentiates with respect to tensors on which the outputs "
+            "do not depend, such as model.parameters(), which are shards outside a forward pass; use "
+            "strategy=ddp"
         )
     if "out of bounds for storage of size 0" in message:
         return UserError(

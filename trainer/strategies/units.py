@@ -55,7 +55,8 @@ def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bo
     if not units:
         raise UserError(
             f"strategy.activation_checkpointing: {type(model).__name__} has no fsdp_units, and none of its "
-            f"modules has at least strategy.unit_min_params={settings.unit_min_params} parameters; lower it"
+            f"modules has at least strategy.unit_min_params={settings.unit_min_params} parameters; lower "
+            "this setting"
         )
     kept = settings.activation_checkpointing_keep
     selective = functools.partial(create_selective_checkpoint_contexts, _operations(kept)) if kept else None
@@ -122,7 +123,8 @@ def named_units(model: nn.Module) -> list[nn.Module]:
         named = getattr(model, "fsdp_units", None)
     if not isinstance(named, Iterable) and named is not None:
         raise UserError(
-            f"fsdp_units of {kind} is {_short(named)}; it must be a list of submodules, or such a property"
+            f"fsdp_units of {kind} is {_short(named)}; it must be a list of submodules, or a property that "
+            "returns one"
         )
     names = {id(module): name for name, module in model.named_modules()}
     units = {id(unit): unit for unit in named or ()}
@@ -148,7 +150,7 @@ def units_by_size(
     """Yield the smallest submodules with at least `min_params` parameters.
 
     Containers are never called, so only the modules in them may be units. A module that shares a parameter
-    with a module outside is not a unit, but a parent of both may be.
+    with a module outside it is not a unit, but a parent of both may be.
     """
     for child in module.children() if not isinstance(module, _INDIVISIBLE) else ():
         if parameter_count(child.parameters()) < min_params:

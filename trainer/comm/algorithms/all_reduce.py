@@ -1,4 +1,4 @@
-"""All-reduce algorithms as data, in the form that schedule.py defines.
+"""All-reduce algorithms as data, in the form of schedule.py, for P ranks and buckets of N bytes.
 
 To add an algorithm, write a function here, and add its name to ALGORITHMS below, to COMMS in
 trainer/config/schema.py, and as a file conf/comm/NAME.yaml with its settings. DDP, `benchmarks.allreduce` and
@@ -114,9 +114,7 @@ def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
 
 @lru_cache(maxsize=16)
 def _shard_rings(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
-    """Return the owner of each shard on each host; the number of shards is that of ranks on the smallest
-    host.
-    """
+    """Return the owner of each shard on each host, with one shard per rank of the smallest host."""
     return tuple(zip(*by_host(hosts), strict=False))
 
 

@@ -52,7 +52,7 @@ class TreePosition:
 
 @lru_cache(maxsize=16)
 def tree(hosts: Hosts) -> tuple[TreePosition, ...]:
-    """Return each rank's position in a tree of hosts, whose first ranks are the roots of trees of ranks."""
+    """Return each rank's position in a tree of the hosts' first ranks, each the root of its host's tree."""
     groups = by_host(hosts)
     leaders = [ranks[0] for ranks in groups]
 
