@@ -113,13 +113,9 @@ def challenge(minutes: float, seed: int, folder: Path, device: str = "cpu") -> b
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.0, help="approximate duration (2)")
-    parser.add_argument(
-        "--seed", type=int, default=random.randrange(10**6), help="seed for the legs (random)"
-    )
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="seed of the legs (random)")
     parser.add_argument("--folder", type=Path, help="folder of the runs and logs (runs/challenge-SEED)")
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: ranks share the GPUs (cpu)"
-    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="ranks share the GPUs (cpu)")
     options = parser.parse_args()
     with exits(), stop_signals_to(lambda number: sys.exit(128 + number)):  # and so kill the ranks
         folder = (options.folder or Path("runs", f"challenge-{options.seed}")).absolute()
