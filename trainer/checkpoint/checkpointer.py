@@ -194,7 +194,7 @@ class Checkpointer:
 
         Raises:
             UserError: on every rank, if a forward pass created or resized a buffer or replaced a parameter,
-                or if a rank that writes files cannot reach the directory.
+                or if a rank that writes files cannot reach the directory of checkpoints.
         """
         self._ranks.heartbeat.enter("checkpoint")
         source, self._opened = self._opened, None

@@ -35,7 +35,7 @@ def convert(
         to: `safetensors` or `torch` for a file; `hf` for a folder that transformers' `from_pretrained` reads;
             `peft` for a folder of adapters that `peft.PeftModel.from_pretrained` reads.
         averaged: write the moving averages of the weights.
-        dtype: of the floating-point weights in `out`; None keeps their dtypes.
+        dtype: the dtype of floating-point weights in `out`; None keeps their dtypes.
 
     Raises:
         UserError: if the checkpoint is damaged, its model can't be written in this format, or `out` exists or

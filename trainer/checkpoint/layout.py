@@ -1,4 +1,4 @@
-"""The plan that assigns the parts of a checkpoint to ranks, and the index of where tensors are stored."""
+"""The assignment of the parts of a checkpoint to ranks, and the index that locates its tensors."""
 
 import heapq
 import json

@@ -90,7 +90,7 @@ class Listing(Generic[P]):
         self._known.pop(path, None)
 
     def directories(self) -> list[P]:
-        """Return every ``step_N`` directory of any run, in ascending order of steps, except links.
+        """Return every ``step_N`` directory of any run, except links, in ascending order of steps.
 
         Raises:
             UserError: if ``root`` is not a directory or access is denied.

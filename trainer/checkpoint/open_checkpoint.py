@@ -172,9 +172,7 @@ class OpenCheckpoint:
         return tensors
 
     def _stored(self, file: PlainFile, name: str, chunk: Chunk) -> Stored:
-        """Return where ``file`` stores a chunk of the tensor ``name``. Raise UserError if it contradicts the
-        index.
-        """
+        """Return where ``file`` stores a chunk of ``name``; raise UserError if that contradicts the index."""
         if (header := self._headers.get(chunk.file)) is None:
             header = self._headers[chunk.file] = read_header(file)
         stored = header.get(chunk.key)
@@ -190,7 +188,7 @@ class OpenCheckpoint:
             names: the tensors to return; None for all.
 
         Raises:
-            UserError: if the checkpoint contains no averages, or as `model_state` does.
+            UserError: if the checkpoint lacks averages or frozen parameters.
         """
         averages = self.read("ema.weights.") if averaged else {}
         if averaged and not averages:

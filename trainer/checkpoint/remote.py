@@ -39,7 +39,7 @@ METRICS = "metrics.jsonl"
 _SMALL_FILES = ("config.yaml", METRICS, EVALUATIONS, "result.json", SET_ASIDE)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0, 5.0
 _NUM_THREADS = 4  # files that are uploaded at the same time
-_SET_ASIDE_S = 10.0  # the launcher ends a failed run soon
+_SET_ASIDE_S = 10.0  # the longest wait, because the launcher ends a failed run soon
 
 
 class TakenError(UserError):
@@ -233,7 +233,7 @@ class Remote(NoRemote):
         (folder / MANIFEST).write(manifest_text(manifest).encode(), create=True)
         for old in self._uploaded.to_prune(self._settings, self._evaluations):
             if old != folder:
-                (old / MANIFEST).remove()  # first: a folder without it is not a checkpoint
+                (old / MANIFEST).remove()  # first, so that the rest is not a checkpoint
                 self._uploaded.forget(old)
         self._remove_incomplete()
         return manifest
@@ -278,7 +278,7 @@ def _owner(address: Address) -> dict[str, str] | None:
         raise
     except UserError:
         owner = {}
-    if not is_run_id(str(owner.get("run_id", ""))):  # a store may have been full while it was written
+    if not is_run_id(str(owner.get("run_id", ""))):  # perhaps the store was full while run.json was written
         log.warning("%s is damaged; using the checkpoints there to identify the run", printable(file))
         return None
     return {name: printable(value) for name, value in owner.items()}

@@ -89,8 +89,8 @@ def targets_for(state: TrainState, source: OpenCheckpoint) -> tuple[dict[str, Te
 
     The targets are the model's own tensors, its non-persistent buffers if they were saved with the same
     shape, and new tensors for this rank's optimizer state. State with the shape of its parameter is laid out
-    and sharded like the parameter. Other state is on the CPU, from where ``Optimizer.load_state_dict`` moves
-    it.
+    and sharded like the parameter. Other state is created on the CPU, and moved by
+    ``Optimizer.load_state_dict``.
     """
     own, shapes, notes = state.state_dict(), source.shapes, []
     targets = model_targets(own["model"], shapes, source.left_out)

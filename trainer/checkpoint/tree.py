@@ -19,10 +19,10 @@ INNER = "$"  # the first character of the last part of an inner tensor's path
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of ``tree`` by their dotted paths, and everything else as JSON values.
 
-    Values that JSON lacks become a dict with one key: ``$tensor`` with the path of a tensor (and ``stride``
-    if an optimizer's tensor is not row-major), ``$bytes`` with such a ``$tensor``, ``$tuple``, ``$dict``
-    (pairs, if a key is not a string), ``$counter``, ``$dtype``, or ``$tensors`` for a tensor subclass: its
-    class, its inner tensors, and the context that the class needs to restore it.
+    Values that JSON cannot represent become a dict with one key: ``$tensor`` with the path of a tensor (and
+    ``stride`` if an optimizer's tensor is not row-major), ``$bytes`` with such a ``$tensor``, ``$tuple``,
+    ``$dict`` (pairs, if a key is not a string), ``$counter``, ``$dtype``, or ``$tensors`` for a tensor
+    subclass: its class, its inner tensors, and the context that the class needs to restore it.
 
     Raises:
         UserError: if a value cannot be represented, or two tensors have the same path.

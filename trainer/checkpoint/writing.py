@@ -155,7 +155,7 @@ class Saving:
     Args:
         write: called in a thread; None if nothing remains to be done.
         device: the current device of the thread. By default, it would be GPU 0, where the first call of each
-            rank allocates some hundred MB.
+            rank allocates a few hundred MB.
     """
 
     def __init__(

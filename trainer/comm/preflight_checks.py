@@ -182,7 +182,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
 
 
 def measure_costs(me: GroupRank) -> dict[str, float]:
-    """Return the CPU time per byte while all ranks work, and the number of processors on the host.
+    """Return the CPU time per byte copied and added while all ranks work, and the number of processors.
 
     On a GPU, this measures wall time. On a CPU, it measures CPU time, which other programs hardly change.
     """

@@ -82,7 +82,7 @@ class Agreement:
 
     Raises:
         UserError: from each method, if the user must change something (see `kind_of`).
-        RetryableError: from each method, for any other error, such as that of a disk or a store.
+        RetryableError: from each method, for any other error, such as one of a disk or a store.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ def store_host(init_method: str | None) -> str | None:
 
 
 def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | None]) -> None:
-    """Make gloo listen where other hosts can reach it, unless it does or the environment sets an interface.
+    """Make gloo listen where other hosts can reach it, unless the environment sets an interface.
 
     Args:
         addresses: for each rank, its host's address on the route to the store.

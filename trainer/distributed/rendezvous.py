@@ -147,7 +147,7 @@ def gather_in_store(
 ) -> list[Any]:
     """Return the `value` (JSON) of every rank, in rank order, on every rank.
 
-    Only rank 0 reads all values, so that the number of calls of each other rank is constant.
+    Only rank 0 reads all values, so that each other rank makes a constant number of calls.
 
     Raises:
         RuntimeError: the store can't be reached, or a rank did not set a value within `timeout`.
@@ -194,7 +194,7 @@ def _store_of_attempt(
 def _answer_requests(store: dist.Store, name: str, done: threading.Event) -> None:
     """Send `name` to each rank that requests it, until `done` is set.
 
-    The thread must end before Python does: an exit within a call of the store would abort the process.
+    The thread must end before Python does: an exit during a call to the store would abort the process.
     """
     seen, requests = 0, set[int]()
     with contextlib.suppress(RuntimeError):

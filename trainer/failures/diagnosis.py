@@ -32,8 +32,8 @@ class Observed:
         orderly: whether this exception is a `RunEndError`, which usually all ranks raise.
         symptom: whether this exception is a communication error, which another rank may have caused.
         where: file, line and function of the innermost frame of user code, or else of the innermost frame.
-        waits: whether its stack shows that it waits in communication.
-        waited_s: how long its stacks have shown this at the same location.
+        waits: whether its stack shows that it is waiting for communication.
+        waited_s: how long its stacks have shown such a wait at the same location.
         worker: a description of its data worker, if that is stuck.
         patience_s: the longest time for which it may wait for the disk; 0 if it is not waiting for the disk.
         finished: the last step whose state is complete in its memory; 0 if unknown.

@@ -32,8 +32,8 @@ class HostReports:
     ("eagerly"), and hosts that suspect a rank read the reports of all other hosts in one call.
 
     Args:
-        connect: opens a separate connection to the store, with the keys of this attempt.
-        first: observations of the ranks of other hosts, used until they have reported.
+        connect: opens a separate connection to this attempt's part of the store.
+        first: observations of the ranks on other hosts, used until those hosts have reported.
 
     Attributes:
         failure: the failure of the run, once a host has declared one.
@@ -91,7 +91,7 @@ class HostReports:
         self._own, self._eager = [], False
 
     def others(self) -> list[Observed]:
-        """Return the last observations of the ranks of other hosts, with the age of each observation."""
+        """Return the last observations of the ranks on other hosts, with the age of each observation."""
         now = time.monotonic()
         answer_age = now - self._answered_at
         observed = []

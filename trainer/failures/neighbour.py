@@ -65,7 +65,7 @@ class Neighbour:
         self.death: str | None = None  # how it died, if observed
         self.frames: tuple[int, list[stacks.Frame]] | None = None  # its position, and the frames there
         self.frames_at_s = 0.0  # the time at which the frames were read
-        self.frames_since_s = 0.0  # the time since which they have been equal
+        self.frames_since_s = 0.0  # the time since which the frames have been the same
         self.worker_state: str | None = None
         self._poll = select.poll()
         if self.death_fd != -1:
@@ -166,7 +166,7 @@ class Neighbour:
         Otherwise, this process would wait at its exit for workers that may never end, even after a SIGTERM.
         In a process that continues, the garbage collector would wait 5 s for each worker.
         """
-        with contextlib.suppress(ValueError):  # torch's handler raises on such a death; not in other threads
+        with contextlib.suppress(ValueError):  # torch's handler raises if a worker dies; only the main thread can replace it
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in self.records.workers().values():
             if (idle or worker.index is not None) and processes.parent(worker.pid) == self.member.pid:

@@ -1,7 +1,7 @@
 """Save the last finished step after a failure, and choose which ranks save and which ones continue.
 
-Collectives are no longer possible. The leader of a host notes which rank must save, and that rank answers in
-its own notes. If that rank dies as well, the next rank on the host saves.
+Collectives are no longer possible. The leader of a host notes in its heartbeat which rank must save, and that
+rank answers in its own heartbeat. If that rank dies as well, the next rank on the host saves.
 """
 
 import threading
@@ -48,7 +48,7 @@ def savers(ranks: Sequence[Observed], blamed: Sequence[int], own: int | None = N
 
     Args:
         blamed: the failed ranks, which come last.
-        own: a rank that can always save.
+        own: this rank, which always counts as able to save.
     """
     able = [rank for rank in ranks if is_usable(rank) or rank.rank == own]
     return sorted(able, key=lambda r: (r.rank in blamed, -r.finished, r.host != ranks[0].host, r.rank))
@@ -110,7 +110,7 @@ class SaveOnFailure:
         return any({"saver", "survivors"} & each.records.notes().keys() for each in self._here.values())
 
     def serve(self) -> None:
-        """Start to save if a leader of this host has chosen this rank."""
+        """Start saving if a leader of this host has chosen this rank."""
         chosen = (neighbour.records.notes().get("saver") for neighbour in self._here.values())
         if self.last_step is not None and self._thread is None and self._rank in chosen:
             self._thread = threading.Thread(target=self._save, name="save on failure", daemon=True)

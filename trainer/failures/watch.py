@@ -101,8 +101,8 @@ class Watch:
         """Record for the other ranks that this rank ends with `error`.
 
         With a `symptom`, which is an error that another rank may have caused, the watch ends the process when
-        it knows the cause, unless survivors continue. So this returns only with survivors, or if the watch
-        itself fails.
+        it knows the cause, unless survivors continue. So the method returns only with survivors, or if the
+        watch itself fails.
 
         Returns:
             The survivors, including this rank; empty if this rank ends.

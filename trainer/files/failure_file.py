@@ -11,7 +11,7 @@ from trainer.files.untrusted import load_json
 from trainer.files.writing import atomic_file
 
 NAME = "failure.json"
-END_FILE = "RINGMASTER_END_FILE"  # environment variable: the file for the end of ranks with launch=local
+END_FILE = "RINGMASTER_END_FILE"  # the variable in which launch=local names the `end_file`
 
 
 def write(run_dir: Path, facts: dict[str, Any]) -> bool:
@@ -52,7 +52,7 @@ def report_to_launcher(status: int, message: str) -> None:
 
 
 def end_file() -> Path | None:
-    """Return the file in which this attempt's ranks on this host report how they ended; None without one.
+    """Return the file in which this attempt's ranks on this host report how they ended, if any.
 
     The launcher reads it to decide whether to restart: a restart cannot fix a user error, and after a
     retryable error the next attempt waits. Under torchrun the file is in the directory of the attempt.

@@ -55,8 +55,7 @@ class BufferCheck:
         """Warn about buffers that differ (a collective).
 
         Args:
-            passes: the `hashes` after each pass of this rank, or only after its last pass; [] if it made
-                none.
+            passes: the `hashes` after each pass of this rank, or only after its last pass; [] if it ran none.
 
         Raises:
             UserError: on every rank, if a buffer of integers differs in an exact step.

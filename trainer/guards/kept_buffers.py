@@ -16,8 +16,8 @@ _SMALL_BYTES = 1 << 20
 class KeptBuffers:
     """Copies of a model's buffers as they were after the last step.
 
-    After each step, all small buffers are copied, and those large buffers, such as masks, whose version
-    counter has changed.
+    After each step, all small buffers are copied, and large buffers, such as masks, if their version counter
+    has changed.
     """
 
     def __init__(self, model: nn.Module) -> None:

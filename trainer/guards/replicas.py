@@ -46,8 +46,8 @@ class ReplicaCheck:
         Args:
             groups: disjoint groups of ranks that must have equal values.
             every: steps between checks; None disables them.
-            record: called with the hash of the whole model's weights and the step, at each check of a run
-                whose ranks have all of them.
+            record: called with the hash of the whole model's weights and the step, at each check, if each
+                rank has all weights.
         """
         self._has_whole_model = list(groups) == [tuple(range(ranks.world_size))] or ranks.world_size == 1
         self._every = every if groups or self._has_whole_model else None
@@ -87,7 +87,7 @@ class ReplicaCheck:
     def _error(
         self, step: int, by_rank: Sequence[int], all_hashes: Sequence[Mapping[str, int]]
     ) -> ReplicasDifferError:
-        """Return the error, which names the ranks that differ from the majority, or all ranks without a
+        """Return the error, which names the ranks that differ from the majority, or all ranks if there is no
         majority.
         """
         describe, suspects, differences = self._ranks.describe, [], []

@@ -79,11 +79,11 @@ class GradientVerification(Verification):
 
     Args:
         every: steps between recomputations.
-        chunks: the numbers of the chunks of each rank.
+        chunks: the indices of each rank's chunks.
         count: returns the number of labels in a batch, except ignored ones.
         verified_step: see `Verification`.
-        set_aside: called on every rank with `verified_step` and a reason before the error: no resume may use
-            a checkpoint of a later step.
+        set_aside: called on every rank with `verified_step` and a reason before the error: resume=auto must
+            skip the checkpoints of later steps.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class GradientVerification(Verification):
         return self._chunks[rank][self._turn % len(self._chunks[rank])]
 
     def _exchanged(self) -> Any:
-        """Send this rank's batch to the rank that recomputes it, and return that of the partner."""
+        """Send this rank's batch to the rank that recomputes it, and return the partner's batch."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
         target, source = (rank - self._offset) % world_size, self._partner(rank)
         own = torch.frombuffer(bytearray(pickle.dumps(self._batch)), dtype=torch.uint8)
@@ -359,7 +359,7 @@ def offsets(hosts: Sequence[int]) -> list[int]:
 
 
 def vote(computed: Sequence[tuple[int, Hashes]]) -> tuple[list[int], int, int]:
-    """Return the ranks outside the majority, its size, and the first parameter that differs.
+    """Return the ranks outside the majority, the majority's size, and the first parameter that differs.
 
     Without a majority, no ranks are returned.
 

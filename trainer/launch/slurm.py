@@ -73,7 +73,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
         print(f"job {job} starts when job {jobs[0]} ends, which uses the same run_dir", flush=True)
     print(f"job {job}  ->  tail -f {run_dir}/slurm/{job}_*.out", flush=True)
     with stop_signals_to(pass_on, (signal.SIGINT, signal.SIGTERM)):
-        status = submitted.wait()  # sbatch itself waits for a controller that is away
+        status = submitted.wait()  # sbatch itself waits for an unreachable controller
     if status == 0 and _listed(job, "--states=CANCELLED"):  # cancelled while it was queued
         status = StoppedBySignal.exit_code
     if status:

@@ -140,7 +140,7 @@ class Strategy:
         """Prepare for steps that train the parameters that now require gradients (a collective).
 
         Returns:
-            Whether the caller must make a dry run, in which torch builds its buckets.
+            Whether the caller must do a dry run, during which torch builds its buckets.
         """
         self.order.follow_trainable(self.unwrap(model))
         return False
@@ -158,8 +158,8 @@ class Strategy:
     def share_buffers(self, model: nn.Module) -> None:
         """Give every rank the buffers of rank 0, because running statistics differ (a collective).
 
-        This is called before the first step and after the passes of each step, so that every rank has the
-        same model between steps.
+        Called before the first step and after the passes of each step, so that every rank has the same model
+        between steps.
         """
         if self.num_replicas > 1 and not self.order.by_chunks:
             broadcast_buffers(self.unwrap(model), src=0)

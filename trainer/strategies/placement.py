@@ -12,7 +12,7 @@ from trainer.tensors.local_shard import spanned_bytes, storage_of
 
 
 def lay_out_channels_last(model: nn.Module) -> None:
-    """Convert 4-dimensional weights now, because a convolution would convert its weight in each call."""
+    """Convert 4-dimensional weights once; otherwise, each call of a convolution would convert its weight."""
     for parameter in model.parameters():
         if parameter.ndim == 4:
             # contiguous() would not change the strides of 1x1 convolutions, by which torch chooses kernels.
@@ -21,7 +21,7 @@ def lay_out_channels_last(model: nn.Module) -> None:
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:
-    """Return the devices of the parameters, in order; several if the model's constructor used them."""
+    """Return the devices of the parameters, in order; several if the model's constructor placed it so."""
     return list(dict.fromkeys(parameter.device for parameter in model.parameters()))
 
 

@@ -151,7 +151,7 @@ def refuse_unshardable(model: nn.Module, units: Iterable[nn.Module]) -> None:
 
 
 def explained(error: Exception, phase: str, param_dtype: torch.dtype) -> UserError | None:
-    """Return a UserError that explains an error of torch, or None if it is unknown."""
+    """Return a UserError that explains an error raised by torch; None if it is unknown."""
     message = str(error)
     is_mixed = "mixed torch.Tensor and DTensor" in message
     if is_mixed and phase == "evaluation":

@@ -40,8 +40,8 @@ def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bo
     the model is wrapped, under any strategy.
 
     Args:
-        settings: `every` applies it to every n-th unit, starting with the first; `keep` names operations
-            whose results are stored, so that only cheap operations are recomputed.
+        settings: `every` selects every n-th unit, starting with the first; `keep` names operations whose
+            results are stored, so that only cheap operations are recomputed.
         compiled: whether the model will be compiled. torch.compile handles buffers itself, and supports only
             `keep`.
 
