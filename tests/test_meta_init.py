@@ -79,7 +79,7 @@ def _gpt() -> nn.Module:
 ON_META = (Everything, View, _gpt)
 WHOLE = {
     Reads: "tolist|meta",
-    Hides: "it stores tensors elsewhere than in attributes",
+    Hides: "it stores tensors outside of module attributes",
     Shares: "share memory",
 }
 

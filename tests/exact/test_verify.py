@@ -165,7 +165,7 @@ def test_a_restart_continues_from_the_verified_step(tmp_path: Path) -> None:
     elsewhere = finish("train.py", *flips, f"run_dir={tmp_path}/new", "resume=auto", forks=True)
     for each, run_dir in ((resumed, copy), (elsewhere, tmp_path / "new")):
         assert each.code == 0, each.output
-        assert "continuing from step_00000010; later checkpoints were set aside" in each.output
+        assert "continuing from step_00000010; later checkpoints must be skipped" in each.output
         assert hash_of(run_dir) == clean_hash(tmp_path)
     kept = {path.name for path in (copy / "checkpoints").iterdir()}
     assert kept >= {"step_00000013", "step_00000014"}, "a checkpoint that was set aside is kept"

@@ -210,7 +210,7 @@ def test_a_launch_within_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
-        UserError, match="launch=local inside a process that is already a rank would start 2 separate runs"
+        UserError, match="launch=local under a process that is already a rank would start 2 separate runs"
     ):
         local.launch(settings("launch=local"), [])
 

@@ -256,7 +256,7 @@ def test_groups_and_frozen_parameters_under_each_strategy(tmp_path: Path) -> Non
             assert unchanged == {name for name in begin if name.startswith("layers.1.")} | {"layers.0.bias"}
             assert result["trained"] == 4
             assert all(end[name].equal(result["resumed"][name]) for name in end)
-            assert "this run's has 6 in 5: layers.1.bias, layers.1.weight" in result["refused"]
+            assert "this run's optimizer has 6 in 5: layers.1.bias, layers.1.weight" in result["refused"]
             assert "as in the checkpoint" in result["refused"]
         ends[strategy] = results[0]["end"]
     for strategy in ("ddp", "fsdp"):

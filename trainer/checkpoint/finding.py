@@ -118,7 +118,7 @@ def open_for_resume(
         return verified_by_all(named, agreement)
     paths = agreement.on_main(lambda: _usable(own, remote))
     if not paths:
-        log.info("resume=auto: no checkpoint in %s, starting a new run", own.root)
+        log.info("resume=auto: no checkpoint in %s; starting a new run", own.root)
         return None
     where = printable(paths[0].parent)
     more = f"; see `python -m trainer.checkpoint verify {where}`, or set another run_dir to start a new run"
@@ -129,19 +129,19 @@ def _usable(own: Listing[Path], remote: str | None) -> list[Location]:
     """Return the checkpoints that resume=auto may use, newest first.
 
     Raises:
-        UserError: there is none, because all were set aside, and the run did not start at step 0.
+        UserError: all must be skipped (`SetAside`), and the run did not start at step 0.
     """
     found, aside = all_checkpoints(own, remote), own.aside
     newest = found[0].manifest if found else None
     if aside.after and (newest is None or newest.branch in aside.after):
         chosen = printable(found[0].path.name) if found else "step 0"
         log.warning(
-            "resume=auto: continuing from %s; later checkpoints were set aside (%s), because %s",
+            "resume=auto: continuing from %s; later checkpoints must be skipped (see %s), because %s",
             *(chosen, SET_ASIDE, printable(aside.why)),
         )
     if not found and aside.start is not None:
         raise UserError(
-            f"resume=auto: all checkpoints in {own.root} were set aside, because {printable(aside.why)}; "
+            f"resume=auto: all checkpoints in {own.root} must be skipped, because {printable(aside.why)}; "
             f"set resume={printable(aside.start)}, the checkpoint from which the run started"
         )
     return [each.path for each in found]

@@ -177,7 +177,10 @@ class OpenCheckpoint:
             header = self._headers[chunk.file] = read_header(file)
         stored = header.get(chunk.key)
         if stored is None or (stored.dtype, stored.shape) != stored_as(self.index[name].dtype, chunk.shape):
-            raise UserError(f"{printable(chunk.file)} does not contain {printable(name)} as {STATE} lists it")
+            raise UserError(
+                f"{printable(chunk.file)} does not contain {printable(name)} with the dtype and shape that "
+                f"{STATE} lists"
+            )
         return stored
 
     def weights(self, averaged: bool, names: Iterable[str] | None = None) -> dict[str, Tensor]:

@@ -175,8 +175,8 @@ def parameter_of(name: str, shape: torch.Size, trainable: TrainableParameters) -
     is_sharded = is_dtensor(parameter) and prefix not in trainable.owners
     if parameter is not None and is_sharded and len(shape) > 0 and shape != parameter.shape:
         raise UserError(
-            f"{name} has shape {list(shape)} and its parameter {list(parameter.shape)}, so it cannot be "
-            "sharded like the parameter; train without FSDP, or use another optimizer"
+            f"{name} has shape {list(shape)}, but its parameter has shape {list(parameter.shape)}, so it "
+            "cannot be sharded like the parameter; train without FSDP, or use another optimizer"
         )
     return prefix
 
@@ -222,8 +222,9 @@ def _compare_optimizers(state: TrainState, groups: Sequence[Any], saved_groups: 
         different = first_five(sorted(own.keys() ^ saved.keys())) or "they are grouped differently"
         raise UserError(
             f"the checkpoint's optimizer has {len(saved)} parameters in {len(saved_groups)} groups, but this "
-            f"run's has {len(own)} in {len(groups)}: {different}; set model, model.freeze and, for an "
-            "optimizer of your own, optim.groups, optim.weight_decay and optim.no_decay as in the checkpoint"
+            f"run's optimizer has {len(own)} in {len(groups)}: {different}; set model, model.freeze and, for "
+            "an optimizer of your own, optim.groups, optim.weight_decay and optim.no_decay as in the "
+            "checkpoint"
         )
     for group in groups:
         saved_group = saved[group["params"][0]]

@@ -130,9 +130,11 @@ def refuse_not_finite(not_finite: Sequence[Sequence[str]], step: int, descriptio
 def unsavable(tensor: Tensor) -> str | None:
     """Return why ``tensor`` cannot be saved or restored, as the rest of a sentence; None if it can be."""
     if tensor.layout != torch.strided:
-        return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); make it dense, or persistent=False"
+        layout = str(tensor.layout).removeprefix("torch.")
+        return f"is sparse ({layout}); make it dense, or set persistent=False"
     if tensor.is_meta or tensor.is_nested or type(tensor) not in (Tensor, nn.Parameter):
-        return f"is on the meta device, nested or a {type(tensor).__name__}; use a plain tensor with values"
+        kind = "nested" if tensor.is_nested else f"a {type(tensor).__name__}"
+        return f"is {'on the meta device' if tensor.is_meta else kind}; use a plain tensor with values"
     if tensor.dtype not in DTYPES.values():
         return f"is {tensor.dtype}, which checkpoints do not support; store its bytes: .view(torch.uint8)"
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):

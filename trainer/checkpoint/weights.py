@@ -255,7 +255,7 @@ def _read_file(path: Location) -> dict[str, Any]:
         if path.name.endswith(".safetensors") or file.read(0, min(9, file.size))[8:] == b"{":
             return tensors_in(file)
         if isinstance(path, Address):
-            raise UserError("at an address, only .safetensors files are supported as single files")
+            raise UserError("a single file at an address must be a .safetensors file")
         return _read_torch(file)
 
 

@@ -45,7 +45,7 @@ class RankReport:
 
     host_name: str
     address: str  # where gloo listens
-    operations: dict[str, tuple[str, float]]  # by operation: what is wrong ("" if nothing is), and milliseconds
+    operations: dict[str, tuple[str, float]]  # by operation: what is wrong ("": nothing), and milliseconds
     links: list[dict[str, float]]  # the links that start at this rank
     costs: dict[str, float]
 

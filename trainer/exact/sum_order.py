@@ -17,16 +17,16 @@ from trainer.model.trainable_parameters import TrainableParameters
 
 
 class SumOrder:
-    """The default order: each rank adds its micro-batches, and an all-reduce adds the ranks."""
+    """The default order: each rank sums over its micro-batches, and an all-reduce sums over ranks."""
 
     by_chunks = False  # whether the bits of sums depend only on the chunks
     num_chunks = 1  # per step, over all ranks
     limit = math.inf  # gradients with larger numbers become NaN
     sums: ChunkSums | None = None  # the sums of this rank's gradients; None if autograd adds them
-    checks: SumChecks = NO_CHECKS  # observe what is added to the sums, sent and received
+    checks: SumChecks = NO_CHECKS  # observe the numbers that are added, sent and received
 
     def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
-        """Return the sum of `numbers`, of equal shapes, in a form that can be added further."""
+        """Return the sum of `numbers`, of equal shapes, in a form to which more can be added."""
         return double(torch.stack(list(numbers))).sum(0) if len(numbers) > 1 else double(numbers[0])
 
     def numbers(self, sums: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class SumOrder:
         """Complete the gradients, after the last backward pass of a step (a collective)."""
 
     def norm(self, trainable: TrainableParameters) -> Tensor:
-        """Return the norm of all gradients, a scalar (a collective if parameters are sharded)."""
+        """Return the norm of all gradients, as a scalar tensor; a collective if parameters are sharded."""
         return trainable.gradient_norm()
 
 

@@ -166,7 +166,7 @@ class Neighbour:
         Otherwise, this process would wait at its exit for workers that may never end, even after a SIGTERM.
         In a process that continues, the garbage collector would wait 5 s for each worker.
         """
-        with contextlib.suppress(ValueError):  # torch's handler raises if a worker dies; only the main thread can replace it
+        with contextlib.suppress(ValueError):  # not in the main thread, so torch's handler stays
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in self.records.workers().values():
             if (idle or worker.index is not None) and processes.parent(worker.pid) == self.member.pid:

@@ -152,7 +152,7 @@ class SaveOnFailure:
             if self._here[saver].look_for_death():
                 return f"{_NOT_SAVED}: rank {saver} died during the save", False
             wait(_LOOK_S)
-        return f"{_NOT_SAVED}: rank {saver} did not finish within {SAVE_S:.0f} s", False
+        return f"{_NOT_SAVED}: rank {saver} did not finish saving within {SAVE_S:.0f} s", False
 
     def _save(self) -> None:
         assert self.last_step is not None

@@ -55,7 +55,7 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tu
     assert isinstance(config.launch, LocalLaunchConfig)
     if rank_info().among_ranks:
         raise UserError(
-            f"launch=local inside {rank_info().launcher or 'a process that is already a rank'} would start "
+            f"launch=local under {rank_info().launcher or 'a process that is already a rank'} would start "
             f"{rank_info().world_size} separate runs; use one of the two launchers"
         )
     on_gpus = config.distributed.device != "cpu"

@@ -70,7 +70,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
             subprocess.run(["scancel", "--quiet", how, *jobs], check=False, timeout=60)
 
     if after:
-        print(f"job {job} starts when job {jobs[0]} ends, which uses the same run_dir", flush=True)
+        print(f"job {job} starts after the end of job {jobs[0]}, which uses the same run_dir", flush=True)
     print(f"job {job}  ->  tail -f {run_dir}/slurm/{job}_*.out", flush=True)
     with stop_signals_to(pass_on, (signal.SIGINT, signal.SIGTERM)):
         status = submitted.wait()  # sbatch itself waits for an unreachable controller

@@ -22,7 +22,7 @@ _TRAINER = str(Path(__file__).parents[1]) + os.sep
 
 @dataclass(frozen=True)
 class RunAttempt:
-    """The facts that stay the same from a start of a run until it ends or is resumed."""
+    """The facts about an attempt, which lasts from a start of the run until it ends or is resumed."""
 
     first_step: int
     """The step of the checkpoint from which the attempt resumed; 0 without one."""

@@ -147,10 +147,10 @@ def _unused_sibling(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold the lock of `path`, a record lock (fcntl) on a file that contains its owner.
+    """Hold the lock of `path`, a record lock (fcntl) on a file that names the owner.
 
-    The kernel releases it when the process ends. Unlike with flock, data workers do not inherit it. NFS
-    supports it too.
+    The kernel releases it when the process ends. Unlike a flock, it is not inherited by data workers, and NFS
+    supports it.
     """
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     ended = threading.Event()

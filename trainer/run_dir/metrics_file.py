@@ -37,7 +37,7 @@ class MetricsFile:
         self._last_at = self._end - sum(map(len, rows[-1:]))
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Add `values` to the line of `step`, at least the last step; NaN and Inf become null."""
+        """Add `values` to the line of `step`, the last step or a later one; NaN and Inf become null."""
         if self._last["step"] != step:
             self._last, self._last_at = {"step": step}, self._end
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -53,7 +53,7 @@ class MetricsFile:
 
 
 def read_metrics(run_dir: Path) -> dict[str, dict[int, float]]:
-    """Return every scalar of a run by name and step; {} without a file. NaN stands for NaN or Inf (null)."""
+    """Return every scalar of a run by name and step; {} if it has no file. NaN stands for NaN or Inf."""
     found: dict[str, dict[int, float]] = {}
     for line in _lines(run_dir / FILE):
         for name, value in line.items():
@@ -63,7 +63,7 @@ def read_metrics(run_dir: Path) -> dict[str, dict[int, float]]:
 
 
 def last_metrics(run_dir: Path) -> dict[str, Any]:
-    """Return the last value of each scalar in the last 64 KiB, and the last `step`; {} without a file."""
+    """Return the last value of each scalar in the last 64 KiB, and the last `step`; {} if there is none."""
     last: dict[str, Any] = {}
     for line in _lines(run_dir / FILE, at_most=1 << 16):
         last |= line

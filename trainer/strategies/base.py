@@ -75,7 +75,7 @@ class Strategy:
         gradients_differ: whether ranks update different parameters, or different shards of them.
         algorithm: the all-reduce algorithm in use, known after `wrap`.
         notes: messages for the user about how the settings were applied.
-        order: the order in which micro-batches are added; set before `wrap`.
+        order: the order in which gradients and losses are summed; set before `wrap`.
         report: measures the communication; complete after `wrap`.
         incomplete_reason: a phrase that says why this process alone cannot save the run; None if it can.
         fills_by_unit: whether `wrap` fills and shards the model one unit after another.

@@ -80,7 +80,7 @@ def constructed(build: Callable[[], nn.Module], seed: int, ranks: Ranks | None) 
     draft, reason = on_meta(build, seed)
     model = _whole(build, seed) if ranks.is_main or draft is None else draft
     if draft is not None and on_main(lambda: _described(model) != _described(draft), ranks):
-        reason = "its constructor builds something else on the meta device"
+        reason = "its constructor builds a different model on the meta device"
         model = model if ranks.is_main else _whole(build, seed)
     notes = [f"every rank builds the whole model, because {reason}"] if reason else []
     return InitialModel(model, seed, ranks, *notes)
@@ -113,7 +113,7 @@ def on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module | None
     bases = {id(tensor._base) for _, tensor in named.values()}  # they live as long as their views
     gc.collect()
     if _alive().keys() - known.keys() - named.keys() - bases:
-        return None, "it stores tensors elsewhere than in attributes of modules"
+        return None, "it stores tensors outside of module attributes"
     return model, ""
 
 

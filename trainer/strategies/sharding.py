@@ -122,7 +122,7 @@ def refuse_unshardable(model: nn.Module, units: Iterable[nn.Module]) -> None:
             not parameter.is_contiguous()
         ),
         "with complex values, of which it would sum only the real parts. Use real tensors": torch.is_complex,
-        "with a hook on the gradient, because it would get shards. Remove the hook": lambda parameter: bool(
+        "with a hook on the gradient, which would get shards. Remove the hook": lambda parameter: bool(
             parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         ),
         "with a sparse gradient. Build the embedding with sparse=False": sparse_weights(model).__contains__,
