@@ -72,9 +72,7 @@ class Evaluations:
         self._metrics = {**self._metrics, self.owner(state): dict(metrics)}
 
     def owner(self, state: State) -> State:
-        """Return `state` with the branch that reached it first, because a branch shares its past with its
-        origin.
-        """
+        """Return `state` with the branch that reached it first: a branch shares the past of its origin."""
         branch, step = state
         while (origin := self._origins.get(branch)) is not None and step <= origin.step:
             branch = origin.branch

@@ -138,8 +138,7 @@ class OpenCheckpoint:
                         read.result()
 
     def read(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the full tensors whose names start with ``prefix``, by the rest of the name (not a
-        collective).
+        """Return the full tensors under ``prefix``, by the rest of their names (not a collective).
 
         A tensor that was saved as one chunk is memory-mapped.
         """
@@ -204,9 +203,7 @@ class OpenCheckpoint:
         return {name: weights[name] for name in weights if not is_extra_state(name)} | averages
 
     def model_state(self) -> dict[str, Tensor]:
-        """Return the tensors of the model's state dict. Raise UserError if the checkpoint lacks frozen
-        parameters.
-        """
+        """Return the tensors of the model's state dict; raise UserError if frozen parameters are missing."""
         if self.left_out:
             raise UserError(
                 f"{printable(self.directory)} does not contain {first_five(self.left_out)}, because its run "

@@ -209,8 +209,7 @@ def check_left_out(source: OpenCheckpoint, frozen: Mapping[str, str]) -> None:
 
 
 def _compare_optimizers(state: TrainState, groups: Sequence[Any], saved_groups: Sequence[Any]) -> None:
-    """Raise UserError unless the saved optimizer has the same parameters, and all options of this run's
-    optimizer.
+    """Raise UserError unless the saved optimizer has the parameters and options of this run's optimizer.
 
     Parameter groups may differ, except with a user's own optimizer, which may keep state in its groups.
     """

@@ -51,9 +51,7 @@ class Draft:
         self.written_by |= dict.fromkeys(tensors, 0)
 
     def add(self, reports: Sequence[SaveReport]) -> bool:
-        """Add the reports of all ranks, in rank order. Return whether the ranks' tensors have the same
-        layout.
-        """
+        """Add the reports of all ranks, in rank order; return whether all ranks have the same layout."""
         self.add_data_states([report.data_state for report in reports])
         for rank, report in enumerate(reports[1:], start=1):
             self.facts["state"]["optimizer"]["state"] |= report.states

@@ -98,9 +98,7 @@ class Store(Listing[Path]):
         branch: str,
         verified: int | None = None,
     ) -> Path:
-        """Turn the ``new_directory``, whose files are fsynced, into the checkpoint of ``step``; return its
-        path.
-        """
+        """Turn the ``new_directory``, whose files are fsynced, into the checkpoint of ``step``."""
         assert self.run_id is not None
         manifest = Manifest(
             format, step, self._started_at, dict(files), self.run_id, branch, verified=verified

@@ -44,8 +44,7 @@ def weights_for(
     key: str | None = None,
     freeze: Sequence[str] = (),
 ) -> dict[str, Tensor]:
-    """Return the tensors in ``path`` for the tensors of ``model``, by name, without running code from the
-    file.
+    """Return the tensors in ``path`` for ``model``, by name, without running code from the file.
 
     Name parts that wrappers insert are ignored. One prefix may be removed from the names in the file, such as
     ``state_dict.model`` or ``teacher.backbone``, or added, such as ``transformer``. The prefix with the most

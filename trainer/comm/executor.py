@@ -110,9 +110,7 @@ class Executor:
             self._shared.close()
 
     def _program(self, numel: int, itemsize: int) -> tuple[list[list[Visit]], int]:
-        """Return the visits in steps, whose messages start together, and by how many steps to post receives
-        early.
-        """
+        """Return steps of visits whose messages start together, and how many steps early to post receives."""
         if (numel, itemsize) not in self._programs:
             size = max(1, numel * itemsize)
             segment_bytes = size if self._segment_mb is None else int(self._segment_mb * 2**20)

@@ -152,9 +152,7 @@ class SharedMemory:
     def _connected(
         self, rank: int, addresses: Sequence[bytes], listener: socket.socket, own: int
     ) -> tuple[dict[int, socket.socket], dict[int, int]]:
-        """Return a socket and a file for each peer. The lower rank connects and is the first to send its
-        file.
-        """
+        """Return a socket and a file for each peer; the lower rank connects, and sends its file first."""
         sockets, files = dict[int, socket.socket](), dict[int, int]()
         higher, peer = sorted(peer for peer in self.peers if peer > rank), rank
         try:

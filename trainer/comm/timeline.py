@@ -169,9 +169,7 @@ class Timeline:
         }
 
     def _latest(self, waits: torch.Tensor) -> tuple[int, float]:
-        """Return the last rank to be ready with the bucket for which ranks differ most, and its delay in
-        seconds.
-        """
+        """Return the last rank to be ready with the most uneven bucket, and its delay in seconds."""
         spread = waits.amax(0) - waits.amin(0)
         return int(waits[:, spread.argmax()].argmin()), float(spread.max())
 

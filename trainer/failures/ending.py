@@ -202,9 +202,7 @@ class Ending:
         exit_report.exit_now(status)
 
     def _write(self, failure: Failure, ends: bool = True) -> None:
-        """Write the failure to train.log, and stacks and collectives to stacks/. If the run `ends`, write
-        failure.json.
-        """
+        """Write the failure to train.log and stacks/ and, if the run `ends`, to failure.json."""
         if ends:
             self._record(failure)
         run_dir = self._written_to if ends else self.run_dir

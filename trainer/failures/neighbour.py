@@ -160,8 +160,7 @@ class Neighbour:
         return f"{state}, at {where}" if where else state
 
     def end_workers(self, idle: bool) -> None:
-        """After a failure, kill the data workers that are in the middle of a batch, or with `idle` all of
-        them.
+        """After a failure, kill the data workers that are reading a batch; with `idle`, kill all of them.
 
         Otherwise, this process would wait at its exit for workers that may never end, even after a SIGTERM.
         In a process that continues, the garbage collector would wait 5 s for each worker.

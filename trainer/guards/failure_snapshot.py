@@ -155,9 +155,7 @@ class FailureSnapshot(Snapshot):
         return self._is_queued and self._gradients_arrived.query()
 
     def _check_no_update_started(self) -> None:
-        """Raise UserError if the update of the next step has started; called just before the checkpoint is
-        published.
-        """
+        """Raise UserError if the next update has started; called just before the checkpoint is published."""
         if self._update_started():
             raise UserError("the gradients of the next step arrived during the save")
 

@@ -87,9 +87,7 @@ class ReplicaCheck:
     def _error(
         self, step: int, by_rank: Sequence[int], all_hashes: Sequence[Mapping[str, int]]
     ) -> ReplicasDifferError:
-        """Return the error, which names the ranks that differ from the majority, or all ranks if there is no
-        majority.
-        """
+        """Return the error, which names the ranks outside the majority; without a majority, all ranks."""
         describe, suspects, differences = self._ranks.describe, [], []
         for group in self._groups:
             ranked = Counter(by_rank[rank] for rank in group).most_common()

@@ -115,9 +115,7 @@ def exits() -> Iterator[None]:
 
 
 def _repeat_final_error() -> None:
-    """Raise the error of the previous attempt if a restart cannot help, because torchrun restarts after any
-    error.
-    """
+    """Raise the previous error if a restart cannot help, because torchrun restarts after any error."""
     file_of_end, restarts = failure_file.end_file(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if file_of_end is not None and restarts:
         file_of_end = file_of_end.parents[1] / f"attempt_{restarts - 1}" / file_of_end.name

@@ -151,9 +151,7 @@ def _copy(pipe: IO[bytes], out: IO[str], rank: int) -> None:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], shrinks: bool) -> list[int | None]:
-    """Return the exit codes of all ranks. After a failure, wait only for the grace period (None: still
-    running).
-    """
+    """Return all exit codes; after a failure, wait only for the grace period (None: still running)."""
     deadline = float("inf")
     while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
         if deadline == float("inf") and any(code and (code > 0 or not shrinks) for code in codes):

@@ -190,9 +190,7 @@ class Fsdp(Strategy):
                 module.reshard()
 
     def _reshard_without_gradient(self, root: nn.Module, *_: object) -> None:
-        """Reshard the root after a forward pass without gradients: only a backward pass would do it
-        otherwise.
-        """
+        """Reshard the root after a forward pass without gradients; otherwise, only a backward pass would."""
         if not torch.is_grad_enabled() and not self._gathers_model:
             cast(FSDPModule, root).reshard()
 

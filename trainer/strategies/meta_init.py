@@ -145,9 +145,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _described(model: nn.Module) -> list[tuple[object, ...]]:
-    """Describe the tensors that are broadcast: their names, ties, types and layouts must be equal on all
-    ranks.
-    """
+    """Describe the broadcast tensors: names, ties, types and layouts must be equal on all ranks."""
     first: dict[int, str] = {}
     return [
         (name, first.setdefault(id(tensor), name), type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
@@ -187,9 +185,7 @@ def replace(module: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _like(old: Tensor, real: Tensor) -> Tensor:
-    """Copy the properties of `old` to `real`: nn.Parameter, requires_grad, and attributes that users have
-    set.
-    """
+    """Give `real` the properties of `old`: nn.Parameter, requires_grad, and attributes set by users."""
     if isinstance(old, nn.Parameter):
         real = nn.Parameter(real, old.requires_grad)
     elif old.requires_grad and old.is_leaf:

@@ -112,9 +112,7 @@ class ParameterServer(Strategy):
             del optimizer_state[key]
 
     def _to_main(self, src: int, values: list[Any]) -> list[Any]:
-        """Return the values of rank `src` on rank 0, and [] on other ranks. All ranks must pass the same
-        number.
-        """
+        """Return the values of rank `src` on rank 0, and [] elsewhere; all ranks pass the same number."""
         box: list[Any] = [[]]
         if values and self.ranks.rank == src != 0:
             on_host = mapped(values, lambda value: value.cpu() if isinstance(value, Tensor) else value)
