@@ -77,7 +77,7 @@ def test_state_that_no_resume_could_load_is_refused_by_name(
 @pytest.mark.parametrize(
     ("held", "words"),
     [
-        (torch.empty(2, dtype=torch.uint4), r"is torch.uint4, .* view\(torch.uint8\)"),
+        (torch.empty(2, dtype=torch.uint4), r"is torch.uint4, .* \.view\(torch.uint8\)"),
         (torch.zeros(1).expand(3), r"is expanded, .* add .clone\(\)"),
     ],
     ids=["dtype", "expanded"],

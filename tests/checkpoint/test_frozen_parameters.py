@@ -96,7 +96,7 @@ def test_different_or_missing_initial_weights_are_refused(tmp_path: Path) -> Non
     changed, missing, own, none, weights = run_ranks(refused, 1, tmp_path, init=False)[0]
     left_out = (
         "does not contain {}, because its run had checkpoint.frozen=false, and "
-        f"model.init_from={tmp_path}/base.pt has other values"
+        f"model.init_from={tmp_path}/base.pt has different values"
     )
     assert left_out.format("layers.0.bias") in changed
     assert f"model.init_from={tmp_path}/base.pt does not exist; set the current path. A new run" in missing

@@ -195,4 +195,4 @@ def test_a_run_reports_unsaved_state(tmp_path: Path) -> None:
         "train.max_steps=3",
         f"run_dir={tmp_path}",
     )
-    assert (tmp_path / "train.log").read_text().count("passes changes during training") == 1
+    assert (tmp_path / "train.log").read_text().count("checkpoints do not contain them: passes. If") == 1

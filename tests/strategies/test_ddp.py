@@ -75,7 +75,7 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
         idle(
             f"data.task._target_={__name__}.Parts", "+data.task.how=index"
         ): r"the loss uses model\[\.\.\.\]",
-        idle(f"data.task._target_={__name__}.Parts", "+data.task.how=len"): r"or the like, but gradients",
+        idle(f"data.task._target_={__name__}.Parts", "+data.task.how=len"): r"or similar, but gradients",
     }
     mistakes = [(*options, f"run_dir={tmp_path}/{number}") for number, options in enumerate(expected)]
     for rank, messages in enumerate(run_ranks(refusals, 2, *mistakes, init=False)):
