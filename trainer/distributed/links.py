@@ -28,8 +28,8 @@ Endpoint = tuple[str, int, str]
 
 # Each connection is answered with 8 KiB: if the hosts disagree about the MTU, only small packets arrive.
 _ANSWER_BYTES = 8192
-_MOST_S = 5.0  # the limit for a connection: enough for TCP to resend two lost packets
-_MOST_THREADS = 128
+_CONNECT_S = 5.0  # the limit for a connection: enough for TCP to resend two lost packets
+_MAX_THREADS = 128
 
 
 def check_links(
@@ -51,7 +51,7 @@ def check_links(
     if len(set(hosts)) == 1:
         return
     speaks = hosts.index(hosts[rank]) == rank  # the first rank of each host does the check
-    limit_s = min(timeout_s / 4, _MOST_S)  # two such waits must end before the watch reports a hang
+    limit_s = min(timeout_s / 4, _CONNECT_S)  # two such waits must end before the watch reports a hang
     listener = gloo_listener() if speaks else None
     with contextlib.nullcontext() if listener is None else _answering(listener, limit_s) as own:
         gathered = gather_in_store(store, "listening", rank, len(hosts), own, backstop(timeout_s))
@@ -108,7 +108,7 @@ def _answer(token: str) -> bytes:
 def _failures(endpoints: Mapping[int, Endpoint], rank: int, limit_s: float) -> list[tuple[int, str]]:
     # Each host begins with the next one, so that not all of them connect to the same host at once.
     others = sorted(endpoints.keys() - {rank}, key=lambda other: (other < rank, other))
-    with ThreadPoolExecutor(_MOST_THREADS, "links") as pool:
+    with ThreadPoolExecutor(_MAX_THREADS, "links") as pool:
         reasons = pool.map(lambda other: _failure(endpoints[other], limit_s), others)
         return [(other, reason) for other, reason in zip(others, reasons, strict=True) if reason]
 

@@ -7,8 +7,8 @@ from trainer.failures.heartbeat import PHASES
 
 UNHEARD_S = 2.0  # a host without a report for this long is lost or disconnected
 ASLEEP_S = 3.0  # a watch that has not run for this long is blocked, because its process holds the GIL
-_MOST = 0.8  # the fraction of timeout_s for which a rank must have waited; see _stuck
-_FAR = 10  # batches by which another rank must be ahead of a stuck rank in an evaluation
+_WAITED = 0.8  # the fraction of timeout_s for which a rank must have waited; see _stuck
+_AHEAD = 10  # batches by which another rank must be ahead of a stuck rank in an evaluation
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,9 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
         if any(rank.silent_s + rank.heard_s >= timeout_s for rank in ahead):
             return True
         # Ranks don't wait for each other during an evaluation, which may take a long time.
-        return last.phase == "evaluate" and any(rank.position > last.position + _FAR for rank in ahead)
+        return last.phase == "evaluate" and any(rank.position > last.position + _AHEAD for rank in ahead)
     unheard = any(rank.heard_s >= timeout_s for rank in alive)
-    waits = any(rank.waited_s >= _MOST * timeout_s for rank in alive)  # for a rank that compiles or hangs
+    waits = any(rank.waited_s >= _WAITED * timeout_s for rank in alive)  # for a slow or stuck rank
     return (last.step > 1 or unheard or waits) and all(rank.is_late(timeout_s) for rank in alive)
 
 
@@ -198,7 +198,7 @@ def _first_that_waits(ranks: Sequence[Observed]) -> Failure:
         return _failure(first, "stopped", f"{message}, in {first.doing}")
     quiet = [rank for rank in silent if not rank.symptom]  # the other ranks reported a communication error
     if quiet:
-        behind = _first_of(quiet)
+        behind = _may_block_others(quiet)
         if len(behind) == 1:
             return _hangs(behind[0])
     if quiet and len(quiet) < len(silent):
@@ -206,7 +206,7 @@ def _first_that_waits(ranks: Sequence[Observed]) -> Failure:
     return _unknown(ranks)
 
 
-def _first_of(quiet: Sequence[Observed]) -> Sequence[Observed]:
+def _may_block_others(quiet: Sequence[Observed]) -> Sequence[Observed]:
     """Return the ranks that may keep the others waiting: those that are asleep, behind, or not waiting."""
     asleep = [rank for rank in quiet if rank.asleep_s >= ASLEEP_S]
     if asleep and len(asleep) < len(quiet):
