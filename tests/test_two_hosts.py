@@ -64,5 +64,8 @@ def test_a_cut_link_is_named_on_both_sides_and_all_ranks_end(tmp_path: Path) -> 
     assert [rank.code for rank in ended] == [1] * 4
     for side, far, lost in ((ended[:2], 1, "rank 2, rank 3"), (ended[2:], 0, "rank 0, rank 1")):
         output = "".join(rank.output for rank in side)
-        assert len(re.findall(rf"host {far} \(.*\) with {lost}: down or disconnected, no report for", output)) == 1, output
+        assert (
+            len(re.findall(rf"host {far} \(.*\) with {lost}: down or disconnected, no report for", output))
+            == 1
+        ), output
     assert json.loads((run_dir / "failure.json").read_text())["kind"] == "lost"
