@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from models.mlp import MLP
 from tests import runs
+from trainer.tasks.classification import Classification
 
 KINDS = ("activation", "gradient", "weight", "sum", "sent", "received")
 BITS = {  # of fp32, of int64
@@ -191,3 +192,14 @@ class FlippingMLP(MLP):
             logits = logits.clone()
             self._flip.apply(logits)
         return logits
+
+
+class Noisy(Classification):
+    """Adds noise, whose strength `begin_step` sets, to the batch itself."""
+
+    def begin_step(self, step: int, last_step: int) -> None:
+        self.strength = 0.5
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        batch[0].add_(self.strength * torch.randn_like(batch[0]))
+        return super().loss(model, batch)

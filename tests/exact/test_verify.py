@@ -16,6 +16,7 @@ from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.listing import SetAside
 from trainer.checkpoint.manifest import write_text
 from trainer.checkpoint.store import Store
+from trainer.exact.verify import burn_in
 from trainer.guards.verification import offsets, vote
 
 SHORT = (
@@ -51,6 +52,28 @@ def test_a_wrong_rank_is_named(tmp_path: Path) -> None:
     suspect = wrong["suspect"]
     assert suspect.items() >= {"rank": 2, "step": 1, "parameter": "1.weight", "verified_step": 0}.items()
     assert suspect["exclude"]["slurm"] == f"--exclude={suspect['host']}"
+
+
+def test_a_loss_that_changes_its_batch_accuses_no_other_rank(tmp_path: Path) -> None:
+    case = (
+        Flip("gradient", "mantissa", rank=2),
+        (
+            *SHORT,
+            *("train.exact=3", "strategy=ddp", "data.task._target_=tests.exact.flips.Noisy"),
+            f"run_dir={tmp_path}",
+        ),
+    )
+    assert run_ranks(found_each, 3, case, init=False)[2][0].ranks == [2]
+
+
+def test_the_burn_in_prepares_the_task() -> None:
+    words = (
+        "train.exact=2",
+        "train.verify_every=1",
+        "strategy=ddp",
+        "data.task._target_=tests.exact.flips.Noisy",
+    )
+    assert run_ranks(burn_in, 2, settings(*words), 1e-6, init=False) == [1, 1]
 
 
 def test_two_ranks_name_an_error_that_does_not_repeat(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ def burn_in(config: Config, minutes: float) -> int:
     from trainer.distributed.process_group import process_group
     from trainer.guards.verification import GradientVerification
     from trainer.strategies.build import build_strategy
+    from trainer.tasks import offers
+    from trainer.tasks.base import call_begin_step
     from trainer.tasks.label_counts import count_labels
 
     class BurnIn(GradientVerification):
@@ -80,6 +82,8 @@ def burn_in(config: Config, minutes: float) -> int:
             verified_step=0,
             set_aside=lambda step, why: None,
         )
+        if offers(task, "begin_step"):
+            call_begin_step(task, 1, 2, strategy.unwrap(model))
         agreement, began, reported = Agreement(ranks), time.monotonic(), 0.0
         for number, batch in enumerate(local_batches(config, train_set, split.micro_batch_size)):
             step, chunk = divmod(number, config.train.exact)

@@ -116,7 +116,7 @@ class GradientVerification(Verification):
         self._shards = ShardCheck(strategy.unwrap(model)) if strategy.gradients_differ else None
         self._offsets = offsets(ranks.hosts)
         self._offset = 0
-        self._batch: Any = None  # of this rank's chunk that another rank recomputes
+        self._sent = b""  # the batch of this rank's chunk that another rank recomputes, before it is used
         self._num_labels = 0.0
         self._recomputed: Tensor | None = None
 
@@ -130,7 +130,7 @@ class GradientVerification(Verification):
         self._offset = self._offsets[turn // most % len(self._offsets)]
         self._turn, self._num_labels = turn, num_labels()
         own = turn % len(self._chunks[rank])
-        self._batch = micro_batches[own]
+        self._sent = pickle.dumps(micro_batches[own])
         self._recomputed = self.recompute(self._exchanged(), self._chunk_of(self._partner(rank)), step)
         self._checks.observed = own
 
@@ -145,7 +145,7 @@ class GradientVerification(Verification):
         """Send this rank's batch to the rank that recomputes it, and return the partner's batch."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
         target, source = (rank - self._offset) % world_size, self._partner(rank)
-        own = torch.frombuffer(bytearray(pickle.dumps(self._batch)), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(self._sent), dtype=torch.uint8)
         sends = [dist.isend(part, target, self._group) for part in (torch.tensor([len(own)]), own)]
         size = torch.empty(1, dtype=torch.int64)
         dist.recv(size, source, self._group)
@@ -197,10 +197,10 @@ class GradientVerification(Verification):
         for verifier, value in enumerate(verifiers):
             owner, rank = self._partner(verifier), self._ranks.rank
             if value != owners[owner]:
-                batch = [self._batch]
-                dist.broadcast_object_list(batch, owner, self._group)
+                sent = [self._sent]  # not the batch itself, which the task's loss may have changed
+                dist.broadcast_object_list(sent, owner, self._group)
                 computed = [own] * (rank == owner) + [self._recomputed] * (rank == verifier)
-                self._refuse_wrong_gradient(step, self._chunk_of(owner), batch[0], computed)
+                self._refuse_wrong_gradient(step, self._chunk_of(owner), pickle.loads(sent[0]), computed)
         self.verified_step = step
 
     def compare(self, batch: Any, chunk: int, step: int) -> None:
